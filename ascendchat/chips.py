@@ -1,0 +1,262 @@
+"""Facts per chip: memory, peak FLOP/s, bandwidth, links, dtypes. Read by `ascendchat plan --chip Ascend910B3`,
+by the device layer and by `ascendchat doctor`. No torch here.
+
+Names are matched whole, never by a part: "Ascend910B" is a 2019 chip without bf16, "Ascend910B3" a 2023 chip with it.
+Units: bytes, FLOP/s, bytes per second in one direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ascendchat.config import UserError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parts of one device type share."""
+
+    visible: str  # environment variable that lists the devices a process may use; "" where there is none
+    collective: str  # backend of torch.distributed
+    tool: str  # the vendor's command-line tool; "" where there is none
+    title: str  # for sentences
+
+
+KINDS = {  # in the order of preference when no device type is named
+    "npu": Kind("ASCEND_RT_VISIBLE_DEVICES", "hccl", "npu-smi", "Ascend NPU"),
+    "cuda": Kind("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi", "NVIDIA GPU"),
+    "mps": Kind("", "gloo", "", "Apple GPU"),
+    "cpu": Kind("", "gloo", "", "CPU"),
+}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as a process sees it: a card, or one die of an Atlas A3 card."""
+
+    name: str
+    device_type: str
+    memory: int  # bytes the vendor's tool shows as total
+    flops: float  # dense bf16 matrix FLOP/s (fp16 where there is no bf16, fp32 on CPU): the 100 % of MFU
+    bandwidth: float  # of the device's memory
+    link: float  # per device, to its neighbours in the same node
+    node_link: float  # per device, to other nodes
+    bf16: bool = True
+    fp8: bool = False
+    saturates: bool = False  # fp16 overflow becomes 65504 instead of inf, so only a hardware flag shows it
+    fused_attention: bool = True  # has a fused attention kernel with a backward pass
+    graphs: bool = False  # can capture work once and replay it
+    jit_default: bool = False  # compiles each operator for each new shape unless told otherwise
+    reserved: int = 0  # bytes the driver holds before any process starts
+    devices_per_node: int = 8
+    source: str = "vendor data sheet"
+    known: bool = True  # False: cautious figures for a chip this table does not list
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> int:
+        """Bytes that processes can share: the total less what the driver holds."""
+        return self.memory - self.reserved
+
+
+# The driver of 64 GB parts holds 2.8 to 3.4 GB when idle.
+_A2 = Chip(
+    "", "npu", 64 * GIB, 0, 1.6e12, 196e9, 25e9, graphs=True, reserved=3 * GIB, source="Atlas A2: cube bf16 peak"
+)
+# A3: one device is one die, two dies a card; the same fabric inside and between the nodes of a super node.
+_A3 = dataclasses.replace(_A2, node_link=196e9, devices_per_node=16, source="Atlas A3 (910C), per die: cube bf16 peak")
+_OLD = Chip(
+    "", "npu", 32 * GIB, 256e12, 1.2e12, 90e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
+    jit_default=True, reserved=2 * GIB, source="2019 generation: marketed fp16, secondary sources",
+)  # fmt: skip
+_310P = Chip(
+    "", "npu", 24 * GIB, 70e12, 0.2e12, 16e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
+    jit_default=True, reserved=2 * GIB, source="300I Pro/Duo, inference part: unverified figures",
+)  # fmt: skip
+_950 = dataclasses.replace(_A2, fp8=True, link=159e9, node_link=50e9, source="950 series: lowest published bin")
+_950_DT = (
+    "950x 950y 9571 9572 9573 9574 9575 9576 9577 9578 9581 9582 9582x 9583 9584 9585 9586 9587 9588 9591 9592 9595 "
+    "9596 95A1 95A2"
+)
+_950_PR = "950z 9579 957b 957bx 957c 957d 9589 958b 9599"
+
+
+def _npu(base: Chip, name: str, flops: float = 0.0, aliases: tuple[str, ...] = (), **changes: object) -> Chip:
+    """A chip of a generation; npu-smi prints the name without "Ascend", so that spelling is an alias."""
+    short = name.removeprefix("Ascend")
+    changed = dataclasses.replace(base, name=name, aliases=(short, *aliases), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(changed, flops=flops) if flops else changed
+
+
+_ASCEND = [
+    _npu(_A2, "Ascend910B1", 373.9e12),
+    _npu(_A2, "Ascend910B2", 353.9e12),
+    _npu(_A2, "Ascend910B2C", 353.9e12),
+    _npu(_A2, "Ascend910B3", 294.9e12),
+    _npu(_A2, "Ascend910B4", 245.8e12, memory=32 * GIB, bandwidth=0.8e12),
+    _npu(_A2, "Ascend910B4-1", 245.8e12),
+    _npu(_A3, "Ascend910_9391", 353.9e12),
+    _npu(_A3, "Ascend910_9392", 353.9e12, ("910C", "Ascend910C")),
+    *[_npu(_A3, f"Ascend910_{n}", 245.8e12) for n in (9362, 9363, 9372, 9381, 9382)],
+    *[_npu(_OLD, f"Ascend910{n}") for n in ("A", "ProA", "ProB", "PremiumA", "B")],
+    *[_npu(_310P, f"Ascend310P{n}") for n in (1, 2, 3, 4, 5, 7)],
+    _npu(
+        _950, "Ascend950DT", 378e12, tuple(f"Ascend950DT_{n}" for n in _950_DT.split()),
+        memory=96 * GIB, bandwidth=4.0e12,
+    ),
+    _npu(
+        _950, "Ascend950PR", 378e12, tuple(f"Ascend950PR_{n}" for n in _950_PR.split()),
+        memory=112 * GIB, bandwidth=1.4e12,
+    ),
+]  # fmt: skip
+
+
+def _gpu(
+    names: str, gib: float, tflops: float, tb: float, link: float, node: float = 50, generation: str = "hopper"
+) -> Chip:
+    """names: spellings of nvidia-smi and torch, then short ones, split by "|"; link and node in GB/s one way."""
+    first, *rest = names.split("|")
+    old = generation == "volta"
+    return Chip(
+        first, "cuda", int(gib * GIB), tflops * 1e12, tb * 1e12, link * 1e9, node * 1e9, bf16=not old,
+        fp8=generation in ("ada", "hopper", "blackwell"), fused_attention=not old, graphs=True, aliases=tuple(rest),
+    )  # fmt: skip
+
+
+# Memory as nvidia-smi shows it; FLOP/s dense with fp32 accumulation; NVLink is half of the marketed two-way figure.
+_NVIDIA = [
+    _gpu("NVIDIA H200|H200|H200-SXM", 140.4, 989.4, 4.8, 450),
+    _gpu("NVIDIA H200 NVL|H200-NVL", 140.4, 835.5, 4.8, 450),
+    _gpu("NVIDIA H100 80GB HBM3|H100|H100-SXM|NVIDIA H100", 79.6, 989.4, 3.35, 450),
+    _gpu("NVIDIA H100 PCIe|H100-PCIe", 79.6, 756, 2.0, 32),
+    _gpu("NVIDIA H100 NVL|H100-NVL", 93.6, 835.5, 3.9, 300),
+    _gpu("NVIDIA GH200 480GB|GH200", 95.6, 989.4, 4.0, 450),
+    _gpu("NVIDIA H800|H800", 79.6, 989.4, 3.35, 200),
+    _gpu("NVIDIA H20|H20", 95.6, 148, 4.0, 450),
+    _gpu("NVIDIA H20-3e|H20-3e", 140.4, 148, 4.8, 450),
+    _gpu("NVIDIA B200|B200", 179, 2250, 7.7, 900, generation="blackwell"),
+    _gpu("NVIDIA GB200|GB200", 185, 2500, 8.0, 900, generation="blackwell"),
+    _gpu("NVIDIA A100-SXM4-80GB|A100|A100-80GB", 80, 312, 2.039, 300, 25, "ampere"),
+    _gpu("NVIDIA A100-SXM4-40GB|A100-40GB", 40, 312, 1.555, 300, 25, "ampere"),
+    _gpu("NVIDIA A100 80GB PCIe|A100-PCIe", 80, 312, 1.935, 32, 25, "ampere"),
+    _gpu("NVIDIA A100-PCIE-40GB|A100-PCIe-40GB", 40, 312, 1.555, 32, 25, "ampere"),
+    _gpu("NVIDIA A800-SXM4-80GB|A800|A800-80GB", 80, 312, 2.039, 200, 25, "ampere"),
+    _gpu("NVIDIA A800 80GB PCIe|A800-PCIe", 80, 312, 1.935, 32, 25, "ampere"),
+    _gpu("NVIDIA A40|A40", 45, 149.7, 0.696, 32, 12.5, "ampere"),
+    _gpu("NVIDIA A30|A30", 24, 165, 0.933, 32, 12.5, "ampere"),
+    _gpu("NVIDIA A10|A10", 22.5, 125, 0.6, 32, 12.5, "ampere"),
+    _gpu("NVIDIA A10G|A10G", 22.5, 70, 0.6, 32, 12.5, "ampere"),
+    _gpu("NVIDIA RTX A6000|A6000", 48, 154.8, 0.768, 32, 12.5, "ampere"),
+    _gpu("NVIDIA GeForce RTX 3090|RTX 3090|3090", 24, 71, 0.936, 16, 1.25, "ampere"),
+    _gpu("NVIDIA GeForce RTX 3090 Ti|RTX 3090 Ti|3090 Ti", 24, 80, 1.008, 16, 1.25, "ampere"),
+    _gpu("NVIDIA L40S|L40S", 45, 362, 0.864, 32, 12.5, "ada"),
+    _gpu("NVIDIA L40|L40", 45, 181, 0.864, 32, 12.5, "ada"),
+    _gpu("NVIDIA L20|L20", 45, 119.5, 0.864, 32, 12.5, "ada"),
+    _gpu("NVIDIA L4|L4", 22.5, 121, 0.3, 32, 12.5, "ada"),
+    _gpu("NVIDIA RTX 6000 Ada Generation|RTX 6000 Ada", 48, 364, 0.96, 32, 12.5, "ada"),
+    _gpu("NVIDIA GeForce RTX 4090|RTX 4090|4090", 24, 165.2, 1.008, 32, 1.25, "ada"),
+    _gpu("NVIDIA GeForce RTX 4090 D|RTX 4090 D|4090D", 24, 147, 1.008, 32, 1.25, "ada"),
+    _gpu("NVIDIA GeForce RTX 5090|RTX 5090|5090", 31.8, 209.5, 1.792, 64, 1.25, "blackwell"),
+    _gpu("Tesla V100-SXM2-32GB|V100|V100-32GB", 32, 125, 0.9, 150, 12.5, "volta"),
+    _gpu("Tesla V100-SXM2-16GB|V100-16GB", 16, 125, 0.9, 150, 12.5, "volta"),
+    _gpu("Tesla T4|T4|NVIDIA T4", 15, 65, 0.32, 16, 1.25, "volta"),
+]
+
+
+def _apple(name: str, gib: int, tflops: float, gb: float) -> Chip:
+    """Memory is shared with the CPU and differs by machine: this is the smallest one sold."""
+    return Chip(
+        f"Apple {name}", "mps", gib * GIB, tflops * 1e12, gb * 1e9, 0.0, 1.25e9, bf16=not name.startswith("M1"),
+        fused_attention=False, devices_per_node=1, source="GPU cores x clock", aliases=(name,),
+    )  # fmt: skip
+
+
+_APPLE = [
+    *[_apple(*row) for row in (("M1", 8, 2.6, 68), ("M1 Pro", 16, 5.2, 200), ("M1 Max", 32, 10.4, 400))],
+    *[_apple(*row) for row in (("M1 Ultra", 64, 20.8, 800), ("M2", 8, 3.6, 100), ("M2 Pro", 16, 6.8, 200))],
+    *[_apple(*row) for row in (("M2 Max", 32, 13.6, 400), ("M2 Ultra", 64, 27.2, 800), ("M3", 8, 3.5, 100))],
+    *[_apple(*row) for row in (("M3 Pro", 18, 6.4, 150), ("M3 Max", 36, 14.1, 300), ("M3 Ultra", 96, 28.2, 819))],
+    *[_apple(*row) for row in (("M4", 16, 4.3, 120), ("M4 Pro", 24, 8.5, 273), ("M4 Max", 36, 15.6, 410))],
+]
+
+# 69 GFLOP/s fp32 matrix products were measured on two aarch64 server cores.
+CPU_CORE_FLOPS = 34.5e9
+_CPU = Chip(
+    "cpu", "cpu", 8 * GIB, 2 * CPU_CORE_FLOPS, 20e9, 5e9, 1.25e9, bf16=False, fused_attention=False,
+    devices_per_node=1, source="two aarch64 cores, fp32, measured",
+)  # fmt: skip
+
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in [*_ASCEND, *_NVIDIA, *_APPLE, _CPU]}
+
+
+def _key(name: str) -> str:
+    return " ".join(name.casefold().split())
+
+
+_BY_NAME = {_key(spelling): chip for chip in CHIPS.values() for spelling in (chip.name, *chip.aliases)}
+
+# Names that stand for several chips with different figures: guessing between them would be wrong without a word.
+_FAMILIES = {
+    "ascend910": "npu-smi prints Ascend910 for every Atlas A3 part",
+    "910": "910 is a family from 2019 to 2025",
+    "910b*": "910B* is a family",
+    "310p": "310P is a family; most cards are Ascend310P3",
+    "ascend310p": "310P is a family; most cards are Ascend310P3",
+    "950": "950 is a family: Ascend950DT or Ascend950PR",
+    "ascend950": "950 is a family: Ascend950DT or Ascend950PR",
+}
+
+
+def find(name: str) -> Chip:
+    """The chip of that name, as torch, npu-smi or nvidia-smi spell it; letter case does not matter."""
+    chip = _BY_NAME.get(_key(name))
+    if chip is not None:
+        return chip
+    family = _FAMILIES.get(_key(name))
+    if family:
+        raise UserError(f"{name!r} does not name one chip ({family}); give the full name, for example Ascend910B3")
+    spelled = {_key(spelling): spelling for c in CHIPS.values() for spelling in (c.name, *c.aliases)}
+    near = [spelled[key] for key in difflib.get_close_matches(_key(name), list(spelled), n=3, cutoff=0.6)]
+    hint = f"the nearest are {', '.join(near)}" if near else "for example Ascend910B3, Ascend910_9392, H100 or cpu"
+    raise UserError(f"there is no chip {name!r} in the table; {hint}")
+
+
+def unknown(name: str, device_type: str, memory: int) -> Chip:
+    """Cautious figures for a chip that is there but not in the table: slow, no bf16, no fused kernels."""
+    base = {"npu": _OLD, "cuda": CHIPS["Tesla T4"], "mps": CHIPS["Apple M1"], "cpu": _CPU}[device_type]
+    return dataclasses.replace(
+        base, name=name, memory=memory, reserved=0, aliases=(), known=False, jit_default=False,
+        source=f"{name} is not in the chip table: cautious figures, so MFU and plans are only rough",
+    )  # fmt: skip
+
+
+def detected(name: str, device_type: str, memory: int) -> Chip:
+    """The chip a driver reported, with the memory the driver reported (bytes; 0 where it says nothing)."""
+    chip = _BY_NAME.get(_key(name))
+    if chip is None or chip.device_type != device_type:
+        return unknown(name, device_type, memory)
+    return dataclasses.replace(chip, memory=memory, reserved=0) if memory else chip
+
+
+def machine_memory() -> int:
+    """Bytes of RAM this process may use: the machine's, or its container's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        file = Path(path)
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def this_cpu() -> Chip:
+    """The CPU of this machine: its usable cores at the measured rate of one, and its RAM."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return dataclasses.replace(
+        _CPU, memory=machine_memory(), flops=cores * CPU_CORE_FLOPS, source=f"{cores} cores at 34.5 GFLOP/s fp32 each"
+    )

@@ -1,0 +1,126 @@
+"""`ascendchat COMMAND --flags`: the table of commands. Nothing is imported before its command is known."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from typing import Any
+
+from ascendchat import __version__
+from ascendchat.config import UserError, nearest, parse, show_help, wants_help
+
+# command: (config class, function, one line of help)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "doctor": ("commands:DoctorConfig", "doctor:run", "check this machine and say how to mend what is wrong"),
+    "explain": (
+        "commands:ExplainConfig",
+        "doctor.explain:run",
+        "turn an error text into cause, checks and fix",
+    ),
+    "plan": ("commands:PlanConfig", "plan:run", "parameters, memory, batch, hours and cost of a run"),
+    "clean": (
+        "commands:CleanConfig",
+        "doctor.clean:run",
+        "free devices, shared memory and partial downloads",
+    ),
+    "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),
+}
+
+
+def _load(prefix: str, target: str) -> Any:
+    module, name = target.split(":")
+    return getattr(importlib.import_module(f"ascendchat.{prefix}{module}"), name)
+
+
+def overview(group: str = "") -> str:
+    """The page of `ascendchat --help`, or of a group of commands: `ascendchat data --help`."""
+    rows = "\n".join(f"  {name:<18} {text}" for name, (_, _, text) in COMMANDS.items() if name.startswith(group))
+    return (
+        f"ascendchat {__version__}: from raw text to a chat model, on Ascend NPUs and on anything else\n\n"
+        f"usage: ascendchat COMMAND [--flags]      ascendchat COMMAND --help\n\n{rows}\n\n"
+        "Start with: ascendchat doctor\n"
+    )
+
+
+def _group(word: str) -> list[str]:
+    return [name for name in COMMANDS if name.startswith(word + " ")]
+
+
+def find(argv: list[str]) -> tuple[str, list[str]]:
+    """Split argv into the command (one or two words) and its arguments, or say which command was nearest."""
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if name in COMMANDS:
+            return name, argv[words:]
+    if group := _group(argv[0]):
+        raise UserError(f"{argv[0]} needs a second word; choose from: {', '.join(group)}")
+    raise UserError(f"there is no command {argv[0]!r}; {nearest(argv[0], list(COMMANDS))}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    code = 0
+    try:
+        code = _main(argv)
+        sys.stdout.flush()  # here, where a closed pipe can be handled, not when Python ends
+    except BrokenPipeError:  # `ascendchat plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _main(argv: list[str]) -> int:
+    if argv and argv[0] == "help":  # `help plan` is `plan --help`
+        argv = [*argv[1:], "--help"]
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(overview())
+        return 0
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"ascendchat {__version__}")
+        return 0
+    name = argv[0]
+    if _group(name) and wants_help(argv[1:2]):
+        sys.stdout.write(overview(name + " "))
+        return 0
+    try:
+        name, rest = find(argv)
+        config_class, function, _ = COMMANDS[name]
+        cls = _load("config.", config_class)
+        if wants_help(rest):
+            show_help(f"ascendchat {name}", cls)
+            return 0
+        config = parse(cls, rest)
+        return execute(
+            _load("", function) if not hasattr(config, "npu_debug") else _computing(config, function), config
+        )
+    except UserError as error:
+        print(f"ascendchat {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"ascendchat {name}: stopped", file=sys.stderr)
+        return 130
+
+
+def _computing(config: Any, function: str) -> Any:
+    """Commands that import torch first get the environment of their device."""
+    from ascendchat.device.env import prepare
+
+    prepare(config.device_type, debug=config.npu_debug)
+    return _load("", function)
+
+
+def execute(function: Any, config: Any) -> int:
+    """Call the command; an uncaught error is shown whole, then explained if we know it."""
+    try:
+        return int(function(config) or 0)
+    except (UserError, KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception:  # noqa: BLE001 (everything is shown whole, then explained)
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        from ascendchat.doctor.explain import print_findings
+
+        print_findings(text, stream=sys.stderr)
+        return 1

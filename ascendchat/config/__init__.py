@@ -1,0 +1,255 @@
+"""One frozen dataclass per command; the string under a field is its help.
+
+    @dataclass(frozen=True)
+    class PlanConfig:
+        depth: int = 20
+        "number of layers"
+
+`parse(PlanConfig, ["--depth", "12"])` reads flags, and a YAML file named by `--config`; flags win over the file,
+the file over the defaults. `--device_batch_size` and `--device-batch-size` are the same flag. No torch here: `--help`
+must be instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ascendchat.config.text import describe, usage
+
+__all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "usage", "wants_help"]
+
+C = TypeVar("C")
+
+
+class UserError(Exception):
+    """Something the user can mend: one clear sentence and the next step. The command line exits with 2."""
+
+
+def home() -> Path:
+    """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
+    return Path(os.environ.get("ASCENDCHAT_HOME") or Path.home() / ".cache" / "ascendchat")
+
+
+def option(default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "") -> Any:
+    """A field with extra flags for the same value (`also=("npus",)`), or filled from bare words: `words="each"` takes
+    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included."""
+    return dataclasses.field(default=default, metadata={"also": also, "words": words})
+
+
+def wants_help(argv: list[str]) -> bool:
+    """True when `--help` stands before any `--` separator."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    return "--help" in own or "-h" in own
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """The sentence that names the nearest valid choice, and all of them when they are few or nothing is near."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    every = f"choose from: {', '.join(choices)}"
+    if not close:
+        return every
+    return f"did you mean {close[0]}? ({every})" if len(choices) <= 6 else f"did you mean {close[0]}?"
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def convert(flag: str, kind: Any, value: Any) -> Any:
+    """Turn text (a flag) or a YAML value into the field's type; say what was expected when it cannot."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in args and (value is None or str(value).lower() in ("none", "null", "auto")):
+            return None
+        return convert(flag, next(a for a in args if a is not type(None)), value)
+    if origin is typing.Literal:
+        if str(value) in [str(a) for a in args]:
+            return next(a for a in args if str(a) == str(value))
+        raise UserError(f"{flag}: {value!r} is not a valid value; {nearest(str(value), [str(a) for a in args])}")
+    if origin is tuple:
+        items = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            items = [items]
+        return tuple(convert(flag, args[0], item) for item in items)
+    if kind is bool:
+        text = str(value).lower()
+        if text in ("true", "1", "yes", "on"):
+            return True
+        if text in ("false", "0", "no", "off"):
+            return False
+        raise UserError(f"{flag}: {value!r} is not true or false")
+    if kind in (int, float):
+        try:
+            return _number(kind, value)
+        except (TypeError, ValueError, OverflowError):
+            expected = "a whole number" if kind is int else "a number"
+            raise UserError(f"{flag}: {value!r} is not {expected}") from None
+    if kind is str:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return str(value)
+        raise UserError(f"{flag}: YAML reads this as {value!r}, not as text; put it in quotes")
+    if kind is dict or origin is dict:
+        if isinstance(value, dict):
+            return value
+        raise UserError(f"{flag}: expected a mapping (give it in a YAML file), found {value!r}")
+    raise UserError(f"{flag}: {value!r} cannot be read as {kind}")
+
+
+def _number(kind: type, value: Any) -> int | float:
+    if isinstance(value, bool):  # `depth: yes` in YAML
+        raise TypeError
+    if kind is float:
+        return float(value)
+    with contextlib.suppress(ValueError):
+        if not isinstance(value, float):
+            return int(value)
+    if not float(value).is_integer():  # 1e9 is a whole number too
+        raise ValueError
+    return int(float(value))
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML mapping; a missing or broken file is an error that names it."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold `name: value` lines, found {type(content).__name__}")
+    return content
+
+
+def _flags(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """Every spelling (without dashes, underscores) -> the field it sets."""
+    spellings: dict[str, dataclasses.Field[Any]] = {}
+    for field in dataclasses.fields(cls):
+        for name in (field.name, *field.metadata.get("also", ())):
+            spellings[_plain(name)] = field
+    return spellings
+
+
+def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str | None]:
+    """argv -> ({field: raw value}, bare words, path of --config)."""
+    spellings, kinds = _flags(cls), _types(cls)
+    takes_rest = any(f.metadata.get("words") == "rest" for f in dataclasses.fields(cls))
+    found: dict[str, Any] = {}
+    words: list[str] = []
+    config_file: str | None = None
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if token == "--" and not takes_rest:  # users of torchrun write `-- --flags`
+            continue
+        bare = not token.startswith("-") or token == "-" or token[1].isdigit()
+        if bare or (takes_rest and token in ("--", "-m")):
+            words.append(token)
+            if takes_rest:
+                words += rest
+                break
+            continue
+        name, equals, value = token.partition("=")
+        key = _plain(name)
+        if key == "config":
+            config_file = value if equals else _value(name, rest)
+            continue
+        negated = key not in spellings and key.startswith("no_") and key[3:] in spellings
+        field = spellings.get(key[3:] if negated else key)
+        if field is None:
+            raise UserError(f"unknown flag {name}; {nearest(name, [spelling(n) for n in [*spellings, 'config']])}")
+        if kinds[field.name] in (bool, bool | None) and not equals:
+            found[field.name] = not negated
+            if not negated and rest and rest[0].lower() in ("true", "false", "1", "0"):
+                found[field.name] = convert(name, bool, rest.pop(0))
+            continue
+        if negated:
+            raise UserError(f"{name}: only a switch can be negated, and takes no value then; use {spelling(key[3:])}")
+        found[field.name] = convert(name, kinds[field.name], value if equals else _value(name, rest))
+    return found, words, config_file
+
+
+def spelling(name: str) -> str:
+    """The flag as shown to users: device_type -> --device-type."""
+    return "--" + name.replace("_", "-")
+
+
+def _value(name: str, rest: list[str]) -> str:
+    if not rest or rest[0].startswith("--"):
+        raise UserError(f"{name} needs a value")
+    return rest.pop(0)
+
+
+def parse(cls: type[C], argv: list[str]) -> C:
+    """Build the command's config from its flags and its YAML file, or raise UserError with the nearest valid name."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    kinds = _types(cls)
+    found, words, config_file = _split(cls, argv)
+    values: dict[str, Any] = {}
+    if config_file is not None:
+        spellings = _flags(cls)
+        for key, value in load_yaml(config_file).items():
+            field = spellings.get(_plain(str(key)))
+            if field is None:
+                raise UserError(f"{config_file}: unknown setting {key}; {nearest(_plain(str(key)), list(fields))}")
+            values[field.name] = convert(f"{config_file}: {key}", kinds[field.name], value)
+    values.update(found)
+    receiver = next((f for f in fields.values() if f.metadata.get("words")), None)
+    if words and receiver is None:
+        raise UserError(f"unexpected argument {words[0]!r}; flags are written {spelling(next(iter(fields)))} VALUE")
+    if words and receiver is not None:
+        if typing.get_origin(kinds[receiver.name]) is tuple:
+            values[receiver.name] = convert(receiver.name.upper(), kinds[receiver.name], words)
+        elif len(words) > 1:
+            raise UserError(f"one {receiver.name} expected, found {len(words)}: {' '.join(words)}")
+        else:
+            values[receiver.name] = convert(receiver.name.upper(), kinds[receiver.name], words[0])
+    missing = [f.name for f in fields.values() if f.name not in values and _required(f)]
+    if missing:
+        shown = [n.upper() if fields[n].metadata.get("words") else spelling(n) for n in missing]
+        raise UserError(f"missing {', '.join(shown)}; see --help")
+    return cls(**values)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Plain values, ready for JSON or YAML."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def dump(config: Any) -> str:
+    """The resolved config as YAML that `--config` reads back."""
+    import yaml
+
+    values = as_dict(config)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    try:
+        exact = yaml.safe_load(text) == values
+    except yaml.YAMLError:
+        exact = False
+    # The readable form loses Unicode line breaks (U+0085, U+2028); the escaped one loses nothing.
+    return text if exact else yaml.safe_dump(values, sort_keys=False)
+
+
+def show_help(prog: str, cls: type) -> None:
+    """Print the help of one command."""
+    sys.stdout.write(describe(prog, cls))

@@ -1,0 +1,136 @@
+"""Configs of the commands around training: doctor, explain, plan, clean, launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ascendchat.config import option
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """What every command that computes has in common."""
+
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device to use; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
+    npu_debug: bool = False
+    "slow, blocking, verbose settings that make an NPU error point at the line that caused it"
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Check this machine: what is there, what is missing, and the command that mends it."""
+
+    json: bool = False
+    "print one JSON object instead of a table"
+    devices: int | None = option(None, also=("npus", "gpus"))
+    "run one real collective on this many devices and report its bandwidth"
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device type for --devices; by default the best one found"
+    watch: bool = False
+    "show the devices live: use, memory, temperature, processes (Ctrl-C ends)"
+    interval: float = 2.0
+    "seconds between two readings of --watch"
+    lang: Literal["en", "zh"] | None = None
+    "language of the texts; by default that of the locale"
+    deep: bool = False
+    "compare the checksum of every stored file, however long it takes"
+
+
+@dataclass(frozen=True)
+class ExplainConfig:
+    """Turn an error text into its cause, what to check and the command to run."""
+
+    log: tuple[str, ...] = option((), words="each")
+    "log files, run folders (all their *.log), or - for standard input (the default)"
+    lang: Literal["en", "zh"] | None = None
+    "language of the texts; by default that of the locale"
+    json: bool = False
+    "print JSON"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Parameters, FLOPs, memory by part, the largest batch that fits, tokens, hours and cost, before the run."""
+
+    goal: Literal["train", "rl", "inference"] = "train"
+    "what to plan: training, RL (trainer and rollout together) or inference"
+    depth: int = 20
+    "number of layers; width, heads, batch and horizon follow from it"
+    chip: str = ""
+    "chip name, e.g. Ascend910B3, H100, H200, cpu; by default $ASCENDCHAT_CHIP, else the CPU of this machine"
+    devices: int = option(1, also=("npus", "gpus"))
+    "how many devices"
+    max_seq_len: int = 2048
+    "tokens per row"
+    vocab_size: int = 32768
+    "size of the vocabulary"
+    device_batch_size: int | None = None
+    "rows per device and micro-batch; by default the largest power of two that fits"
+    total_batch_size: int | None = None
+    "tokens per optimizer step over all devices; by default chosen from the horizon"
+    window_pattern: str = "SSSL"
+    "layers that see a quarter of the row (S) or all of it (L), repeated over the depth; the last is always L"
+    tokens: int | None = None
+    "training tokens; by default target_param_data_ratio times the scaling parameters"
+    target_param_data_ratio: float = 12.0
+    "training tokens per scaling parameter"
+    activation_checkpointing: bool = False
+    "recompute activations in the backward pass"
+    hf_config: str = ""
+    "plan an existing model instead: path of its Hugging Face config.json"
+    lora_rank: int = 0
+    "with --hf-config: train adapters of this rank instead of all weights"
+    rollout_devices: int = 0
+    "RL: devices that only generate; by default trainer and rollout share all devices"
+    mfu: float | None = None
+    "share of the peak you expect to reach; by default a measured or cautious figure per chip"
+    price: float | None = None
+    "price per device-hour, for the cost"
+    context: int | None = None
+    "inference, RL: tokens per sequence in the key-value cache; by default max_seq_len"
+    json: bool = False
+    "print one JSON object"
+
+
+@dataclass(frozen=True)
+class CleanConfig:
+    """List what holds devices, shared memory and disk, how much each would free, and free what you confirm."""
+
+    yes: bool = False
+    "free everything listed that is yours, without asking"
+    dry_run: bool = False
+    "only list"
+    json: bool = False
+    "print JSON (implies --dry-run)"
+    grace: float = 10.0
+    "seconds that a process gets to save and stop after SIGTERM, before SIGKILL"
+    lang: Literal["en", "zh"] | None = None
+    "language of the texts; by default that of the locale"
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Run a command on many devices: torchrun underneath, a free port, logs per rank, restarts that resume."""
+
+    command: tuple[str, ...] = option(words="rest")
+    "what to run: an ascendchat command, `-m MODULE` or a .py file, then its flags"
+    devices: int | None = option(None, also=("npus", "gpus", "nproc_per_node"))
+    "processes on this node, one per device; by default all visible devices (on CPU: 1)"
+    nnodes: int | None = None
+    "number of nodes; by default from the scheduler (Slurm, Kubernetes, ModelArts), else 1"
+    node_rank: int | None = None
+    "this node's number, from 0; by default from the scheduler"
+    master: str = option("", also=("master_addr",))
+    "address[:port] of node 0; needed with several nodes outside a scheduler"
+    master_port: int | None = None
+    "port of the rendezvous; by default a free one (several nodes: derived from the job, checked on node 0)"
+    max_restarts: int = 0
+    "start the job again this many times after a failure; training resumes from its last checkpoint"
+    run: str = ""
+    "name of the run; its folder receives the logs of all ranks; by default the command and the time"
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device type, passed on to the command"
+    grace: float = 30.0
+    "seconds that the ranks get to save and stop after SIGTERM or SIGINT"

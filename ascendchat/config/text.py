@@ -1,0 +1,81 @@
+"""Help texts: the strings written under the fields of a config dataclass, laid out for `ascendchat COMMAND --help`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import shutil
+import sys
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Field name -> the string that stands under it in the source, base classes included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        path = getattr(sys.modules.get(base.__module__), "__file__", None)
+        if base is object or path is None:
+            continue
+        for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name == base.__name__:
+                docs.update(_docs_in(node))
+    return docs
+
+
+def _docs_in(node: ast.ClassDef) -> dict[str, str]:
+    docs = {}
+    for above, below in zip(node.body, node.body[1:]):
+        if not (isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            docs[above.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def shape(kind: Any) -> str:
+    """How a value is written: N, X, TEXT, {a,b}, A,B,..."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return shape(next(a for a in args if a is not type(None)))
+    if origin is typing.Literal:
+        return "{" + ",".join(str(a) for a in args) + "}"
+    if origin is tuple:
+        return f"{shape(args[0])},..."
+    return {int: "N", float: "X", bool: "", str: "TEXT", dict: "MAP"}.get(kind, "VALUE")
+
+
+def usage(prog: str, cls: type) -> str:
+    words = [f.name.upper() for f in dataclasses.fields(cls) if f.metadata.get("words")]
+    return f"usage: {prog} [--flags] {' '.join(words)}".rstrip()
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    """` (default: 20)`; nothing for a switch that is off or a value that is absent or empty."""
+    value = field.default
+    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
+        return ""
+    return f" (default: {','.join(map(str, value)) if isinstance(value, tuple) else value})"
+
+
+def describe(prog: str, cls: type) -> str:
+    """The whole help page of one command."""
+    docs, kinds = field_docs(cls), typing.get_type_hints(cls)
+    width = min(shutil.get_terminal_size((110, 24)).columns, 120)
+    lines = [usage(prog, cls), "", *textwrap.wrap(" ".join((cls.__doc__ or "").split()), width), ""]
+    for field in dataclasses.fields(cls):
+        names = [field.name, *field.metadata.get("also", ())]
+        if field.metadata.get("words"):
+            head = field.name.upper()
+        else:
+            head = ", ".join("--" + n.replace("_", "-") for n in names) + " " + shape(kinds[field.name])
+        text = docs.get(field.name, "")
+        text += _default(field)
+        lines += textwrap.wrap(text, width, initial_indent=f"  {head:<30} ", subsequent_indent=" " * 33) or [
+            f"  {head}"
+        ]
+    lines += ["  --config FILE                  YAML file with the same names; flags win over it", ""]
+    return "\n".join(lines)

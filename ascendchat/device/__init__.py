@@ -1,0 +1,182 @@
+"""The one seam between ascendchat and hardware: `pick()` returns the Device that everything else computes on.
+
+    device = pick(config.device_type)     # NPU > CUDA > MPS > CPU, or what the user named
+    where = device.bind(local_rank)       # a torch.device
+
+A new kind of chip is one file beside this one: `missing()` says why it cannot be used, `attach()` returns its Device.
+torch is imported by `pick`, never by importing this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from ascendchat.chips import KINDS, Chip
+from ascendchat.config import UserError, nearest
+from ascendchat.device.env import load_problem, look, requested
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Device", "Mark", "Memory", "Options", "Scaling", "choose_dtype", "describe", "pick"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the bound device: in use by tensors, the most that was in use since `reset_peak`, and in all."""
+
+    used: int
+    peak: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What fp16 needs. `overflow`: how `overflowed` notices it, by "inf" in the gradients or by a hardware "flag"."""
+
+    needed: bool
+    overflow: Literal["none", "inf", "flag"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may ask of a device; None leaves the choice to the chip."""
+
+    dtype: str | None = None
+    compiled: bool | None = None
+
+
+class Mark(Protocol):
+    """A moment on the device's own clock; setting one does not wait for the device."""
+
+    def since(self, earlier: Any) -> float:
+        """Milliseconds between two marks; waits until this one has passed."""
+
+
+class Device(Protocol):
+    """Everything the rest of the code may know about hardware."""
+
+    type: str  # "npu" | "cuda" | "mps" | "cpu"
+    collective: str  # backend of torch.distributed
+    chip: Chip
+    dtype: torch.dtype  # compute dtype this chip really supports
+    pin: bool  # host memory can be pinned for asynchronous copies
+    compiles: bool  # whether `compile` compiles
+
+    def count(self) -> int:
+        """Devices this process may use."""
+
+    def bind(self, local_rank: int) -> torch.device:
+        """Use this device from now on, in this thread. Every thread that touches an NPU must bind it first."""
+
+    def seed(self, n: int) -> None:
+        """Seed the generators of the host and of the device."""
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of torch's generators, ready for a checkpoint."""
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Bring back what `rng_state` returned; parts of another device type are left out."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+
+    def event(self) -> Mark:
+        """Mark this moment in the device's queue of work."""
+
+    def memory(self) -> Memory:
+        """Memory of the bound device."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+
+    def release(self) -> None:
+        """Give cached memory back to the driver."""
+
+    def compile(self, fn: F, **options: Any) -> F:
+        """torch.compile where that is sound and wanted; `fn` itself elsewhere."""
+
+    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+        """Record `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
+        chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
+        the outputs of the one before."""
+
+    @property
+    def scaling(self) -> Scaling:
+        """Whether the loss must be scaled, and how overflow shows."""
+
+    def clear_overflow(self) -> None:
+        """Forget earlier overflow; call before each backward pass when scaling is needed."""
+
+    def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether the backward pass overflowed on this device (waits for it)."""
+
+
+DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+
+
+def choose_dtype(chip: Chip, asked: str | None = None) -> str:
+    """ "bf16", "fp16" or "fp32": what was asked if the chip can, else the best for training on this chip."""
+    fast = chip.device_type in ("npu", "cuda")  # matrix units for 16-bit numbers
+    if not asked or asked == "auto":
+        return ("bf16" if chip.bf16 else "fp16") if fast else "fp32"
+    name = DTYPES.get(asked.lower())
+    if name is None:
+        raise UserError(f"{asked!r} is not a dtype; {nearest(asked, ['fp32', 'bf16', 'fp16'])}")
+    if name == "bf16" and not chip.bf16 and chip.device_type != "cpu":  # CPUs compute it in software
+        instead = "fp16 (with loss scaling) or fp32" if fast else "fp32"
+        raise UserError(f"{chip.name} has no bf16; use {instead}: ASCENDCHAT_DTYPE={instead.split()[0]}")
+    if name == "fp16" and not fast:
+        raise UserError(f"fp16 is not used on {KINDS[chip.device_type].title}; use fp32: ASCENDCHAT_DTYPE=fp32")
+    return name
+
+
+def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: bool | None = None) -> Device:
+    """The device to compute on: the one named, or the first that is there of npu, cuda, mps, cpu.
+
+    dtype and compiled win over $ASCENDCHAT_DTYPE and $ASCENDCHAT_COMPILE.
+    """
+    asked = requested(device_type)
+    options = Options(dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled)
+    _import_torch()
+    for name in [asked] if asked else list(KINDS):
+        module = importlib.import_module(f"ascendchat.device.{name}")
+        problem = module.missing(asked is not None)
+        if problem is None:
+            device: Device = module.attach(options)
+            return device
+    raise UserError(problem)
+
+
+def _compile_wanted() -> bool | None:
+    value = os.environ.get("ASCENDCHAT_COMPILE", "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"ASCENDCHAT_COMPILE: {value!r} is not 0 or 1")
+    return value == "1" if value else None
+
+
+def _import_torch() -> None:
+    """Import torch; when torch_npu, which torch loads by itself, makes that fail, say so in one sentence."""
+    try:
+        importlib.import_module("torch")
+    except RuntimeError as error:
+        if "torch_npu" not in str(error):
+            raise
+        raise UserError(load_problem(error, look())) from error
+    except ImportError as error:
+        raise UserError(f"PyTorch cannot be imported ({error}); pip install ascendchat") from error
+
+
+def describe(device: Device) -> str:
+    """One line for the start of a run: what was picked and what it can do."""
+    chip = device.chip
+    parts = [f"{device.type}: {chip.name}", str(device.dtype).removeprefix("torch."), f"{chip.memory / 2**30:.1f} GiB"]
+    parts += [f"{device.count()} visible"] if device.type in ("npu", "cuda") else []
+    parts += ["compiled" if device.compiles else "eager", device.collective]
+    return ", ".join(parts) + ("" if chip.known else f" ({chip.source})")

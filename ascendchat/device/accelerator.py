@@ -1,0 +1,157 @@
+"""What NPU and CUDA devices share: torch.npu and torch.cuda have the same functions, `api` is one of the two.
+
+npu.py and cuda.py hold what differs: how the device is found, compiling, graphs, overflow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ascendchat.chips import KINDS, Chip, detected
+from ascendchat.config import UserError
+from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WARM_UPS = 3  # runs before a capture: allocator and libraries settle
+
+
+class EventMark:
+    """A recorded event of the device's current stream."""
+
+    def __init__(self, api: Any) -> None:
+        self.recorded = api.Event(enable_timing=True)
+        self.recorded.record()
+
+    def since(self, earlier: EventMark) -> float:
+        """Milliseconds since an earlier mark."""
+        self.recorded.synchronize()
+        return float(earlier.recorded.elapsed_time(self.recorded))
+
+
+class Accelerator:
+    """A Device on top of torch.npu or torch.cuda."""
+
+    type: str
+    pin = True
+    compiles = False
+    saturates = False  # fp16 overflow shows only in a hardware flag
+    graph_class: str  # name of the captured graph's class in `api`
+
+    def __init__(self, api: Any, chip: Chip, options: Options) -> None:
+        self.api = api
+        self.chip = chip
+        self.options = options
+        self.collective = KINDS[self.type].collective
+        self.dtype = TORCH_DTYPES[choose_dtype(chip, options.dtype)]
+
+    def count(self) -> int:
+        """Devices this process may use."""
+        return int(self.api.device_count())
+
+    def bind(self, local_rank: int) -> torch.device:
+        """Use this device from now on, in this thread."""
+        if not 0 <= local_rank < self.count():
+            variable = KINDS[self.type].visible
+            listed = os.environ.get(variable)
+            raise UserError(
+                f"local rank {local_rank} has no {KINDS[self.type].title}: {self.count()} visible"
+                f"{f' ({variable}={listed})' if listed else ''}; start no more processes per node than that"
+            )
+        self.api.set_device(local_rank)
+        return torch.device(self.type, local_rank)
+
+    def seed(self, n: int) -> None:
+        """Seed the generators of the host and of all devices."""
+        torch.manual_seed(n)
+        self.api.manual_seed_all(n)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of the generators of the host and of the bound device."""
+        return {"cpu": torch.get_rng_state(), self.type: self.api.get_rng_state().cpu()}
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Bring back what `rng_state` returned."""
+        torch.set_rng_state(state["cpu"])
+        if self.type in state:
+            self.api.set_rng_state(state[self.type])
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        self.api.synchronize()
+
+    def event(self) -> EventMark:
+        """Mark this moment in the device's queue of work."""
+        return EventMark(self.api)
+
+    def memory(self) -> Memory:
+        """Bytes held by tensors on the bound device."""
+        return Memory(self.api.memory_allocated(), self.api.max_memory_allocated(), self.chip.memory)
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self.api.reset_peak_memory_stats()
+
+    def release(self) -> None:
+        """Give cached memory back to the driver."""
+        self.api.empty_cache()
+
+    def compile(self, fn: F, **options: Any) -> F:
+        """torch.compile, or `fn` itself where compiling is off."""
+        return torch.compile(fn, **options) if self.compiles else fn  # type: ignore[return-value]
+
+    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+        """Record `fn` once and replay it; see Device.graph."""
+        if not self.chip.graphs:
+            return fn
+        side = self.api.Stream()
+        side.wait_stream(self.api.current_stream())
+        with self.api.stream(side):
+            for _ in range(WARM_UPS):
+                fn(*static_inputs)
+        self.api.current_stream().wait_stream(side)
+        captured = getattr(self.api, self.graph_class)()
+        with self.api.graph(captured):
+            outputs = fn(*static_inputs)
+
+        def replay(*inputs: torch.Tensor) -> Any:
+            for static, new in zip(static_inputs, inputs, strict=True):
+                if new is not static:
+                    static.copy_(new)
+            captured.replay()
+            return outputs
+
+        return replay
+
+    @property
+    def scaling(self) -> Scaling:
+        """fp16 needs its loss scaled."""
+        needed = self.dtype == torch.float16
+        return Scaling(needed, ("flag" if self.saturates else "inf") if needed else "none")
+
+    def clear_overflow(self) -> None:
+        """Nothing to forget: overflow is seen in the gradients themselves."""
+
+    def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether any gradient is inf or nan: one wait for all of them."""
+        return bool(grads) and not bool(torch.stack([grad.isfinite().all() for grad in grads]).all())
+
+
+def current_chip(api: Any, device_type: str) -> Chip:
+    """The chip of this process's device. The device is chosen first: asking about device 0 from every rank would make
+    every rank hold memory there."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    api.set_device(int(rank) if rank.isdigit() and int(rank) < api.device_count() else 0)
+    properties = api.get_device_properties(api.current_device())
+    chip = detected(properties.name, device_type, int(properties.total_memory))
+    return chip if chip.known else replace(chip, bf16=bool(api.is_bf16_supported(including_emulation=False)))
+
+
+def found_instead() -> str:
+    """The device types that are there, for sentences about one that is not."""
+    there = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
+    return ", ".join([*there, "cpu"])

@@ -1,0 +1,120 @@
+"""The CPU: `ascendchat base --device-type cpu`. fp32 and eager by default: compiling was measured to gain nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascendchat.chips import KINDS, this_cpu
+from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+
+
+def missing(asked: bool) -> str | None:
+    """A CPU is always there."""
+    return None
+
+
+def attach(options: Options) -> CPU:
+    """The CPU of this machine."""
+    return CPU(options)
+
+
+class ClockMark:
+    """A moment: work on the CPU is done when its call returns."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def since(self, earlier: ClockMark) -> float:
+        """Milliseconds since an earlier mark."""
+        return (self.seconds - earlier.seconds) * 1e3
+
+
+class CPU:
+    """A Device on the host itself."""
+
+    type = "cpu"
+    collective = KINDS["cpu"].collective
+    pin = False
+
+    def __init__(self, options: Options) -> None:
+        self.chip = this_cpu()
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose_dtype(self.chip, options.dtype)]
+        self.compiles = bool(options.compiled)
+
+    def count(self) -> int:
+        """All processes share the one CPU."""
+        return 1
+
+    def bind(self, local_rank: int) -> torch.device:
+        """Every rank has the same CPU."""
+        return torch.device("cpu")
+
+    def seed(self, n: int) -> None:
+        """Seed torch's generator."""
+        torch.manual_seed(n)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """State of torch's generator."""
+        return {"cpu": torch.get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Bring back what `rng_state` returned."""
+        torch.set_rng_state(state["cpu"])
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+    def event(self) -> ClockMark:
+        """Mark this moment."""
+        return ClockMark()
+
+    def memory(self) -> Memory:
+        """Resident memory of this process, from the kernel."""
+        status = Path("/proc/self/status")
+        if status.is_file():
+            lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            used, peak = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # shown in KiB
+            return Memory(used, peak, self.chip.memory)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return Memory(peak, peak, self.chip.memory)
+
+    def reset_peak(self) -> None:
+        """Start a new peak where the kernel offers that (Linux); elsewhere the peak is that of the whole process."""
+        clear = Path("/proc/self/clear_refs")
+        if clear.exists():
+            clear.write_text("5")  # resets VmHWM, see proc(5)
+
+    def release(self) -> None:
+        """Give freed memory back to the kernel."""
+        gc.collect()
+        if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+
+    def compile(self, fn: F, **options: Any) -> F:
+        """torch.compile when asked for."""
+        return torch.compile(fn, **options) if self.compiles else fn  # type: ignore[return-value]
+
+    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+        """A CPU has no launches to save."""
+        return fn
+
+    @property
+    def scaling(self) -> Scaling:
+        """No fp16 here."""
+        return Scaling(needed=False, overflow="none")
+
+    def clear_overflow(self) -> None:
+        """Nothing to forget."""
+
+    def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether any gradient is inf or nan."""
+        return any(not bool(grad.isfinite().all()) for grad in grads)

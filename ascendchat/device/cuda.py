@@ -1,0 +1,34 @@
+"""NVIDIA GPUs: `ascendchat base --device-type cuda`. Compiled by default (ASCENDCHAT_COMPILE=0 turns that off)."""
+
+from __future__ import annotations
+
+import torch
+
+from ascendchat.device import Options
+from ascendchat.device.accelerator import Accelerator, current_chip
+
+
+def missing(asked: bool) -> str | None:
+    """Why no GPU can be used, or None."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda:
+        why = f"the driver shows none to torch (CUDA {torch.version.cuda}); check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    else:
+        why = f"this torch ({torch.__version__}) is built without CUDA; install a CUDA build of it"
+    return f"no NVIDIA GPU can be used: {why}, or choose another device, for example --device-type cpu"
+
+
+def attach(options: Options) -> CUDA:
+    """The GPU of this process."""
+    torch.set_float32_matmul_precision("high")  # fp32 products on the tensor cores (tf32)
+    device = CUDA(torch.cuda, current_chip(torch.cuda, "cuda"), options)
+    device.compiles = options.compiled is not False
+    return device
+
+
+class CUDA(Accelerator):
+    """A Device on torch.cuda."""
+
+    type = "cuda"
+    graph_class = "CUDAGraph"

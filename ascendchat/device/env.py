@@ -1,0 +1,234 @@
+"""The environment of a run, set once, before torch is imported, and only where the user has set nothing.
+
+`ascendchat COMMAND --device-type npu --npu-debug` calls `prepare("npu", debug=True)`; processes started by torchrun run
+the same code. What is harmful in the user's own settings is in folklore.py: reported, never changed. No torch here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from ascendchat.chips import KINDS
+from ascendchat.config import UserError, nearest
+from ascendchat.device.folklore import Harmful, folklore, visible_problem
+
+__all__ = ["Harmful", "Outside", "Prepared", "announce", "folklore", "look", "prepare", "requested", "visible_problem"]
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_npu alone
+SOURCE_CANN = "source /usr/local/Ascend/cann/set_env.sh (or /usr/local/Ascend/ascend-toolkit/set_env.sh)"
+
+NPU_TRAINING = {
+    "TASK_QUEUE_ENABLE": "2",  # launches and workspace of operators each get their own host thread
+    "CPU_AFFINITY_CONF": "1",  # bind host threads to the cores near their NPU
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
+    "HCCL_CONNECT_TIMEOUT": "600",  # seconds; 120, the default, is short when ranks load data at different speeds
+}
+NPU_DEBUG = {
+    **NPU_TRAINING,
+    "ASCEND_LAUNCH_BLOCKING": "1",  # the Python line that fails is the line that is shown
+    "TASK_QUEUE_ENABLE": "0",
+    "ASCEND_GLOBAL_LOG_LEVEL": "1",  # info, written to $ASCEND_PROCESS_LOG_PATH or ~/ascend/log
+    "ASCEND_GLOBAL_EVENT_ENABLE": "1",
+    "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
+}
+CUDA = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both give way to PYTORCH_ALLOC_CONF
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What can be known about an NPU without importing anything."""
+
+    torch_npu: bool  # the package is installed
+    cann: bool  # the libraries torch_npu links to can be found by the loader
+    driver: bool  # and the driver under them is there
+    nodes: tuple[str, ...]  # /dev/davinci0 ...
+    nvidia: bool  # an NVIDIA driver is loaded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` did."""
+
+    device_type: str | None  # asked for, or None: `device.pick` decides
+    set: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)  # the user's own values where the profile has another
+    warnings: list[str] = field(default_factory=list)
+
+
+def requested(device_type: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The device type named by the argument, else by $ASCENDCHAT_DEVICE, else None."""
+    name = device_type or environ.get("ASCENDCHAT_DEVICE") or None
+    if name in (None, "auto"):
+        return None
+    if name not in KINDS:
+        origin = "--device-type" if device_type else "ASCENDCHAT_DEVICE"
+        raise UserError(f"{origin}: {name!r} is not a device type; {nearest(str(name), list(KINDS))}")
+    return name
+
+
+def look(environ: Mapping[str, str] = os.environ) -> Outside:
+    """Look at the machine from the outside, without importing torch."""
+    nodes = tuple(sorted(glob.glob("/dev/davinci[0-9]*")))
+    acl = _where("libascendcl.so", environ)
+    cann = bool(acl and _where("libhccl.so", environ))
+    # An image with CANN on a machine without the driver: libascendcl.so is there but cannot be loaded.
+    driver = bool(nodes) or bool(_where("libascend_hal.so", environ)) or (cann and _loads(acl))
+    return Outside(
+        torch_npu=importlib.util.find_spec("torch_npu") is not None,
+        cann=cann,
+        driver=driver,
+        nodes=nodes,
+        nvidia=os.path.exists("/proc/driver/nvidia/version"),
+    )
+
+
+def _where(library: str, environ: Mapping[str, str]) -> str:
+    """How the loader would find a library: its path in LD_LIBRARY_PATH, its name in the cache of ldconfig, or ""."""
+    for folder in environ.get("LD_LIBRARY_PATH", "").split(":"):
+        if folder and (Path(folder) / library).is_file():
+            return str(Path(folder) / library)
+    cache = Path("/etc/ld.so.cache")
+    return library if cache.is_file() and f"/{library}\0".encode() in cache.read_bytes() else ""
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def prepare(
+    device_type: str | None,
+    debug: bool = False,
+    environ: MutableMapping[str, str] = os.environ,
+    outside: Outside | None = None,
+) -> Prepared:
+    """Set the variables of the device's profile in `environ`, where they are not set yet. Call before `import torch`.
+
+    `outside` is what `look` found; tests give their own.
+    """
+    asked = requested(device_type, environ)
+    seen = outside or look(environ)
+    warnings: list[str] = []
+    profile: dict[str, str] = {}
+    npu = _npu_expected(asked, seen, environ, warnings)
+    if npu:
+        profile |= NPU_DEBUG if debug else NPU_TRAINING
+        general = environ.get("PYTORCH_ALLOC_CONF")
+        if general is not None and environ.get("PYTORCH_NPU_ALLOC_CONF", general) != general:
+            raise UserError(
+                "PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set, and torch_npu stops when they are; "
+                "unset one of them: unset PYTORCH_NPU_ALLOC_CONF"
+            )
+    elif asked == "cuda" or (asked is None and seen.nvidia):
+        profile |= CUDA
+    if not (npu and seen.cann and seen.driver):
+        # `import torch` must not fail over a torch_npu that cannot load. device/npu.py imports it by name when an NPU
+        # was asked for, and turns a failure into one sentence.
+        profile[AUTOLOAD] = "0"
+    if debug and not npu:
+        warnings.append(f"--npu-debug changes nothing here: no NPU is used ({asked or 'none was found'})")
+    done = Prepared(asked, warnings=warnings)
+    for name, value in profile.items():
+        if name in ALLOCATORS and "PYTORCH_ALLOC_CONF" in environ:
+            done.kept["PYTORCH_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
+        elif name not in environ:
+            environ[name] = done.set[name] = value
+        elif environ[name] != value:
+            done.kept[name] = environ[name]
+    if npu:
+        ours = NPU_DEBUG if debug else {}
+        warnings += [h.sentence() for h in folklore(environ) if ours.get(h.name) != h.value]
+        if debug:
+            kept = [f"{name}={value}" for name, value in done.kept.items() if name in NPU_DEBUG]
+            warnings += [f"{text} was already set and stays, so --npu-debug is not complete" for text in kept]
+    return done
+
+
+def _npu_expected(asked: str | None, seen: Outside, environ: Mapping[str, str], warnings: list[str]) -> bool:
+    """Whether this run will use an NPU, as far as that can be known before torch is imported."""
+    if asked == "npu":
+        if not seen.torch_npu:
+            raise UserError(torch_npu_missing(seen))
+        return True
+    if asked is not None or environ.get(AUTOLOAD) == "0":
+        return False
+    if not seen.torch_npu:
+        if seen.nodes:
+            warnings.append(
+                f"{len(seen.nodes)} NPU(s) are here ({seen.nodes[0]}) but torch_npu is not installed, so they are not "
+                "used: pip install 'ascendchat[npu]'"
+            )
+        return False
+    if seen.cann and seen.driver:
+        return True
+    if seen.nodes:
+        raise UserError(cann_missing(seen))
+    what = "the NPU driver is not" if seen.cann else "CANN is not loaded and no /dev/davinci* is"
+    warnings.append(f"torch_npu is installed but {what} there, so it is left alone ({AUTOLOAD}=0)")
+    return False
+
+
+def torch_npu_missing(seen: Outside) -> str:
+    """The sentence for an NPU without its PyTorch plug-in."""
+    found = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci* either"
+    return (
+        f"no NPU can be used: torch_npu is not installed (found {found}); "
+        "pip install 'ascendchat[npu]', or choose another device, for example --device-type cpu"
+    )
+
+
+def cann_missing(seen: Outside) -> str:
+    """The sentence for an NPU whose CANN libraries are not loaded."""
+    found = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci*"
+    return (
+        f"torch_npu is installed but the CANN libraries are not loaded (found {found}); first run: {SOURCE_CANN}, "
+        f"or do without the NPU: --device-type cpu (for other programs: {AUTOLOAD}=0)"
+    )
+
+
+def load_problem(error: BaseException, seen: Outside) -> str:
+    """Why torch_npu could not be loaded, as one sentence, from the error (and its causes) that loading it raised."""
+    causes: list[str] = []
+    link: BaseException | None = error
+    while link is not None:
+        causes.append(str(link))
+        link = link.__cause__ or link.__context__
+    text = " ".join(causes)
+    if "libascend_hal.so" in text or "libdrvdsmi" in text:
+        return (
+            "torch_npu cannot load the NPU driver (libascend_hal.so was not found); start the container with the "
+            "driver's folders and devices mounted, then run: ascendchat doctor"
+        )
+    if "cannot open shared object file" in text:
+        return cann_missing(seen)
+    if "undefined symbol" in text:
+        return (
+            "torch_npu does not fit the installed torch (undefined symbol); their versions must be equal: "
+            "pip install --force-reinstall torch==2.13.0 torch_npu==2.13.0, or go on with --device-type cpu"
+        )
+    if "Two accelerators" in text:
+        return (
+            "torch_npu was installed beside a CUDA build of torch, and they cannot be used together; install the CPU "
+            "build of torch for the NPU, or go on with --device-type cuda"
+        )
+    first = next((line for cause in reversed(causes) for line in cause.splitlines() if line.strip()), "no message")
+    return f"torch_npu cannot be loaded ({first.strip()}); run: ascendchat doctor, or go on with --device-type cpu"
+
+
+def announce(prepared: Prepared, stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> None:
+    """Print the warnings, once per node: only the first local rank speaks."""
+    if environ.get("LOCAL_RANK", "0").split(",")[0].strip() == "0":
+        for line in prepared.warnings:
+            print(f"ascendchat: {line}", file=stream or sys.stderr)

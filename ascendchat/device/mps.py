@@ -1,0 +1,109 @@
+"""Apple GPUs: `ascendchat base --device-type mps`. fp32 and eager by default; bf16 with ASCENDCHAT_DTYPE=bf16."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ascendchat.chips import KINDS, detected
+from ascendchat.config import UserError
+from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device.accelerator import TORCH_DTYPES, EventMark
+
+
+def missing(asked: bool) -> str | None:
+    """Why no Apple GPU can be used, or None."""
+    if torch.backends.mps.is_available():
+        return None
+    why = "macOS 14 or later is needed" if torch.backends.mps.is_built() else "this torch is built without MPS"
+    return f"no Apple GPU can be used: {why}; choose another device, for example --device-type cpu"
+
+
+def attach(options: Options) -> MPS:
+    """The GPU of this Mac."""
+    if options.compiled:
+        raise UserError("compiling is not supported on an Apple GPU; ASCENDCHAT_COMPILE=0")
+    return MPS(options)
+
+
+class MPS:
+    """A Device on torch.mps."""
+
+    type = "mps"
+    collective = KINDS["mps"].collective
+    pin = False
+    compiles = False
+
+    def __init__(self, options: Options) -> None:
+        name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
+        self.chip = detected(name.stdout.strip(), "mps", int(torch.mps.recommended_max_memory()))
+        self.dtype = TORCH_DTYPES[choose_dtype(self.chip, options.dtype)]
+        self.peak = 0
+
+    def count(self) -> int:
+        """A Mac has one GPU."""
+        return 1
+
+    def bind(self, local_rank: int) -> torch.device:
+        """Every rank has the same GPU."""
+        return torch.device("mps")
+
+    def seed(self, n: int) -> None:
+        """Seed the generators of the host and of the GPU."""
+        torch.manual_seed(n)
+        torch.mps.manual_seed(n)
+
+    def rng_state(self) -> dict[str, torch.Tensor]:
+        """States of the generators of the host and of the GPU."""
+        return {"cpu": torch.get_rng_state(), "mps": torch.mps.get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Bring back what `rng_state` returned."""
+        torch.set_rng_state(state["cpu"])
+        if "mps" in state:
+            torch.mps.set_rng_state(state["mps"])
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all it was given."""
+        torch.mps.synchronize()
+
+    def event(self) -> EventMark:
+        """Mark this moment in the GPU's queue of work."""
+        return EventMark(torch.mps.event)
+
+    def memory(self) -> Memory:
+        """Bytes held by tensors. torch.mps keeps no peak: it is the most seen by calls of this function."""
+        used = int(torch.mps.current_allocated_memory())
+        self.peak = max(self.peak, used)
+        return Memory(used, self.peak, self.chip.memory)
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self.peak = 0
+
+    def release(self) -> None:
+        """Give cached memory back to the system."""
+        torch.mps.empty_cache()
+
+    def compile(self, fn: F, **options: Any) -> F:
+        """Compiling is not sound here."""
+        return fn
+
+    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+        """No captured graphs here."""
+        return fn
+
+    @property
+    def scaling(self) -> Scaling:
+        """No fp16 here."""
+        return Scaling(needed=False, overflow="none")
+
+    def clear_overflow(self) -> None:
+        """Nothing to forget."""
+
+    def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether any gradient is inf or nan: one wait for all of them."""
+        return bool(grads) and not bool(torch.stack([grad.isfinite().all() for grad in grads]).all())

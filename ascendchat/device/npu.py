@@ -1,0 +1,76 @@
+"""Ascend NPUs, through torch_npu: `ascendchat base --device-type npu`. Eager by default: compiling needs triton-ascend
+and is opted into with ASCENDCHAT_COMPILE=1. 910A and 310P have no bf16 and saturate, so only a hardware flag shows
+overflow there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ascendchat.chips import KINDS
+from ascendchat.config import UserError
+from ascendchat.device import Options
+from ascendchat.device.accelerator import Accelerator, current_chip, found_instead
+from ascendchat.device.env import load_problem, look, torch_npu_missing, visible_problem
+
+
+def missing(asked: bool) -> str | None:
+    """Why no NPU can be used, or None. When none was asked for, only a torch_npu that torch loaded itself counts."""
+    if not asked and "torch_npu" not in sys.modules:
+        return "torch_npu is not loaded"
+    if importlib.util.find_spec("torch_npu") is None:
+        return torch_npu_missing(look())
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        return load_problem(error, look())
+    if torch.npu.is_available():  # type: ignore[attr-defined]
+        return None
+    variable = KINDS["npu"].visible
+    listed = os.environ.get(variable)
+    problem = visible_problem(listed) if listed is not None else None
+    if listed is not None and problem:
+        return f"no NPU can be used: {variable}={listed!r}, but {problem[0]}; write it like {variable}=0,1,2,3"
+    nodes = len(look().nodes)
+    return (
+        f"no NPU answers (found: {nodes} device(s) in /dev/davinci*; usable: {found_instead()}); "
+        "run: ascendchat doctor, or choose another device, for example --device-type cpu"
+    )
+
+
+def attach(options: Options) -> NPU:
+    """The NPU of this process."""
+    api: Any = torch.npu  # type: ignore[attr-defined]
+    device = NPU(api, current_chip(api, "npu"), options)
+    if options.compiled and importlib.util.find_spec("triton") is None:
+        raise UserError(
+            "compiling on an NPU needs triton-ascend, which is not installed; pip install triton-ascend, or "
+            "ASCENDCHAT_COMPILE=0"
+        )
+    device.compiles = bool(options.compiled)
+    device.saturates = not api.utils.is_support_inf_nan()  # a setting too: INF_NAN_MODE_FORCE_DISABLE
+    return device
+
+
+class NPU(Accelerator):
+    """A Device on torch.npu."""
+
+    type = "npu"
+    graph_class = "NPUGraph"
+
+    def clear_overflow(self) -> None:
+        """Clear the hardware's flag on chips that saturate."""
+        if self.scaling.overflow == "flag":
+            self.api.utils.clear_npu_overflow_flag()
+
+    def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
+        """The hardware's flag on chips that saturate; inf and nan elsewhere."""
+        if self.scaling.overflow == "flag":
+            return bool(self.api.utils.get_npu_overflow_flag())
+        return super().overflowed(grads)

@@ -1,0 +1,213 @@
+"""What a check is, what it may look at, and which checks there are. `ascendchat doctor` runs them all.
+
+A check is a function of `Machine` that returns one `Check`. Everything slow or dangerous (importing torch, asking
+npu-smi, reaching a mirror) is gathered once, at the same time, by `gather`; checks only judge it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from ascendchat.chips import KINDS
+from ascendchat.config import home
+from ascendchat.device import smi
+from ascendchat.doctor import probe
+from ascendchat.doctor.probe import Probe
+
+Status = Literal["ok", "warn", "fail", "skip"]
+REQUIRED = ["numpy", "yaml", "rich", "safetensors", "httpx", "pyarrow", "zstandard", "tiktoken", "tokenizers"]
+OPTIONAL = ["rustbpe"]
+VENDOR = ["decorator", "attr", "scipy", "psutil", "cloudpickle"]  # CANN's Python tools import these
+HUB = "https://huggingface.co"
+MIRROR = "https://hf-mirror.com"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `why` and `fix` are empty when there is nothing to mend."""
+
+    name: str
+    status: Status
+    found: str
+    why: str = ""
+    fix: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that the checks judge."""
+
+    lang: str
+    environ: Mapping[str, str]
+    home: Path
+    torch: Probe
+    npu: Probe | None  # None: torch_npu is not installed
+    wheels: Probe
+    npu_smi: smi.Readings | smi.Problem
+    nvidia_smi: smi.Readings | smi.Problem
+    mirror: str | None  # None: offline on purpose; "": reachable; else why not
+    versions: Mapping[str, str]  # installed distributions: torch, torch_npu, torch-npu ...
+    root: Path = Path("/")
+    deep: bool = False
+    python: tuple[int, ...] = sys.version_info[:3]
+    system: str = platform.system()
+
+    def say(self, en: str, zh: str) -> str:
+        return zh if self.lang == "zh" else en
+
+    @property
+    def nodes(self) -> list[str]:
+        """/dev/davinci0 ...: the devices the driver has given to this machine or container."""
+        found = [p.name for p in (self.root / "dev").glob("davinci[0-9]*")]
+        return sorted(found, key=lambda name: int("".join(filter(str.isdigit, name)) or 0))
+
+    @property
+    def npus(self) -> int:
+        """NPUs that torch can use."""
+        return int(self.npu.values.get("count", 0)) if self.npu else 0
+
+    @property
+    def has_chip(self) -> bool:
+        """There is an Ascend chip here, whether or not the software can use it."""
+        tool = isinstance(self.npu_smi, smi.Readings) or not self.npu_smi.missing
+        return bool(self.npus or self.nodes or tool or self._on_pci())
+
+    def _on_pci(self) -> bool:
+        """A Huawei (0x19e5) processing accelerator (class 0x12) is plugged in, even without a driver."""
+        for device in (self.root / "sys/bus/pci/devices").glob("*"):
+            try:
+                vendor = (device / "vendor").read_text().strip()
+                if vendor == "0x19e5" and (device / "class").read_text().strip().startswith("0x12"):
+                    return True
+            except OSError:
+                continue
+        return False
+
+    @property
+    def simulated(self) -> bool:
+        """The NPUs are those of cannsim."""
+        return bool(self.environ.get("CANNSIM_HOME")) and self.npus > 0
+
+    @property
+    def chip_name(self) -> str:
+        """Name of the first NPU: from torch where it works, else from npu-smi, else empty."""
+        if self.npu and self.npu.values.get("names"):
+            return str(self.npu.values["names"][0])
+        if isinstance(self.npu_smi, smi.Readings) and self.npu_smi.devices:
+            return self.npu_smi.devices[0].name
+        return ""
+
+    def choice(self) -> tuple[str, str, int]:
+        """(type, name, count) of the devices that training would use."""
+        told = self.torch.values
+        found = {  # device type -> names, best first
+            "npu": [self.chip_name] * self.npus,
+            "cuda": [str(name) for name in told.get("cuda") or []],
+            "mps": [platform.machine()] if told.get("mps") else [],
+            "cpu": [platform.machine()],
+        }
+        wanted = self.environ.get("ASCENDCHAT_DEVICE", "")
+        kind = wanted if found.get(wanted) else next(k for k in KINDS if found[k])
+        return kind, found[kind][0], len(found[kind])
+
+
+def language(asked: str | None, environ: Mapping[str, str]) -> str:
+    """The language asked for, else that of the locale; English unless it is Chinese."""
+    if asked:
+        return asked
+    locale = environ.get("LC_ALL") or environ.get("LC_MESSAGES") or environ.get("LANG") or ""
+    return "zh" if locale.lower().startswith("zh") else "en"
+
+
+def installed() -> dict[str, str]:
+    """Versions of the distributions whose pairing matters, without importing them."""
+    found = {}
+    for name in ("torch", "torch_npu", "triton", "triton-ascend"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
+    """Ask everything that waits at the same time: three interpreters, two vendor tools, one mirror."""
+    environ = probe.current()
+    versions = installed()
+    offline = environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        torch = pool.submit(probe.ask_torch, environ)
+        npu = pool.submit(probe.ask_npu, environ) if "torch_npu" in versions else None
+        wheels = pool.submit(probe.ask_wheels, REQUIRED + OPTIONAL + VENDOR, environ)
+        npu_smi = pool.submit(smi.read, "npu-smi")
+        nvidia_smi = pool.submit(smi.read, "nvidia-smi")
+        mirror = None if offline else pool.submit(probe.reach, environ.get("HF_ENDPOINT") or HUB)
+        return Machine(
+            lang=lang,
+            environ=environ,
+            home=home(),
+            torch=torch.result(),
+            npu=npu.result() if npu else None,
+            wheels=wheels.result(),
+            npu_smi=npu_smi.result(),
+            nvidia_smi=nvidia_smi.result(),
+            mirror=mirror.result() if mirror else None,
+            versions=versions,
+            root=root,
+            deep=deep,
+        )
+
+
+def judge(machine: Machine) -> list[Check]:
+    """Every check, in the order in which a user would mend things."""
+    from ascendchat.doctor import checks_cann, checks_npu, checks_stored, checks_system
+
+    functions = [
+        checks_system.python,
+        checks_npu.torch,
+        checks_npu.torch_npu,
+        checks_npu.two_accelerators,
+        checks_npu.device,
+        checks_cann.cann,
+        checks_cann.operators,
+        checks_cann.driver,
+        checks_cann.npu_smi,
+        checks_cann.device_nodes,
+        checks_cann.group,
+        checks_npu.visible_devices,
+        checks_npu.bf16,
+        checks_npu.collectives,
+        checks_npu.variables,
+        checks_system.wheels,
+        checks_system.compiler,
+        checks_system.memory,
+        checks_system.shared_memory,
+        checks_system.open_files,
+        checks_system.ports,
+        checks_system.disk,
+        checks_system.mirror,
+        checks_system.proxy,
+        checks_stored.stored,
+    ]
+    return [function(machine) for function in functions]
+
+
+def gib(size: float) -> str:
+    """Bytes for people: 3.2 GiB, 512 MiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def cpu_count() -> int:
+    """Cores this process may use, which in a container is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

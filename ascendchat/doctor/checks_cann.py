@@ -1,0 +1,286 @@
+"""Checks of what lies under torch_npu, for `ascendchat doctor`: CANN, operators, driver, npu-smi, /dev, group.
+
+Without an Ascend chip all of them are skipped: a laptop is not ill because it has no NPU.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+from pathlib import Path
+
+from ascendchat.device import smi
+from ascendchat.doctor.checks import Check, Machine, gib
+
+# torch_npu -> the CANN it is released with; the first two numbers must agree.
+CANN_FOR = {
+    "2.13.0": "9.1.0",  # no published pair yet: 9.1 or newer
+    **dict.fromkeys(("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"), "9.1.0"),
+    **dict.fromkeys(("2.10.0.post2", "2.9.0.post2", "2.8.0.post4", "2.7.1.post4"), "9.0.0"),
+    **dict.fromkeys(("2.9.0", "2.8.0.post2", "2.7.1.post2", "2.6.0.post5"), "8.5.0"),
+    **dict.fromkeys(("2.8.0", "2.7.1", "2.6.0.post3"), "8.3.RC1"),
+    "2.6.0": "8.2.RC1",
+    "2.5.1": "8.1.RC1",
+    "2.4.0.post2": "8.0.0",
+}
+NEWER_IS_FINE = ("2.13.0",)
+PREFIXES = ("usr/local/Ascend", "home/ma-user/Ascend")
+SCRIPTS = ("cann/set_env.sh", "ascend-toolkit/set_env.sh")
+MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")  # device files that every NPU process opens
+# Folder of the compiled operators per chip name: opp/built-in/op_impl/ai_core/tbe/kernel/<folder>
+OPERATORS = (
+    (r"Ascend910B\d", "ascend910b", "910b"),
+    (r"Ascend910(_93\d\d|C)", "ascend910_93", "a3"),
+    (r"Ascend310P", "ascend310p", "310p"),
+    (r"Ascend950", "ascend950", "950"),
+    (r"Ascend910(A|ProA|ProB|PremiumA|B)?$", "ascend910", "910"),
+)
+
+
+def absent(m: Machine, name: str) -> Check:
+    return Check(name, "skip", m.say("no Ascend chip here", "此机器没有昇腾芯片"))
+
+
+def prefixes(m: Machine) -> list[Path]:
+    """Where CANN is installed: system-wide, ModelArts, or in the user's home."""
+    own = m.environ.get("HOME", "")
+    return [m.root / p for p in PREFIXES] + ([Path(own) / "Ascend"] if own else [])
+
+
+def set_env(m: Machine) -> str:
+    """Path of the script that loads CANN, as the user would type it; empty when none is installed."""
+    for prefix in prefixes(m):
+        for script in SCRIPTS:
+            if (prefix / script).is_file():
+                path = prefix / script
+                return f"/{path.relative_to(m.root)}" if path.is_relative_to(m.root) else str(path)
+    return ""
+
+
+def cann_home(m: Machine) -> Path | None:
+    value = m.environ.get("ASCEND_HOME_PATH") or m.environ.get("ASCEND_TOOLKIT_HOME") or ""
+    return Path(value) if value else None
+
+
+def read_version(path: Path) -> str:
+    """`version=8.3.RC1` or `Version=25.2.0` in an info file of Huawei's installers."""
+    try:
+        found = re.search(r"^\s*version\s*=\s*\[?([\w.]+)", path.read_text(errors="replace"), re.I | re.M)
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+def cann_version(home: Path) -> str:
+    """From the installers' files, else from the name of the folder (cann-9.1.0, ascend-toolkit/8.3.RC1)."""
+    for pattern in ("ascend_*_install.info", "*/ascend_*_install.info", "share/info/*/version.info", "*/version.info"):
+        for path in sorted(home.glob(pattern)):
+            version = read_version(path)
+            if version:
+                return version
+    found = re.search(r"(\d+\.\d+(?:\.\w+)*)$", home.resolve().name)
+    return found.group(1) if found else ""
+
+
+def _major(version: str) -> tuple[int, int]:
+    numbers = re.findall(r"\d+", version)
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) > 1 else (0, 0)
+
+
+def cann(m: Machine) -> Check:
+    """Loaded or not, whole or not, and the pairing with torch_npu."""
+    home, script = cann_home(m), set_env(m)
+    torch_npu = m.versions.get("torch_npu", "")
+    if home is None:
+        if m.npus:
+            return Check("CANN", "ok", m.say("loaded; ASCEND_HOME_PATH is not set", "已加载；未设置 ASCEND_HOME_PATH"))
+        if not m.has_chip:
+            return absent(m, "CANN")
+        if script:
+            return Check(
+                "CANN",
+                "fail",
+                m.say(f"installed ({script}) but not loaded", f"已安装（{script}）但未加载"),
+                m.say(
+                    "torch_npu cannot find libhccl.so and libascendcl.so",
+                    "torch_npu 找不到 libhccl.so 与 libascendcl.so",
+                ),
+                f"source {script}",
+            )
+        wanted = CANN_FOR.get(torch_npu.split("+")[0], "9.1.0")
+        return Check(
+            "CANN",
+            "fail",
+            m.say("not installed", "未安装"),
+            m.say(
+                f"torch_npu needs the CANN {wanted} toolkit and the operators of your chip (or use an image "
+                f"quay.io/ascend/cann:{wanted}-910b-ubuntu22.04-py3.12)",
+                f"torch_npu 需要 CANN {wanted} toolkit 和对应芯片的算子包（或使用镜像 "
+                f"quay.io/ascend/cann:{wanted}-910b-ubuntu22.04-py3.12）",
+            ),
+            f"bash Ascend-cann-toolkit_{wanted}_linux-$(uname -m).run --install && "
+            "source /usr/local/Ascend/cann/set_env.sh",
+        )
+    if not home.is_dir():
+        return Check(
+            "CANN",
+            "fail",
+            m.say(f"ASCEND_HOME_PATH={home} does not exist", f"ASCEND_HOME_PATH={home} 不存在"),
+            m.say("torch_npu refuses to start", "torch_npu 会拒绝启动"),
+            f"source {script or '/usr/local/Ascend/cann/set_env.sh'}",
+        )
+    return _pairing(m, home, torch_npu)
+
+
+def _pairing(m: Machine, home: Path, torch_npu: str) -> Check:
+    version = cann_version(home)
+    wanted = CANN_FOR.get(torch_npu.split("+")[0], "")
+    found = f"CANN {version or '?'} ({home})"
+    if m.simulated:
+        return Check("CANN", "ok", m.say(f"simulated ({home})", f"模拟（{home}）"))
+    if not version or not wanted:
+        return Check("CANN", "ok", found)
+    agree = _major(version) == _major(wanted)
+    newer = torch_npu in NEWER_IS_FINE and _major(version) >= _major(wanted)
+    if agree or newer:
+        return Check("CANN", "ok", found + (f", torch_npu {torch_npu}" if torch_npu else ""))
+    return Check(
+        "CANN",
+        "warn",
+        f"{found}, torch_npu {torch_npu}",
+        m.say(
+            f"torch_npu {torch_npu} is released with CANN {wanted}; other pairs fail with missing operators or symbols",
+            f"torch_npu {torch_npu} 与 CANN {wanted} 配套发布；其他组合会缺少算子或符号",
+        ),
+        f"bash Ascend-cann-toolkit_{wanted}_linux-$(uname -m).run --install",
+    )
+
+
+def operators(m: Machine) -> Check:
+    """The operators are a package of their own, one per chip family."""
+    home = cann_home(m)
+    opp = Path(m.environ.get("ASCEND_OPP_PATH") or (home / "opp" if home else ""))
+    if not m.has_chip:
+        return absent(m, "operators")
+    if home is None or not m.chip_name or m.simulated:
+        return Check("operators", "skip", m.say("CANN is simulated or not loaded", "CANN 为模拟或未加载"))
+    folder, package = next(((f, p) for pattern, f, p in OPERATORS if re.match(pattern, m.chip_name)), ("", ""))
+    kernels = opp / "built-in/op_impl/ai_core/tbe/kernel"
+    have = sorted(p.name for p in kernels.glob("ascend*") if p.is_dir())
+    if not folder or folder in have:
+        return Check("operators", "ok" if folder else "skip", ", ".join(have) or m.chip_name)
+    return Check(
+        "operators",
+        # CANN moves its folders between releases: only another chip's operators are a certain fault.
+        "fail" if have else "warn",
+        m.say(
+            f"{m.chip_name} needs {folder}, found {', '.join(have) or 'none'} in {kernels}",
+            f"{m.chip_name} 需要 {folder}，{kernels} 中只有 {', '.join(have) or '无'}",
+        ),
+        m.say("operators end with `Cannot find bin of op` (ERR01100)", "算子会报 `Cannot find bin of op`（ERR01100）"),
+        f"bash Ascend-cann-{package}-ops_{cann_version(home) or '*'}_linux-$(uname -m).run --install",
+    )
+
+
+def driver(m: Machine) -> Check:
+    if not m.has_chip:
+        return absent(m, "driver")
+    version = read_version(m.root / "usr/local/Ascend/driver/version.info")
+    if version:
+        return Check("driver", "ok", version)
+    if m.npus:
+        return Check("driver", "ok", m.say("works; no version.info", "可用；没有 version.info"))
+    return Check(
+        "driver",
+        "fail",
+        m.say("/usr/local/Ascend/driver/version.info not found", "未找到 /usr/local/Ascend/driver/version.info"),
+        m.say(
+            "CANN reaches the chip through the driver; a container gets it from the host",
+            "CANN 通过驱动访问芯片；容器需要从主机挂载",
+        ),
+        "docker run -v /usr/local/Ascend/driver/lib64/:/usr/local/Ascend/driver/lib64/ "
+        "-v /usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info ...",
+    )
+
+
+def npu_smi(m: Machine) -> Check:
+    said = m.npu_smi
+    if isinstance(said, smi.Readings):
+        sick = [f"{d.index} {d.health}" for d in said.devices if d.health.upper() not in ("OK", "UNKNOWN", "")]
+        sizes = {d.memory_total for d in said.devices if d.memory_total}
+        found = f"{len(said.devices)} x {said.devices[0].name}" + (f", {gib(min(sizes))}" if sizes else "")
+        if not sick:
+            return Check("npu-smi", "ok", f"{found} (npu-smi {said.version})")
+        return Check(
+            "npu-smi",
+            "warn",
+            m.say(f"{found}; health: {', '.join(sick)}", f"{found}；健康状态：{', '.join(sick)}"),
+            m.say("a device that is not healthy gives wrong results or stops", "状态异常的设备会算错或中断"),
+            f"npu-smi info -t health -i {sick[0].split()[0]}",
+        )
+    if said.missing and not m.has_chip:
+        return absent(m, "npu-smi")
+    if said.missing:
+        return Check(
+            "npu-smi",
+            "warn",
+            said.text,
+            m.say("utilisation and memory cannot be shown", "无法显示利用率和显存"),
+            "docker run -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi -v /usr/local/dcmi:/usr/local/dcmi ...",
+        )
+    if "-8020" in said.text:
+        why = m.say("another container holds the device, and it cannot be shared", "设备被另一个容器占用，无法共享")
+        fix = "docker ps --format '{{.ID}} {{.Names}}'"
+    elif "did not answer" in said.text:
+        why = m.say("the driver hangs", "驱动无响应")
+        fix = "dmesg | tail -n 50"
+    else:
+        why = m.say("no device or no driver is mounted in this container", "容器中没有挂载设备或驱动")
+        fix = "docker run " + " ".join(f"--device /dev/{n}" for n in ("davinci0", *MANAGERS)) + " ..."
+    return Check("npu-smi", "fail", said.text, why, fix)
+
+
+def device_nodes(m: Machine) -> Check:
+    name = "/dev/davinci*"
+    if not m.has_chip:
+        return absent(m, name)
+    managers = [n for n in MANAGERS if not (m.root / "dev" / n).exists()]
+    if m.nodes and not managers:
+        return Check(name, "ok", ", ".join(m.nodes))
+    if m.npus:
+        return Check(name, "ok", m.say("not visible, but torch sees the devices", "不可见，但 torch 能看到设备"))
+    missing = managers if m.nodes else ["davinci0", *managers]
+    return Check(
+        name,
+        "fail",
+        m.say(
+            f"missing: {', '.join('/dev/' + n for n in missing)}", f"缺少：{', '.join('/dev/' + n for n in missing)}"
+        ),
+        m.say("torch counts 0 devices without them", "缺少它们时 torch 看到的设备数为 0"),
+        "docker run " + " ".join(f"--device /dev/{n}" for n in missing) + " ...",
+    )
+
+
+def group(m: Machine) -> Check:
+    """The device files belong to HwHiAiUser; root needs no group."""
+    if not m.has_chip or not m.nodes:
+        return absent(m, "group")
+    closed = [n for n in m.nodes if not os.access(m.root / "dev" / n, os.R_OK | os.W_OK)]
+    if not closed:
+        return Check("group", "ok", m.say("the device files can be opened", "设备文件可以打开"))
+    gid = (m.root / "dev" / closed[0]).stat().st_gid
+    try:
+        owner = grp.getgrgid(gid).gr_name
+    except KeyError:
+        owner = "HwHiAiUser"
+    return Check(
+        "group",
+        "fail",
+        m.say(f"no right to open /dev/{closed[0]}", f"无权打开 /dev/{closed[0]}"),
+        m.say(
+            f"the user must be in the group {owner} (error 207006, EL0007)",
+            f"用户必须属于 {owner} 组（错误 207006、EL0007）",
+        ),
+        f"sudo usermod -aG {owner} $USER && newgrp {owner}",
+    )

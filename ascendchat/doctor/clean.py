@@ -1,0 +1,399 @@
+"""Frees what dead or forgotten runs still hold: `ascendchat clean` lists it, asks per group, and frees what is yours.
+
+Four groups: processes that hold devices (from npu-smi or nvidia-smi), shared memory in /dev/shm whose owner is dead,
+partial downloads under $ASCENDCHAT_HOME, and lock files nobody holds. Never touched: what belongs to another user,
+this process and its ancestors, a file that a live process has open, a pid that was reused since it was listed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ascendchat.config import home
+from ascendchat.config.commands import CleanConfig
+from ascendchat.device import smi
+from ascendchat.doctor.checks import gib, language
+
+HOUR = 3600.0
+SHM = Path("/dev/shm")
+# Shared memory with the pid of its owner in the name: ours (ascendchat-PID-...), and tensors of torch's loaders.
+OURS = re.compile(r"ascendchat[-_](\d+)\b")
+TORCH = re.compile(r"torch_(\d+)_")
+PARTIAL = re.compile(r"\.(?:part|partial|tmp|incomplete)$|\.(?:part|tmp)[.-]\d+$")
+WRITER = re.compile(r"[.-](\d+)\.(?:part|partial|tmp)$|\.(?:part|tmp)[.-](\d+)$")
+GROUPS = {
+    "processes": ("processes that hold devices", "占用设备的进程"),
+    "shared memory": ("shared memory of dead processes", "已退出进程遗留的共享内存"),
+    "partial downloads": ("partial files (a download would resume from them)", "未完成的文件（下载可从中续传）"),
+    "locks": ("lock files that nobody holds", "无人持有的锁文件"),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that could be freed. `birth` tells a process from a later one with the same pid."""
+
+    group: str
+    what: str
+    bytes: int = 0
+    pid: int = 0
+    path: str = ""
+    devices: tuple[int, ...] = ()
+    birth: str = ""
+    keep: str = ""  # why it is only listed, never freed
+
+
+@dataclass
+class Outcome:
+    """What happened to the items that were confirmed."""
+
+    freed: list[Item] = field(default_factory=list)
+    failed: list[tuple[Item, str]] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def birth(pid: int) -> str:
+    """Start time of a live process in clock ticks since boot; "" when it is gone or only waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()
+    # A main thread that has ended is Z too, while others of its process (fields[17]) still free the device.
+    gone = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
+    return "" if gone else fields[19]
+
+
+def alive(pid: int) -> bool:
+    """Some process has this pid, whoever owns it."""
+    if Path("/proc/self/stat").exists():
+        return bool(birth(pid))
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def ancestors() -> set[int]:
+    """This process, its parent, and so on up to init."""
+    found, pid = set(), os.getpid()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            pid = os.getppid() if pid == os.getpid() else 0
+    return found
+
+
+def command_line(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return " ".join(text.split())
+    except OSError:
+        return ""
+
+
+def matches(pid: int, name: str) -> bool:
+    """Whether this pid is the process the vendor tool meant. In a container the tool may print pids of the host, which
+    belong to somebody else here; so the name must agree, or a device file must be open."""
+    try:
+        opened = [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
+        if any(target.startswith(("/dev/davinci", "/dev/nvidia")) for target in opened):
+            return True
+    except OSError:
+        pass  # not ours or gone: the name decides
+    try:
+        here = Path(f"/proc/{pid}/comm").read_text().strip()
+        program = Path(os.readlink(f"/proc/{pid}/exe")).name
+    except OSError:
+        return False
+    # The kernel and npu-smi cut names (15 and 13 characters), so one may be the beginning of the other.
+    return bool(name) and any(own.startswith(name) or name.startswith(own) for own in (here, program) if own)
+
+
+def owner(pid: int) -> int | None:
+    """User id of a process; None when it is gone."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def protected(pid: int, name: str, mine: set[int]) -> str:
+    """Why this process must not be ended; "" when it may."""
+    if not alive(pid):
+        return "not visible here: it runs in another container or is already gone"
+    if pid in mine:
+        return "this process or one that started it"
+    if owner(pid) != os.getuid():
+        return "belongs to another user"
+    if not matches(pid, name):
+        return f"the process with this pid here is not {name or 'the one on the device'}"
+    return ""
+
+
+def processes(readings: smi.Readings | smi.Problem) -> list[Item]:
+    """Processes on devices, one item per pid; those that may not be ended say why."""
+    if isinstance(readings, smi.Problem):
+        return []
+    mine = ancestors()
+    items = []
+    for pid in dict.fromkeys(p.pid for p in readings.processes):
+        rows = [p for p in readings.processes if p.pid == pid]
+        keep = protected(pid, rows[0].name, mine)
+        items.append(
+            Item(
+                "processes",
+                (command_line(pid) if not keep else "") or rows[0].name or "?",
+                bytes=sum(p.memory or 0 for p in rows),
+                pid=pid,
+                devices=tuple(sorted({p.device for p in rows})),
+                birth=birth(pid),
+                keep=keep,
+            )
+        )
+    return items
+
+
+def end(items: list[Item], grace: float) -> Outcome:
+    """SIGTERM to all, `grace` seconds to stop, then SIGKILL; a pid that was reused meanwhile is left alone."""
+    outcome = Outcome()
+    waiting: list[Item] = []
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+        for item in items if number == signal.SIGTERM else list(waiting):
+            if birth(item.pid) != item.birth or not item.birth:
+                continue
+            try:
+                os.kill(item.pid, number)
+            except ProcessLookupError:
+                continue
+            except PermissionError as error:
+                outcome.failed.append((item, str(error)))
+        refused = {item.pid for item, _ in outcome.failed}
+        deadline = time.monotonic() + patience
+        while True:
+            waiting = [i for i in items if i.birth and birth(i.pid) == i.birth and i.pid not in refused]
+            if not waiting or time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        if not waiting:
+            break
+    outcome.failed += [(item, "still runs after SIGKILL (waits inside the driver)") for item in waiting]
+    stuck = {item.pid for item, _ in outcome.failed}
+    outcome.freed = [item for item in items if item.pid not in stuck]
+    return outcome
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def opened() -> set[str]:
+    """Files that live processes we may look into have open or mapped."""
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            for number in os.listdir(folder / "fd"):
+                found.add(os.readlink(folder / "fd" / number))
+            for line in (folder / "maps").read_text(errors="replace").splitlines():
+                if "/" in line:
+                    found.add(line[line.index("/") :])
+        except OSError:  # gone meanwhile, or somebody else's
+            continue
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Bytes on disk of a file or a whole folder."""
+    if path.is_dir() and not path.is_symlink():
+        return sum(size_of(child) for child in path.iterdir())
+    return path.lstat().st_blocks * 512
+
+
+def each(paths: Iterable[Path], judge: Callable[[Path], Item | None]) -> list[Item]:
+    """The items among `paths`; a file that vanishes while it is looked at was in use, not stale."""
+    items = []
+    for path in paths:
+        try:
+            item = judge(path)
+        except OSError:
+            continue
+        if item is not None:
+            items.append(item)
+    return items
+
+
+def shared_memory(folder: Path, busy: set[str], now: float) -> list[Item]:
+    """Blocks named after a process that is dead. Those of torch only after an hour: with --ipc=host another
+    container's processes share /dev/shm and are invisible here."""
+
+    def judge(path: Path) -> Item | None:
+        ours, torch = OURS.match(path.name), TORCH.match(path.name)
+        found = ours or torch
+        status = path.lstat()
+        if not found or status.st_uid != os.getuid() or alive(int(found.group(1))) or str(path) in busy:
+            return None
+        if torch and now - status.st_mtime < HOUR:
+            return None
+        return Item("shared memory", str(path), size_of(path), int(found.group(1)), str(path))
+
+    return each(sorted(folder.glob("*")), judge)
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Files and folders below, never through links; a partial folder is one thing and not entered."""
+    for place, names, files in os.walk(folder):
+        partial = [n for n in names if PARTIAL.search(n)]
+        names[:] = [n for n in names if n not in partial]
+        yield from (Path(place) / name for name in sorted(files + partial))
+
+
+def newest(path: Path) -> float:
+    """Time of the last change inside."""
+    if path.is_dir() and not path.is_symlink():
+        return max([path.lstat().st_mtime, *(newest(child) for child in path.iterdir())])
+    return path.lstat().st_mtime
+
+
+def partial_files(folder: Path, busy: set[str], now: float) -> list[Item]:
+    """Files and folders that were being written, by a process that is dead or more than an hour ago."""
+
+    def judge(path: Path) -> Item | None:
+        if not PARTIAL.search(path.name) or path.lstat().st_uid != os.getuid():
+            return None
+        if str(path) in busy or any(name.startswith(f"{path}/") for name in busy):
+            return None
+        found = WRITER.search(path.name)
+        writer = int(found.group(1) or found.group(2)) if found else 0
+        if (writer and not alive(writer)) or now - newest(path) > HOUR:
+            return Item("partial downloads", str(path), size_of(path), writer, str(path))
+        return None
+
+    return each(walk(folder), judge)
+
+
+def held(path: Path) -> bool:
+    """Whether a process holds this lock file with flock or fcntl."""
+    try:
+        with path.open("r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def locks(folder: Path, busy: set[str], now: float) -> list[Item]:
+    """Lock files that are not held: their pid is dead, or they name none and are older than an hour."""
+
+    def judge(path: Path) -> Item | None:
+        if path.suffix != ".lock" or path.is_symlink() or not path.is_file():
+            return None
+        text = path.read_text(errors="replace")[:500]
+        elsewhere = "host" in text and socket.gethostname() not in text  # its pid means nothing here
+        if path.stat().st_uid != os.getuid() or str(path) in busy or elsewhere or held(path):
+            return None
+        found = re.search(r"\b\d+\b", text)
+        owner = int(found.group()) if found else 0
+        if (owner and not alive(owner)) or (not owner and now - path.stat().st_mtime > HOUR):
+            return Item("locks", str(path), size_of(path), owner, str(path))
+        return None
+
+    return each(walk(folder), judge)
+
+
+def remove(items: list[Item]) -> Outcome:
+    outcome = Outcome()
+    for item in items:
+        path = Path(item.path)
+        try:
+            if item.group == "locks" and held(path):
+                raise OSError("is held now")
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            outcome.freed.append(item)
+        except OSError as error:
+            outcome.failed.append((item, str(error)))
+    return outcome
+
+
+# ------------------------------------------------------------------------------------------------------ command
+
+
+def find() -> list[Item]:
+    """Everything that could be freed, in the order of the groups."""
+    busy, now, folder = opened(), time.time(), home()
+    return [
+        *processes(smi.read()),
+        *shared_memory(SHM, busy, now),
+        *partial_files(folder, busy, now),
+        *locks(folder, busy, now),
+    ]
+
+
+def describe(item: Item) -> str:
+    where = f"  pid {item.pid} on device {','.join(map(str, item.devices))}: " if item.group == "processes" else "  "
+    return f"{where}{item.what[:100]} ({gib(item.bytes)})" + (f" [{item.keep}]" if item.keep else "")
+
+
+def confirmed(config: CleanConfig, question: str) -> bool:
+    if config.yes:
+        return True
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes", "是")
+    except EOFError:  # Ctrl-D
+        return False
+
+
+def run(config: CleanConfig) -> int:
+    """`ascendchat clean`: exit status 1 when something confirmed could not be freed."""
+    items = find()
+    lang = language(config.lang, os.environ)
+    if config.json:
+        groups = {g: [asdict(i) for i in items if i.group == g] for g in GROUPS}
+        print(json.dumps({"bytes": sum(i.bytes for i in items if not i.keep), "groups": groups}, ensure_ascii=False))
+        return 0
+    if not items:
+        print("没有需要清理的内容" if lang == "zh" else "nothing to free")
+        return 0
+    asking = config.yes or (sys.stdin.isatty() and sys.stdout.isatty())
+    status = 0
+    for group, titles in GROUPS.items():
+        members = [i for i in items if i.group == group]
+        yours = [i for i in members if not i.keep]
+        if not members:
+            continue
+        print(f"{titles[lang == 'zh']}: {gib(sum(i.bytes for i in yours))}")
+        for item in members:
+            print(describe(item))
+        if config.dry_run or not asking or not yours:
+            continue
+        if confirmed(config, f"释放 {len(yours)} 项？" if lang == "zh" else f"free {len(yours)}?"):
+            outcome = end(yours, config.grace) if group == "processes" else remove(yours)
+            size = gib(sum(i.bytes for i in outcome.freed))
+            print(f"已释放 {len(outcome.freed)} 项，{size}" if lang == "zh" else f"freed {len(outcome.freed)}, {size}")
+            for item, why in outcome.failed:
+                status = 1
+                print(f"{item.path or item.pid}: {why}", file=sys.stderr)
+    if not asking and not config.dry_run:
+        print(
+            "仅列出；释放请运行：ascendchat clean --yes"
+            if lang == "zh"
+            else "only listed; to free: ascendchat clean --yes"
+        )
+    return status

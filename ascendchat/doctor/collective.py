@@ -1,0 +1,167 @@
+"""Proves that N devices work together: `ascendchat doctor --devices 8 [--device-type npu]`.
+
+It starts `ascendchat launch --devices 8 -m ascendchat.doctor.collective RESULT`, so what is tested is the path that
+training takes: launcher, port, rendezvous, device binding, backend. Every rank checks every number it receives.
+Bandwidth is that of the algorithm: bytes of the tensor on one rank, divided by the time of one collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ascendchat.config import UserError, home
+
+if TYPE_CHECKING:
+    import torch
+
+CONNECT = 120.0  # seconds until a missing rank is named
+SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes on one rank
+HOST_SIZES = (1 << 16, 1 << 20, 1 << 24)  # where a CPU does the work
+ROUNDS = 5
+
+
+def check_devices(devices: int, device_type: str | None, lang: str, as_json: bool = False) -> int:
+    """Run the collectives on `devices` processes and print what came out; exit status 0 when all was right."""
+    if devices < 1:
+        raise UserError(f"--devices {devices}: at least one is needed, for example ascendchat doctor --devices 2")
+    name = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "ascendchat", "launch", "--devices", str(devices), "--run", name]
+        command += ["--device-type", device_type] if device_type else []
+        command += ["-m", "ascendchat.doctor.collective", str(answer)]
+        status = subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode
+        result = json.loads(answer.read_text()) if status == 0 and answer.is_file() else None
+    if result is None:
+        if as_json:
+            print(json.dumps({"ok": False, "devices": devices, "status": status, "run": str(home() / "runs" / name)}))
+        elif lang == "zh":
+            print(f"{devices} 个设备的集合通信失败；日志：{home() / 'runs' / name}")
+        else:
+            print(f"the collective on {devices} devices failed; logs: {home() / 'runs' / name}")
+        return 2 if status == 2 else 1
+    shutil.rmtree(home() / "runs" / name, ignore_errors=True)  # only logs of a success
+    print(json.dumps(result) if as_json else "\n".join(describe(result, lang)))
+    return 0 if result["ok"] else 1
+
+
+def describe(result: dict[str, Any], lang: str) -> list[str]:
+    """The result for people: right or wrong first, then bandwidth."""
+    head = f"{result['devices']} x {result['device']} ({result['name']}), {result['backend']}: "
+    if result["faults"]:
+        head += ("结果错误：" if lang == "zh" else "WRONG RESULTS: ") + "; ".join(result["faults"][:3])
+    else:
+        head += "all_reduce 与 all_gather 结果正确" if lang == "zh" else "all_reduce and all_gather are right"
+    if result["simulated"]:
+        head += "（模拟设备，带宽无意义）" if lang == "zh" else " (simulated devices: the bandwidth means nothing)"
+    if result["devices"] == 1:
+        return [head, "单个设备无需通信" if lang == "zh" else "one device has nobody to talk to: no bandwidth"]
+    lines = [
+        head,
+        "大小        all_reduce      all_gather" if lang == "zh" else "size        all_reduce      all_gather",
+    ]
+    for row in result["rows"]:
+        size = f"{row['bytes'] >> 20} MiB" if row["bytes"] >= 1 << 20 else f"{row['bytes'] >> 10} KiB"
+        lines.append(f"{size:<8} {row['all_reduce_gbs']:>8.2f} GB/s   {row['all_gather_gbs']:>8.2f} GB/s")
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    """One rank, started by torchrun."""
+    from ascendchat.device.env import announce, prepare
+
+    try:
+        announce(prepare(None))
+        from ascendchat import dist
+        from ascendchat.device import pick
+
+        device = pick()
+        world = dist.init(device, timeout=300.0, connect_timeout=CONNECT)
+        place = device.bind(world.local_rank)
+    except UserError as error:
+        print(f"ascendchat doctor: {error}", file=sys.stderr)
+        return 2
+    rows, faults = [], []
+    simulated = device.type != "cpu" and "CANNSIM_HOME" in os.environ
+    for size in HOST_SIZES if simulated or device.type == "cpu" else SIZES:
+        row, wrong = measure(size, world.rank, world.size, place, device.synchronize)
+        rows.append(row)
+        faults += wrong
+    everywhere = dist.gather_objects(faults)
+    result = {
+        "ok": not any(everywhere),
+        "devices": world.size,
+        "device": device.type,
+        "name": device.chip.name,
+        "simulated": simulated,
+        "backend": device.collective,
+        "faults": [fault for one in everywhere for fault in one],
+        "rows": rows,
+    }
+    if world.rank == 0:
+        Path(argv[0]).write_text(json.dumps(result), encoding="utf-8")
+    dist.teardown()
+    return 0
+
+
+def measure(
+    size: int, rank: int, world: int, place: torch.device, synchronize: Callable[[], None]
+) -> tuple[dict[str, float], list[str]]:
+    """Check and time both collectives on tensors of `size` bytes per rank: ({bytes, seconds, GB/s}, faults)."""
+    import torch
+
+    from ascendchat import dist
+
+    count = size // 4  # float32: every value below is a small whole number, so sums are exact
+    pattern = (torch.arange(count, device=place) % 251).float()
+    mine = pattern + rank
+    total = mine.clone()
+    dist.all_reduce(total, "sum")
+    gathered = torch.full((world * count,), -1.0, device=place)
+    dist.all_gather(gathered, mine)
+    faults = []
+    if not torch.equal(total, pattern * world + sum(range(world))):
+        faults.append(f"rank {rank}: all_reduce of {size} bytes")
+    ranks = torch.arange(world, device=place).float()
+    if not torch.equal(gathered.view(world, count), pattern[None, :] + ranks[:, None]):
+        faults.append(f"rank {rank}: all_gather of {size} bytes")
+    reduce_time = seconds(lambda: dist.all_reduce(total, "max"), synchronize, place)
+    gather_time = seconds(lambda: dist.all_gather(gathered, mine), synchronize, place)
+    return {
+        "bytes": size,
+        "all_reduce_s": reduce_time,
+        "all_reduce_gbs": size / reduce_time / 1e9,
+        "all_gather_s": gather_time,
+        "all_gather_gbs": world * size / gather_time / 1e9,  # what arrives on one rank
+    }, faults
+
+
+def seconds(collective: Callable[[], object], synchronize: Callable[[], None], place: torch.device) -> float:
+    """Mean time of one call, on the slowest rank."""
+    import torch
+
+    from ascendchat import dist
+
+    collective()  # the first call of a size sets up buffers
+    synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        collective()
+    synchronize()
+    spent = torch.tensor([(time.perf_counter() - start) / ROUNDS], device=place)
+    dist.all_reduce(spent, "max")
+    return max(float(spent.item()), 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

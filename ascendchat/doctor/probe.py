@@ -1,0 +1,151 @@
+"""Facts about this Python that are only safe to learn in another process, for `ascendchat doctor`. No torch here.
+
+`import torch` itself can fail (torch_npu without CANN, a broken wheel), hang on a sick driver, or abort the process;
+so each question is a small script run by the same interpreter, which prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+MARK = "ASCENDCHAT-PROBE "  # libraries print warnings; our line is the one that starts so
+
+# torch alone, without vendor extensions: what the CPU, CUDA and MPS paths would find.
+TORCH = """
+import torch, torch.distributed as dist
+names = []
+if torch.cuda.is_available():
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+out.update(version=torch.__version__, cuda_build=torch.version.cuda or "", cuda=names,
+           cuda_bf16=bool(names) and torch.cuda.is_bf16_supported(),
+           mps=torch.backends.mps.is_available(), threads=torch.get_num_threads(),
+           gloo=dist.is_available() and dist.is_gloo_available(), nccl=dist.is_available() and dist.is_nccl_available())
+"""
+
+# What `import torch` does for a user who has torch_npu installed.
+NPU = """
+import torch, torch_npu, torch.distributed as dist
+count = torch.npu.device_count()
+out.update(version=torch_npu.__version__, count=count, available=torch.npu.is_available(),
+           hccl=dist.is_available() and "hccl" in dist.Backend.backend_list)
+try:  # counting needs no device; this does, and another process may hold it
+    out["names"] = [torch.npu.get_device_name(i) for i in range(count)]
+    out["bf16"] = bool(count) and bool(torch.npu.is_bf16_supported())
+    torch.ones(1, device="npu:0").add_(1).item() if count else None
+except RuntimeError as error:
+    out["problem"] = str(error)
+"""
+
+# Each wheel is imported, not only looked up: one built for another machine fails here and not hours later.
+WHEELS = """
+import importlib
+for name in {names!r}:
+    try:
+        module = importlib.import_module(name)
+        out[name] = str(getattr(module, "__version__", ""))
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == name
+        out[name] = None if missing else "!" + str(error)
+"""
+
+WRAP = """
+import json, sys
+out = {{}}
+{body}
+sys.stdout.flush()
+print({mark!r} + json.dumps(out), flush=True)
+import os
+os._exit(0)  # a vendor library that crashes while Python shuts down must not spoil the answer
+"""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Answer of one script: its values, or the text of its failure."""
+
+    values: dict[str, Any]
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+def ask(body: str, environ: Mapping[str, str], timeout: float = 60.0) -> Probe:
+    """Run one probe script in a fresh interpreter with this environment."""
+    script = WRAP.format(body=body, mark=MARK)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Probe({}, f"no answer within {timeout:.0f} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return Probe(json.loads(line[len(MARK) :]))
+    said = done.stderr.strip() or done.stdout.strip()
+    return Probe({}, said or f"the process ended with status {done.returncode} and said nothing")
+
+
+def ask_torch(environ: Mapping[str, str]) -> Probe:
+    """torch without vendor extensions."""
+    return ask(TORCH, {**environ, AUTOLOAD: "0"})
+
+
+def ask_npu(environ: Mapping[str, str]) -> Probe:
+    """torch with torch_npu, loaded as a plain `import torch` would."""
+    return ask(NPU, {key: value for key, value in environ.items() if key != AUTOLOAD})
+
+
+def ask_wheels(names: list[str], environ: Mapping[str, str]) -> Probe:
+    """{module: version, None when it is not installed, or "!why" when it cannot be imported}"""
+    return ask(WHEELS.format(names=names), {**environ, AUTOLOAD: "0"})
+
+
+def last_line(error: str) -> str:
+    """The line of a traceback that says what happened; the first cause when exceptions are chained."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    causes = [line for line in lines if line.startswith(("ImportError", "OSError", "ModuleNotFoundError"))]
+    return (causes or lines or [""])[0 if causes else -1]
+
+
+def reach(url: str, seconds: float = 2.5) -> str:
+    """ "" when `url` answers within `seconds`, else why not. Never blocks longer, also not inside a name lookup."""
+    outcome: list[str] = []
+
+    def knock() -> None:
+        request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "ascendchat-doctor"})
+        try:
+            urllib.request.urlopen(request, timeout=seconds).close()
+            outcome.append("")
+        except urllib.error.HTTPError as error:  # it answered; 5xx is the proxy or the mirror saying it is down
+            outcome.append("" if error.code < 500 else f"HTTP status {error.code}")
+        except (OSError, ValueError) as error:
+            outcome.append(str(getattr(error, "reason", "") or error))
+
+    # A daemon thread: a lookup that hangs in the C library must not hold the process when it wants to end.
+    thread = threading.Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0] if outcome else f"no answer within {seconds:g} s"
+
+
+def current() -> dict[str, str]:
+    """The environment the probes start from."""
+    return dict(os.environ)

@@ -1,0 +1,49 @@
+"""Becomes one rank: `python rank.py FOLDER ARGUMENTS...`, started by the torchrun inside `ascendchat launch`.
+
+It sends its output to FOLDER/rank_N.log, makes sure that it dies with its parent, and then replaces itself by
+`python ARGUMENTS...`: what runs is exactly what plain torchrun would have run. Standard library only, to start fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+# torchrun itself must be able to import torch where the plug-in of a device is broken; the ranks get the user's value.
+AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Ask Linux to send this signal when the parent is gone, so that `kill -9` of a launcher leaves no orphans."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Where everything that one rank prints goes."""
+    return folder / f"rank_{rank}.log"
+
+
+def main(argv: list[str]) -> None:
+    """Redirect, note the process id, and exec; never returns."""
+    folder, rank = Path(argv[0]), int(os.environ["RANK"])
+    die_with_parent(signal.SIGKILL)
+    log = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    (folder / f"rank_{rank}.pid").write_text(str(os.getpid()), encoding="ascii")
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    kept = os.environ.pop(KEPT_AUTOLOAD, "")
+    if kept:
+        os.environ[AUTOLOAD] = kept
+    else:
+        os.environ.pop(AUTOLOAD, None)
+    os.execv(sys.executable, [sys.executable, "-u", *argv[1:]])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

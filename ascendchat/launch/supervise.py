@@ -1,0 +1,163 @@
+"""Watches one torchrun of `ascendchat launch`: shows rank 0, passes signals on, and leaves no process behind."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, log_file
+
+POLL = 0.05  # seconds between two looks at rank 0's log
+SLACK = 5.0  # seconds that torchrun itself gets to end after its ranks had their grace
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended. status: 0, the failing rank's exit status, or 128 + n when signal n ended it."""
+
+    status: int
+    log: Path
+    rank: int | None = None
+    others: tuple[int, ...] = ()
+    shown: bool = False
+    stopped: int = 0
+    port_taken: bool = False
+    detail: str = ""
+
+
+class Follower:
+    """Copies what is appended to a file to standard output; what was there before is not shown."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = path.stat().st_size if path.exists() else 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def pump(self) -> None:
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.position)
+            while chunk := file.read(65536):
+                self.position += len(chunk)
+                sys.stdout.write(self.decoder.decode(chunk))
+        sys.stdout.flush()
+
+
+class Signals:
+    """Passes the first signal on to torchrun, which sends it to every rank once; a second one ends the patience."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.since = 0.0
+        self.again = False
+        self.agent: subprocess.Popen[bytes] | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.first:
+            self.again = True
+            return
+        self.first, self.since = number, time.monotonic()
+        if self.agent is not None and self.agent.poll() is None:
+            self.agent.send_signal(number)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
+            yield
+            return
+        before = {number: signal.signal(number, self.handle) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def watch(arguments: list[str], folder: Path, environment: dict[str, str], grace: float, show: bool) -> Outcome:
+    """Run torchrun with these arguments until it ends; `show` copies rank 0 to the console."""
+    result, agent_log = folder / "result.json", folder / "torchrun.log"
+    result.unlink(missing_ok=True)
+    kept = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
+    limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace)))}
+    follower, signals = Follower(log_file(folder, 0)), Signals()
+    with open(agent_log, "ab") as log, signals.installed():
+        # A session of its own: Ctrl-C reaches the ranks through us, once, and not a second time from the terminal.
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "ascendchat.launch.agent", str(result), *arguments],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**environment, **kept, **limit},
+            start_new_session=True,
+        )  # fmt: skip
+        signals.agent = agent
+        try:
+            if signals.first:  # it came while the process was being made
+                agent.send_signal(signals.first)
+            while agent.poll() is None:
+                if show:
+                    follower.pump()
+                impatient = signals.first and time.monotonic() > signals.since + grace + SLACK
+                if signals.again or impatient:
+                    agent.kill()
+                time.sleep(POLL)
+        finally:
+            _sweep(agent, folder)
+        if show:
+            follower.pump()
+    return judge(_read(result), folder, agent_log, agent.returncode, signals.first, show)
+
+
+def _sweep(agent: subprocess.Popen[bytes], folder: Path) -> None:
+    """End whatever is left of torchrun and of the ranks' process groups (each rank leads its own)."""
+    if agent.poll() is None:
+        agent.kill()
+    agent.wait()
+    for path in folder.glob("rank_*.pid"):
+        text = path.read_text(encoding="ascii").strip()
+        if text.isdigit() and int(text) > 1:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(int(text), signal.SIGKILL)
+        path.unlink(missing_ok=True)
+
+
+def _read(result: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(result.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # torchrun died before it could tell
+        return {"error": "torchrun ended without a report"}
+    result.unlink(missing_ok=True)
+    return dict(found)
+
+
+def judge(result: dict[str, Any], folder: Path, agent_log: Path, code: int, stopped: int, shown: bool) -> Outcome:
+    """What torchrun reported, its own exit status and the signal that we passed on -> how the attempt ended."""
+    if stopped and code != 0:
+        return Outcome(128 + stopped, log_file(folder, 0), stopped=stopped)
+    failed = {int(rank): status for rank, status in result.get("failed", {}).items()}
+    if failed:
+        # A rank that torchrun stopped (SIGTERM) is a victim; among the rest, the first that fell silent is the cause.
+        def order(rank: int) -> tuple[bool, float, int]:
+            log = log_file(folder, rank)
+            return failed[rank] == -signal.SIGTERM, log.stat().st_mtime if log.exists() else 0.0, rank
+
+        first = min(failed, key=order)
+        status = failed[first] if failed[first] >= 0 else 128 - failed[first]
+        others = tuple(sorted(rank for rank in failed if rank != first and failed[rank] != -signal.SIGTERM))
+        return Outcome(status, log_file(folder, first), first, others, shown and first == 0)
+    if "error" in result:
+        return Outcome(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))
+    if code != 0:
+        return Outcome(code if code > 0 else 128 - code, agent_log, detail=f"torchrun ended with status {code}")
+    return Outcome(0, agent_log)

@@ -1,0 +1,236 @@
+"""Attention behind one FlashAttention-shaped interface; a kernel is chosen once, by name, and says why.
+
+    kernel = choose(device, head_dim=128)            # or name="reference"
+    kernel.dense(q, k, v, window, scale)             # (B, T, H, D), (B, T, K, D): causal, `window` tokens back
+    kernel.packed(q, k, v, lengths, window, scale)   # (T, H, D): documents laid end to end
+    kernel.cached(q, k, v, lengths, window, scale)   # few new queries (B, Tq, H, D) behind a cache (B, S, K, D)
+
+`window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
+A kernel that was asked for and cannot run is an error; nothing falls back silently.
+
+| FlashAttention  | npu_fusion_attention                  | note                                                        |
+|-----------------|---------------------------------------|-------------------------------------------------------------|
+| dropout_p       | keep_prob = 1 - p                     |                                                             |
+| causal          | sparse_mode 3 + 2048×2048 mask        | without a mask every token sees every other, silently       |
+| window_size (W-1, 0) | sparse_mode 4, pre_tockens W-1, next_tockens 0 | same mask                                     |
+| softmax_scale   | scale                                 | its default is 1.0, not 1/sqrt(D)                           |
+| cu_seqlens      | actual_seq_qlen / kvlen               | host list, cumulative, without the leading 0; layout TND    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascendchat.config import UserError
+
+
+class Attention(Protocol):
+    """One kernel."""
+
+    name: str
+
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this kernel cannot run there, or None."""
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor: ...
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor: ...
+
+
+def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """(queries, keys) bool, True where a query sees a key; the last query is aligned to the last key."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+class Reference:
+    """Every score at once, softmax in float32: the definition the other kernels are tested against."""
+
+    name = "reference"
+
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        group = q.size(-2) // k.size(-2)
+        k, v = k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * scale
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v.float()).to(q.dtype)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        return self._attend(q, k, v, visible(q.size(1), k.size(1), window, q.device), scale)
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
+        parts = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)))
+        return torch.cat([self.dense(a[None], b[None], c[None], window, scale)[0] for a, b, c in parts])
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+        return self._attend(q, k, v, cache_mask(q.size(1), k.size(1), lengths, window), scale)
+
+
+def cache_mask(queries: int, keys: int, lengths: Tensor, window: int) -> Tensor:
+    """(B, 1, queries, keys) bool: row b holds `lengths[b]` keys, and its queries are the last of them."""
+    position = lengths[:, None] - queries + torch.arange(queries, device=lengths.device)  # (B, queries)
+    distance = position[:, :, None] - torch.arange(keys, device=lengths.device)
+    return ((distance >= 0) & (distance < window))[:, None]
+
+
+class Sdpa(Reference):
+    """torch's scaled_dot_product_attention; windows are cut into blocks, so that no full T × T mask ever exists."""
+
+    name = "sdpa"
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        length = q.size(1)
+        if length != k.size(1):
+            return self._call(q, k, v, visible(length, k.size(1), window, q.device), scale)
+        if window >= length:
+            return self._call(q, k, v, None, scale)
+        parts = []
+        for start in range(0, length, window):  # a block of queries sees its own keys and the block before
+            stop, left = min(start + window, length), max(0, start - window + 1)
+            mask = visible(stop - start, stop - left, window, q.device)
+            parts.append(self._call(q[:, start:stop], k[:, left:stop], v[:, left:stop], mask, scale))
+        return torch.cat(parts, dim=1)
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+        return self._call(q, k, v, cache_mask(q.size(1), k.size(1), lengths, window), scale)
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        grouped = q.size(2) != k.size(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        return y.transpose(1, 2)
+
+
+class Flash(Sdpa):
+    """CUDA: cuDNN or flash through SDPA for full rows; torch's own flash kernel, which knows windows, for the rest."""
+
+    name = "flash"
+
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device_type != "cuda":
+            return f"it needs a CUDA device, this is {device_type}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+        if head_dim > 256 or head_dim % 8:
+            return f"head_dim {head_dim} is not a multiple of 8 up to 256"
+        return None
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        if window >= k.size(1):
+            return super().dense(q, k, v, window, scale)
+        return FlashWindow.apply(q, k, v, None, q.size(1), window, scale)
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        bounds = bounds.pin_memory().to(q.device, non_blocking=True)
+        return FlashWindow.apply(q, k, v, bounds, max(lengths), window, scale)
+
+
+class FlashWindow(torch.autograd.Function):
+    """torch's flash kernel with its window arguments, which scaled_dot_product_attention does not expose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float
+    ) -> Tensor:
+        out, normaliser, rng, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, 0.0, True, False,
+            scale=scale, window_size_left=min(window - 1, longest), window_size_right=0,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, normaliser, rng, unused, bounds)
+        ctx.rest = longest, window, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, normaliser, rng, unused, bounds = ctx.saved_tensors
+        longest, window, scale = ctx.rest
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, normaliser, bounds, bounds, longest, longest, 0.0, True, rng, unused,
+            scale=scale, window_size_left=min(window - 1, longest), window_size_right=0,
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None, None
+
+
+@cache
+def causal_mask(device: torch.device) -> Tensor:
+    """The one 2048×2048 mask that the NPU's compressed sparse modes read, True = hidden; whatever the row length."""
+    return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), diagonal=1)
+
+
+class NpuFusion:
+    """Ascend: npu_fusion_attention for training, npu_fused_infer_attention_score for decoding."""
+
+    name = "npu_fusion"
+    FULL: ClassVar[int] = 2147483647
+
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device_type != "npu":
+            return f"it needs an Ascend NPU, this is {device_type}"
+        if not torch.npu.is_bf16_supported():
+            return f"{torch.npu.get_device_name()} has no fused training attention; 910B1 and later have"
+        return None
+
+    def _sparse(self, window: int, keys: int, device: torch.device) -> dict[str, Any]:
+        mask = causal_mask(device)
+        if window >= keys:
+            return {"atten_mask": mask, "sparse_mode": 3, "next_tockens": 0}
+        return {"atten_mask": mask, "sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        import torch_npu
+
+        sparse = self._sparse(window, k.size(1), q.device)
+        return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **sparse)[0]
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
+        import torch_npu
+
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        sparse = self._sparse(window, max(lengths), q.device)
+        bounds = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+        return torch_npu.npu_fusion_attention(q, k, v, q.size(1), "TND", scale=scale, **bounds, **sparse)[0]
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+        import torch_npu
+
+        mask = ~cache_mask(q.size(1), k.size(1), lengths, window)  # True = hidden
+        return torch_npu.npu_fused_infer_attention_score(
+            q.contiguous(), k.contiguous(), v.contiguous(), atten_mask=mask, num_heads=q.size(2),
+            num_key_value_heads=k.size(2), scale=scale, input_layout="BSND",
+        )[0]  # fmt: skip
+
+
+KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Reference())}
+
+
+def choose(
+    device_type: str, dtype: torch.dtype, head_dim: int, name: str | None = None
+) -> tuple[Attention, str]:
+    """The kernel and the sentence that says why it was chosen; the best that can run, or exactly the one asked for."""
+    if name is not None:
+        if name not in KERNELS:
+            raise UserError(f"there is no attention kernel {name!r}; choose from: {', '.join(KERNELS)}")
+        reason = KERNELS[name].refusal(device_type, dtype, head_dim)
+        if reason:
+            raise UserError(f"attention kernel {name} cannot run: {reason}; leave --attention out to let it be chosen")
+        return KERNELS[name], f"attention: {name} (asked for)"
+    refused = []
+    for kernel in KERNELS.values():
+        reason = kernel.refusal(device_type, dtype, head_dim)
+        if reason is None:
+            why = f"; not {', '.join(refused)}" if refused else ""
+            return kernel, f"attention: {kernel.name}{why}"
+        refused.append(f"{kernel.name} ({reason})")
+    raise AssertionError("the reference runs everywhere")

@@ -1,0 +1,69 @@
+"""8-bit floating-point matrix products for `--fp8`: forward and input-gradient products of the blocks.
+
+Every scale is fixed: a float needs only to land in its range, and here the ranges are known. Inputs are RMS-normalised,
+averages of such, or their squares; weights keep their size under Muon; gradients of a mean loss shrink with the number
+of tokens. So nothing has to be searched for a maximum, and a cast fuses into the kernel that makes the number. Forward
+factors are e4m3 (448 down to 2^-9), gradients e5m2 (57344 down to 2^-16). Weight gradients stay in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WEIGHT_SCALE = 64.0
+INPUT_SCALE = 8.0
+
+
+def quantise(x: Tensor, scale: float, dtype: torch.dtype = E4M3) -> Tensor:
+    """x * scale in 8 bits, clamped: an overflow would be NaN."""
+    largest = torch.finfo(dtype).max
+    return (x * scale).clamp(-largest, largest).to(dtype)
+
+
+def product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, dtype: torch.dtype) -> Tensor:
+    """a (M, K) row by row times b (K, N) column by column, both in 8 bits."""
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(
+        a, b, scale_a=one / scale_a, scale_b=one / scale_b, out_dtype=dtype, use_fast_accum=True
+    )  # fmt: skip
+
+
+class Fp8Linear(torch.autograd.Function):
+    """x (N, I) @ weight.t(), weight (O, I)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grad_scale = grad_scale
+        return product(
+            quantise(x, input_scale), quantise(weight, WEIGHT_SCALE).t(), input_scale, WEIGHT_SCALE, x.dtype
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        columns = quantise(weight.t().contiguous(), WEIGHT_SCALE).t()  # (O, I), column by column
+        dx = product(quantise(grad, ctx.grad_scale, E5M2), columns, ctx.grad_scale, WEIGHT_SCALE, x.dtype)
+        return dx, grad.t() @ x, None, None
+
+
+class Fp8Transposed(torch.autograd.Function):
+    """x (N, I) @ weight, weight (I, O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.grad_scale = grad_scale
+        columns = quantise(weight.t().contiguous(), WEIGHT_SCALE).t()
+        return product(quantise(x, input_scale), columns, input_scale, WEIGHT_SCALE, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows = quantise(grad, ctx.grad_scale, E5M2)
+        dx = product(rows, quantise(weight, WEIGHT_SCALE).t(), ctx.grad_scale, WEIGHT_SCALE, x.dtype)
+        return dx, x.t() @ grad, None, None

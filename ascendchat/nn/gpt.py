@@ -1,0 +1,203 @@
+"""The model: a decoder-only transformer whose every size follows from one `Shape` (plan/shape.py).
+
+    model = GPT(Shape.from_depth(12), attention, ops)
+    model.initialise(seed=0)
+    hidden = model(tokens)                # (B, T) -> (B, T, C), normalised; nn/loss.py turns it into a loss
+
+What is not plain: RMS-normalised queries and keys, then rotary positions (a rotation keeps the norm); ReLU² MLP; value embeddings on every other
+layer (a table looked up by token, gated into the values); a learned weight per layer on the residual stream and on the
+first embedding; the previous token's embedding smeared in; the middle of the network backed out at the end.
+Shapes: B rows, T tokens, C width, H query heads, K key-value heads, D channels per head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Shape
+
+ROPE_BASE = 100_000.0
+QK_GAIN = 1.2  # sharpens attention: unit-RMS queries and keys would otherwise be too soft
+VALUE_GATE_RANGE = 3.0
+
+
+class Ops(Protocol):
+    """Elementwise operators that a chip may fuse."""
+
+    def rms_norm(self, x: Tensor) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def transposed_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+    def relu2(self, x: Tensor) -> Tensor: ...
+
+
+class PlainOps:
+    """The same operators in plain torch; a compiler fuses them where there is one."""
+
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),))
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    def transposed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin  # a roll fuses where a concatenation would not
+
+    def relu2(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+class Attend(Protocol):
+    """How a layer attends: training passes the dense or packed kernel, decoding one that reads a cache."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+def rope_tables(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (length, 1, D), computed in float32 on the host, so alike on every device.
+
+    The first half of sin is negated: then (a, b) -> (a cos - b sin, b cos + a sin) is x * cos + swapped halves * sin.
+    """
+    frequency = ROPE_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)[:, None, :]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1).to(device, dtype), torch.cat((-sin, sin), -1).to(device, dtype)
+
+
+class Block(nn.Module):
+    """Attention and MLP of one layer. Every weight is a stack of equal matrices, which is how Muon updates them."""
+
+    def __init__(self, shape: Shape, layer: int, ops: Ops) -> None:
+        super().__init__()
+        self.shape, self.layer, self.ops = shape, layer, ops
+        group = shape.heads // shape.kv_heads  # query heads that share one key-value head
+        self.qkv = nn.Parameter(torch.empty(group + 2, shape.kv_dim, shape.dim))
+        self.out = nn.Parameter(torch.empty(shape.dim, shape.q_dim))
+        self.up = nn.Parameter(torch.empty(shape.mlp_dim, shape.dim))
+        self.down = nn.Parameter(torch.empty(shape.mlp_dim, shape.dim))  # transposed: the same stack as `up`
+        if layer in shape.value_layers:
+            self.gate = nn.Parameter(torch.empty(shape.kv_heads, min(VALUE_GATE_CHANNELS, shape.dim)))
+
+    def forward(self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.attention(self.ops.rms_norm(x), value, rope, attend)
+        return x + self.mlp(self.ops.rms_norm(x))
+
+    def attention(self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        shape = self.shape
+        qkv = self.ops.linear(x, self.qkv.flatten(0, 1)).unflatten(-1, (-1, shape.head_dim))  # (B, T, H + 2K, D)
+        qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
+        q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
+        if value is not None:
+            gate = torch.sigmoid(F.linear(x[..., : self.gate.size(1)], self.gate)) * VALUE_GATE_RANGE  # (B, T, K)
+            v = torch.addcmul(v, gate.unsqueeze(-1), value.unflatten(-1, (shape.kv_heads, shape.head_dim)))
+        return self.ops.linear(attend(self.layer, q, k, v).flatten(-2), self.out)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.ops.transposed_linear(self.ops.relu2(self.ops.linear(x, self.up)), self.down)
+
+
+class GPT(nn.Module):
+    """Tokens in, normalised hidden states out."""
+
+    def __init__(self, shape: Shape, ops: Ops | None = None, *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.shape, self.ops = shape, ops or PlainOps()
+        self.checkpoint_activations = checkpoint_activations
+        self.embed = nn.Embedding(shape.padded_vocab, shape.dim)
+        self.values = nn.ModuleDict({str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers})
+        self.blocks = nn.ModuleList(Block(shape, i, self.ops) for i in range(shape.depth))
+        self.head = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
+        self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))
+        self.residual = nn.Parameter(torch.empty(shape.depth))  # weight of the stream entering each layer
+        self.first = nn.Parameter(torch.empty(shape.depth))  # weight of the first embedding entering each layer
+        self.smear = nn.Parameter(torch.empty(1))
+        self.backout = nn.Parameter(torch.empty(1))
+        self._rope: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def initialise(self, seed: int) -> None:
+        """Set every weight; the same values on every device, since they are drawn on the host."""
+        generator = torch.Generator().manual_seed(seed)
+        bound = math.sqrt(3.0 / self.shape.dim)  # uniform with standard deviation 1/√C
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                draw = torch.empty(parameter.shape)
+                leaf = name.rsplit(".", 1)[-1]
+                if name == "embed.weight":
+                    draw.normal_(0.0, 0.8, generator=generator)
+                elif name == "head":
+                    draw.normal_(0.0, 0.001, generator=generator)
+                elif leaf in ("qkv", "weight"):  # the value tables are sized like values
+                    draw.uniform_(-bound, bound, generator=generator)
+                elif leaf == "up":
+                    draw.uniform_(-0.4 * bound, 0.4 * bound, generator=generator)
+                elif leaf in ("gate", "smear_gate"):
+                    draw.uniform_(0.0, 0.02, generator=generator)
+                elif leaf in ("out", "down", "smear"):  # every layer starts as the identity
+                    draw.zero_()
+                elif leaf == "residual":
+                    draw.copy_(torch.linspace(1.15, 1.05, self.shape.depth))
+                elif leaf == "first":
+                    draw.copy_(torch.linspace(0.20, 0.05, self.shape.depth))
+                else:
+                    draw.fill_(0.2)  # backout
+                parameter.copy_(draw)
+
+    def to_compute(self, dtype: torch.dtype) -> GPT:
+        """Matrices and tables in the compute dtype; the few per-layer scalars stay in float32."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.data = parameter.data.to(dtype)
+        return self
+
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rotary tables, made once per length."""
+        key = (length, dtype, device)
+        if key not in self._rope:
+            self._rope[key] = rope_tables(length, self.shape.head_dim, dtype, device)
+        return self._rope[key]
+
+    def embedding(self, tokens: Tensor, before: Tensor | None = None) -> Tensor:
+        """(B, T) -> (B, T, C), with the previous token's embedding smeared in; `before` (B, 1, C) precedes the row."""
+        x = self.ops.rms_norm(self.embed(tokens))
+        weight = self.smear.to(x.dtype) * torch.sigmoid(F.linear(x[..., : self.smear_gate.size(1)], self.smear_gate))
+        if before is None:
+            previous = F.pad(x[:, :-1], (0, 0, 1, 0))
+        else:
+            previous = torch.cat((before, x[:, :-1]), dim=1)
+        return torch.addcmul(x, weight, previous)
+
+    def forward(self, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """(B, T) token ids -> (B, T, C)."""
+        return self.layers(self.embedding(tokens), tokens, attend, rope)
+
+    def layers(self, x: Tensor, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """All blocks over an embedded row; decoding passes the rotary tables of its own positions."""
+        rope = rope or self.rope(x.size(1), x.dtype, x.device)
+        first, middle = x, x
+        residual, scale = self.residual.to(x.dtype).unbind(), self.first.to(x.dtype).unbind()
+        for i, block in enumerate(self.blocks):
+            x = torch.addcmul(x * residual[i], first, scale[i])
+            value = self.values[str(i)](tokens) if str(i) in self.values else None
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, value, rope, attend, use_reentrant=False)
+            else:
+                x = block(x, value, rope, attend)
+            if i == self.shape.depth // 2:
+                middle = x
+        return self.ops.rms_norm(x - self.backout.to(x.dtype) * middle)
+
+    def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What Muon updates: every weight of the blocks but the small gates."""
+        for name, parameter in self.blocks.named_parameters(prefix="blocks"):
+            if not name.endswith(".gate"):
+                yield name, parameter

@@ -1,0 +1,114 @@
+"""Head and cross-entropy in one function that never holds the full float32 logits.
+
+    loss = head_loss(hidden, model.head, targets, vocab)        # mean nats over the targets that are not IGNORE
+
+The gradient of the head needs the probabilities, and they are at hand in the forward pass: so each chunk of rows is
+multiplied, softcapped, scored and turned into its gradient at once, and only one chunk of logits exists at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -1  # target of a position that is not scored
+SOFTCAP = 15.0  # logits are squashed into (-15, 15)
+CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits of one chunk, by bytes per element: accelerators like it large, CPUs small
+
+
+def chunk_rows(hidden: Tensor, head: Tensor) -> int:
+    """Rows whose logits fit one chunk."""
+    size = hidden.element_size()
+    return max(1, CHUNK_BYTES.get(size, 2**27) // (size * head.size(0)))
+
+
+def softcap(logits: Tensor) -> Tensor:
+    """float32 logits within ±SOFTCAP."""
+    return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
+
+
+def score(logits: Tensor, targets: Tensor, weight: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over the logits (N, padded V): nats per row (0 where ignored), the gradient of the nats with respect to
+    the raw logits up to a factor per row, and that factor (N, 1) times `weight`.
+
+    The softcap bounds the logits, so exp(capped - SOFTCAP) needs no maximum first, and the division by its sum is left
+    to the factor: whoever multiplies the gradient scales small rows instead of the large one. The columns behind
+    `vocab` do not exist and get neither score nor gradient.
+    """
+    half = torch.sigmoid(logits[:, :vocab].float() * (2.0 / SOFTCAP))  # capped = SOFTCAP * (2 * half - 1)
+    unscaled = torch.exp((2.0 * SOFTCAP) * (half - 1.0))
+    slope = 4.0 * half * (1.0 - half)
+    total = unscaled.sum(dim=-1, keepdim=True)
+    gradient = (unscaled * slope).to(logits.dtype)
+    valid = (targets != IGNORE).unsqueeze(-1)
+    index = targets.clamp(min=0).unsqueeze(-1)
+    mine = torch.sigmoid(logits.gather(-1, index).float() * (2.0 / SOFTCAP))
+    chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # the target's capped logit, less SOFTCAP
+    nats = torch.where(valid, total.log() - chosen, 0.0).squeeze(-1)
+    gradient = gradient.scatter(-1, index, ((chosen.exp() - total) * 4.0 * mine * (1.0 - mine)).to(gradient.dtype))
+    if logits.size(-1) > vocab:
+        gradient = torch.nn.functional.pad(gradient, (0, logits.size(-1) - vocab))
+    return nats, gradient, torch.where(valid, weight / total, 0.0)
+
+
+class HeadLoss(torch.autograd.Function):
+    """Forward computes the gradients too; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: Tensor, vocab: int, scorer: Callable[..., Any]
+    ) -> Tensor:
+        rows = chunk_rows(hidden, head)
+        grad_hidden, grad_head = torch.empty_like(hidden), None
+        nats = []
+        for start in range(0, hidden.size(0), rows):
+            part = hidden[start : start + rows]
+            loss, gradient, factor = scorer(part @ head.t(), targets[start : start + rows], weight, vocab)
+            nats.append(loss.sum())
+            grad_hidden[start : start + rows] = (gradient @ head) * factor
+            scaled = (part * factor).to(part.dtype)
+            grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
+        assert grad_head is not None, "a batch without rows has no loss"
+        ctx.save_for_backward(grad_hidden, grad_head)
+        return torch.stack(nats).sum() * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_head = ctx.saved_tensors
+        scale = grad_output.to(grad_hidden.dtype)
+        return grad_hidden * scale, grad_head * scale, None, None, None, None
+
+
+def head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    vocab: int,
+    *,
+    weight: Tensor | None = None,
+    scorer: Callable[..., Any] = score,
+) -> Tensor:
+    """Mean nats over the scored targets, or `weight * sum of nats` when the weight is given (a 0-dim tensor).
+
+    hidden (..., C), targets (...) with IGNORE where nothing is scored. A batch without any scored target has loss 0.
+    """
+    flat, wanted = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
+    if weight is None:
+        weight = 1.0 / (wanted != IGNORE).sum().clamp(min=1).float()
+    return HeadLoss.apply(flat, head, wanted, weight, vocab, scorer)
+
+
+def token_nats(hidden: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Nats of every target (0 where ignored), chunk by chunk; for evaluation, without gradients."""
+    flat, wanted = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
+    rows = chunk_rows(flat, head)
+    parts = []
+    for start in range(0, flat.size(0), rows):
+        capped = softcap(flat[start : start + rows] @ head[:vocab].t())
+        target = wanted[start : start + rows]
+        chosen = capped.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        parts.append(torch.where(target != IGNORE, torch.logsumexp(capped, dim=-1) - chosen, 0.0))
+    return torch.cat(parts).view(targets.shape)

@@ -1,0 +1,232 @@
+"""Muon for matrices, AdamW for the rest: pure update functions and one sharded optimizer for 1 to N devices.
+
+    optimizer = MuonAdamW(groups(model, rates))
+    optimizer.step(lr_scale=0.5, momentum=0.95, matrix_decay=0.1)
+
+Parameters of one group live end to end in one buffer, and so do their float32 gradients. A step is: reduce-scatter the
+gradients, each rank updates its share of the float32 weights, all-gather the result in the compute dtype straight into
+the parameters. On one device the collectives are no-ops and the path is the same. No step reads a value back from the
+device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ascendchat import dist
+from ascendchat.nn.gpt import GPT
+
+# Five steps of a polynomial that drives all singular values to 1 (Polar Express, fitted to bf16)
+POLAR = (
+    (8.1566, -22.4833, 15.8788),
+    (4.0429, -2.8089, 0.5000),
+    (3.8917, -2.7725, 0.5061),
+    (3.2858, -2.3681, 0.4645),
+    (2.3465, -1.7098, 0.4232),
+)
+EPS = 1e-10
+
+
+def orthogonalise(g: Tensor) -> Tensor:
+    """(n, rows, cols) -> nearest semi-orthogonal matrices, scaled to ‖·‖_F = √min(rows, cols); in g's dtype."""
+    g = g / g.norm(dim=-1, keepdim=True).clamp_min(1e-7)  # equal rows first: a better start for the polynomial
+    x = g / (g.norm(dim=(-2, -1), keepdim=True) * 1.01).clamp_min(1e-7)
+    tall = x.size(-2) > x.size(-1)
+    for a, b, c in POLAR:
+        if tall:
+            gram = x.mT @ x
+            x = torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
+        else:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    size = math.sqrt(min(x.size(-2), x.size(-1)))
+    return x * (size / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7))
+
+
+def equalise(update: Tensor, second: Tensor, beta2: float) -> Tensor:
+    """NorMuon: divide each row by a running estimate of its size, then restore the norm of the whole update.
+
+    update (n, rows, cols) float32; second (n, rows, 1) is updated in place.
+    """
+    mean_square = update.square().mean(dim=-1, keepdim=True)
+    second.lerp_(mean_square, 1.0 - beta2)
+    step = second.clamp_min(EPS).rsqrt()
+    before = mean_square.sum(dim=-2, keepdim=True)
+    after = (mean_square * step.square()).sum(dim=-2, keepdim=True)
+    return update * (step * (before / after.clamp_min(EPS)).sqrt())
+
+
+def muon_update(
+    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: Tensor, momentum: float, beta2: float,
+    decay: float, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """One step for a stack of matrices (n, rows, cols), all float32, in place; `lr` is (n, 1, 1)."""
+    first.lerp_(grad, 1.0 - momentum)
+    update = orthogonalise(grad.lerp(first, momentum).to(dtype)).float()  # Nesterov
+    update = equalise(update, second, beta2)
+    if decay:
+        shrink = (update * weight >= 0).to(weight.dtype) * weight  # decay only where it agrees with the update
+        update = update.add_(shrink, alpha=decay)
+    weight.sub_(update.mul_(lr))
+
+
+def adamw_update(
+    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, count: Tensor, *, lr: float,
+    betas: tuple[float, float], decay: float,
+) -> None:  # fmt: skip
+    """One AdamW step for a flat float32 tensor, in place, as one fused launch; `count` (0-dim) counts the steps."""
+    count.add_(1.0)
+    torch._fused_adamw_(
+        [weight], [grad], [first], [second], [], [count], lr=lr, beta1=betas[0], beta2=betas[1],
+        weight_decay=decay, eps=EPS, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+@dataclass
+class Group:
+    """Parameters that are updated alike. `matrix` groups hold stacks of equal matrices, the others anything."""
+
+    name: str
+    parameters: list[tuple[str, nn.Parameter]]
+    lr: float
+    matrix: bool = False
+    lr_factors: list[float] = field(default_factory=list)  # per matrix
+    betas: tuple[float, float] = (0.8, 0.95)
+    decay: float = 0.0
+    initial_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.initial_lr = self.initial_lr or self.lr
+
+
+def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
+    """The recipe's groups: matrices by shape for Muon; tables, head, scalars and gates for AdamW."""
+    stacks: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.matrices():
+        stacks.setdefault((parameter.size(-2), parameter.size(-1)), []).append((name, parameter))
+    result = []
+    for (rows, cols), members in stacks.items():
+        factors: list[float] = []
+        for name, parameter in members:
+            out, into = (cols, rows) if name.endswith(".down") else (rows, cols)  # `down` is stored transposed
+            factors += [math.sqrt(max(1.0, out / into))] * (parameter.numel() // (rows * cols))
+        result.append(Group(f"matrices_{rows}x{cols}", members, rates["matrices"], True, factors))
+    values = [(f"values.{key}.weight", table.weight) for key, table in model.values.items()]
+    gates = [(n, p) for n, p in model.named_parameters() if n.endswith(".gate") or n == "smear_gate"]
+    rest = [
+        Group("head", [("head", model.head)], rates["head"], betas=(0.8, 0.96), decay=0.01),
+        Group("embedding", [("embed.weight", model.embed.weight)], rates["embedding"], betas=(0.8, 0.995), decay=0.001),
+        Group("value_embeddings", values, rates["value_embeddings"], betas=(0.8, 0.995), decay=0.01),
+        Group("residual", [("residual", model.residual)], rates["residual_scalars"], decay=0.05),
+        Group("first", [("first", model.first)], rates["skip_scalars"], betas=(0.96, 0.95)),
+        Group("scalars", [("smear", model.smear), ("backout", model.backout)], rates["gates"]),
+        Group("gates", gates, rates["matrices"]),
+    ]
+    return result + [group for group in rest if group.parameters]
+
+
+class Bucket:
+    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state."""
+
+    def __init__(self, group: Group, rank: int, size: int) -> None:
+        self.group, self.rank = group, rank
+        first = group.parameters[0][1]
+        if group.matrix:
+            self.unit: tuple[int, ...] = (first.size(-2), first.size(-1))
+        else:
+            self.unit = ()
+        unit = math.prod(self.unit)
+        self.used = sum(p.numel() for _, p in group.parameters)
+        total = -(-self.used // (unit * size)) * unit * size  # padded so that every rank owns whole matrices
+        self.share = total // size
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.grad = torch.zeros(total, dtype=torch.float32, device=first.device)
+        self.place()
+        own = slice(rank * self.share, (rank + 1) * self.share)
+        self.own_grad = self.grad[own] if size == 1 else torch.empty_like(self.grad[own])
+        self.own_flat = self.flat[own]
+        self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
+        self.state = {"first": torch.zeros_like(self.weight)}
+        if group.matrix:
+            rows = self.share // self.unit[1]
+            self.state["second"] = torch.zeros(rows, dtype=torch.float32, device=first.device)
+            factors = group.lr_factors + [1.0] * (total // unit - len(group.lr_factors))
+            mine = factors[rank * self.share // unit : (rank + 1) * self.share // unit]
+            self.factors = torch.tensor(mine, device=first.device).view(-1, 1, 1)
+        else:
+            self.state["second"] = torch.zeros_like(self.weight)
+            self.count = torch.zeros((), dtype=torch.float32, device=first.device)
+
+    def place(self) -> None:
+        """Move the parameters into the buffer, and let their gradients be added up in float32."""
+        offset = 0
+        for _, parameter in self.group.parameters:
+            stop = offset + parameter.numel()
+            self.flat[offset:stop].copy_(parameter.data.view(-1))
+            parameter.data = self.flat[offset:stop].view(parameter.shape)
+            total = self.grad[offset:stop].view(parameter.shape)
+            if parameter.dtype == torch.float32:
+                parameter.grad = total  # autograd adds in place
+            else:
+                parameter.register_post_accumulate_grad_hook(_add_to(total))
+            offset = stop
+
+    def update(self, lr: float, momentum: float, decay: float, dtype: torch.dtype) -> None:
+        group = self.group
+        if group.matrix:
+            stack = (-1, *self.unit)
+            muon_update(
+                self.weight.view(stack), self.own_grad.view(stack), self.state["first"].view(stack),
+                self.state["second"].view(-1, self.unit[0], 1), lr=self.factors * lr, momentum=momentum, beta2=0.9,
+                decay=decay, dtype=dtype,
+            )  # fmt: skip
+        else:
+            adamw_update(
+                self.weight, self.own_grad, self.state["first"], self.state["second"], self.count, lr=lr,
+                betas=group.betas, decay=group.decay,
+            )  # fmt: skip
+        if self.weight is not self.own_flat:
+            self.own_flat.copy_(self.weight)
+
+
+def _add_to(total: Tensor) -> Any:
+    def hook(parameter: Tensor) -> None:
+        total.add_(parameter.grad)  # type: ignore[arg-type]
+        parameter.grad = None
+
+    return hook
+
+
+class MuonAdamW:
+    """All buckets; `step` may be called on any number of ranks, each with its own gradients."""
+
+    def __init__(self, groups: Iterable[Group], *, compute_dtype: torch.dtype) -> None:
+        self.size, self.rank = dist.size(), dist.rank()
+        self.compute_dtype = compute_dtype
+        self.buckets = [Bucket(group, self.rank, self.size) for group in groups]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for bucket in self.buckets:
+            bucket.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, *, lr_scale: float, momentum: float, matrix_decay: float) -> None:
+        """Average the gradients over the ranks, update, and share the result; then forget the gradients."""
+        reductions = [dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True) for b in self.buckets]
+        gathers = []
+        for bucket, reduction in zip(self.buckets, reductions):
+            reduction.wait()
+            lr = bucket.group.initial_lr * lr_scale
+            bucket.group.lr = lr
+            bucket.update(lr, momentum, matrix_decay if bucket.group.matrix else 0.0, self.compute_dtype)
+            gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True))
+        for gather in gathers:
+            gather.wait()
+        self.zero_grad()

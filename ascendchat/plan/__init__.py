@@ -1,0 +1,93 @@
+"""What a run needs, before any device is used: parameters, FLOPs, memory by part, batch, hours and cost. No torch.
+
+    ascendchat plan --depth 20 --chip Ascend910B3 --devices 8 [--goal rl] [--hf-config config.json] [--json]
+
+shape.py is the depth dial, memory.py the bytes, batch.py the batch and the hours, schedule.py the curves, hf.py reads
+foreign models, goals.py puts the three plans together, refuse.py finds what would fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from ascendchat.chips import Chip, find, this_cpu
+from ascendchat.config import UserError
+from ascendchat.config.commands import PlanConfig
+from ascendchat.plan.goals import Refused, inference, rl, train
+from ascendchat.plan.memory import compute_dtype
+from ascendchat.plan.refuse import DoesNotFit, refusal
+from ascendchat.plan.shape import Shape
+
+__all__ = ["DoesNotFit", "Shape", "choose_chip", "make", "run"]
+
+GOALS = {"train": train, "rl": rl, "inference": inference}
+
+
+def choose_chip(name: str) -> tuple[Chip, list[str]]:
+    """The named chip, that of $ASCENDCHAT_CHIP, or the CPU; which of them is said. "cpu" is that of this machine."""
+    named = name or os.environ.get("ASCENDCHAT_CHIP", "")
+    chip = find(named or "cpu")
+    if chip.name == "cpu":
+        chip = this_cpu()
+    if name:
+        return chip, []
+    if named:
+        return chip, [f"no --chip given: {named} from $ASCENDCHAT_CHIP"]
+    return chip, ["no --chip given: this machine's CPU; name another with --chip Ascend910B3"]
+
+
+def check(config: PlanConfig) -> None:
+    """Refuse numbers that mean nothing."""
+    positive = ("depth", "devices", "max_seq_len", "vocab_size", "device_batch_size", "total_batch_size", "tokens")
+    for name in (*positive, "target_param_data_ratio", "context"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be more than 0, found {value}")
+    if config.mfu is not None and not 0 < config.mfu <= 1:
+        raise UserError(f"--mfu is a share between 0 and 1, found {config.mfu}; for 40 % write --mfu 0.4")
+    if config.price is not None and config.price < 0:
+        raise UserError(f"--price cannot be negative, found {config.price}")
+    if config.lora_rank < 0 or config.rollout_devices < 0:
+        raise UserError("--lora-rank and --rollout-devices cannot be negative")
+    if config.lora_rank and not config.hf_config:
+        raise UserError("--lora-rank adapts an existing model; name it with --hf-config config.json")
+    if config.rollout_devices and config.goal != "rl":
+        raise UserError("--rollout-devices belongs to --goal rl")
+
+
+def make(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+    """The whole plan as plain values; DoesNotFit (a UserError) names the smallest changes when nothing fits."""
+    check(config)
+    plan = GOALS[config.goal]
+    facts = dataclasses.asdict(chip)
+    head = {"goal": config.goal, "chip": facts, "devices": config.devices, "dtype": compute_dtype(chip)}
+    try:
+        return head | {"fits": True} | plan(config, chip)
+    except Refused as reason:
+        refused = refusal(plan, config, chip, reason)
+        refused.facts = head | {"fits": False} | refused.facts
+        raise refused from None
+
+
+def run(config: PlanConfig) -> int:
+    """`ascendchat plan`: print the plan as a table, or as one JSON object. A refusal is an object too, and exits 2."""
+    chip, notes = choose_chip(config.chip)
+    try:
+        plan = make(config, chip)
+    except DoesNotFit as refused:
+        if config.json:
+            print(json.dumps(refused.facts))
+        raise
+    if config.devices > 1 and chip.devices_per_node == 1:
+        notes.append(f"a machine has one {chip.name}: {config.devices} of them are {config.devices} machines")
+    plan["notes"] = notes + plan["notes"]
+    if config.json:
+        print(json.dumps(plan))
+        return 0
+    from ascendchat.plan.show import show
+
+    show(plan)
+    return 0

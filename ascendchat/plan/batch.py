@@ -1,0 +1,140 @@
+"""From model and horizon to total batch, device batch, accumulation, steps, hours and cost. No torch here.
+
+    ascendchat plan --depth 12 --tokens 46000000 --chip H200
+
+Batch rule: B = 2^round(log2(2^19 (D / D_d12)^0.383)) for D tokens of training (D_d12: the horizon of depth 12), then
+halved until the run has at least 500 steps: the recipe needs them for its warm-up and momentum ramp. A 180-second run
+of depth 12 (98 M tokens) was clearly better with 701 steps of 2^17 than with 373 of 2^18.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ascendchat.chips import Chip
+from ascendchat.config import UserError
+from ascendchat.plan.memory import room, training
+from ascendchat.plan.schedule import BATCH_EXPONENT, REFERENCE_BATCH, REFERENCE_TOKENS
+from ascendchat.plan.shape import Shape
+
+MIN_STEPS = 500
+MAX_ROWS = 2**20  # no device batch above this is ever searched
+
+# Share of the chip's peak that training reaches. cuda: measured on H200 46-48 % (depth 12 and 20, 16 to 64 rows);
+# npu: published ports reach 17-29 %; cpu: 58-61 % of the matmul peak measured; mps: cautious, not measured.
+MFU = {"npu": 0.25, "cuda": 0.46, "mps": 0.30, "cpu": 0.58}
+
+
+def horizon(shape: Shape, ratio: float) -> int:
+    """Training tokens: `ratio` per scaling parameter."""
+    return int(ratio * shape.scaling_parameters)
+
+
+def batch_for(tokens: int, seq_len: int = 1) -> int:
+    """Tokens per step for a run of `tokens`: the rule at the top of this file; never less than one row."""
+    ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_EXPONENT
+    batch = 2 ** round(math.log2(ideal))
+    while tokens // batch < MIN_STEPS and batch > seq_len:
+        batch //= 2
+    return max(batch, seq_len)  # a row is the smallest piece
+
+
+@dataclass(frozen=True)
+class Split:
+    """total = devices x rows x accumulation x seq_len, exactly."""
+
+    devices: int
+    rows: int  # per device and micro-batch
+    accumulation: int  # micro-batches per optimizer step
+    seq_len: int
+
+    @property
+    def total(self) -> int:
+        """Tokens per optimizer step."""
+        return self.devices * self.rows * self.accumulation * self.seq_len
+
+    def smaller(self) -> Split | None:
+        """The next smaller device batch with the same total; None at one row. For a device that ran out of memory."""
+        mine = self.rows * self.accumulation
+        rows = next((r for r in range(self.rows - 1, 0, -1) if mine % r == 0), None)
+        return None if rows is None else Split(self.devices, rows, mine // rows, self.seq_len)
+
+
+def split(total: int, devices: int, seq_len: int, most_rows: int) -> Split:
+    """Share `total` tokens out with at most `most_rows` rows per device.
+
+    The fewest micro-batches, then the fewest rows that reach the total: powers of two split exactly; otherwise the
+    total is raised by less than one row per device and micro-batch. It is never lowered.
+    """
+    wanted = max(1, -(-total // seq_len))
+    accumulation = max(1, -(-wanted // (devices * most_rows)))
+    rows = -(-wanted // (devices * accumulation))
+    return Split(devices, rows, accumulation, seq_len)
+
+
+def split_fixed(total: int, devices: int, seq_len: int, rows: int) -> Split:
+    """Share `total` tokens out with exactly `rows` rows per device; the total is raised to the next multiple."""
+    return Split(devices, rows, max(1, -(-total // (devices * rows * seq_len))), seq_len)
+
+
+def largest_rows(fits: Callable[[int], bool], most: int = MAX_ROWS) -> int:
+    """The largest power of two up to `most` for which `fits(rows)`; 0 when not even one row fits."""
+    rows = 0
+    while (bigger := rows * 2 or 1) <= most and fits(bigger):
+        rows = bigger
+    return rows
+
+
+def fit_split(
+    shape: Shape, chip: Chip, devices: int, total: int, *, rows: int | None = None, checkpointing: bool = False
+) -> Split:
+    """How a training command shares out `total` tokens: with the rows it was told, else with the most that fit."""
+    if rows is not None:
+        return split_fixed(total, devices, shape.seq_len, rows)
+    have = room(chip)
+    most = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing).values()) <= have)
+    if not most:
+        command = f"ascendchat plan --depth {shape.depth} --chip '{chip.name}' --devices {devices}"
+        raise UserError(f"not even one row of {shape.seq_len} tokens fits {chip.name}; see what would: {command}")
+    return split(total, devices, shape.seq_len, most)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long a run takes, and what it costs."""
+
+    mfu: float  # share of the peak that was assumed
+    tokens_per_second: float
+    step_seconds: float
+    communication_seconds: float  # per step, hidden behind the backward pass as far as that lasts
+    hours: float
+    device_hours: float
+    cost: float | None
+
+
+def duration(
+    flops_per_token: float,
+    gradient_bytes: int,
+    chip: Chip,
+    total: Split,
+    steps: int,
+    mfu: float | None,
+    price: float | None,
+    recompute: float = 0.0,
+) -> Duration:
+    """Seconds from FLOPs and the share of the peak. `recompute` is the share of FLOPs done twice by checkpointing.
+
+    Gradients are reduce-scattered and weights gathered once per step: each device sends 2 (N-1)/N of them, at
+    the speed between nodes as soon as there are several.
+    """
+    share = mfu if mfu is not None else MFU[chip.device_type]
+    compute = total.total * flops_per_token * (1 + recompute) / (chip.flops * share * total.devices)
+    moved = 2 * gradient_bytes * (total.devices - 1) / total.devices
+    link = chip.link if total.devices <= chip.devices_per_node else chip.node_link
+    communication = moved / link if moved and link else 0.0
+    step = max(compute, communication)
+    hours = steps * step / 3600
+    cost = None if price is None else hours * total.devices * price
+    return Duration(share, total.total / step, step, communication, hours, hours * total.devices, cost)

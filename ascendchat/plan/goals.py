@@ -1,0 +1,274 @@
+"""The three plans behind `ascendchat plan --goal train | rl | inference`: pure functions of the config and a chip.
+
+Each returns one plain dictionary with every number (what `--json` prints) or raises Refused when nothing fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ascendchat.chips import Chip
+from ascendchat.config import UserError
+from ascendchat.config.commands import PlanConfig
+from ascendchat.plan import batch, hf, memory, schedule
+from ascendchat.plan.hf import HFModel
+from ascendchat.plan.shape import Shape
+
+FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
+FINETUNE_TOKENS = 10_000_000  # horizon when none is given
+RL_SAMPLES = 256  # sequences per RL step: 16 questions x 16 samples
+RL_STEPS = 100  # horizon when none is given
+DECODE_SHARE = 0.5  # of the bandwidth roofline that generation is assumed to reach
+
+
+class Refused(Exception):
+    """It does not fit: `what` needs these `parts` on a device."""
+
+    def __init__(self, what: str, parts: dict[str, int]) -> None:
+        super().__init__(what)
+        self.what, self.parts = what, parts
+
+
+def model_of(config: PlanConfig) -> Shape | HFModel:
+    """Our own model from the dial, or the one in a config.json."""
+    if config.hf_config:
+        return hf.read(config.hf_config, config.max_seq_len)
+    return Shape.from_depth(
+        config.depth, vocab=config.vocab_size, seq_len=config.max_seq_len, window_pattern=config.window_pattern
+    )
+
+
+def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int, rows: int) -> dict[str, int]:
+    """Bytes by part of one training device."""
+    if isinstance(model, HFModel):
+        return hf.training(model, chip, devices, rows, config.activation_checkpointing, config.lora_rank)
+    return memory.training(model, chip, devices, rows, config.activation_checkpointing)
+
+
+def describe(model: Shape | HFModel) -> dict[str, Any]:
+    """Sizes, parameters by part and FLOPs."""
+    sizes = model.to_dict() if isinstance(model, Shape) else dataclasses.asdict(model)
+    found: dict[str, Any] = {"shape": sizes, "parameters": {k: v for k, v in model.parameters().items() if v}}
+    found["total_parameters"] = model.total_parameters
+    if isinstance(model, Shape):
+        found["scaling_parameters"] = model.scaling_parameters
+        found["windows"] = list(model.windows())
+    else:
+        found["active_parameters"] = model.active_parameters
+    found["train_flops_per_token"] = model.train_flops_per_token
+    return found
+
+
+def summary(parts: dict[str, int], chip: Chip) -> dict[str, Any]:
+    """Parts and totals of one device."""
+    return {
+        "parts": parts,
+        "total": sum(parts.values()),
+        "allocated": memory.allocated(parts),  # compare with the framework's peak counter
+        "room": memory.room(chip),
+        "device": chip.memory,
+    }
+
+
+def choose_rows(
+    config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int, beside: int = 0
+) -> tuple[int, int]:
+    """(rows per device to use, largest power of two that fits); the first is what the user asked for, if it fits.
+    `beside` is the number of bytes that a rollout keeps on the device for its weights."""
+
+    def need(rows: int) -> dict[str, int]:
+        parts = train_parts(config, model, chip, devices, rows)
+        return {**parts, "rollout_weights": beside} if beside else parts
+
+    have, asked = memory.room(chip), config.device_batch_size
+    if asked is not None and sum(need(asked).values()) > have:
+        raise Refused(f"a device batch of {asked}", need(asked))
+    largest = batch.largest_rows(lambda rows: sum(need(rows).values()) <= have)
+    if not largest:
+        raise Refused("one row per device", need(1))
+    return asked or largest, largest
+
+
+def _horizon(config: PlanConfig, model: Shape | HFModel) -> tuple[int, int, list[str]]:
+    """(tokens of the run, wanted tokens per step, notes)."""
+    notes: list[str] = []
+    if isinstance(model, Shape):
+        tokens = config.tokens or batch.horizon(model, config.target_param_data_ratio)
+        return tokens, config.total_batch_size or batch.batch_for(tokens, model.seq_len), notes
+    if not config.tokens:
+        notes.append(f"no --tokens given: {FINETUNE_TOKENS:,} assumed for the fine-tuning")
+    return config.tokens or FINETUNE_TOKENS, config.total_batch_size or FINETUNE_ROWS * model.seq_len, notes
+
+
+def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most: int) -> tuple[batch.Split, list[str]]:
+    fixed = config.device_batch_size is not None
+    found = (batch.split_fixed if fixed else batch.split)(wanted, devices, seq_len, most)
+    if found.total == wanted:
+        return found, []
+    reason = f"{wanted:,} tokens do not split into rows of {seq_len} on {devices} device{'s' * (devices > 1)}"
+    reason += f" x {most} rows" if fixed else ""
+    return found, [f"total batch raised to {found.total:,}: {reason}"]
+
+
+def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
+    """Checkpointing runs the forward pass of the layers again: a third of their share of the FLOPs."""
+    if not config.activation_checkpointing:
+        return 0.0
+    head = 6 * model.padded_vocab * model.dim
+    return (1 - head / model.train_flops_per_token) / 3
+
+
+def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int) -> int:
+    """Bytes of the gradients that devices exchange."""
+    return train_parts(config, model, chip, devices, 1)["gradients"]
+
+
+def train(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+    """Parameters, memory, batch, steps, hours and cost of one training run."""
+    model = model_of(config)
+    tokens, wanted, notes = _horizon(config, model)
+    rows, largest = choose_rows(config, model, chip, config.devices)
+    split, raised = _share_out(config, wanted, config.devices, model.seq_len, rows)
+    steps = max(1, tokens // split.total)
+    parts = train_parts(config, model, chip, config.devices, split.rows)
+    exchanged = _exchanged(config, model, chip, config.devices)
+    time = batch.duration(
+        model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, _recompute(config, model)
+    )
+    found: dict[str, Any] = {
+        "memory": summary(parts, chip),
+        "batch": {
+            "device_rows": split.rows,
+            "largest_device_rows": largest,
+            "accumulation": split.accumulation,
+            "devices": split.devices,
+            "seq_len": split.seq_len,
+            "total_tokens": split.total,
+        },
+        "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * model.train_flops_per_token},
+        "time": dataclasses.asdict(time),
+    }
+    if isinstance(model, Shape):
+        found["rates"] = schedule.rates(model.dim, split.total)
+        found["weight_decay"] = schedule.full_decay(split.total, tokens)
+        if steps < batch.MIN_STEPS:
+            notes.append(f"{steps} steps are few: the recipe wants {batch.MIN_STEPS}; lower --total-batch-size")
+    else:
+        found["lora"] = _lora(config, model, chip, split.rows)
+    return {"model": describe(model), **found, "notes": notes + raised}
+
+
+def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str, Any]:
+    """The other way to fine-tune, for comparison: the same rows with adapters and, if that was asked for, without."""
+    rank = config.lora_rank or 16
+    lora = hf.training(model, chip, config.devices, rows, config.activation_checkpointing, rank)
+    full = hf.training(model, chip, config.devices, rows, config.activation_checkpointing, 0)
+    have = memory.room(chip)
+    return {
+        "rank": rank,
+        "parameters": model.lora_parameters(rank),
+        "total": sum(lora.values()),
+        "fits": sum(lora.values()) <= have,
+        "full_total": sum(full.values()),
+        "full_fits": sum(full.values()) <= have,
+    }
+
+
+def inference(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+    """Weights, cache per token, sequences that fit, and the roofline. Every device serves a whole copy of the model."""
+    model = model_of(config)
+    context = config.context or config.max_seq_len
+    weights = model.total_parameters * memory.compute_bytes(chip)
+    fitting = memory.most_sequences(model, chip, context, weights + sum(memory.outside(chip).values()))
+    if not fitting:
+        raise Refused("one sequence", memory.decoding(model, chip, 1, context))
+    return {
+        "model": describe(model),
+        "memory": summary(memory.decoding(model, chip, fitting, context), chip),
+        "weights": weights,
+        "context": context,
+        "kv_bytes_per_sequence": memory.kv_bytes(model, chip, context),
+        "kv_bytes_per_token": memory.kv_bytes(model, chip, context) / context,
+        "sequences_per_device": fitting,
+        "sequences": fitting * config.devices,
+        "roofline_tokens_per_second": {
+            "one_sequence": memory.decode_rate(model, chip, 1, context),
+            "all_sequences": memory.decode_rate(model, chip, fitting, context) * config.devices,
+        },
+        "notes": [f"each of the {config.devices} devices serves a whole copy"] if config.devices > 1 else [],
+    }
+
+
+def rl(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+    """Trainer and rollout. Shared devices: both keep their weights, and the caches of a rollout use the room that the
+    activations have in training. With --rollout-devices those generate and the others train."""
+    model = model_of(config)
+    context = config.context or config.max_seq_len
+    apart = config.rollout_devices
+    trainers = config.devices - apart
+    if trainers < 1:
+        raise UserError(f"--rollout-devices {apart} leaves no device to train; give at least --devices {apart + 1}")
+    copy = model.total_parameters * memory.compute_bytes(chip)
+    rows, largest = choose_rows(config, model, chip, trainers, beside=0 if apart else copy)
+    wanted = config.total_batch_size or RL_SAMPLES * context
+    split, notes = _share_out(config, wanted, trainers, model.seq_len, rows)
+    parts = train_parts(config, model, chip, trainers, split.rows)
+    freed = ("compute_copy", "activations", "logits", "workspace")  # nothing of these lives during a rollout
+    if apart:
+        beside = {"rollout_weights": copy, **memory.outside(chip)}
+    else:
+        parts = {**parts, "rollout_weights": copy}
+        beside = {name: size for name, size in parts.items() if name not in freed}
+    fitting = memory.most_sequences(model, chip, context, sum(beside.values()))
+    if not fitting:
+        raise Refused("one rollout", {**beside, **memory.caches(model, chip, 1, context)})
+    generating = {**beside, **memory.caches(model, chip, fitting, context)}
+    samples = max(1, split.total // context)
+    generators = apart or config.devices
+    together = min(fitting, -(-samples // generators))  # sequences that one device decodes at once
+    rate = DECODE_SHARE * generators * memory.decode_rate(model, chip, together, context)
+    steps = max(1, config.tokens // split.total) if config.tokens else RL_STEPS
+    if not config.tokens:
+        notes.append(f"no --tokens given: {RL_STEPS} steps assumed")
+    time = batch.duration(
+        model.train_flops_per_token, _exchanged(config, model, chip, trainers), chip, split, steps, config.mfu, None,
+        _recompute(config, model),
+    )  # fmt: skip
+    rollout = split.total / rate
+    hours = steps * (max(rollout, time.step_seconds) if apart else rollout + time.step_seconds) / 3600
+    return {
+        "model": describe(model),
+        "memory": summary(parts, chip),
+        "rollout_memory": summary(generating, chip),
+        "batch": {
+            "device_rows": split.rows,
+            "largest_device_rows": largest,
+            "accumulation": split.accumulation,
+            "devices": split.devices,
+            "seq_len": split.seq_len,
+            "total_tokens": split.total,
+            "samples": samples,
+        },
+        "rollout": {
+            "shared": not apart,
+            "devices": generators,
+            "context": context,
+            "kv_bytes_per_sequence": memory.kv_bytes(model, chip, context),
+            "sequences_per_device": fitting,
+            "sequences": fitting * generators,
+            "waves": -(-samples // (fitting * generators)),
+            "tokens_per_second": rate,
+            "roofline_share": DECODE_SHARE,
+        },
+        "run": {"steps": steps, "tokens": steps * split.total},
+        "time": {
+            "mfu": time.mfu,
+            "rollout_seconds": rollout,
+            "train_seconds": time.step_seconds,
+            "hours": hours,
+            "device_hours": hours * config.devices,
+            "cost": None if config.price is None else hours * config.devices * config.price,
+        },
+        "notes": notes,
+    }

@@ -1,0 +1,238 @@
+"""Sizes of an existing model from its Hugging Face config.json: Llama, Mistral, Qwen2, Qwen3 and their MoE kin.
+
+    ascendchat plan --hf-config Qwen2.5-1.5B/config.json --chip Ascend910B3 --lora-rank 16
+
+Only the JSON file is read: no transformers, no torch, no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ascendchat.chips import Chip
+from ascendchat.config import UserError, nearest
+from ascendchat.plan.memory import FP32, HEAD_CHUNK_TOKENS, TRAITS, compute_bytes, outside
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type does that its config.json does not say."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    windows: bool = False  # `sliding_window` applies without a second switch
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(windows=True),
+    "mixtral": Family(windows=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen2_moe": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A decoder of the Llama kind: gated MLP, RMSNorm with weights, optional experts. Names as in Shape."""
+
+    model_type: str
+    depth: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int  # of a dense layer
+    vocab: int
+    seq_len: int
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    window: int  # tokens seen by a windowed layer; 0: all layers see everything
+    full_layers: int  # layers without a window
+    sparse_layers: int  # layers with experts
+    experts: int
+    active_experts: int
+    expert_dim: int
+    shared_dim: int  # width of the expert that every token uses; 0: none
+
+    @property
+    def padded_vocab(self) -> int:
+        return self.vocab
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def _mlp(self, width: int) -> int:
+        return 3 * self.dim * width + (2 * width + self.dim if self.mlp_bias else 0)
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters by part."""
+        attention = self.dim * (2 * self.q_dim + 2 * self.kv_dim)
+        attention += (self.q_dim + 2 * self.kv_dim) * self.qkv_bias + self.dim * self.output_bias
+        shared = self._mlp(self.shared_dim) + self.dim if self.shared_dim else 0  # its gate is one row
+        sparse = self.sparse_layers
+        return {
+            "embedding": self.vocab * self.dim,
+            "attention": self.depth * attention,
+            "mlp": (self.depth - sparse) * self._mlp(self.mlp_dim),
+            "experts": sparse * (self.experts * self._mlp(self.expert_dim) + shared),
+            "routers": sparse * self.experts * self.dim,
+            "norms": (2 * self.depth + 1) * self.dim + self.depth * 2 * self.head_dim * self.qk_norm,
+            "head": 0 if self.tied else self.vocab * self.dim,
+        }
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(self.parameters().values())
+
+    def read_parameters(self, sequences: int) -> int:
+        """Weights that a decoding step of `sequences` tokens reads: all but the embedding rows and unused experts."""
+        part = self.parameters()
+        read = self.total_parameters - (0 if self.tied else part["embedding"])
+        if self.experts:
+            unused = (1 - self.active_experts / self.experts) ** sequences  # chance that an expert is not drawn
+            read -= int(self.sparse_layers * self.experts * self._mlp(self.expert_dim) * unused)
+        return read
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses, its embedding row's table included."""
+        return self.read_parameters(1) + (0 if self.tied else self.parameters()["embedding"])
+
+    @property
+    def matmul_parameters(self) -> int:
+        return self.read_parameters(1)
+
+    def windows(self, context: int | None = None) -> tuple[int, ...]:
+        """Tokens that each layer sees."""
+        length = context or self.seq_len
+        short = min(self.window or length, length)
+        return (length,) * self.full_layers + (short,) * (self.depth - self.full_layers)
+
+    @property
+    def train_flops_per_token(self) -> int:
+        return 6 * self.matmul_parameters + 12 * self.q_dim * sum(self.windows())
+
+    def decode_flops_per_token(self, context: int) -> int:
+        return 2 * self.matmul_parameters + 4 * self.q_dim * sum(self.windows(context))
+
+    def kv_elements(self, context: int) -> int:
+        return 2 * self.kv_dim * sum(self.windows(context))
+
+    def lora_parameters(self, rank: int) -> int:
+        """Adapters on every linear layer of attention and dense MLP; experts and head stay as they are."""
+        attention = 2 * (self.dim + self.q_dim) + 2 * (self.dim + self.kv_dim)
+        dense = (self.depth - self.sparse_layers) * 3 * (self.dim + self.mlp_dim)
+        return rank * (self.depth * attention + dense)
+
+
+def read(path: str, seq_len: int) -> HFModel:
+    """The model described by a config.json (or by the folder that holds one)."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--hf-config: cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--hf-config: {file} is not JSON ({error})") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise UserError(f"--hf-config: {file} names no model_type; give the config.json of a model")
+    return from_config(values, seq_len)
+
+
+def from_config(values: dict[str, Any], seq_len: int) -> HFModel:
+    """Understand the fields of a config.json; a model type or a field we do not know is an error, never a guess."""
+    kind = values["model_type"]
+    family = FAMILIES.get(kind)
+    if family is None:
+        raise UserError(f"--hf-config: model type {kind!r} is not one we can count; {nearest(kind, list(FAMILIES))}")
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [name for name in needed if not isinstance(values.get(name), int)]
+    if missing:
+        raise UserError(f"--hf-config: {missing[0]} is missing; give the config.json of a whole model")
+    depth, dim, heads = values["num_hidden_layers"], values["hidden_size"], values["num_attention_heads"]
+    experts = values.get("num_experts") or values.get("num_local_experts") or 0
+    windowed = bool(values.get("sliding_window")) and (family.windows or bool(values.get("use_sliding_window")))
+    full = values.get("max_window_layers", 0) if windowed and not family.windows else 0
+    if windowed and "layer_types" in values:
+        full = sum(kind == "full_attention" for kind in values["layer_types"])
+    dense = {i for i in range(depth) if (i + 1) % values.get("decoder_sparse_step", 1)}
+    dense |= set(values.get("mlp_only_layers") or ())
+    bias = bool(values.get("attention_bias", False))
+    return HFModel(
+        model_type=kind,
+        depth=depth,
+        dim=dim,
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or dim // heads,
+        mlp_dim=values["intermediate_size"],
+        vocab=values["vocab_size"],
+        seq_len=seq_len,
+        tied=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias or bias,
+        output_bias=bias and not family.qkv_bias,
+        mlp_bias=bool(values.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        window=values["sliding_window"] if windowed else 0,
+        full_layers=min(full, depth) if windowed else depth,
+        sparse_layers=depth - len(dense) if experts else 0,
+        experts=experts,
+        active_experts=values.get("num_experts_per_tok") or 0,
+        expert_dim=values.get("moe_intermediate_size") or (values["intermediate_size"] if experts else 0),
+        shared_dim=values.get("shared_expert_intermediate_size") or 0,
+    )
+
+
+def activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> int:
+    """As for our own model; a gated MLP keeps gate, its activation, the other half and their product, and a norm with
+    weights keeps its input in fp32."""
+    tokens, size, traits = rows * model.seq_len, compute_bytes(chip), TRAITS[chip.device_type]
+    dense = (model.depth - model.sparse_layers) * 4 * model.mlp_dim
+    sparse = model.sparse_layers * (
+        4 * (model.active_experts * model.expert_dim + model.shared_dim) + 2 * model.active_experts * model.dim
+    )
+    layers = (model.depth * (4 * model.dim + 3 * model.q_dim + 3 * model.kv_dim) + dense + sparse) * size
+    layers += model.depth * 2 * model.dim * FP32
+    if chip.fused_attention or traits.always_fused:
+        layers += model.depth * traits.softmax * model.heads
+    else:
+        layers += 2 * size * model.heads * sum(model.windows())
+    if checkpointing:
+        layers = model.depth * model.dim * size + layers // model.depth
+    return tokens * (layers + 4 * model.dim * size)
+
+
+def training(
+    model: HFModel, chip: Chip, devices: int, rows: int, checkpointing: bool = False, lora_rank: int = 0
+) -> dict[str, int]:
+    """Bytes by part on one device. Full: weights and gradients in the compute dtype, fp32 master and two AdamW moments
+    sharded over the devices. LoRA: frozen weights in the compute dtype; adapters, their gradients in fp32."""
+    size = compute_bytes(chip)
+    frozen = model.total_parameters * size
+    trained = model.lora_parameters(lora_rank) if lora_rank else model.total_parameters
+    own = -(-trained // devices)
+    tokens = min(rows * model.seq_len, HEAD_CHUNK_TOKENS)
+    master = 0 if lora_rank or size == FP32 else FP32
+    return {
+        "weights": frozen + (trained * FP32 if lora_rank else 0),
+        "gradients": trained * (FP32 if lora_rank else size),
+        "optimizer": own * (2 * FP32 + master),
+        "activations": activations(model, chip, rows, checkpointing),
+        "logits": tokens * model.vocab * (2 * size + FP32),
+        "workspace": 0,
+        **outside(chip),
+    }

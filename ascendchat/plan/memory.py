@@ -1,0 +1,223 @@
+"""Memory of one device, by part, for training and for decoding. Pure arithmetic on a Shape and a Chip; no torch.
+
+    ascendchat plan --depth 20 --chip Ascend910B3 --devices 8
+
+Training keeps fp32 master weights (the tables in the compute dtype), a compute-dtype copy of the matrices, gradients
+of the stored dtype, and optimizer state sharded over the devices: gradients are reduce-scattered, the owner updates
+its share, the weights are gathered back. Everything is counted at the highest point of a step, so the parts add up to
+the total. All figures are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ascendchat.chips import Chip
+from ascendchat.plan.shape import Shape
+
+GIB = 1024**3
+MIB = 1024**2
+FP32 = 4
+HEAD_CHUNK_TOKENS = 4096  # tokens whose logits exist at once: the head loss is computed chunk by chunk
+MARGIN = 0.05  # of the device's memory, left to fragmentation
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a type of device costs beside the tensors themselves."""
+
+    context: int  # runtime and kernels of one process, on top of what the driver holds
+    collectives: int  # buffers of one communicator: send and receive
+    softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
+    half: bool  # computes in 16 bits; False: float32
+    always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
+
+
+# npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
+# together. cuda, cpu: the kernel keeps one fp32 log-sum-exp.
+TRAITS = {
+    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True),
+    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True),
+    "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=True),
+    "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
+}
+
+
+def compute_dtype(chip: Chip) -> str:
+    """bfloat16 where the chip has it, float16 on older accelerators, float32 on the CPU."""
+    if not TRAITS[chip.device_type].half:
+        return "float32"
+    return "bfloat16" if chip.bf16 else "float16"
+
+
+def compute_bytes(chip: Chip) -> int:
+    """Bytes of one element of the compute dtype."""
+    return FP32 if compute_dtype(chip) == "float32" else 2
+
+
+def room(chip: Chip) -> int:
+    """Bytes a plan may use of one device, its reserve and collective buffers included."""
+    return int(chip.memory * (1 - MARGIN))
+
+
+def outside(chip: Chip) -> dict[str, int]:
+    """What the framework's own counter never shows. The collective buffers are set aside on one device too: a plan
+    made for one device then holds on many."""
+    traits = TRAITS[chip.device_type]
+    return {"collective_buffers": traits.collectives, "reserve": chip.reserved + traits.context}
+
+
+def table_bytes(chip: Chip) -> int:
+    """Bytes per stored element of the embedding tables; float16 is too narrow to update in place."""
+    return 2 if compute_dtype(chip) == "bfloat16" else FP32
+
+
+def layer_bytes(shape: Shape, chip: Chip) -> float:
+    """Activations that one layer keeps for its backward pass, per token (mean over the layers).
+
+    In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys before and after rotary
+    and norm (2 q + 2 kv); values (kv) and, on every other layer, the value embedding (kv); attention out (q); residual
+    and norm before the MLP (2 dim); the hidden layer before and after ReLU² (2 mlp). Plus what attention keeps of its
+    softmax: a few bytes per head where the kernel is fused, else the probabilities over the window, twice.
+    """
+    tables = shape.kv_dim * len(shape.value_layers) / shape.depth
+    elements = 5 * shape.dim + 3 * shape.q_dim + 3 * shape.kv_dim + tables + 2 * shape.mlp_dim
+    traits, size = TRAITS[chip.device_type], compute_bytes(chip)
+    if chip.fused_attention or traits.always_fused:
+        return elements * size + traits.softmax * shape.heads
+    return elements * size + 2 * size * shape.heads * sum(shape.windows()) / shape.depth
+
+
+def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> int:
+    """All activations of one micro-batch at the end of the forward pass.
+
+    With checkpointing a layer keeps its input, and one layer at a time is computed again.
+    """
+    tokens, size = rows * shape.seq_len, compute_bytes(chip)
+    # embedding and its norm, smeared first embedding, final norm in and out, gradient of the head's input
+    around = 6 * shape.dim * size
+    layers = shape.depth * layer_bytes(shape, chip)
+    if checkpointing:
+        layers = shape.depth * shape.dim * size + layer_bytes(shape, chip)
+    return int(tokens * (around + layers))
+
+
+def head_loss(shape: Shape, chip: Chip, rows: int) -> int:
+    """Logits of one chunk: compute dtype, fp32 with softcap, and their gradient. Never those of the whole batch."""
+    tokens = min(rows * shape.seq_len, HEAD_CHUNK_TOKENS)
+    return tokens * shape.padded_vocab * (2 * compute_bytes(chip) + FP32)
+
+
+def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
+    """Gradients in flight inside the widest block, the MLP: both sides of ReLU² and the residual."""
+    return rows * shape.seq_len * (2 * shape.mlp_dim + shape.dim) * compute_bytes(chip)
+
+
+def optimizer_state(shape: Shape, devices: int) -> int:
+    """Largest share of one device. Muon: fp32 momentum and one second moment per row or column of every matrix, shared
+    out whole matrices at a time. AdamW: two fp32 moments of the tables and the head, shared out by rows; scalars
+    stay everywhere."""
+    muon = sum(-(-count // devices) * (r * c + max(r, c)) for (r, c), count in shape.matrices().items())
+    own_rows = -(-shape.padded_vocab // devices)
+    adamw = own_rows * (2 * shape.dim + len(shape.value_layers) * shape.kv_dim)
+    part = shape.parameters()
+    return FP32 * muon + 2 * FP32 * (adamw + part["scalars"] + part["smear_gate"])
+
+
+def step_work(shape: Shape, chip: Chip, devices: int) -> int:
+    """Buffers of the optimizer step, when no activation is alive: the largest stack of gradients (fp32), and for the
+    own share of it the fp32 update and three compute-dtype matrices of the orthogonalisation."""
+    size = compute_bytes(chip)
+    stacks = [
+        count * r * c * FP32 + -(-count // devices) * r * c * (FP32 + 3 * size)
+        for (r, c), count in shape.matrices().items()
+    ]
+    table = -(-shape.padded_vocab // devices) * max(shape.dim, shape.kv_dim) * 3 * FP32  # gradient and two AdamW terms
+    return max(*stacks, table)
+
+
+def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False) -> dict[str, int]:
+    """Bytes by part on one device at the peak of a step with `rows` rows per micro-batch."""
+    part = shape.parameters()
+    tables = part["embedding"] + part["value_embeddings"]
+    masters = sum(part.values()) - tables
+    stored = masters * FP32 + tables * table_bytes(chip)
+    size = compute_bytes(chip)
+    copy = 0 if size == FP32 else masters * size
+    acts, head = activations(shape, chip, rows, checkpointing), head_loss(shape, chip, rows)
+    # The parts above peak in the head loss; another moment may be higher by this much.
+    work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head + copy))
+    return {
+        "weights": stored,
+        "compute_copy": copy,
+        "gradients": stored,
+        "optimizer": optimizer_state(shape, devices),
+        "activations": acts,
+        "logits": head,
+        "workspace": work,
+        **outside(chip),
+    }
+
+
+def allocated(parts: dict[str, int]) -> int:
+    """The part of a total that the framework's peak counter measures."""
+    return sum(parts.values()) - parts.get("collective_buffers", 0) - parts.get("reserve", 0)
+
+
+class Decoder(Protocol):
+    """What decoding needs to know of a model: our own Shape, or one read from a Hugging Face config.json."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def padded_vocab(self) -> int: ...
+    @property
+    def total_parameters(self) -> int: ...
+    def kv_elements(self, context: int) -> int: ...
+    def read_parameters(self, sequences: int) -> int: ...
+    def decode_flops_per_token(self, context: int) -> int: ...
+
+
+def kv_bytes(shape: Decoder, chip: Chip, context: int) -> int:
+    """Key-value cache of one sequence of `context` tokens; layers with a window keep only the window."""
+    return shape.kv_elements(context) * compute_bytes(chip)
+
+
+def caches(shape: Decoder, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+    """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
+    return {
+        "kv_cache": sequences * kv_bytes(shape, chip, context),
+        "activations": sequences * decode_row(shape, chip) + prefill_work(shape, chip, context),
+    }
+
+
+def decoding(shape: Decoder, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+    """Bytes by part of a device that only generates: weights in the compute dtype, caches, one step's activations."""
+    weights = shape.total_parameters * compute_bytes(chip)
+    return {"weights": weights, **caches(shape, chip, sequences, context), **outside(chip)}
+
+
+def most_sequences(shape: Decoder, chip: Chip, context: int, taken: int) -> int:
+    """Sequences of `context` tokens that fit beside `taken` bytes."""
+    left = room(chip) - taken - prefill_work(shape, chip, context)
+    return max(0, left // (kv_bytes(shape, chip, context) + decode_row(shape, chip)))
+
+
+def decode_rate(shape: Decoder, chip: Chip, sequences: int, context: int) -> float:
+    """Upper bound of tokens per second: every step reads the weights once and every cache once, and multiplies."""
+    read = shape.read_parameters(sequences) * compute_bytes(chip) + sequences * kv_bytes(shape, chip, context)
+    return sequences / max(read / chip.bandwidth, sequences * shape.decode_flops_per_token(context) / chip.flops)
+
+
+def decode_row(shape: Decoder, chip: Chip) -> int:
+    """Working set of one sequence in a decoding step: logits (also in fp32) and the widest layer."""
+    size = compute_bytes(chip)
+    return shape.padded_vocab * (size + FP32) + 2 * (shape.mlp_dim + 4 * shape.dim) * size
+
+
+def prefill_work(shape: Decoder, chip: Chip, context: int) -> int:
+    """Working set of reading one prompt of `context` tokens: the widest layer, nothing kept for a backward pass."""
+    return context * 2 * (shape.mlp_dim + 4 * shape.dim) * compute_bytes(chip)

@@ -1,0 +1,83 @@
+"""Learning rates, momentum and weight decay as pure functions of the step, and how they follow batch and horizon.
+
+Every value can be computed for any step alone, so a resumed run continues exactly. No torch here.
+
+    from ascendchat.plan.schedule import lr_scale, momentum, rates, weight_decay
+"""
+
+from __future__ import annotations
+
+import math
+
+REFERENCE_BATCH = 2**19  # tokens per step at which the rates below were tuned
+REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)  # horizon of depth 12: 12 tokens per scaling parameter
+REFERENCE_DIM = 768
+BATCH_EXPONENT = 0.383  # optimal batch grows as horizon ** 0.383
+
+MATRIX_DECAY = 0.28
+WARMUP_STEPS = 40
+WARMDOWN = 0.65  # share of the run that lowers the learning rate
+FINAL_LR = 0.05  # of the full rate
+MOMENTUM = (0.85, 0.97, 0.90)  # first step, after the ramp, last step
+MOMENTUM_STEPS = 400
+
+MATRIX_RATE = 0.02  # Muon, whose update has the same size at every width
+WIDTH_RATES = {"head": 0.008, "embedding": 0.3, "value_embeddings": 0.15}  # AdamW, x (dim / 768) ** -0.5
+FIXED_RATES = {"residual_scalars": 0.005, "skip_scalars": 0.5, "gates": 0.2}  # AdamW
+
+
+def rates(dim: int, total_batch: int) -> dict[str, float]:
+    """Full learning rate of every parameter group: all x sqrt(batch / 2^19), the three tables also by width."""
+    batch = math.sqrt(total_batch / REFERENCE_BATCH)
+    width = (dim / REFERENCE_DIM) ** -0.5
+    return {
+        "matrices": MATRIX_RATE * batch,
+        **{name: rate * width * batch for name, rate in WIDTH_RATES.items()},
+        **{name: rate * batch for name, rate in FIXED_RATES.items()},
+    }
+
+
+def full_decay(total_batch: int, tokens: int) -> float:
+    """Weight decay of the matrices at step 0: the total shrinking over a run is the same at every batch and horizon."""
+    return MATRIX_DECAY * math.sqrt(total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
+
+
+def warmdown_start(steps: int, warmdown: float = WARMDOWN) -> int:
+    """First step at which the learning rate falls."""
+    return steps - round(warmdown * steps)
+
+
+def lr_scale(
+    step: int, steps: int, *, warmup: int = WARMUP_STEPS, warmdown: float = WARMDOWN, final: float = FINAL_LR
+) -> float:
+    """Factor on every learning rate at `step` (from 0): linear up, flat, linear down to `final`."""
+    up = (step + 1) / warmup if step < warmup else 1.0
+    start = warmdown_start(steps, warmdown)
+    if step <= start or steps <= start:
+        return up
+    left = max(0.0, (steps - step) / (steps - start))
+    return min(up, left + (1 - left) * final)
+
+
+def momentum(
+    step: int,
+    steps: int,
+    *,
+    values: tuple[float, float, float] = MOMENTUM,
+    ramp: int = MOMENTUM_STEPS,
+    warmdown: float = WARMDOWN,
+) -> float:
+    """Momentum of Muon at `step`: up over the first steps (all of the flat part in a short run), down with the rate."""
+    first, peak, last = values
+    start = warmdown_start(steps, warmdown)
+    ramp = max(1, min(ramp, start))
+    if step < ramp:
+        return first + (peak - first) * step / ramp
+    if step <= start or steps <= start:
+        return peak
+    return peak + (last - peak) * min(1.0, (step - start) / (steps - start))
+
+
+def weight_decay(step: int, steps: int, full: float) -> float:
+    """Weight decay of the matrices at `step`: a cosine from `full` to 0 at the end of the run."""
+    return full * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))

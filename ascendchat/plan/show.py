@@ -1,0 +1,172 @@
+"""A plan as sections of `label value` lines for people: rich on a terminal, plain text elsewhere, 100 columns."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Any
+
+from ascendchat.plan.memory import GIB
+
+WIDTH = 100
+Section = tuple[str, list[tuple[str, str]]]
+
+
+def count(value: float) -> str:
+    """1234567 -> 1.23 M"""
+    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def size(value: float) -> str:
+    """Bytes in GiB, MiB or KiB."""
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:.2f} {name}"
+    return f"{value:.0f} B"
+
+
+def span(hours: float) -> str:
+    """Hours in the unit that reads best."""
+    if hours >= 48:
+        return f"{hours / 24:.1f} days ({hours:.0f} h)"
+    return f"{hours:.2f} h" if hours >= 1 else f"{hours * 60:.1f} min" if hours > 1 / 60 else f"{hours * 3600:.1f} s"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _memory(title: str, found: dict[str, Any]) -> Section:
+    rows = [(_words(name), size(value)) for name, value in found["parts"].items() if value]
+    share = found["total"] / found["device"]
+    rows.append(("total", f"{size(found['total'])} of {size(found['device'])} ({share:.0%})"))
+    return f"{title}, per device", rows
+
+
+def _model(found: dict[str, Any]) -> list[Section]:
+    shape = found["shape"]
+    widths = f"{shape['depth']} layers x {shape['dim']}, {shape['heads']} heads of {shape['head_dim']}"
+    if shape["kv_heads"] != shape["heads"]:
+        widths += f" on {shape['kv_heads']} key-value heads"
+    rows = [("size", widths), ("vocabulary, row", f"{shape['vocab']:,} tokens, {shape['seq_len']:,}")]
+    rows += [(_words(name), count(value)) for name, value in found["parameters"].items() if value >= 1e3]
+    rows.append(("total parameters", f"{count(found['total_parameters'])} ({found['total_parameters']:,})"))
+    for name in ("scaling_parameters", "active_parameters"):
+        if found.get(name, found["total_parameters"]) != found["total_parameters"]:  # dense models use all of them
+            rows.append((_words(name), count(found[name])))
+    rows.append(("training FLOPs per token", f"{found['train_flops_per_token']:.3g}"))
+    return [("model", rows)]
+
+
+def _batch(plan: dict[str, Any]) -> list[Section]:
+    b, run, time = plan["batch"], plan["run"], plan["time"]
+    rows = [
+        ("total batch", f"{b['total_tokens']:,} tokens per step"),
+        (
+            "split",
+            f"{b['devices']} x {b['device_rows']} rows x {b['seq_len']} tokens x {b['accumulation']} micro-batches",
+        ),
+        ("largest rows that fit", str(b["largest_device_rows"])),
+        ("tokens, steps", f"{count(run['tokens'])} in {run['steps']:,} steps"),
+    ]
+    if "tokens_per_second" in time:
+        rows.append(("speed", f"{count(time['tokens_per_second'])} tokens/s at {time['mfu']:.0%} of the peak"))
+        rows.append(("step", f"{time['step_seconds']:.3g} s, of it {time['communication_seconds']:.2g} s exchange"))
+    else:
+        rows.append(("step", f"{time['rollout_seconds']:.3g} s rollout, {time['train_seconds']:.3g} s training"))
+    rows.append(("time", f"{span(time['hours'])}; {time['device_hours']:.4g} device-hours"))
+    if time["cost"] is not None:
+        rows.append(("cost", f"{time['cost']:,.2f}"))
+    return [("run", rows)]
+
+
+def sections(plan: dict[str, Any]) -> list[Section]:
+    """Everything worth reading, in reading order."""
+    chip = plan["chip"]
+    device = f"{plan['devices']} x {chip['name']}, {size(chip['memory'])}, {chip['flops'] / 1e12:.4g} TFLOP/s"
+    found: list[Section] = [
+        ("device", [("chip", device), ("computes in", plan["dtype"]), ("figures", chip["source"])]),
+        *_model(plan["model"]),
+        _memory("memory in training" if plan["goal"] != "inference" else "memory", plan["memory"]),
+    ]
+    if plan["goal"] == "inference":
+        rate = plan["roofline_tokens_per_second"]
+        rows = [
+            ("context", f"{plan['context']:,} tokens"),
+            (
+                "cache per sequence",
+                f"{size(plan['kv_bytes_per_sequence'])} ({size(plan['kv_bytes_per_token'])} a token)",
+            ),
+            ("sequences", f"{plan['sequences']:,} at once ({plan['sequences_per_device']:,} per device)"),
+            ("roofline, 1 sequence", f"{count(rate['one_sequence'])} tokens/s"),
+            ("roofline, all", f"{count(rate['all_sequences'])} tokens/s"),
+        ]
+        found.append(("decoding", rows))
+        return found
+    if plan["goal"] == "rl":
+        rollout = plan["rollout"]
+        rows = [
+            ("devices", f"{rollout['devices']}, {'shared with the trainer' if rollout['shared'] else 'its own'}"),
+            ("cache per sequence", f"{size(rollout['kv_bytes_per_sequence'])} at {rollout['context']:,} tokens"),
+            ("sequences", f"{rollout['sequences']:,} at once ({rollout['sequences_per_device']:,} per device)"),
+            (
+                "samples per step",
+                f"{plan['batch']['samples']} in {rollout['waves']} wave{'s' * (rollout['waves'] > 1)}",
+            ),
+            (
+                "speed",
+                f"{count(rollout['tokens_per_second'])} tokens/s at {rollout['roofline_share']:.0%} of the roofline",
+            ),
+        ]
+        found += [_memory("memory in rollout", plan["rollout_memory"]), ("rollout", rows)]
+    found += _batch(plan)
+    if "rates" in plan:
+        rates = [(_words(name), f"{value:.4g}") for name, value in plan["rates"].items()]
+        found.append(("learning rates", [*rates, ("weight decay", f"{plan['weight_decay']:.4g}")]))
+    if "lora" in plan:
+        lora = plan["lora"]
+        verdict = {True: "fits", False: "does not fit"}
+        rows = [
+            ("all weights", f"{size(lora['full_total'])} per device: {verdict[lora['full_fits']]}"),
+            (f"LoRA, rank {lora['rank']}", f"{size(lora['total'])} per device: {verdict[lora['fits']]}"),
+            ("LoRA parameters", count(lora["parameters"])),
+        ]
+        found.append(("full or LoRA, same rows", rows))
+    return found
+
+
+def plain(plan: dict[str, Any]) -> str:
+    """Text without colours."""
+    lines = []
+    for title, rows in sections(plan):
+        lines.append(title)
+        for label, value in rows:
+            lines += textwrap.wrap(value, WIDTH, initial_indent=f"  {label:<26} ", subsequent_indent=" " * 29)
+    for note in plan["notes"]:
+        lines += textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def show(plan: dict[str, Any]) -> None:
+    """Print for whoever reads: a terminal or a file."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(plain(plan))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=min(WIDTH, Console().width))
+    for title, rows in sections(plan):
+        table = Table(
+            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+        )
+        table.add_column(style="cyan", no_wrap=True, min_width=26)
+        table.add_column()
+        for label, value in rows:
+            table.add_row(label, value)
+        console.print(table)
+    for note in plan["notes"]:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False)

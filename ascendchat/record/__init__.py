@@ -1,0 +1,332 @@
+"""What a run leaves behind: its folder, config.yaml, run.json, metrics.jsonl, and the progress on the console.
+
+    run = open_run(run_folder("demo", "base"), config, facts={"chip": "cpu"}, track=("tensorboard",), main=rank == 0)
+    run.log(100, loss=2.5, tokens_per_second=1200.0)
+
+`ascendchat base --run demo --track tensorboard` writes it, `ascendchat report` reads it. A step is the number of
+optimizer steps done. No torch here, and nothing that makes a device wait: numbers come in, lines go out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ascendchat import __version__
+from ascendchat.config import UserError, dump, home
+from ascendchat.record.console import Console, Telemetry
+from ascendchat.record.sinks import Sinks, check_track
+from ascendchat.record.speed import Smooth, Speed, Window, eta, speed
+
+__all__ = [
+    "Console",
+    "Run",
+    "Smooth",
+    "Speed",
+    "Telemetry",
+    "Window",
+    "check_track",
+    "eta",
+    "open_run",
+    "read_metrics",
+    "run_folder",
+    "speed",
+    "write_atomic",
+]
+
+# JSON has no NaN: these strings stand for the three floats it cannot write, and are read back as floats.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def run_folder(name: str, stage: str) -> Path:
+    """$ASCENDCHAT_HOME/runs/NAME/STAGE, for a name that is one folder and nothing else."""
+    if not re.fullmatch(r"\w[\w.+=@-]*", name):
+        raise UserError(f"{name!r} cannot name a run; use letters, digits, . _ - only, for example --run first-try")
+    return home() / "runs" / name / stage
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, sees the old text or the new one, never a half."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself
+    finally:
+        os.close(folder)
+
+
+def environment() -> dict[str, Any]:
+    """Facts that explain a result later: versions, commit, host, command. Packages are looked up, not imported."""
+    packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    return {
+        "ascendchat": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "pid": os.getpid(),
+        "argv": list(sys.argv),
+        "cwd": os.getcwd(),
+        "commit": _commit(Path(__file__).resolve().parents[2]),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+    }
+
+
+def _commit(checkout: Path) -> str | None:
+    """The commit of our own checkout ("+" when files differ from it); None for an installed package."""
+    if not (checkout / ".git").exists():
+        return None
+    git = ["git", "-C", str(checkout)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def _plain(value: Any) -> Any:
+    """A metric as strict JSON: numbers stay numbers, NaN and infinities become strings, arrays of one their item."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    try:
+        return _plain(float(value))  # a numpy scalar; a tensor works too, but reading it makes its device wait
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def _revive(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, list):
+        return [_revive(v) for v in value]
+    return {k: _revive(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    # ASCII only: a lone surrogate in a sample, or a tool without UTF-8, cannot hurt the file.
+    return (json.dumps(_plain(row), allow_nan=False) + "\n").encode("ascii")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows that count, in order: what a resumed run did again replaces what was logged before.
+
+    `path` is metrics.jsonl or its folder. The file may belong to a run that is writing: an unfinished last line is
+    left out.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    rows: list[dict[str, Any]] = []
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from None
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # what follows the last newline is unfinished
+        row = _parse(line)
+        if row is None:
+            raise UserError(f"{path} line {number} is not a row of metrics; delete that line to read the others")
+        if "resumed_at" in row:
+            rows = [r for r in rows if r["step"] <= row["resumed_at"]]
+        else:
+            rows.append(_revive(row))
+    return rows
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and ("step" in row or "resumed_at" in row) else None
+
+
+def _whole_size(path: Path) -> int:
+    """Bytes of metrics.jsonl up to its last whole row: what follows was torn by a crash or a power cut."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end = file.tell() if line.endswith(b"\n") and _parse(line) is not None else end
+    return end
+
+
+@contextlib.contextmanager
+def _said_once(run: Run) -> Iterator[None]:
+    """A disk that is full must not end days of training: say it once, go on."""
+    try:
+        yield
+    except OSError as error:
+        if not run.complained:
+            run.say(f"metrics.jsonl cannot be written ({error.strerror}): rows are lost until there is room again")
+            run.complained = True
+
+
+class Run:
+    """One open run folder; made by `open_run`. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, folder: Path, main: bool, say: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.main = main
+        self.say = say
+        self.sinks: Sinks | None = None
+        self.facts: dict[str, Any] = {}
+        self.complained = False
+        self._fd = -1
+        self._lock = -1
+        self._size = 0
+
+    def log(self, step: int, **metrics: Any) -> None:
+        """Append one row. One write() of a whole line: a kill -9 leaves the line whole or absent."""
+        if not self.main:
+            return
+        with _said_once(self):
+            self._append({"step": int(step), "time": round(time.time(), 3), **metrics})
+        if self.sinks is not None:
+            self.sinks.log(int(step), metrics)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        line = _json(row)
+        try:
+            written = os.write(self._fd, line)
+        except OSError:
+            written = 0
+            raise
+        finally:
+            if written == len(line):
+                self._size += written
+            else:  # the disk filled up in the middle of the line
+                os.ftruncate(self._fd, self._size)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to run.json (the chosen attention kernel, the planned batch...)."""
+        if self.main:
+            self.facts.update(_plain(facts))
+            write_atomic(self.folder / "run.json", json.dumps(self.facts, indent=2, ensure_ascii=False) + "\n")
+
+    def close(self, status: str = "finished") -> None:
+        """End the run: `finished`, `stopped` (asked to) or `failed`. Closing twice does nothing."""
+        if not self.main or self._fd < 0:
+            return
+        if self.sinks is not None:
+            self.sinks.close()
+        with _said_once(self):
+            os.fsync(self._fd)
+            self.note(status=status, ended=round(time.time(), 3))
+        os.close(self._fd)
+        os.close(self._lock)
+        self._fd = self._lock = -1
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
+        self.close("finished" if kind is None else "stopped" if stopped else "failed")
+
+
+def open_run(
+    folder: Path,
+    config: Any,
+    *,
+    facts: dict[str, Any] | None = None,
+    resume_step: int | None = None,
+    track: tuple[str, ...] = (),
+    main: bool = True,
+    say: Callable[[str], None] = print,
+) -> Run:
+    """Create or reopen a run folder. `resume_step=s`: rows after step s no longer count; None: none of them do.
+
+    `config` is the resolved dataclass, `facts` what only the caller knows (chip, world size). `main` is true on the
+    one rank that writes.
+    """
+    check_track(track)  # on every rank, so that all of them stop together
+    run = Run(Path(folder), main, say)
+    if not main:
+        return run
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run._lock = _take_lock(run.folder)
+        write_atomic(run.folder / "config.yaml", dump(config))
+        _open_metrics(run, resume_step)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder {run.folder}: {error.strerror}; set ASCENDCHAT_HOME to a writable folder"
+        ) from None
+    before = _read_facts(run.folder / "run.json")
+    earlier = before.pop("history", [])
+    if before:
+        earlier.append({k: before.get(k) for k in ("started", "ended", "status", "host", "argv", "resume_step")})
+    run.facts = {"id": before.get("id") or secrets.token_hex(4), "created": before.get("created") or time.time()}
+    run.note(started=round(time.time(), 3), status="running", resume_step=resume_step, **environment())
+    run.note(**(facts or {}), history=earlier)
+    run.sinks = Sinks(track, run.folder, run.facts["id"], config, resume_step, say) if track else None
+    return run
+
+
+def _take_lock(folder: Path) -> int:
+    """Keep a second process out of the folder. The kernel drops the lock with the process, also after kill -9, and
+    data workers forked by this process do not inherit it."""
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            os.close(fd)
+            raise UserError(
+                f"another process is writing to {folder}; stop it, or give this run another --run"
+            ) from None
+        # a file system without locks: go on without this guard
+    return fd
+
+
+def _open_metrics(run: Run, resume_step: int | None) -> None:
+    path = run.folder / "metrics.jsonl"
+    run._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    size, run._size = path.stat().st_size, _whole_size(path)
+    if run._size < size:
+        os.ftruncate(run._fd, run._size)
+        run.say(f"{path}: the last row was torn ({size - run._size} bytes), removed")
+    if run._size:
+        kept = -1 if resume_step is None else resume_step
+        if resume_step is None:
+            run.say(f"{path}: this run starts anew; the rows of the earlier one no longer count")
+        run._append({"resumed_at": kept, "time": round(time.time(), 3)})
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # absent, or damaged by hand: it is written anew
+        return {}
+    return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,112 @@
+"""Instruments of the simulated CANN, for tests and benchmarks inside a process that runs on it.
+
+    python -m cannsim run -- python -c "import torch, cannsim; torch.ones(2).npu() + 1; print(cannsim.launches())"
+
+Importing this package changes nothing: a process runs on cannsim only when `python -m cannsim run` or
+`source cannsim/env.sh` has prepared its environment. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / "build"
+
+
+def built() -> bool:
+    """True when `make cannsim` has built the libraries."""
+    return all((BUILD / "lib64" / f"lib{name}.so").exists() for name in ("ascendcl", "hccl", "opapi"))
+
+
+def active() -> bool:
+    """True when this process was started in the environment of cannsim."""
+    home = os.environ.get("CANNSIM_HOME", "")
+    return bool(home) and os.path.join(home, "lib64") in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+
+
+def environment(
+    *, devices: int | None = None, chip: str | None = None, memory_gb: float | None = None, state: str | None = None
+) -> dict[str, str]:
+    """The environment variables (a full copy of os.environ) in which a child process runs on cannsim."""
+    env = dict(os.environ)
+    lib = str(BUILD / "lib64")
+    paths = [p for p in env.get("LD_LIBRARY_PATH", "").split(":") if p and p != lib]
+    env["LD_LIBRARY_PATH"] = ":".join([lib, *paths])
+    env["CANNSIM_HOME"] = env["ASCEND_HOME_PATH"] = env["ASCEND_TOOLKIT_HOME"] = str(BUILD)
+    env["ASCEND_OPP_PATH"] = str(BUILD / "opp")
+    tools = str(ROOT)  # npu-smi lies here
+    env["PATH"] = ":".join([tools, *(p for p in env.get("PATH", "").split(":") if p != tools)])
+    parent = str(ROOT.parent)  # so that `import cannsim` works in the child, wherever it runs
+    env["PYTHONPATH"] = ":".join([parent, *(p for p in env.get("PYTHONPATH", "").split(":") if p and p != parent)])
+    env.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+    if devices is not None:
+        env["CANNSIM_DEVICES"] = str(devices)
+    if chip is not None:
+        env["CANNSIM_CHIP"] = chip
+    if memory_gb is not None:
+        env["CANNSIM_MEMORY_GB"] = str(memory_gb)
+    if state is not None:
+        env["CANNSIM_STATE"] = state
+    return env
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    if not active():
+        raise RuntimeError("this process does not run on cannsim; start it with: python -m cannsim run -- COMMAND")
+    library = ctypes.CDLL("libascendcl.so")
+    library.cannsim_counters_json.restype = ctypes.c_char_p
+    library.cannsim_allocated.restype = ctypes.c_uint64
+    library.cannsim_peak.restype = ctypes.c_uint64
+    return library
+
+
+def _settle() -> None:
+    """Wait for torch_npu's own launch queue and the device, so that everything launched so far is counted."""
+    torch = sys.modules.get("torch")
+    if torch is not None and "torch_npu" in sys.modules and torch.npu.is_initialized():
+        torch.npu.synchronize()
+
+
+def counters() -> dict[str, tuple[int, int]]:
+    """(calls, bytes) of every simulated function called since reset(), by name."""
+    _settle()
+    text = _runtime().cannsim_counters_json().decode()
+    return {name: (calls, moved) for name, (calls, moved) in json.loads(text).items()}
+
+
+def launches() -> dict[str, int]:
+    """Operators (aclnn*) and collectives launched since reset(): how often each. Replays of a graph count once."""
+    skip = ("HcclComm", "HcclGet", "HcclSet", "HcclCreate", "HcclGroup")
+    return {
+        name: calls
+        for name, (calls, _) in counters().items()
+        if calls and (name.startswith("aclnn") or (name.startswith("Hccl") and not name.startswith(skip)))
+    }
+
+
+def reset() -> None:
+    """Start counting anew (also the peak of memory)."""
+    _settle()
+    _runtime().cannsim_reset()
+
+
+def allocated(device: int = 0) -> int:
+    """Bytes of device memory that this process holds (segments of the caching allocator included)."""
+    return int(_runtime().cannsim_allocated(device))
+
+
+def peak_allocated(device: int = 0) -> int:
+    """The most bytes that this process held on the device since reset()."""
+    return int(_runtime().cannsim_peak(device))
+
+
+def pending(device: int = 0) -> int:
+    """Tasks queued on the streams of the device and not yet done. Does not wait."""
+    return int(_runtime().cannsim_pending(device))

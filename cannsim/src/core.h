@@ -1,0 +1,68 @@
+// The seam between the simulated runtime (libascendcl) and the libraries that sit on it
+// (libopapi: operators, libhccl: collectives). Everything here is implemented in src/runtime/.
+//
+// How an operator uses it:
+//
+//   int aclnnAbs(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {
+//     if (int error = cannsim::enter("aclnnAbs")) return error;             // count, trace, fault
+//     cannsim::enqueue(stream, "aclnnAbs", [state] { ...; return 0; });     // runs later, in order
+//     return 0;
+//   }
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "acl/acl.h"
+
+#define CANNSIM_API __attribute__((visibility("default")))
+
+namespace cannsim {
+
+// What the simulated chip can do. The numbers come from the public chip tables, see README.md.
+struct Chip {
+  const char* name;     // what aclrtGetSocName returns, e.g. "Ascend910B3"
+  int cube_cores;       // matrix cores ("AI core")
+  int vector_cores;
+  size_t memory;        // bytes of device memory
+  bool bf16;            // the chip computes in bfloat16
+  bool inf_nan;         // overflow gives inf/nan; false: saturation mode (910A, 310P)
+  size_t l2_cache;      // bytes
+  const char* family;   // "910A", "310P", "A2", "A3" or "950"
+  bool float64_reduce;  // HCCL reduces float64 (950 only)
+};
+
+// The chip named by CANNSIM_CHIP (default Ascend910B3). With an unknown name aclInit fails.
+CANNSIM_API const Chip& chip();
+
+// Call first in every simulated function: counts the call, writes the trace and applies fault
+// injection. Returns 0, or the error code that the function must return. `name` is a literal.
+CANNSIM_API int enter(const char* name);
+
+// The text that aclGetRecentErrMsg returns next. Thread safe.
+CANNSIM_API void set_error(const std::string& text);
+
+// Runs `task` later on the worker thread of `stream`, after everything queued there before
+// (nullptr = default stream of the current device). A non-zero result becomes the sticky error of
+// the device: reported at the next synchronisation, and the tasks behind it are dropped.
+// While the stream is being captured the task is recorded into the graph instead, and may then
+// run many times: a task must not free or change what it captured (capture shared_ptrs).
+CANNSIM_API void enqueue(aclrtStream stream, const char* name, std::function<int()> task);
+
+// Adds to the byte counter of `name` (memory moved, not allocated).
+CANNSIM_API void count_bytes(const char* name, size_t bytes);
+
+// Seconds of simulated time in seconds of real time: multiplied by CANNSIM_TIME_SCALE (default 1),
+// so that tests need not wait 120 s for a documented 120 s timeout.
+CANNSIM_API double real_seconds(double simulated);
+
+// True while `stream` records a graph.
+CANNSIM_API bool capturing(aclrtStream stream);
+
+}  // namespace cannsim
+
+// aclInit calls this function of libopapi.so when CANNSIM_BOXED is set to anything but 0: it routes
+// the operators without an aclnn implementation to the CPU and returns how many it routed.
+extern "C" int cannsim_boxed_install();

@@ -1,0 +1,36 @@
+// Convolution: enough for patch embeddings and small vision towers.
+#include "checks.h"
+
+namespace cannsim {
+static at::Tensor f(const at::Tensor& x) { return x.to(at::kFloat); }
+static std::optional<at::Tensor> f_or_none(const OptIn& x) {
+  return x.defined() ? std::optional<at::Tensor>(f(x)) : std::nullopt;
+}
+static void conv_fits(const In& input, const In& weight, int64_t groups) {
+  dtype(input, kFloating);
+  same_dtype(input, weight);
+  rank(input, 3, 5);
+  require(weight.dim() == input.dim(), "Expected weight ", shape_text(weight.sizes()), " to have the rank of input ",
+          shape_text(input.sizes()), ".");
+  require(groups > 0 && input.size(1) % groups == 0, "Expected groups to divide the channels of input ",
+          shape_text(input.sizes()), ", but found ", groups, ".");
+}
+}  // namespace cannsim
+
+OP(Convolution,
+   (In input, In weight, OptIn bias, Ints stride, Ints padding, Ints dilation, bool transposed, Ints outputPadding,
+    int64_t groups, Out output, int8_t cubeMathType),
+   (conv_fits(input, weight, groups)),
+   output = at::convolution(f(input), f(weight), f_or_none(bias), stride, padding, dilation, transposed, outputPadding,
+                            groups))
+OP(ConvolutionBackward,
+   (In gradOutput, In input, In weight, OptInts biasSizes, Ints stride, Ints padding, Ints dilation, bool transposed,
+    Ints outputPadding, int groups, Bools outputMask, int8_t cubeMathType, OptOut gradInput, OptOut gradWeight,
+    OptOut gradBias),
+   (conv_fits(input, weight, groups)),
+   auto [dx, dw, db] = at::convolution_backward(
+       f(gradOutput), f(input), f(weight), at::OptionalIntArrayRef(biasSizes), stride, padding, dilation, transposed,
+       outputPadding, groups, {bool(outputMask[0]), bool(outputMask[1]), bool(outputMask[2])});
+   if (outputMask[0]) gradInput = dx;
+   if (outputMask[1]) gradWeight = dw;
+   if (outputMask[2]) gradBias = db)

@@ -1,0 +1,165 @@
+// Reading and writing by index: embedding, gather, scatter, index, mask.
+#include "checks.h"
+
+namespace cannsim {
+
+// An absent index is null or an empty tensor.
+static c10::List<std::optional<at::Tensor>> index_list(const MaybeTensors& indices) {
+  c10::List<std::optional<at::Tensor>> list;
+  for (const at::Tensor& index : indices) {
+    bool given = index.defined() && index.numel() > 0;
+    list.push_back(given ? std::optional<at::Tensor>(index) : std::nullopt);
+  }
+  return list;
+}
+
+static void indexable(const In& self, const MaybeTensors& indices) {
+  static const Dtypes kinds{{at::kInt, at::kLong, at::kBool, at::kByte}};
+  require(static_cast<int64_t>(indices.size()) <= self.dim(), "Expected at most ", self.dim(),
+          " index tensors for self ", shape_text(self.sizes()), ", but found ", indices.size(), ".");
+  for (const at::Tensor& index : indices) {
+    if (index.defined()) dtype(In(index, "indices"), kinds);
+  }
+}
+
+static at::Tensor whole(const at::Tensor& index) { return index.to(at::kLong); }
+
+static const char* reduction(int64_t code) {
+  static const char* names[] = {"none", "add", "multiply", "maximum", "minimum", "mean"};
+  return names[code];
+}
+
+static void index_fits(const In& self, int64_t dim, const In& index) {
+  dimension(self, dim);
+  dtype(index, kIndex);
+  require(index.dim() == self.dim() || self.dim() == 0 || index.dim() == 0 || index.numel() == 0,
+          "Expected tensor for index to have the rank of self ", shape_text(self.sizes()), ", but found ",
+          shape_text(index.sizes()), ".");
+}
+
+static at::Tensor scattered(const at::Tensor& self, int64_t dim, const at::Tensor& index, const at::Tensor& src,
+                            int64_t reduce) {
+  if (reduce == 0) return at::scatter(self, dim, whole(index), src);
+  return at::scatter(self, dim, whole(index), src, reduction(reduce));
+}
+
+static void reducible(int64_t reduce, int64_t highest) {
+  require(reduce >= 0 && reduce <= highest, "reduce should be in [0,", highest, "], but found ", reduce, ".");
+}
+
+static std::string_view scatter_reduction(int64_t code) {  // of scatter_reduce
+  static const std::string_view names[] = {"sum", "prod", "mean", "amax", "amin"};
+  return names[code];
+}
+
+// data[b, ..., index[b] : index[b]+n, ...] = updates[b] along `axis`: a KV-cache write.
+static void scatter_update(const Out& data, const In& indices, const In& updates, int64_t axis) {
+  at::Tensor starts = whole(indices).reshape({-1});
+  int64_t dim = axis < 0 ? axis + data.dim() : axis;
+  for (int64_t b = 0; b < updates.size(0); ++b) {
+    at::Tensor target = data.select(0, b).narrow(dim - 1, starts[b].item().toLong(), updates.size(dim));
+    target.copy_(updates.select(0, b));
+  }
+}
+
+}  // namespace cannsim
+
+// ---- embedding ----------------------------------------------------------------------------------
+
+OP(Embedding, (In weight, In indices, Out out),
+   (dtype(weight, kNumeric), dtype(indices, kIndex), rank(weight, 2, 2)), out = at::embedding(weight, indices))
+OP(EmbeddingDenseBackward,
+   (In grad, In indices, uint64_t numWeights, uint64_t paddingIdx, bool scaleGradByFreq, Out out),
+   (dtype(grad, kFloating), dtype(out, kFloating), rank(out, 2, 2),
+    require(out.size(0) == static_cast<int64_t>(numWeights), "Expected tensor for out to have ", numWeights,
+            " rows, but found ", shape_text(out.sizes()), ".")),
+   out = at::embedding_dense_backward(grad.to(at::kFloat), whole(indices), numWeights, paddingIdx, scaleGradByFreq))
+
+// ---- select and gather --------------------------------------------------------------------------
+
+OP(IndexSelect, (In self, int64_t dim, In index, Out out),
+   (dimension(self, dim), dtype(index, kIndex), rank(index, 0, 1)), out = at::index_select(self, dim, index))
+OP(Gather, (In self, int64_t dim, In index, Out out),
+   (index_fits(self, dim, index), same_shape(out, index), same_dtype(out, self)),
+   out = at::gather(self, dim, whole(index)))
+OP(Take, (In self, In index, Out out), (dtype(index, kIndex), same_shape(out, index)),
+   out = at::take(self, whole(index)))
+OP(Index, (In self, OptInList indices, Out out), (indexable(self, indices)),
+   if (out.numel()) out = at::index(self, index_list(indices)))
+OP(MaskedSelect, (In self, In mask, Out out), (dtype(mask, kMask), same_dtype(out, self)),
+   out.resize_and_write(at::masked_select(self, mask.to(at::kBool))))
+OP(Nonzero, (In self, Out out), (dtype(out, kIndex)), out.resize_and_write(at::nonzero(self)))
+OP(NonzeroV2, (In self, Out out), (dtype(out, kIndex)), out.resize_and_write(at::nonzero(self).t()))
+
+// ---- write by index -----------------------------------------------------------------------------
+
+OP(IndexPutImpl, (Out selfRef, OptInList indices, In values, bool accumulate, bool unsafe),
+   (indexable(selfRef, indices), same_dtype(selfRef, values)),
+   if (values.numel()) at::_index_put_impl_(selfRef, index_list(indices), values, accumulate, unsafe))
+OP(IndexAdd, (In self, int64_t dim, In index, In source, Num alpha, Out out),
+   (dimension(self, dim), dtype(index, kIndex), rank(index, 0, 1), same_dtype(self, source), same_shape(out, self)),
+   out = at::index_add(self, dim, index, source, alpha))
+OP(IndexAddV2, (In self, int64_t dim, In index, In source, Num alpha, int64_t mode, Out out),
+   (dimension(self, dim), dtype(index, kIndex), same_dtype(self, source), same_shape(out, self)),
+   out = at::index_add(self, dim, index, source, alpha))
+OP(IndexCopy, (In selfRef, int64_t dim, In index, In source, Out outRef),
+   (dimension(selfRef, dim), dtype(index, kIndex), same_dtype(selfRef, source)),
+   outRef = at::index_copy(selfRef, dim, whole(index), source))
+OP(InplaceIndexCopy, (Out selfRef, int64_t dim, In index, In source),
+   (dimension(selfRef, dim), dtype(index, kIndex), same_dtype(selfRef, source)),
+   selfRef.index_copy_(dim, whole(index), source))
+OP(IndexFill, (In self, int64_t dim, In index, Num value, Out out), (dimension(self, dim), dtype(index, kIndex)),
+   out = at::index_fill(self, dim, whole(index), value))
+OP(InplaceIndexFill, (Out selfRef, int64_t dim, In index, Num value),
+   (dimension(selfRef, dim), dtype(index, kIndex)), selfRef.index_fill_(dim, whole(index), value))
+OP(IndexFillTensor, (In self, int64_t dim, Ints index, Num value, Out out), (dimension(self, dim)),
+   out = at::index_fill(self, dim, at::tensor(index, at::kLong), value))
+OP(InplaceIndexFillTensor, (Out selfRef, int64_t dim, Ints index, Num value), (dimension(selfRef, dim)),
+   selfRef.index_fill_(dim, at::tensor(index, at::kLong), value))
+OP(InplacePut, (Out selfRef, In index, In source, bool accumulate), (dtype(index, kIndex), same_dtype(selfRef, source)),
+   selfRef.put_(whole(index), source, accumulate))
+
+// ---- scatter ------------------------------------------------------------------------------------
+
+OP(Scatter, (In self, int64_t dim, In index, In src, int64_t reduce, Out out),
+   (index_fits(self, dim, index), same_dtype(self, src), reducible(reduce, 2)),
+   out = scattered(self, dim, index, src, reduce))
+OP(InplaceScatter, (Out selfRef, int64_t dim, In index, In src, int64_t reduce),
+   (index_fits(selfRef, dim, index), same_dtype(selfRef, src), reducible(reduce, 2)),
+   selfRef = scattered(selfRef, dim, index, src, reduce))
+OP(ScatterValue, (In self, int64_t dim, In index, Num value, int64_t reduce, Out out),
+   (index_fits(self, dim, index), reducible(reduce, 2)),
+   out = reduce ? at::scatter(self, dim, whole(index), value, reduction(reduce))
+                : at::scatter(self, dim, whole(index), value))
+OP(InplaceScatterValue, (Out selfRef, int64_t dim, In index, Num value, int64_t reduce),
+   (index_fits(selfRef, dim, index), reducible(reduce, 2)),
+   selfRef = reduce ? at::scatter(selfRef, dim, whole(index), value, reduction(reduce))
+                    : at::scatter(selfRef, dim, whole(index), value))
+OP(ScatterAdd, (In self, int64_t dim, In index, In src, Out out),
+   (index_fits(self, dim, index), same_dtype(self, src), same_shape(out, self)),
+   out = at::scatter_add(self, dim, whole(index), src))
+OP(ScatterReduce, (In self, int64_t dim, In index, In src, int64_t reduce, bool includeSelf, Out out),
+   (index_fits(self, dim, index), same_dtype(self, src), reducible(reduce, 4)),
+   out = at::scatter_reduce(self, dim, whole(index), src, scatter_reduction(reduce), includeSelf))
+OP(InplaceScatterReduce, (Out selfRef, int64_t dim, In index, In src, int64_t reduce, bool includeSelf),
+   (index_fits(selfRef, dim, index), same_dtype(selfRef, src), reducible(reduce, 4)),
+   selfRef = at::scatter_reduce(selfRef, dim, whole(index), src, scatter_reduction(reduce), includeSelf))
+OP(InplaceScatterUpdate, (Out data, In indices, In updates, int64_t axis),
+   (dtype(indices, kIndex), same_dtype(data, updates), dimension(data, axis)),
+   scatter_update(data, indices, updates, axis))
+OP(ScatterNdUpdate, (Out varRef, In indices, In updates), (dtype(indices, kIndex), same_dtype(varRef, updates)),
+   auto parts = whole(indices).unbind(-1);
+   c10::List<std::optional<at::Tensor>> list;
+   for (const at::Tensor& part : parts) list.push_back(part);
+   varRef.index_put_(list, updates))
+
+// ---- masks --------------------------------------------------------------------------------------
+
+OP(InplaceMaskedFillScalar, (Out selfRef, In mask, Num value), (dtype(mask, kMask), expands_to(mask, selfRef)),
+   selfRef.masked_fill_(mask.to(at::kBool), value))
+OP(InplaceMaskedFillTensor, (Out selfRef, In mask, In value), (dtype(mask, kMask), expands_to(mask, selfRef)),
+   selfRef.masked_fill_(mask.to(at::kBool), value.reshape({}).to(selfRef.scalar_type())))
+OP(InplaceMaskedScatter, (Out selfRef, In mask, In source), (dtype(mask, kMask), same_dtype(selfRef, source)),
+   selfRef.masked_scatter_(mask.to(at::kBool), source))
+OP(MaskedScale, (In self, In mask, float scale, Out y), (dtype(self, kFloating), same_shape(y, self)),
+   y = self * mask.to(self.scalar_type()) * scale)

@@ -1,0 +1,141 @@
+// The environment variables of the simulator and the table of chips.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "internal.h"
+
+namespace cannsim {
+
+namespace {
+
+constexpr size_t GiB = size_t(1) << 30;
+constexpr size_t MiB = size_t(1) << 20;
+
+// name, cube cores, vector cores, memory, bf16, inf/nan, L2, family, float64 reduce.
+// 910A and 310P: one kind of core, saturation instead of inf/nan, no bf16.
+// Beware: "Ascend910B" without a digit is the 2019 generation.
+constexpr Chip kChips[] = {
+    {"Ascend910A", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
+    {"Ascend910ProA", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
+    {"Ascend910PremiumA", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
+    {"Ascend910B", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
+    {"Ascend910ProB", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
+    {"Ascend310P1", 10, 8, 24 * GiB, false, false, 16 * MiB, "310P", false},
+    {"Ascend310P3", 8, 7, 24 * GiB, false, false, 16 * MiB, "310P", false},
+    {"Ascend910B1", 25, 50, 64 * GiB, true, true, 192 * MiB, "A2", false},
+    {"Ascend910B2", 24, 48, 64 * GiB, true, true, 192 * MiB, "A2", false},
+    {"Ascend910B2C", 24, 48, 64 * GiB, true, true, 192 * MiB, "A2", false},
+    {"Ascend910B3", 20, 40, 64 * GiB, true, true, 192 * MiB, "A2", false},
+    {"Ascend910B4", 20, 40, 32 * GiB, true, true, 96 * MiB, "A2", false},
+    {"Ascend910B4-1", 20, 40, 64 * GiB, true, true, 192 * MiB, "A2", false},
+    {"Ascend910_9391", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend910_9392", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend910_9381", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend910_9382", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend910_9372", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend910_9362", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend910_9363", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false},
+    {"Ascend950", 32, 64, 128 * GiB, true, true, 128 * MiB, "950", true},
+};
+
+const Chip* find_chip(const std::string& name) {
+  for (const Chip& candidate : kChips) {
+    if (name == candidate.name) return &candidate;
+  }
+  return nullptr;
+}
+
+const Chip* default_chip() { return find_chip("Ascend910B3"); }
+
+// The rule of CANN for ASCEND_RT_VISIBLE_DEVICES: ids separated by commas, strictly ascending; an
+// id that does not exist ends the list, and a list that is not ascending hides every device.
+std::vector<int> parse_visible(const char* text, int count) {
+  std::vector<int> ids;
+  const char* p = text;
+  while (*p >= '0' && *p <= '9') {
+    char* end = nullptr;
+    long id = strtol(p, &end, 10);
+    if (id >= count) break;
+    if (!ids.empty() && id <= ids.back()) return {};
+    ids.push_back(int(id));
+    if (*end != ',') break;
+    p = end + 1;
+  }
+  return ids;
+}
+
+}  // namespace
+
+long env_long(const char* name, long fallback) {
+  const char* text = getenv(name);
+  return text && *text ? atol(text) : fallback;
+}
+
+double env_double(const char* name, double fallback) {
+  const char* text = getenv(name);
+  return text && *text ? atof(text) : fallback;
+}
+
+std::string env_string(const char* name, const char* fallback) {
+  const char* text = getenv(name);
+  return text && *text ? text : fallback;
+}
+
+int rank() {
+  static const int value = int(env_long("RANK", -1));
+  return value;
+}
+
+bool chip_known() { return find_chip(env_string("CANNSIM_CHIP", "Ascend910B3")) != nullptr; }
+
+std::string chip_names() {
+  std::string names;
+  for (const Chip& candidate : kChips) names += (names.empty() ? "" : ", ") + std::string(candidate.name);
+  return names;
+}
+
+const Chip& chip() {
+  static const Chip* found = find_chip(env_string("CANNSIM_CHIP", "Ascend910B3"));
+  return found ? *found : *default_chip();
+}
+
+int physical_devices() {
+  static const int count = [] {
+    long value = env_long("CANNSIM_DEVICES", 1);
+    return int(value < 0 ? 0 : value > kMaxDevices ? kMaxDevices : value);
+  }();
+  return count;
+}
+
+const std::vector<int>& visible_devices() {
+  static const std::vector<int> ids = [] {
+    if (const char* text = getenv("ASCEND_RT_VISIBLE_DEVICES")) {
+      return parse_visible(text, physical_devices());
+    }
+    std::vector<int> all;
+    for (int i = 0; i < physical_devices(); i++) all.push_back(i);
+    return all;
+  }();
+  return ids;
+}
+
+size_t memory_limit() {
+  static const size_t bytes = [] {
+    double gigabytes = env_double("CANNSIM_MEMORY_GB", 0);
+    return gigabytes > 0 ? size_t(gigabytes * double(GiB)) : chip().memory;
+  }();
+  return bytes;
+}
+
+double now_seconds() {
+  auto since_start = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(since_start).count();
+}
+
+double real_seconds(double simulated) {
+  static const double scale = env_double("CANNSIM_TIME_SCALE", 1.0);
+  return simulated * scale;
+}
+
+}  // namespace cannsim

@@ -1,0 +1,182 @@
+// Captured graphs (torch.npu.NPUGraph): while a stream is captured its launches are recorded; a
+// replay is one task that runs the recorded ones in order. Task groups can be replaced later
+// (aclmdlRICaptureTaskUpdate*), which torch_npu uses for attention with new sequence lengths.
+#include <cstdio>
+
+#include "internal.h"
+
+namespace cannsim {
+
+// Tasks outside an explicit group are a group of one.
+void Graph::add(Task task, std::shared_ptr<TaskGroup> open_group) {
+  std::lock_guard lock(mutex);
+  if (open_group) {
+    open_group->tasks.push_back(std::move(task));
+    return;
+  }
+  auto group = std::make_shared<TaskGroup>();
+  group->tasks.push_back(std::move(task));
+  groups.push_back(std::move(group));
+}
+
+namespace {
+
+using GraphPointer = std::shared_ptr<Graph>;
+
+GraphPointer& graph_of(aclmdlRI handle) { return *static_cast<GraphPointer*>(handle); }
+
+int refuse(int code, const char* where, const char* reason) {
+  set_error(std::string("EE1018: ") + where + " failed. Reason: " + reason);
+  return code;
+}
+
+int replay(Graph& graph) {
+  std::vector<std::shared_ptr<TaskGroup>> groups;
+  {
+    std::lock_guard lock(graph.mutex);
+    groups = graph.groups;
+  }
+  for (const auto& group : groups) {
+    for (const Task& task : group->tasks) {
+      if (int code = task.run()) return code;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+}  // namespace cannsim
+
+using namespace cannsim;
+
+API aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode) {
+  ENTER();
+  if (!handle) return refuse(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT, __func__, "the default stream cannot be captured.");
+  Stream* stream = resolve_stream(handle);
+  if (stream->capture) return refuse(ACL_ERROR_RT_STREAM_CAPTURED, __func__, "the stream is already being captured.");
+  static std::atomic<uint32_t> next_id{1};
+  auto graph = std::make_shared<Graph>();
+  graph->id = next_id++;
+  graph->handle = new GraphPointer(graph);
+  graph->streams.push_back(stream);
+  stream->capture = graph;
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
+  ENTER();
+  Stream* stream = resolve_stream(handle);
+  auto graph = stream->capture;
+  if (!graph) return refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, __func__, "the stream is not being captured.");
+  if (graph->streams.front() != stream) {
+    return refuse(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, __func__, "the capture began on another stream.");
+  }
+  for (Stream* member : graph->streams) {
+    member->capture = nullptr;
+    member->open_group = nullptr;
+  }
+  *model = nullptr;
+  if (graph->invalid) {
+    delete graph->handle;
+    return refuse(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, __func__, "a forbidden call broke the capture.");
+  }
+  *model = graph->handle;
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus* status, aclmdlRI* model) {
+  Stream* stream = resolve_stream(handle);
+  *status = !stream->capture           ? ACL_MODEL_RI_CAPTURE_STATUS_NONE
+            : stream->capture->invalid ? ACL_MODEL_RI_CAPTURE_STATUS_INVALIDATED
+                                       : ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE;
+  if (model) *model = stream->capture ? stream->capture->handle : nullptr;
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode* mode) {
+  static thread_local aclmdlRICaptureMode current = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
+  std::swap(*mode, current);
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
+  *id = graph_of(model)->id;
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
+  ENTER();
+  auto graph = graph_of(model);
+  enqueue(stream, "aclmdlRIExecuteAsync", [graph] { return replay(*graph); });
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRIDestroy(aclmdlRI model) {
+  ENTER();
+  delete static_cast<GraphPointer*>(model);
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRIDebugPrint(aclmdlRI model) {
+  const Graph& graph = *graph_of(model);
+  printf("graph %u: %zu task groups\n", graph.id, graph.groups.size());
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char* path, uint32_t) {
+  FILE* file = fopen(path, "w");
+  if (!file) return ACL_ERROR_RT_FILE_OPEN;
+  fprintf(file, "[");
+  const char* separator = "";
+  for (const auto& group : graph_of(model)->groups) {
+    for (const Task& task : group->tasks) {
+      fprintf(file, "%s\n  {\"name\": \"%s\"}", separator, task.name);
+      separator = ",";
+    }
+  }
+  fprintf(file, "\n]\n");
+  fclose(file);
+  return ACL_SUCCESS;
+}
+
+// ---- task groups
+
+API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
+  ENTER();
+  Stream* stream = resolve_stream(handle);
+  if (!stream->capture) return refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, __func__, "the stream is not being captured.");
+  if (stream->open_group) return refuse(ACL_ERROR_STREAM_TASK_GROUP_STATUS, __func__, "a task group is already open.");
+  stream->open_group = std::make_shared<TaskGroup>();
+  std::lock_guard lock(stream->capture->mutex);
+  stream->capture->groups.push_back(stream->open_group);
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) {
+  ENTER();
+  Stream* stream = resolve_stream(handle);
+  if (!stream->open_group) return refuse(ACL_ERROR_STREAM_TASK_GROUP_STATUS, __func__, "no task group is open.");
+  *group = new std::shared_ptr<TaskGroup>(stream->open_group);  // CANN has no call to free a handle
+  stream->open_group = nullptr;
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) {
+  ENTER();
+  Stream* stream = resolve_stream(handle);
+  stream->wait_idle(-1);  // no replay may run while its tasks change
+  stream->update_group = *static_cast<std::shared_ptr<TaskGroup>*>(group);
+  stream->update_index = 0;
+  return ACL_SUCCESS;
+}
+
+API aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
+  ENTER();
+  Stream* stream = resolve_stream(handle);
+  if (!stream->update_group) return refuse(ACL_ERROR_STREAM_TASK_GROUP_STATUS, __func__, "no update is open.");
+  bool complete = stream->update_index == stream->update_group->tasks.size();
+  stream->update_group = nullptr;
+  if (!complete) return refuse(ACL_ERROR_RT_MODEL_UPDATE_FAILED, __func__, "the update launched fewer tasks than the group has.");
+  return ACL_SUCCESS;
+}

@@ -1,0 +1,145 @@
+// Private to libascendcl: devices, streams, events, graphs, and what the files here share.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../core.h"
+
+// Every exported C function: `API aclError aclrtX(...) { ENTER(); ... }`.
+#define API extern "C" CANNSIM_API
+#define ENTER()                                             \
+  do {                                                      \
+    if (int error = cannsim::enter(__func__)) return error; \
+  } while (0)
+// As ENTER, and the calling thread must have a device (error 107002 otherwise).
+#define ENTER_WITH_DEVICE()                                     \
+  ENTER();                                                      \
+  do {                                                          \
+    if (int error = cannsim::require_device(__func__)) return error; \
+  } while (0)
+
+namespace cannsim {
+
+constexpr int kMaxDevices = 64;
+
+// ---- environment (config.cpp)
+long env_long(const char* name, long fallback);
+double env_double(const char* name, double fallback);
+std::string env_string(const char* name, const char* fallback);
+int rank();                  // RANK, -1 when not set
+bool chip_known();           // CANNSIM_CHIP names a chip of the table
+std::string chip_names();    // all known names, for messages
+int physical_devices();      // CANNSIM_DEVICES
+const std::vector<int>& visible_devices();  // physical id of each device the process may use
+size_t memory_limit();       // bytes per device: CANNSIM_MEMORY_GB or the chip's
+double now_seconds();        // steady clock
+
+// ---- errors (errors.cpp)
+std::string describe_error(int code, const char* where);  // text in the form CANN prints
+std::string take_thread_error();  // last set_error() of the calling thread, cleared
+
+// ---- fault injection (faults.cpp)
+enum class Fault { kNone, kFail, kHang };
+struct PendingFault {  // armed by enter(), taken by the enqueue() of the same name and thread
+  Fault fault = Fault::kNone;
+  int code = 0;
+};
+int apply_faults(const char* name, uint64_t nth_call);  // code to return, or 0
+PendingFault take_pending_fault(const char* name);
+[[noreturn]] void hang_forever();
+
+// ---- devices (device.cpp)
+struct Device {
+  std::mutex mutex;
+  int error = 0;           // sticky: the first failure of a task on this device
+  std::string error_text;
+  std::atomic<size_t> allocated{0};
+  std::atomic<size_t> peak{0};
+
+  void fail(int code, const std::string& text);
+  int report();  // the sticky error (and its text for aclGetRecentErrMsg), or 0
+};
+Device& device(int index);
+int current_device();                    // of the calling thread, -1: none
+int require_device(const char* where);   // 0, or 107002
+int op_timeout_seconds();                // after which a hung kernel is reported
+
+// ---- the simulated machine, shared by processes through CANNSIM_STATE (machine.cpp)
+void machine_open();
+void machine_close();
+void machine_set_used(int device, size_t bytes);
+size_t machine_used_by_others(int device);
+
+// ---- graphs (graph.cpp)
+struct Task {
+  const char* name = "";
+  std::function<int()> run;
+  bool after_error = false;  // event records run even when the device has failed
+};
+struct TaskGroup {
+  std::vector<Task> tasks;
+};
+// A captured graph is the list of its tasks in the order of their launch, which is a valid order
+// for every stream that took part, so a replay runs them one after the other.
+struct Graph {
+  uint32_t id = 0;
+  std::shared_ptr<Graph>* handle = nullptr;  // what the caller holds, also during the capture
+  std::mutex mutex;
+  std::vector<std::shared_ptr<TaskGroup>> groups;
+  std::vector<struct Stream*> streams;  // first: where the capture began
+  int invalid = 0;  // error code: the capture was broken by a forbidden call
+  void add(Task task, std::shared_ptr<TaskGroup> open_group);
+};
+
+// ---- streams (stream.cpp)
+struct Stream {
+  Stream(int device, int id) : device_index(device), id(id) {}
+  void push(Task task);                  // waits while the queue is full
+  bool wait_idle(double seconds);        // < 0: forever. False on timeout
+  bool idle();
+
+  const int device_index;
+  const int id;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Task> queue;
+  uint64_t pushed = 0, done = 0;
+  bool started = false;
+  bool stopping = false;
+  std::shared_ptr<Graph> capture;             // being captured into
+  std::shared_ptr<TaskGroup> open_group;      // between TaskGrpBegin and TaskGrpEnd
+  std::shared_ptr<TaskGroup> update_group;    // between TaskUpdateBegin and TaskUpdateEnd
+  size_t update_index = 0;
+  uint32_t overflow_switch = 0;
+
+ private:
+  void work();
+};
+Stream* resolve_stream(aclrtStream stream);  // nullptr: the default stream of the current device
+void submit(Stream* stream, Task task);      // queue, or record into the graph being captured
+aclError synchronize_all(int device, double seconds);
+void stop_streams();
+int pending_tasks(int device);
+
+// ---- events (event.cpp)
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t requested = 0;  // number of records launched
+  uint64_t completed = 0;  // number of records executed
+  double seconds = 0;      // when the last executed record ran
+  uint32_t flags = 0;
+  std::shared_ptr<Graph> capture;  // recorded last on a stream that is being captured
+};
+
+}  // namespace cannsim

@@ -1,0 +1,30 @@
+"""Shared by all tests: the environment before torch is imported, and the folder of real data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# torch_npu may be installed here without a CANN; only the tests under tests/npu load it.
+if "CANNSIM_HOME" not in os.environ:
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Real evaluation sets and text: $ASCENDCHAT_TEST_DATA, else ../shared/data beside the checkout."""
+    folder = Path(os.environ.get("ASCENDCHAT_TEST_DATA") or ROOT.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip("real data not found: set ASCENDCHAT_TEST_DATA to its folder to run this test")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has its own $ASCENDCHAT_HOME."""
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path_factory.mktemp("home")))

@@ -1,0 +1,121 @@
+"""Joining a job: missing ranks are named in time, timeouts are ordered, nothing is left after an error."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from ranks import Host, run_ranks
+
+from ascendchat import dist
+from ascendchat.dist.connect import order_timeouts
+
+
+def wait_for_a_rank_that_never_comes(rank: int) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        dist.init(Host(), connect_timeout=2.0)
+    except dist.MissingRanks as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("nobody was missing")
+
+
+def test_ranks_that_never_arrive_are_named_within_the_timeout() -> None:
+    first, second, absent, _ = run_ranks(wait_for_a_rank_that_never_comes, 4, absent=(2, 3))
+    assert absent is None
+    for text, seconds in (first, second):
+        assert seconds < 6.0
+        assert "ranks 2 (node 0), 3 (node 0) of 4 never arrived within 2 s" in text or "rank 0 closed the job" in text
+        assert "rank_2.log" in text or "rank 0 closed" in text
+    assert "never arrived within 2 s" in first[0], "rank 0 keeps the list and must name them"
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    text, seconds = run_ranks(wait_for_a_rank_that_never_comes, 2, absent=(0,))[1]
+    assert "rank 0 never arrived" in text
+    assert seconds < 8.0
+
+
+def fall_asleep_in_the_first_collective(rank: int) -> None:
+    if rank == 1:
+        dist.warm_up = lambda me, place: time.sleep(30)  # type: ignore[attr-defined]
+    dist.init(Host(), connect_timeout=2.0)
+
+
+@pytest.mark.slow
+def test_a_hang_in_the_first_collective_ends_the_job_in_time(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="ended with status 1"):
+        run_ranks(fall_asleep_in_the_first_collective, 2)
+    assert time.monotonic() - began < 25.0
+    assert "arrived but did not finish the first collective within 2 s" in capfd.readouterr().err
+
+
+def fail_after_init(rank: int) -> bool:
+    dist.init(Host(), connect_timeout=60.0)
+    try:
+        if rank == 0:
+            raise ValueError("a bug")
+        dist.barrier()
+    except (ValueError, RuntimeError):
+        return True
+    return False
+
+
+def test_an_error_in_one_rank_does_not_keep_the_processes_alive() -> None:
+    assert run_ranks(fail_after_init, 2, seconds=40.0)[0] is True
+
+
+def test_one_process_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    world = dist.init(Host())
+    assert (world.size, torch.distributed.is_initialized()) == (1, False)
+    tensor = torch.tensor([3])
+    dist.all_reduce(tensor).wait()
+    dist.barrier()
+    assert tensor.tolist() == [3]
+    assert dist.gather_objects("a") == ["a"]
+    assert dist.metrics({"loss": 2.5}) == {"loss": 2.5}
+    dist.teardown()
+
+
+LIBRARY = {"XCCL_CONNECT_TIMEOUT": "600"}
+
+
+@pytest.mark.parametrize(
+    ("timeout", "connect", "environ", "group", "expected_connect", "variables"),
+    [
+        (1800.0, None, {}, 1800.0, 600.0, {}),
+        (1800.0, 5.0, {}, 1800.0, 5.0, {}),
+        (1800.0, None, {"XCCL_CONNECT_TIMEOUT": "300"}, 1800.0, 300.0, {"XCCL_EXEC_TIMEOUT": "1740"}),
+        (300.0, None, LIBRARY, 720.0, 600.0, {"XCCL_EXEC_TIMEOUT": "660"}),
+        (1800.0, None, {**LIBRARY, "XCCL_EXEC_TIMEOUT": "1200"}, 1800.0, 600.0, {}),
+        (1800.0, None, {**LIBRARY, "XCCL_EXEC_TIMEOUT": "7200"}, 7260.0, 600.0, {}),
+    ],
+    ids=["none", "given", "library", "short", "user", "user-long"],
+)
+def test_timeouts_fire_in_order(
+    timeout: float, connect: float | None, environ: dict[str, str], group: float, expected_connect: float,
+    variables: dict[str, str],
+) -> None:  # fmt: skip
+    found = order_timeouts("xccl", timeout, connect, environ)
+    assert (found.group, found.connect, found.variables) == (group, expected_connect, variables)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({**LIBRARY, "XCCL_EXEC_TIMEOUT": "7200"}, "not below the process group's timeout of 1800 s"),
+        ({**LIBRARY, "XCCL_EXEC_TIMEOUT": "500"}, "XCCL_EXEC_TIMEOUT=500 is not above XCCL_CONNECT_TIMEOUT=600"),
+        ({**LIBRARY, "XCCL_EXEC_TIMEOUT": "0"}, "waits for ever"),
+        ({"XCCL_CONNECT_TIMEOUT": "long"}, "is not a number of seconds"),
+    ],
+)
+def test_variables_in_the_wrong_order_are_explained(environ: dict[str, str], said: str) -> None:
+    assert any(said in note for note in order_timeouts("xccl", 1800.0, None, environ).notes)
+
+
+def test_good_variables_are_not_commented() -> None:
+    assert order_timeouts("xccl", 1800.0, None, LIBRARY).notes == ()

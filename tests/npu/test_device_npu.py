@@ -1,0 +1,213 @@
+"""device/npu.py on the simulated CANN: `python -m cannsim run --devices 2 -- pytest tests/npu/test_device_npu.py`.
+
+It proves that the right calls are made and what they mean, not how fast a real NPU is. Chips and visible devices are
+fixed when a process starts, so those cases run in a child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cannsim
+from ascendchat.config import UserError
+from ascendchat.device import Device, describe, pick
+from ascendchat.device.env import NPU_TRAINING
+
+pytestmark = pytest.mark.npu
+ROOT = Path(__file__).resolve().parents[2]
+OnNpu = Callable[..., Any]
+
+
+@pytest.fixture
+def device() -> Device:
+    found = pick("npu")
+    found.bind(0)
+    return found
+
+
+PROGRAM = """
+import json
+from ascendchat.config import UserError
+from ascendchat.device import pick
+def result(*values):
+    print("RESULT " + json.dumps(values))
+"""
+
+
+def _result(output: str) -> list[object]:
+    """What the program gave to result()."""
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == 1, output
+    values: list[object] = json.loads(lines[0].removeprefix("RESULT "))
+    return values
+
+
+def test_the_npu_comes_first_when_nothing_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCENDCHAT_DEVICE", raising=False)
+    assert pick().type == "npu"
+    assert (device.collective, device.pin, device.compiles) == ("hccl", True, False)
+    assert device.chip.name == os.environ.get("CANNSIM_CHIP", "Ascend910B3")
+    assert describe(device).startswith(f"npu: {device.chip.name}, ")
+
+
+def test_bind_chooses_the_device_and_refuses_one_that_is_not_visible(device: Device) -> None:
+    last = device.count() - 1
+    assert device.bind(last) == torch.device("npu", last)
+    assert torch.ones(1, device="npu").device.index == last
+    assert device.bind(0).index == 0
+    with pytest.raises(UserError, match=rf"local rank {last + 1} has no Ascend NPU: {last + 1} visible"):
+        device.bind(last + 1)
+
+
+def test_a_new_thread_can_compute_once_it_is_bound(device: Device) -> None:
+    results: list[float] = []
+
+    def work() -> None:
+        where = device.bind(0)
+        results.append(float((torch.full((2,), 3.0, device=where) * 2).sum().cpu()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [12.0]
+
+
+def test_seed_and_generator_state_repeat_the_same_numbers(device: Device) -> None:
+    device.seed(7)
+    first = torch.rand(8, device="npu").cpu()
+    state = device.rng_state()
+    second = torch.rand(8, device="npu").cpu()
+    device.set_rng_state(state)
+    assert torch.equal(second, torch.rand(8, device="npu").cpu())
+    device.seed(7)
+    assert torch.equal(first, torch.rand(8, device="npu").cpu())
+    assert not torch.equal(first, second)
+    assert {name: str(value.device) for name, value in state.items()} == {"cpu": "cpu", "npu": "cpu"}
+
+
+def test_memory_follows_tensors_and_release_gives_it_back_to_the_driver(device: Device) -> None:
+    size = 32 << 20
+    device.release()
+    device.reset_peak()
+    before = device.memory()
+    block = torch.empty(size, dtype=torch.uint8, device="npu")
+    during = device.memory()
+    assert size <= during.used - before.used < size + (1 << 20)
+    assert during.peak == during.used
+    del block
+    held = cannsim.allocated(0)
+    after = device.memory()
+    assert (after.used, after.peak) == (before.used, during.peak)
+    device.release()
+    assert held - cannsim.allocated(0) >= size
+    device.reset_peak()
+    assert device.memory().peak == before.used
+    assert after.total == torch.npu.get_device_properties(0).total_memory
+
+
+def test_marks_measure_work_on_the_device(device: Device) -> None:
+    start = device.event()
+    x = torch.ones(400, 400, device="npu")
+    for _ in range(5):
+        x = x @ x * 1e-3
+    end = device.event()
+    assert end.since(start) > 0
+    device.synchronize()
+    assert device.event().since(end) >= 0
+
+
+def test_host_memory_can_be_pinned(device: Device) -> None:
+    assert torch.ones(8).pin_memory().is_pinned() == device.pin
+
+
+def test_overflow_shows_as_inf_or_nan_on_chips_with_bf16(device: Device) -> None:
+    good = torch.ones(3, device="npu")
+    assert not device.overflowed([good, good])
+    assert device.overflowed([good, torch.full((2,), float("inf"), device="npu")])
+
+
+def test_compiling_is_the_identity_and_asking_for_it_needs_triton_ascend(device: Device) -> None:
+    assert device.compile(torch.neg) is torch.neg
+    with pytest.raises(UserError, match="pip install triton-ascend"):
+        pick("npu", compiled=True)
+
+
+def test_a_captured_graph_replays_with_new_inputs_and_few_launches(device: Device) -> None:
+    still = torch.zeros(4, device="npu")
+    replay = device.graph(lambda x: torch.add(x * 3, 1), still)
+    for value in (2.0, 5.0):
+        out = replay(torch.full((4,), value, device="npu"))
+        assert out.cpu().tolist() == [value * 3 + 1] * 4
+
+
+def test_the_profile_is_set_and_the_npu_runs_under_it() -> None:
+    code = f"""{PROGRAM}
+from ascendchat.device.env import prepare
+done = prepare(None)
+import torch
+device = pick()
+result(done.set, device.type, (torch.ones(2, device=device.bind(0)) + 1).cpu().tolist())
+"""
+    env = {name: value for name, value in cannsim.environment().items() if name not in NPU_TRAINING}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert _result(done.stdout) == [NPU_TRAINING, "npu", [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("chip", ["Ascend910A", "Ascend310P3"])
+def test_chips_of_2019_compute_in_fp16_with_a_scaled_loss_and_refuse_bf16(chip: str, on_npu: OnNpu) -> None:
+    code = f"""{PROGRAM}
+device = pick("npu")
+try:
+    refused = pick("npu", dtype="bf16").type
+except UserError as error:
+    refused = str(error)
+result(device.chip.name, str(device.dtype), device.scaling.needed, device.scaling.overflow, refused)
+"""
+    name, dtype, needed, overflow, refused = _result(on_npu(code, chip=chip)[0].output)
+    assert (name, dtype, needed, overflow) == (chip, "torch.float16", True, "flag")
+    assert str(refused).startswith(f"{chip} has no bf16; use fp16")
+
+
+@pytest.mark.parametrize("chip", ["Ascend910B1", "Ascend910_9392"])
+def test_newer_chips_compute_in_bf16_without_scaling(chip: str, on_npu: OnNpu) -> None:
+    code = f'{PROGRAM}\nd = pick("npu")\nresult(d.chip.name, str(d.dtype), d.scaling.needed, d.chip.known)'
+    assert _result(on_npu(code, chip=chip)[0].output) == [chip, "torch.bfloat16", False, True]
+
+
+def test_each_rank_looks_only_at_its_own_device(on_npu: OnNpu) -> None:
+    code = f'{PROGRAM}\nimport torch\npick("npu")\nresult(torch.npu.current_device())'
+    assert _result(on_npu(code, devices=2, LOCAL_RANK=1)[0].output) == [1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"ASCEND_RT_VISIBLE_DEVICES": "1,0"}, "strictly ascending"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": " 0"}, "only digits and commas"),
+        ({"CANNSIM_DEVICES": "0"}, "ascendchat doctor"),
+    ],
+    ids=["descending", "space", "no device"],
+)
+def test_an_npu_that_cannot_be_seen_is_one_sentence_that_says_why(
+    environ: dict[str, str], reason: str, on_npu: OnNpu
+) -> None:
+    code = f"""{PROGRAM}
+try:
+    result("picked", pick("npu").type)
+except UserError as error:
+    result("refused", str(error))
+"""
+    kind, sentence = _result(on_npu(code, devices=2, **environ)[0].output)
+    assert kind == "refused"
+    assert reason in str(sentence)

@@ -1,0 +1,135 @@
+"""chips.py: names are matched whole, figures are those of the data sheets, unknown chips get cautious ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ascendchat import chips
+from ascendchat.chips import CHIPS, GIB, KINDS, detected, find, unknown
+from ascendchat.config import UserError
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("Ascend910B3", "Ascend910B3"),
+        ("910B3", "Ascend910B3"),
+        ("ascend910b3", "Ascend910B3"),
+        ("910B4-1", "Ascend910B4-1"),
+        ("910B", "Ascend910B"),
+        ("910ProB", "Ascend910ProB"),
+        ("Ascend910_9372", "Ascend910_9372"),
+        ("Ascend950DT_95A1", "Ascend950DT"),
+        ("NVIDIA H200", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("  NVIDIA  GeForce RTX 4090 ", "NVIDIA GeForce RTX 4090"),
+        ("Apple M2 Max", "Apple M2 Max"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_find_knows_the_spellings_of_torch_and_the_vendor_tools(spelling: str, name: str) -> None:
+    assert find(spelling).name == name
+
+
+def test_910B_without_a_digit_is_the_old_chip_without_bf16() -> None:
+    old, new = find("Ascend910B"), find("Ascend910B3")
+    assert (old.bf16, old.saturates, old.fused_attention, old.memory) == (False, True, False, 32 * GIB)
+    assert (new.bf16, new.saturates, new.fused_attention, new.memory) == (True, False, True, 64 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [("Ascend910B1", 373.9), ("Ascend910B2C", 353.9), ("Ascend910B3", 294.9), ("Ascend910B4", 245.8)]
+    + [("Ascend910_9392", 353.9), ("Ascend910_9362", 245.8), ("Ascend910A", 256), ("NVIDIA H200", 989.4)],
+)
+def test_peaks_are_dense_matrix_figures(name: str, teraflops: float) -> None:
+    assert find(name).flops == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("name", ["Ascend910", "910", "310P", "950"])
+def test_a_family_name_is_refused_instead_of_guessed(name: str) -> None:
+    with pytest.raises(UserError, match="does not name one chip"):
+        find(name)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(UserError, match=r"no chip '910B5' .*910B3"):
+        find("910B5")
+    with pytest.raises(UserError, match="for example Ascend910B3"):
+        find("qwertyuiop")
+
+
+@given(st.sampled_from(sorted(CHIPS)), st.text("0123456789ABx", min_size=1, max_size=2))
+def test_a_name_with_something_behind_it_never_matches_the_shorter_chip(name: str, tail: str) -> None:
+    longer = name + tail
+    if chips._key(longer) in chips._BY_NAME:
+        assert find(longer).name.casefold() != name.casefold()
+    else:
+        with pytest.raises(UserError):
+            find(longer)
+
+
+def test_no_two_chips_share_a_spelling() -> None:
+    spellings = [s.casefold() for chip in CHIPS.values() for s in (chip.name, *chip.aliases)]
+    assert len(spellings) == len(set(spellings))
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_figures_are_plausible_and_in_base_units(chip: chips.Chip) -> None:
+    assert chip.device_type in KINDS
+    assert 4 * GIB <= chip.memory <= 300 * GIB
+    assert 0 <= chip.reserved < chip.memory / 4
+    assert 1e10 < chip.flops < 1e16
+    assert 1e10 < chip.bandwidth < 1e13
+    assert chip.node_link > 1e8
+    assert chip.flops / chip.bandwidth > 1  # every chip computes faster than it reads
+    assert not (chip.saturates and chip.bf16)
+    assert chip.known
+
+
+def test_a_detected_chip_has_the_memory_the_driver_reports() -> None:
+    assert detected("Ascend910B3", "npu", 61 * GIB).memory == 61 * GIB
+    assert detected("Ascend910B3", "npu", 61 * GIB).usable == 61 * GIB
+    assert detected("Ascend910B3", "npu", 0).usable == 61 * GIB  # 64 less the driver's 3
+
+
+def test_a_detected_chip_that_is_not_in_the_table_gets_cautious_figures_and_says_so() -> None:
+    for chip in (detected("Ascend999X", "npu", 10 * GIB), unknown("Ascend999X", "npu", 10 * GIB)):
+        assert not chip.known
+        assert not chip.bf16
+        assert not chip.fused_attention
+        assert (chip.name, chip.memory, chip.device_type) == ("Ascend999X", 10 * GIB, "npu")
+        assert "not in the chip table" in chip.source
+    assert detected("Ascend910B3", "cuda", GIB).known is False  # a name of another device type does not count
+
+
+def test_this_cpu_is_this_machine() -> None:
+    chip = chips.this_cpu()
+    assert 0 < chip.memory <= chips.os.sysconf("SC_PAGE_SIZE") * chips.os.sysconf("SC_PHYS_PAGES")
+    assert chip.flops >= chips.CPU_CORE_FLOPS
+
+
+def test_each_device_type_names_its_variable_its_collective_and_its_tool() -> None:
+    assert list(KINDS) == ["npu", "cuda", "mps", "cpu"]
+    assert (KINDS["npu"].visible, KINDS["npu"].collective, KINDS["npu"].tool) == (
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "hccl",
+        "npu-smi",
+    )
+    assert (KINDS["cuda"].visible, KINDS["cuda"].collective, KINDS["cuda"].tool) == (
+        "CUDA_VISIBLE_DEVICES",
+        "nccl",
+        "nvidia-smi",
+    )
+    assert {KINDS["cpu"].collective, KINDS["mps"].collective} == {"gloo"}
+
+
+def test_chips_and_device_and_env_import_without_torch() -> None:
+    code = "import ascendchat.chips, ascendchat.device, ascendchat.device.env, sys; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,315 @@
+"""Flags and YAML into frozen dataclasses: `pytest tests/unit/test_config.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ascendchat.config import UserError, dump, home, load_yaml, option, parse, wants_help
+from ascendchat.config.text import describe, field_docs
+
+
+@dataclass(frozen=True)
+class Base:
+    """What several commands share."""
+
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device to use"
+
+
+@dataclass(frozen=True)
+class Sample(Base):
+    """A command with one field of every kind."""
+
+    device_batch_size: int = option(8, also=("batch", "micro_batch"))
+    "rows per device"
+    warmup: int = 0
+    "steps of warm-up"
+    lr: float = 0.02
+    "learning rate"
+    tokens: int | None = None
+    "training tokens"
+    name: str = ""
+    "name of the run"
+    json: bool = False
+    "print JSON"
+    resume: bool | None = None
+    "continue; by default when there is a checkpoint"
+    level: Literal[1, 2, 3] = 2
+    "how much"
+    track: tuple[str, ...] = ("a",)
+    "where to log"
+    sizes: tuple[int, ...] = ()
+    "sizes"
+    extra: dict[str, int] = dataclasses.field(default_factory=dict)
+    "a mapping"
+
+
+@dataclass(frozen=True)
+class Words:
+    """Takes bare words."""
+
+    files: tuple[str, ...] = option((), words="each")
+    "files"
+    json: bool = False
+    "print JSON"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Takes bare numbers."""
+
+    steps: tuple[int, ...] = option(words="each")
+    "steps"
+
+
+@dataclass(frozen=True)
+class One:
+    """Takes exactly one word."""
+
+    log: str = option(words="each")
+    "file"
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Runs another command."""
+
+    command: tuple[str, ...] = option(words="rest")
+    "what to run"
+    devices: int = option(1, also=("npus", "gpus"))
+    "how many"
+
+
+def error(cls: type, *argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(cls, list(argv))
+    return str(caught.value)
+
+
+def yaml_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_defaults_without_flags() -> None:
+    assert parse(Sample, []) == Sample()
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--device-batch-size", "--device_batch_size", "--device-batch_size", "--batch", "--micro-batch", "--micro_batch"],
+)
+@pytest.mark.parametrize("joined", [True, False])
+def test_dashes_and_underscores_and_aliases_are_the_same_flag(flag: str, joined: bool) -> None:
+    assert parse(Sample, [f"{flag}=32"] if joined else [flag, "32"]).device_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--lr", "-1e-3"], "lr", -1e-3),
+        (["--warmup", "-5"], "warmup", -5),
+        (["--tokens", "1e9"], "tokens", 10**9),
+        (["--tokens", "1_000"], "tokens", 1000),
+        (["--tokens", "auto"], "tokens", None),
+        (["--device-type", "npu"], "device_type", "npu"),
+        (["--device-type", "none"], "device_type", None),
+        (["--json"], "json", True),
+        (["--json", "false"], "json", False),
+        (["--json=off"], "json", False),
+        (["--no-json"], "json", False),
+        (["--resume"], "resume", True),
+        (["--no-resume"], "resume", False),
+        (["--resume=auto"], "resume", None),
+        (["--level", "3"], "level", 3),
+        (["--track", "b, c,"], "track", ("b", "c")),
+        (["--track", ""], "track", ()),
+        (["--sizes", "1,2"], "sizes", (1, 2)),
+        (["--name", "a=b"], "name", "a=b"),
+        (["--name=--odd"], "name", "--odd"),
+        (["--name", ""], "name", ""),
+        (["--lr", "1", "--lr", "2"], "lr", 2.0),
+        (["--", "--lr", "2"], "lr", 2.0),
+    ],
+)
+def test_values_of_flags(argv: list[str], field: str, value: object) -> None:
+    got = getattr(parse(Sample, argv), field)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--device-btch-size", "3"], "unknown flag --device-btch-size; did you mean --device-batch-size?"),
+        (["--device_typ=npu"], "did you mean --device-type?"),
+        (["--confg", "x"], "did you mean --config?"),
+        (["--zzzzzzzz"], "choose from: --device-type, --device-batch-size, --batch"),
+        (["--device-type", "cuad"], "--device-type: 'cuad' is not a valid value; did you mean cuda? (choose"),
+        (["--device-type", "gpu"], "(choose from: npu, cuda, mps, cpu)"),
+        (["--device-type", "tpu-v5"], "choose from: npu, cuda, mps, cpu"),
+        (["--level", "4"], "choose from: 1, 2, 3"),
+        (["--tokens", "many"], "--tokens: 'many' is not a whole number"),
+        (["--tokens", "1.5"], "is not a whole number"),
+        (["--tokens", "inf"], "is not a whole number"),
+        (["--lr", "fast"], "--lr: 'fast' is not a number"),
+        (["--sizes", "1,x"], "--sizes: 'x' is not a whole number"),
+        (["--json=maybe"], "is not true or false"),
+        (["--name"], "--name needs a value"),
+        (["--name", "--json"], "--name needs a value"),
+        (["--name", "--"], "--name needs a value"),
+        (["--no-lr"], "only a switch can be negated"),
+        (["--no-json=true"], "takes no value"),
+        (["word"], "unexpected argument 'word'"),
+        (["--extra", "x"], "give it in a YAML file"),
+    ],
+)
+def test_wrong_input_says_what_was_meant(argv: list[str], said: str) -> None:
+    assert said in error(Sample, *argv)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "lr: 1e-4\nmicro-batch: 4\ndevice_type: cpu\ntrack: [x, y]\nextra: {a: 1}\n")
+    for argv in (["--config", path, "--batch", "16"], ["--batch", "16", f"--config={path}"]):
+        got = parse(Sample, argv)
+        assert got == Sample(
+            lr=1e-4, device_batch_size=16, device_type="cpu", track=("x", "y"), extra={"a": 1}, warmup=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("devise_type: npu", "unknown setting devise_type; did you mean device_type?"),
+        ("warmup: yes", "warmup: True is not a whole number"),
+        ("lr: true", "lr: True is not a number"),
+        ("warmup: 2.5", "not a whole number"),
+        ("name: off", "put it in quotes"),
+        ("name: 2024-01-01", "put it in quotes"),
+        ("device_type: gpu", "c.yaml: device_type: 'gpu' is not a valid value"),
+        ("lr: [1, 2]", "is not a number"),
+        ("- a\n- b", "must hold `name: value` lines"),
+        ("a: [1", "is not valid YAML"),
+        ("a: \x00", "is not valid YAML"),
+    ],
+)
+def test_wrong_yaml_names_the_file_and_the_setting(tmp_path: Path, text: str, said: str) -> None:
+    message = error(Sample, "--config", yaml_file(tmp_path, text))
+    assert said in message
+    assert "c.yaml" in message
+    assert "\n" not in message
+
+
+def test_missing_binary_and_empty_yaml(tmp_path: Path) -> None:
+    assert "No such file" in error(Sample, "--config", str(tmp_path / "no.yaml"))
+    assert "Is a directory" in error(Sample, "--config", str(tmp_path))
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\xff")
+    assert "not valid YAML" in error(Sample, "--config", str(tmp_path / "b.yaml"))
+    assert parse(Sample, ["--config", yaml_file(tmp_path, "# nothing\n")]) == Sample()
+    assert load_yaml(yaml_file(tmp_path, "名: 值")) == {"名": "值"}
+
+
+samples = st.builds(
+    Sample,
+    device_type=st.sampled_from(["npu", "cuda", "mps", "cpu", None]),
+    device_batch_size=st.integers(),
+    warmup=st.integers(),
+    lr=st.floats(allow_nan=False),
+    tokens=st.none() | st.integers(),
+    name=st.text(),
+    json=st.booleans(),
+    resume=st.none() | st.booleans(),
+    level=st.sampled_from([1, 2, 3]),
+    track=st.lists(st.text()).map(tuple),
+    sizes=st.lists(st.integers()).map(tuple),
+    extra=st.dictionaries(st.text(), st.integers()),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@example(Sample(name="\x85", extra={"\x85 \u2028": 1}, track=("a\u2029b",)))
+@example(Sample(name="中文 yes", track=("off", "1e5", "null", "")))
+@given(samples)
+def test_dumped_config_reads_back_the_same(tmp_path_factory: pytest.TempPathFactory, config: Sample) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert parse(Sample, ["--config", str(path)]) == config
+
+
+def test_dumped_config_keeps_chinese_readable() -> None:
+    assert "中文" in dump(Sample(name="中文"))
+
+
+@settings(deadline=None)
+@given(samples)
+def test_flags_read_back_the_same(config: Sample) -> None:
+    argv = [
+        f"--{field.name.replace('_', '-')}={getattr(config, field.name)}"
+        for field in dataclasses.fields(Sample)
+        if field.name not in ("track", "sizes", "extra")
+    ]
+    argv += [f"--sizes={','.join(map(str, config.sizes))}"]
+    assert parse(Sample, argv) == dataclasses.replace(config, track=("a",), extra={})
+
+
+def test_bare_words_fill_the_field_that_takes_them(tmp_path: Path) -> None:
+    assert parse(Words, ["a,b", "--json", "-", ""]) == Words(("a,b", "-", ""), json=True)
+    assert parse(Words, []) == Words()
+    assert parse(Numbers, ["1", "-2"]) == Numbers((1, -2))
+    assert "STEPS: 'x' is not a whole number" in error(Numbers, "x")
+    assert "missing STEPS" in error(Numbers)
+    assert parse(One, ["a"]) == One("a")
+    assert "one log expected, found 2: a b" in error(One, "a", "b")
+    config = Words(("", "a,b", "c d"))
+    assert parse(Words, ["--config", yaml_file(tmp_path, dump(config))]) == config
+
+
+def test_rest_takes_everything_after_the_first_word() -> None:
+    assert parse(Rest, ["--npus", "8", "base", "--depth", "12", "--devices", "x"]) == Rest(
+        ("base", "--depth", "12", "--devices", "x"), devices=8
+    )
+    assert parse(Rest, ["-m", "module", "--flag"]).command == ("-m", "module", "--flag")
+    assert parse(Rest, ["--gpus=2", "--", "base", "--x"]).command == ("--", "base", "--x")
+    assert "missing COMMAND" in error(Rest, "--npus", "8")
+    assert "unknown flag --depth" in error(Rest, "--depth", "12", "base")
+
+
+def test_help_is_asked_before_the_separator_only() -> None:
+    assert wants_help(["--lr", "1", "--help"])
+    assert wants_help(["-h"])
+    assert not wants_help(["--", "x.py", "--help"])
+
+
+def test_help_text_has_every_flag_its_docs_and_defaults() -> None:
+    assert field_docs(Sample).keys() == {f.name for f in dataclasses.fields(Sample)}
+    text = describe("ascendchat sample", Sample)
+    assert text.startswith("usage: ascendchat sample [--flags]\n\nA command with one field of every kind.")
+    rows = {line.split()[0].rstrip(","): " ".join(line.split()) for line in text.splitlines() if line.startswith("  -")}
+    assert rows["--device-batch-size"].startswith("--device-batch-size, --batch, --micro-batch N rows per device")
+    assert rows["--warmup"] == "--warmup N steps of warm-up (default: 0)"
+    assert rows["--level"] == "--level {1,2,3} how much (default: 2)"
+    assert rows["--track"] == "--track TEXT,... where to log (default: a)"
+    assert rows["--json"] == "--json print JSON"
+    assert rows["--device-type"] == "--device-type {npu,cuda,mps,cpu} device to use"
+    assert describe("x", Words).splitlines()[0] == "usage: x [--flags] FILES"
+
+
+def test_configs_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse(Sample, []).lr = 1.0  # type: ignore[misc]
+
+
+def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    assert home() == tmp_path
+    monkeypatch.delenv("ASCENDCHAT_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert home() == tmp_path / ".cache" / "ascendchat"

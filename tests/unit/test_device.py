@@ -1,0 +1,264 @@
+"""device/: what `pick` gives, and the one sentence it gives when a device is not there. Real on the CPU; the NPU device
+is tested on the simulated CANN in tests/npu/test_device_npu.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ascendchat.chips import CHIPS, find, unknown
+from ascendchat.config import UserError
+from ascendchat.device import Device, Options, Scaling, choose_dtype, describe, pick
+from ascendchat.device.cpu import CPU
+from ascendchat.device.cuda import CUDA
+from ascendchat.device.env import look
+from ascendchat.device.mps import MPS
+from ascendchat.device.npu import NPU
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASCENDCHAT_DEVICE", "ASCENDCHAT_DTYPE", "ASCENDCHAT_COMPILE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("kind", [CPU, CUDA, MPS, NPU])
+def test_every_device_has_all_of_the_interface(kind: type) -> None:
+    functions = {name for name in vars(Device) if not name.startswith("_")}
+    assert {"bind", "seed", "memory", "graph", "overflowed", "event"} <= functions
+    assert [name for name in functions if not hasattr(kind, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("chip", "asked", "expected"),
+    [
+        ("Ascend910B3", None, "bf16"),
+        ("Ascend910_9392", "auto", "bf16"),
+        ("Ascend910A", None, "fp16"),
+        ("Ascend910B", None, "fp16"),
+        ("Ascend310P3", None, "fp16"),
+        ("Ascend910A", "fp32", "fp32"),
+        ("H100", None, "bf16"),
+        ("V100", None, "fp16"),
+        ("H100", "float16", "fp16"),
+        ("Apple M2", None, "fp32"),
+        ("Apple M2", "bf16", "bf16"),
+        ("cpu", None, "fp32"),
+        ("cpu", "BF16", "bf16"),
+    ],
+)
+def test_the_dtype_is_what_the_chip_supports(chip: str, asked: str | None, expected: str) -> None:
+    assert choose_dtype(find(chip), asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("chip", "asked", "reason"),
+    [
+        ("Ascend910A", "bf16", "Ascend910A has no bf16; use fp16"),
+        ("Ascend910B", "bfloat16", "Ascend910B has no bf16"),
+        ("V100", "bf16", "no bf16"),
+        ("Apple M1", "bf16", "use fp32"),
+        ("cpu", "fp16", "fp16 is not used on CPU; use fp32"),
+        ("Apple M2", "fp16", "use fp32"),
+        ("H100", "int4", "'int4' is not a dtype"),
+    ],
+)
+def test_a_dtype_the_chip_cannot_is_refused(chip: str, asked: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        choose_dtype(find(chip), asked)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_no_chip_without_bf16_ever_gets_it_by_default(chip) -> None:  # type: ignore[no-untyped-def]
+    assert chip.bf16 or choose_dtype(chip) != "bf16"
+
+
+def test_an_unlisted_chip_trains_in_fp16_until_the_runtime_says_it_has_bf16() -> None:
+    assert choose_dtype(unknown("Ascend999", "npu", 1 << 34)) == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip", "saturates", "scaling"),
+    [
+        (NPU, "Ascend910B3", False, Scaling(False, "none")),
+        (NPU, "Ascend910A", True, Scaling(True, "flag")),
+        (CUDA, "V100", False, Scaling(True, "inf")),
+        (CUDA, "H100", False, Scaling(False, "none")),
+    ],
+)
+def test_only_fp16_is_scaled_and_saturating_chips_are_watched_by_their_flag(kind, chip, saturates, scaling) -> None:  # type: ignore[no-untyped-def]
+    device = kind(None, find(chip), Options())
+    device.saturates = saturates
+    assert device.scaling == scaling
+
+
+@pytest.mark.parametrize("device", [CPU(Options()), CUDA(None, find("V100"), Options())], ids=["cpu", "cuda"])
+def test_overflow_is_inf_or_nan_in_any_gradient(device: Device) -> None:
+    good = torch.ones(3)
+    assert not device.overflowed([])
+    assert not device.overflowed([good, good])
+    assert device.overflowed([good, torch.tensor([1.0, float("inf")])])
+    assert device.overflowed([torch.tensor([float("nan")]), good])
+
+
+def test_the_cpu_is_picked_by_name_argument_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pick("cpu")
+    assert (device.type, device.collective, device.dtype, device.pin) == ("cpu", "gloo", torch.float32, False)
+    assert device.bind(5) == torch.device("cpu")
+    monkeypatch.setenv("ASCENDCHAT_DEVICE", "cpu")
+    monkeypatch.setenv("ASCENDCHAT_DTYPE", "bf16")
+    assert pick().dtype == torch.bfloat16
+    assert pick(dtype="fp32").dtype == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="a GPU is here")
+def test_without_any_accelerator_the_cpu_is_picked_and_described() -> None:
+    device = pick()
+    assert device.type == "cpu"
+    assert describe(device).startswith("cpu: cpu, float32, ")
+    assert describe(device).endswith("eager, gloo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"no NVIDIA GPU can be used: .*--device-type cpu"):
+        pick("cuda")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="an Apple GPU is here")
+def test_an_apple_gpu_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"no Apple GPU can be used: .*--device-type cpu"):
+        pick("mps")
+
+
+def test_an_unknown_device_type_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"--device-type: 'cud' is not a device type; did you mean cuda"):
+        pick("cud")
+
+
+TRY = """
+import sys
+from ascendchat.config import UserError
+from ascendchat.device import pick
+from ascendchat.device.env import prepare
+{before}
+try:
+    pick({asked!r})
+except UserError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+def _try(before: str, asked: str | None) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a fresh process that prepares (or not) and picks."""
+    hidden = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "LD_LIBRARY_PATH", "ASCEND_HOME_PATH")
+    clean = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = [sys.executable, "-c", TRY.format(before=before, asked=asked)]
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+WITHOUT_CANN = pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is None or look({}).cann or bool(look({}).nodes),
+    reason="needs torch_npu installed on a machine without CANN",
+)
+
+
+@WITHOUT_CANN
+@pytest.mark.parametrize(
+    ("before", "asked"),
+    [("prepare('npu')", "npu"), ("", "npu"), ("", None)],
+    ids=["prepared", "import torch fails", "automatic, import torch fails"],
+)
+def test_torch_npu_without_cann_is_one_sentence_and_no_traceback(before: str, asked: str | None) -> None:
+    status, out, err = _try(before, asked)
+    assert status == 2, err
+    assert out.count("\n") == 1
+    for part in ("set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "no /dev/davinci*"):
+        assert part in out
+    assert "Traceback" not in err
+
+
+@WITHOUT_CANN
+def test_torch_npu_without_cann_does_not_stop_an_automatic_run() -> None:
+    status, out, err = _try("prepare(None)", None)
+    assert (status, out) == (0, ""), err
+
+
+def test_without_torch_npu_asking_for_an_npu_says_what_to_install() -> None:
+    status, out, err = _try(
+        "sys.modules['torch_npu'] = None\nimport os\nos.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD='0')", "npu"
+    )
+    assert status == 2, err
+    assert "pip install 'ascendchat[npu]'" in out
+    assert out.count("\n") == 1
+
+
+def test_seed_and_generator_state_repeat_the_same_numbers() -> None:
+    device = pick("cpu")
+    device.seed(7)
+    first = torch.rand(5)
+    state = device.rng_state()
+    second = torch.rand(5)
+    device.set_rng_state(state)
+    assert torch.equal(second, torch.rand(5))
+    device.seed(7)
+    assert torch.equal(first, torch.rand(5))
+    assert {name: value.dtype for name, value in state.items()} == {"cpu": torch.uint8}  # fit for safetensors
+
+
+def test_marks_measure_milliseconds() -> None:
+    import time
+
+    device = pick("cpu")
+    start = device.event()
+    time.sleep(0.02)
+    assert 19 <= device.event().since(start) < 2000
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells resident memory only on Linux")
+def test_memory_follows_tensors_and_the_peak_can_be_reset() -> None:
+    device = pick("cpu")
+    device.release()
+    device.reset_peak()
+    before = device.memory()
+    block = torch.ones(64 << 20, dtype=torch.uint8)  # 64 MiB, touched
+    during = device.memory()
+    assert during.used - before.used > 48 << 20
+    assert during.peak >= during.used - (8 << 20)
+    del block
+    device.release()
+    after = device.memory()
+    assert after.used < during.used - (48 << 20)
+    assert after.peak > after.used + (48 << 20)
+    device.reset_peak()
+    assert device.memory().peak < during.peak - (32 << 20)
+    assert after.used < after.total == device.chip.memory
+
+
+def test_compiling_is_off_on_the_cpu_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert pick("cpu").compile(double) is double
+    assert pick("cpu", compiled=True).compile(double) is not double
+    monkeypatch.setenv("ASCENDCHAT_COMPILE", "1")
+    assert pick("cpu").compiles
+    assert not pick("cpu", compiled=False).compiles
+    monkeypatch.setenv("ASCENDCHAT_COMPILE", "yes")
+    with pytest.raises(UserError, match="ASCENDCHAT_COMPILE: 'yes' is not 0 or 1"):
+        pick("cpu")
+
+
+def test_a_graph_is_the_function_itself_where_the_chip_has_none() -> None:
+    assert pick("cpu").graph(torch.neg, torch.ones(2)) is torch.neg
+    assert NPU(None, find("Ascend910A"), Options()).graph(torch.neg, torch.ones(2)) is torch.neg

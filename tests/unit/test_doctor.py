@@ -1,0 +1,386 @@
+"""The checks of `ascendchat doctor`: every failing path on a machine built for it. The real one: test_doctor_run.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascendchat.config import home
+from ascendchat.device import smi
+from ascendchat.doctor import (
+    checks,
+    checks_cann,
+    checks_npu,
+    checks_stored,
+    checks_system,
+    plain,
+    probe,
+    verdict,
+)
+from ascendchat.doctor.checks import Check, Machine
+from ascendchat.doctor.probe import Probe
+
+SAMPLES = Path(__file__).parent / "smi_samples"
+NO_TOOL = smi.Problem("npu-smi is not installed", "npu-smi", missing=True)
+WHEELS = Probe({name: "1.0" for name in checks.REQUIRED + checks.OPTIONAL + checks.VENDOR})
+CPU_TORCH = Probe(
+    {"version": "2.13.0+cpu", "cuda_build": "", "cuda": [], "cuda_bf16": False, "mps": False, "gloo": True}
+)
+LIBHCCL = (
+    "Traceback (most recent call last):\n"
+    "ImportError: libhccl.so: cannot open shared object file: No such file or directory\n"
+    "The above exception was the direct cause of the following exception:\n"
+    "RuntimeError: Failed to load the backend extension: torch_npu. You can disable extension auto-loading with "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+)
+
+
+def laptop(tmp_path: Path, **changes: Any) -> Machine:
+    """A healthy machine without an accelerator; `root` is a folder with nothing but /dev/shm."""
+    (tmp_path / "dev/shm").mkdir(parents=True, exist_ok=True)
+    return replace(
+        Machine(
+            lang="en",
+            environ={"PATH": os.environ["PATH"]},
+            home=home(),
+            torch=CPU_TORCH,
+            npu=None,
+            wheels=WHEELS,
+            npu_smi=NO_TOOL,
+            nvidia_smi=smi.Problem("nvidia-smi is not installed", "nvidia-smi", missing=True),
+            mirror="",
+            versions={"torch": "2.13.0+cpu"},
+            root=tmp_path,
+        ),
+        **changes,
+    )
+
+
+def atlas(tmp_path: Path, **changes: Any) -> Machine:
+    """A healthy Atlas A2 server: eight 910B3, driver, CANN 9.1.0 loaded, its operators installed."""
+    for name in [f"davinci{i}" for i in range(8)] + list(checks_cann.MANAGERS):
+        put(tmp_path / "dev" / name)
+    put(tmp_path / "usr/local/Ascend/driver/version.info", "Version=25.5.1\nascendhal_version=7.35.23\n")
+    cann = tmp_path / "usr/local/Ascend/cann"
+    put(cann / "set_env.sh", "export ASCEND_HOME_PATH=...\n")
+    put(cann / "aarch64-linux/ascend_toolkit_install.info", "package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
+    put(cann / "opp/built-in/op_impl/ai_core/tbe/kernel/ascend910b/add/add.json")
+    told = {"version": "2.12.0", "count": 8, "available": True, "hccl": True, "names": ["Ascend910B3"] * 8}
+    settings: dict[str, Any] = {
+        "environ": {"PATH": os.environ["PATH"], "ASCEND_HOME_PATH": str(cann)},
+        "npu": Probe({**told, "bf16": True}),
+        "npu_smi": smi.parse_npu_table((SAMPLES / "a2_25.txt").read_text().replace("Alarm", "OK   ")),
+        "versions": {"torch": "2.12.0+cpu", "torch_npu": "2.12.0"},
+    }
+    return laptop(tmp_path, **{**settings, **changes})
+
+
+def put(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def with_env(machine: Machine, **variables: str) -> Machine:
+    return replace(machine, environ={**machine.environ, **variables})
+
+
+def told(check: Check, status: str, *parts: str) -> None:
+    """The check has this status, and found, why and fix together say each of these."""
+    whole = f"{check.found}\n{check.why}\n{check.fix}"
+    assert check.status == status, check
+    for part in parts:
+        assert part in whole, (part, check)
+    if status in ("warn", "fail"):
+        assert check.why, check
+        assert check.fix, check
+
+
+# ------------------------------------------------------------------------------------------------ whole machines
+
+
+def test_machine_without_accelerator_is_ready_on_the_cpu(tmp_path: Path) -> None:
+    machine = laptop(tmp_path)
+    found = checks.judge(machine)
+    assert {c.status for c in found} <= {"ok", "skip", "warn"}
+    text, following = verdict(machine, found)
+    assert "training uses cpu" in text
+    assert following == "ascendchat plan --depth 4 --chip cpu"
+
+
+def test_healthy_atlas_server_passes_every_check(tmp_path: Path) -> None:
+    machine = atlas(tmp_path)
+    troubled = [c for c in checks.judge(machine) if c.status == "fail"]
+    assert troubled == []
+    text, following = verdict(machine, checks.judge(machine))
+    assert "npu (Ascend910B3) x 8" in text
+    assert following == "ascendchat doctor --devices 8"
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_every_complaint_says_why_and_how_to_mend_it_in_both_languages(tmp_path: Path, lang: str) -> None:
+    put(tmp_path / "dev/davinci0")
+    sick = replace(
+        laptop(tmp_path, lang=lang),
+        python=(3, 9, 1),
+        torch=Probe({}, "ImportError: libtorch.so"),
+        npu=Probe({}, LIBHCCL),
+        npu_smi=smi.Problem("npu-smi failed (exit status 1): dcmi ... ret is -8005", "npu-smi"),
+        mirror="no answer",
+        wheels=Probe({**WHEELS.values, "pyarrow": None}),
+        versions={"torch": "2.13.0", "torch_npu": "2.12.0"},
+    )
+    bad = [c for c in checks.judge(sick) if c.status in ("warn", "fail")]
+    assert len(bad) >= 8
+    for check in bad:
+        assert check.found, check
+        assert check.why, check
+        assert check.fix, check
+    chinese = [c for c in bad if any("一" <= ch <= "鿿" for ch in c.why)]
+    assert len(chinese) == (len(bad) if lang == "zh" else 0)
+    assert len(plain(sick, bad)) >= 3 * len(bad)
+
+
+# ------------------------------------------------------------------------------------------------ torch and torch_npu
+
+
+def test_torch_npu_without_cann_on_a_server_names_set_env_and_autoload(tmp_path: Path) -> None:
+    machine = replace(atlas(tmp_path), npu=Probe({}, LIBHCCL))
+    machine = replace(machine, environ={"PATH": os.environ["PATH"]})
+    told(checks_npu.torch_npu(machine), "fail", "libhccl.so", "source /usr/local/Ascend/cann/set_env.sh", "AUTOLOAD=0")
+    told(checks_cann.cann(machine), "fail", "not loaded", "source /usr/local/Ascend/cann/set_env.sh")
+    told(checks_npu.device(machine), "fail", "Ascend chip is here")
+
+
+def test_torch_and_torch_npu_of_different_versions_are_a_failure(tmp_path: Path) -> None:
+    machine = atlas(tmp_path, versions={"torch": "2.13.0+cpu", "torch_npu": "2.12.0"})
+    told(checks_npu.torch_npu(machine), "fail", "pip install torch==2.12.0 torch_npu==2.12.0")
+    same = atlas(tmp_path, versions={"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4"})
+    told(checks_npu.torch_npu(same), "ok")
+
+
+def test_cuda_build_of_torch_beside_torch_npu_is_a_conflict(tmp_path: Path) -> None:
+    error = "RuntimeError: Two accelerators cannot be used at the same time in PyTorch: npu and cuda."
+    cuda = Probe({**CPU_TORCH.values, "cuda_build": "12.8"})
+    machine = atlas(tmp_path, npu=Probe({}, error), torch=cuda)
+    told(checks_npu.two_accelerators(machine), "fail", "CUDA 12.8", "torch==2.12.0+cpu")
+
+
+def test_chip_without_torch_npu_says_what_to_install(tmp_path: Path) -> None:
+    machine = atlas(tmp_path, npu=None, versions={"torch": "2.13.0+cpu"})
+    told(checks_npu.torch_npu(machine), "fail", "pip install torch_npu==2.13.0")
+
+
+def test_chip_on_the_bus_without_any_driver_is_noticed(tmp_path: Path) -> None:
+    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/vendor", "0x19e5\n")
+    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/class", "0x120000\n")
+    machine = laptop(tmp_path)
+    told(checks_cann.driver(machine), "fail", "version.info")
+    told(checks_cann.device_nodes(machine), "fail", "/dev/davinci0")
+    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/class", "0x020000\n")  # a network card of the same maker
+    assert not machine.has_chip
+
+
+def test_torch_that_is_missing_or_broken_is_a_failure(tmp_path: Path) -> None:
+    broken = Probe({}, "Traceback ...\nImportError: libtorch_cpu.so: cannot open shared object file")
+    told(checks_npu.torch(laptop(tmp_path, torch=broken)), "fail", "libtorch_cpu.so", "pip install --force-reinstall")
+    told(checks_npu.torch(laptop(tmp_path, torch=broken, versions={})), "fail", "pip install torch")
+
+
+def test_gpu_that_torch_cannot_see_is_a_warning(tmp_path: Path) -> None:
+    seen = smi.Readings("nvidia-smi", devices=[smi.DeviceReading(0, "NVIDIA H200")])
+    told(checks_npu.device(laptop(tmp_path, nvidia_smi=seen)), "warn", "NVIDIA H200", "only the CPU")
+
+
+def test_device_that_another_process_holds_is_a_failure_that_names_clean(tmp_path: Path) -> None:
+    machine = atlas(tmp_path)
+    assert machine.npu is not None
+    held = "Initialize:... error code is 507033\n[Error]: Failed to start the device."
+    busy = replace(machine, npu=Probe({**machine.npu.values, "problem": held}))
+    told(checks_npu.device(busy), "fail", "507033", "ascendchat clean")
+
+
+def test_next_command_names_the_chip_only_when_the_table_knows_it(tmp_path: Path) -> None:
+    for name, ending in (("NVIDIA H200", " --chip 'NVIDIA H200'"), ("NVIDIA Future 1", "")):
+        machine = laptop(tmp_path, torch=Probe({**CPU_TORCH.values, "cuda": [name], "cuda_bf16": True, "nccl": True}))
+        assert verdict(machine, checks.judge(machine))[1] == "ascendchat plan --depth 12" + ending
+
+
+def test_device_asked_for_by_variable_must_be_there(tmp_path: Path) -> None:
+    told(checks_npu.device(with_env(laptop(tmp_path), ASCENDCHAT_DEVICE="npu")), "fail", "ASCENDCHAT_DEVICE=npu")
+    told(checks_npu.device(with_env(atlas(tmp_path), ASCENDCHAT_DEVICE="cpu")), "ok", "cpu")
+    unusable = replace(atlas(tmp_path), npu=Probe({}, LIBHCCL))
+    told(checks_npu.device(with_env(unusable, ASCENDCHAT_DEVICE="cpu")), "ok", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "part"),
+    [
+        ("0,1,2", "ok", "0,1,2"),
+        ("2,1", "fail", "export ASCEND_RT_VISIBLE_DEVICES=1,2"),
+        ("0, 1", "fail", "export ASCEND_RT_VISIBLE_DEVICES=0,1"),
+        ("0,1,8", "fail", "export ASCEND_RT_VISIBLE_DEVICES=0,1"),
+    ],
+)
+def test_visible_devices_are_checked_for_order_spaces_and_range(
+    tmp_path: Path, value: str, status: str, part: str
+) -> None:
+    told(checks_npu.visible_devices(with_env(atlas(tmp_path), ASCEND_RT_VISIBLE_DEVICES=value)), status, part)
+
+
+@pytest.mark.parametrize(("chip", "status"), [("Ascend910B3", "ok"), ("Ascend910B", "warn"), ("Ascend310P3", "warn")])
+def test_bf16_is_told_by_the_whole_name_of_the_chip(tmp_path: Path, chip: str, status: str) -> None:
+    machine = atlas(tmp_path, npu=Probe({"version": "2.12.0", "count": 1, "names": [chip]}))
+    told(checks_npu.bf16(machine), status, chip)
+
+
+def test_missing_collective_backend_is_a_failure_with_many_devices(tmp_path: Path) -> None:
+    machine = atlas(tmp_path)
+    assert machine.npu is not None
+    without = replace(machine, npu=Probe({**machine.npu.values, "hccl": False}))
+    told(checks_npu.collectives(machine), "ok", "hccl")
+    told(checks_npu.collectives(without), "fail", "hccl is missing", "gloo")
+
+
+def test_folklore_settings_are_reported_with_their_cost(tmp_path: Path) -> None:
+    machine = with_env(atlas(tmp_path), ASCEND_LAUNCH_BLOCKING="1", NPU_PERF_MODE="high")
+    told(checks_npu.variables(machine), "warn", "slower", "unset ASCEND_LAUNCH_BLOCKING NPU_PERF_MODE")
+
+
+# ------------------------------------------------------------------------------------------------ CANN, driver, tools
+
+
+def test_cann_of_another_release_than_torch_npu_wants_is_a_warning(tmp_path: Path) -> None:
+    machine = atlas(tmp_path, versions={"torch": "2.9.0", "torch_npu": "2.9.0"})
+    told(checks_cann.cann(machine), "warn", "CANN 9.1.0", "CANN 8.5.0")
+    told(checks_cann.cann(atlas(tmp_path)), "ok", "9.1.0")
+
+
+def test_cann_path_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
+    machine = with_env(atlas(tmp_path), ASCEND_HOME_PATH="/nowhere/cann")
+    told(checks_cann.cann(machine), "fail", "/nowhere/cann does not exist", "source /usr/local/Ascend/cann/set_env.sh")
+
+
+def test_operators_of_another_chip_are_a_failure(tmp_path: Path) -> None:
+    machine = atlas(tmp_path)
+    told(checks_cann.operators(machine), "ok", "ascend910b")
+    kernels = tmp_path / "usr/local/Ascend/cann/opp/built-in/op_impl/ai_core/tbe/kernel"
+    (kernels / "ascend910b").rename(kernels / "ascend310p")
+    told(checks_cann.operators(machine), "fail", "needs ascend910b, found ascend310p", "910b-ops_9.1.0")
+
+
+@pytest.mark.parametrize(
+    ("said", "part"),
+    [
+        ("npu-smi failed (exit status 255): dcmi model initialized failed, ... ret is -8020", "another container"),
+        ("npu-smi failed (exit status 0): dcmi module initialize failed. ret is -8005", "--device /dev/davinci0"),
+        ("npu-smi did not answer within 15 s", "dmesg"),
+    ],
+)
+def test_npu_smi_failures_are_told_apart(tmp_path: Path, said: str, part: str) -> None:
+    told(checks_cann.npu_smi(laptop(tmp_path, npu_smi=smi.Problem(said, "npu-smi"))), "fail", said, part)
+
+
+def test_sick_device_is_named(tmp_path: Path) -> None:
+    readings = smi.parse_npu_table((SAMPLES / "a2_25.txt").read_text())
+    told(checks_cann.npu_smi(atlas(tmp_path, npu_smi=readings)), "warn", "5 Alarm", "npu-smi info -t health -i 5")
+
+
+def test_missing_device_files_are_named_for_docker(tmp_path: Path) -> None:
+    machine = replace(atlas(tmp_path), npu=Probe({}, LIBHCCL))
+    (tmp_path / "dev/devmm_svm").unlink()
+    told(checks_cann.device_nodes(machine), "fail", "docker run --device /dev/devmm_svm")
+
+
+def test_device_files_closed_to_the_user_name_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: "davinci" not in str(path))  # root may open everything
+    told(checks_cann.group(atlas(tmp_path)), "fail", "/dev/davinci0", "usermod -aG")
+
+
+# ------------------------------------------------------------------------------------------------ around the chips
+
+
+def test_missing_and_broken_wheels_are_told_apart(tmp_path: Path) -> None:
+    broken = Probe({**WHEELS.values, "tiktoken": None, "pyarrow": "!libarrow.so: wrong ELF class"})
+    told(checks_system.wheels(laptop(tmp_path, wheels=broken)), "fail", "missing: tiktoken", "wrong ELF class")
+    fallback = Probe({**WHEELS.values, "rustbpe": None})
+    told(checks_system.wheels(laptop(tmp_path, wheels=fallback)), "warn", "pip install rustbpe")
+
+
+def test_memory_limit_of_the_container_counts(tmp_path: Path) -> None:
+    put(tmp_path / "proc/meminfo", "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 60000000 kB\n")
+    told(checks_system.memory(laptop(tmp_path)), "ok", "64.0 GiB")
+    put(tmp_path / "sys/fs/cgroup/memory.max", str(2 * 2**30))
+    put(tmp_path / "sys/fs/cgroup/memory.current", str(2**30))
+    told(checks_system.memory(laptop(tmp_path)), "warn", "1.0 GiB free of 2.0 GiB")
+
+
+def test_small_shared_memory_names_the_docker_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage("/"))(64 * 2**20, 0, 64 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    told(checks_system.shared_memory(laptop(tmp_path, system="Linux")), "warn", "64 MiB", "--shm-size=16g")
+
+
+def test_ports_of_hccl_that_are_taken_are_named(tmp_path: Path) -> None:
+    machine = atlas(tmp_path)
+    line = "   0: 00000000:EA60 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1\n"
+    put(tmp_path / "proc/net/tcp", "  sl  local_address rem_address   st\n" + line)
+    told(checks_system.ports(machine), "warn", "60000", "HCCL_IF_BASE_PORT")
+    told(checks_system.ports(with_env(machine, HCCL_IF_BASE_PORT="50000")), "ok")
+
+
+def test_unreachable_hub_gives_the_mirror_command_and_offline_is_respected(tmp_path: Path) -> None:
+    told(checks_system.mirror(laptop(tmp_path, mirror="timed out")), "warn", "export HF_ENDPOINT=https://hf-mirror.com")
+    told(checks_system.mirror(laptop(tmp_path, mirror=None)), "skip", "HF_HUB_OFFLINE")
+
+
+def test_proxy_is_shown_without_its_password(tmp_path: Path) -> None:
+    check = checks_system.proxy(with_env(laptop(tmp_path), https_proxy="http://me:secret@proxy.lan:3128"))
+    told(check, "warn", "proxy.lan:3128", "no_proxy")
+    assert "secret" not in str(check)
+
+
+def test_reach_gives_up_in_time_when_nobody_answers() -> None:
+    with socket.socket() as server:  # accepts the connection, never answers
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        began = time.monotonic()
+        assert probe.reach(f"http://127.0.0.1:{server.getsockname()[1]}", seconds=0.5)
+        assert time.monotonic() - began < 1.5
+
+
+# ------------------------------------------------------------------------------------------------ stored files
+
+
+def test_stored_files_are_compared_with_their_manifest(tmp_path: Path) -> None:
+    folder = home() / "data" / "shards"
+    content = b"text" * 100
+    put(folder / "a.bin").write_bytes(content)
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    put(folder / "manifest.json", json.dumps({"files": {"a.bin": entry}}))
+    machine = laptop(tmp_path, home=home())
+    told(checks_stored.stored(machine), "ok", "1 folders, 1 files", "1 checksums right")
+    (folder / "a.bin").write_bytes(b"T" + content[1:])
+    told(checks_stored.stored(machine), "fail", "a.bin: checksum differs", f"rm -r '{folder}'")
+    (folder / "a.bin").write_bytes(content[:-1])
+    told(checks_stored.stored(machine), "fail", "399 bytes, expected 400")
+    (folder / "a.bin").unlink()
+    told(checks_stored.stored(machine), "fail", "a.bin: missing")
+    put(folder / "manifest.json", "{half")
+    told(checks_stored.stored(machine), "fail", "unreadable")
+
+
+def test_without_deep_sizes_are_compared_after_the_time_is_up(tmp_path: Path) -> None:
+    put(tmp_path / "a.bin", "x")
+    put(tmp_path / "manifest.json", json.dumps({"files": {"a.bin": {"bytes": 1, "sha256": "wrong"}}}))
+    assert checks_stored.verify(tmp_path, deadline=time.monotonic() - 1).hashed == 0
+    assert checks_stored.verify(tmp_path).faults == [f"{tmp_path / 'a.bin'}: checksum differs"]

@@ -1,0 +1,267 @@
+"""device/env.py: profiles are set before torch and never over the user's own; folklore is reported, not changed."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ascendchat.config import UserError
+from ascendchat.device import env
+from ascendchat.device.env import AUTOLOAD, Outside, Prepared, announce, folklore, load_problem, look, prepare
+from ascendchat.device.folklore import NOT_THERE, RULES
+
+BARE = Outside(torch_npu=False, cann=False, driver=False, nodes=(), nvidia=False)
+NPU = Outside(torch_npu=True, cann=True, driver=True, nodes=("/dev/davinci0", "/dev/davinci1"), nvidia=False)
+NPU_PROFILE = {
+    "TASK_QUEUE_ENABLE": "2",
+    "CPU_AFFINITY_CONF": "1",
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    "HCCL_CONNECT_TIMEOUT": "600",
+}
+
+
+def test_an_npu_gets_the_training_profile_and_nothing_else() -> None:
+    for asked in ("npu", None):
+        environ: dict[str, str] = {}
+        done = prepare(asked, environ=environ, outside=NPU)
+        assert environ == done.set == NPU_PROFILE
+        assert done.warnings == []
+
+
+@pytest.mark.parametrize("asked", ["cpu", "cuda", "mps"])
+def test_other_devices_keep_torch_npu_from_being_loaded(asked: str) -> None:
+    environ: dict[str, str] = {}
+    prepare(asked, environ=environ, outside=NPU)
+    assert environ[AUTOLOAD] == "0"
+    assert "TASK_QUEUE_ENABLE" not in environ
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in environ) == (asked == "cuda")
+
+
+def test_the_environment_variable_names_the_device_and_the_argument_wins() -> None:
+    assert prepare(None, environ={"ASCENDCHAT_DEVICE": "cpu"}, outside=NPU).device_type == "cpu"
+    assert prepare("npu", environ={"ASCENDCHAT_DEVICE": "cpu"}, outside=NPU).device_type == "npu"
+    assert prepare(None, environ={"ASCENDCHAT_DEVICE": "auto"}, outside=NPU).device_type is None
+    with pytest.raises(UserError, match=r"ASCENDCHAT_DEVICE: 'cuba' is not a device type; did you mean cuda"):
+        prepare(None, environ={"ASCENDCHAT_DEVICE": "cuba"}, outside=NPU)
+
+
+def test_torch_npu_without_cann_or_device_is_left_alone_with_a_notice() -> None:
+    environ: dict[str, str] = {}
+    done = prepare(None, environ=environ, outside=replace(BARE, torch_npu=True))
+    assert environ == {AUTOLOAD: "0"}
+    assert len(done.warnings) == 1
+    assert "CANN is not loaded" in done.warnings[0]
+
+
+def test_cann_in_a_container_without_the_driver_is_left_alone_with_a_notice() -> None:
+    environ: dict[str, str] = {}
+    done = prepare(None, environ=environ, outside=replace(BARE, torch_npu=True, cann=True))
+    assert environ == {AUTOLOAD: "0"}
+    assert "driver" in done.warnings[0]
+
+
+def test_npus_whose_cann_is_not_sourced_end_with_the_command_to_type() -> None:
+    seen = replace(NPU, cann=False)
+    with pytest.raises(UserError) as caught:
+        prepare(None, environ={}, outside=seen)
+    for part in ("2 device(s)", "cann/set_env.sh", "ascend-toolkit/set_env.sh", f"{AUTOLOAD}=0", "--device-type cpu"):
+        assert part in str(caught.value)
+    assert prepare(None, environ={AUTOLOAD: "0"}, outside=seen).set == {}  # the user has already said no
+
+
+def test_npus_without_torch_npu_are_mentioned_and_not_used() -> None:
+    done = prepare(None, environ={}, outside=replace(NPU, torch_npu=False))
+    assert "pip install 'ascendchat[npu]'" in done.warnings[0]
+    assert "TASK_QUEUE_ENABLE" not in done.set
+
+
+def test_asking_for_an_npu_without_torch_npu_says_what_to_install() -> None:
+    with pytest.raises(UserError, match=r"torch_npu is not installed .*pip install 'ascendchat\[npu\]'"):
+        prepare("npu", environ={}, outside=BARE)
+
+
+def test_asking_for_an_npu_without_cann_still_lets_torch_import() -> None:
+    """The sentence comes from `pick`, which tries for real; `import torch` must get that far."""
+    environ: dict[str, str] = {}
+    prepare("npu", environ=environ, outside=replace(BARE, torch_npu=True))
+    assert environ[AUTOLOAD] == "0"
+
+
+def test_the_debug_profile_blocks_and_talks_and_does_not_warn_about_itself() -> None:
+    environ: dict[str, str] = {}
+    done = prepare("npu", debug=True, environ=environ, outside=NPU)
+    assert environ["ASCEND_LAUNCH_BLOCKING"] == "1"
+    assert environ["TASK_QUEUE_ENABLE"] == "0"
+    assert environ["ASCEND_GLOBAL_LOG_LEVEL"] == "1"
+    assert done.warnings == []
+    again = prepare("npu", debug=True, environ=environ, outside=NPU)  # a child process inherits all of it
+    assert (again.set, again.kept, again.warnings) == ({}, {}, [])
+
+
+def test_the_debug_profile_says_when_the_users_setting_keeps_it_incomplete() -> None:
+    done = prepare("npu", debug=True, environ={"TASK_QUEUE_ENABLE": "2"}, outside=NPU)
+    assert done.kept == {"TASK_QUEUE_ENABLE": "2"}
+    assert any("TASK_QUEUE_ENABLE=2 was already set" in line for line in done.warnings)
+
+
+def test_debug_without_an_npu_says_that_it_changes_nothing() -> None:
+    done = prepare("cpu", debug=True, environ={}, outside=BARE)
+    assert any("--npu-debug changes nothing" in line for line in done.warnings)
+
+
+def test_the_allocator_is_left_alone_when_its_general_variable_is_set() -> None:
+    for asked in ("npu", "cuda"):
+        environ = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+        done = prepare(asked, environ=environ, outside=NPU)
+        assert not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environ)
+        assert done.kept == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+
+
+def test_both_allocator_variables_are_refused_before_torch_npu_dies_of_them() -> None:
+    both = {"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_NPU_ALLOC_CONF": "b:2"}
+    with pytest.raises(UserError, match="both set"):
+        prepare("npu", environ=both, outside=NPU)
+    assert [h.kind for h in folklore(both)] == ["breaks"]
+    prepare("cpu", environ=both, outside=NPU)  # nothing reads them there
+
+
+OURS = [*env.NPU_DEBUG, *env.CUDA, AUTOLOAD, "PYTORCH_ALLOC_CONF", "PATH"]
+OUTSIDES = st.builds(
+    Outside, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(), NPU.nodes]), st.booleans()
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(OURS), st.sampled_from(["0", "1", "2", "7200", "expandable_segments:False", ""])),
+    OUTSIDES,
+    st.sampled_from([None, "npu", "cuda", "mps", "cpu"]),
+    st.booleans(),
+)
+def test_no_variable_of_the_user_is_ever_changed(
+    users: dict[str, str], outside: Outside, asked: str | None, debug: bool
+) -> None:
+    environ = dict(users)
+    try:
+        done = prepare(asked, debug=debug, environ=environ, outside=outside)
+    except UserError:
+        assert environ == users
+        return
+    assert {name: environ[name] for name in users} == users
+    assert set(environ) - set(users) == set(done.set)
+    assert all(done.kept[name] == users[name] for name in done.kept)
+    assert not ("PYTORCH_ALLOC_CONF" in environ and "PYTORCH_NPU_ALLOC_CONF" in done.set)
+    again = prepare(asked, debug=debug, environ=environ, outside=outside)
+    assert again.set == {}
+
+
+HARMFUL = [
+    ("ASCEND_LAUNCH_BLOCKING", "1", "slow"),
+    ("TASK_QUEUE_ENABLE", "0", "slow"),
+    ("ASCEND_GLOBAL_LOG_LEVEL", "0", "slow"),
+    ("ASCEND_GLOBAL_LOG_LEVEL", "1", "slow"),
+    ("ASCEND_SLOG_PRINT_TO_STDOUT", "1", "slow"),
+    ("TORCH_HCCL_BLOCKING_WAIT", "1", "slow"),
+    ("HCCL_CONNECT_TIMEOUT", "60", "breaks"),
+    ("HCCL_CONNECT_TIMEOUT", "ten", "breaks"),
+    ("HCCL_CONNECT_TIMEOUT", "7200", "hides faults"),
+    ("HCCL_EXEC_TIMEOUT", "100", "hides faults"),
+    ("HCCL_EXEC_TIMEOUT", "7200", "hides faults"),
+    ("HCCL_EXEC_TIMEOUT", "0", "hides faults"),
+    ("HCCL_EVENT_TIMEOUT", "1800", "hides faults"),
+    ("HCCL_ASYNC_ERROR_HANDLING", "0", "hides faults"),
+    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0", "hides faults"),
+    ("ASCEND_RT_VISIBLE_DEVICES", "0, 1", "breaks"),
+    ("ASCEND_RT_VISIBLE_DEVICES", "1,0", "breaks"),
+    ("ASCEND_RT_VISIBLE_DEVICES", "0-7", "breaks"),
+    ("INF_NAN_MODE_ENABLE", "0", "breaks"),
+    ("TORCH_TRANSFER_TO_NPU", "1", "breaks"),
+    ("HCCL_BUFFSIZE", "2048", "memory"),
+    ("MULTI_STREAM_MEMORY_REUSE", "2", "memory"),
+    ("HCCL_OP_EXPANSION_MODE", "AIV", "hides faults"),
+    ("HCCL_INTRA_ROCE_ENABLE", "1", "no effect"),
+    ("HCCL_WHITELIST_DISABLE", "1", "no effect"),
+    ("ASCEND_VISIBLE_DEVICES", "0", "no effect"),
+    ("ASCEND_DEVICE_ID", "0", "no effect"),
+    ("NPU_VISIBLE_DEVICES", "0", "does not exist"),
+    ("TORCH_NPU_ALLOC_CONF", "x", "does not exist"),
+    ("ASCEND_GEMM_FooTiling", "1", "does not exist"),
+    *[(name, "1", "does not exist") for name in NOT_THERE if "*" not in name],
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), HARMFUL, ids=lambda part: str(part))
+def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(name: str, value: str, kind: str) -> None:
+    environ = {name: value}
+    found = folklore(environ)
+    assert [(h.name, h.value, h.kind) for h in found] == [(name, value, kind)]
+    assert environ == {name: value}
+    assert found[0].cost in found[0].sentence()
+    chinese = found[0].sentence("zh")
+    assert any("\u4e00" <= letter <= "\u9fff" for letter in chinese)
+    assert found[0].advice_zh in chinese
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.name for rule in RULES} - {"PYTORCH_NPU_ALLOC_CONF"} <= {name for name, _, _ in HARMFUL}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        NPU_PROFILE,
+        {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,10"},
+        {"ASCEND_GLOBAL_LOG_LEVEL": "3", "HCCL_EXEC_TIMEOUT": "1836", "HCCL_CONNECT_TIMEOUT": "1200"},
+        {"HCCL_DETERMINISTIC": "true", "HCCL_BUFFSIZE": "200", "PATH": "/bin"},
+    ],
+)
+def test_sound_settings_are_not_reported(environ: dict[str, str]) -> None:
+    assert folklore(environ) == []
+
+
+def test_folklore_is_reported_at_the_start_of_an_npu_run_only() -> None:
+    environ = {"HCCL_WHITELIST_DISABLE": "1"}
+    assert len(prepare("npu", environ=dict(environ), outside=NPU).warnings) == 1
+    assert prepare("cpu", environ=dict(environ), outside=NPU).warnings == []
+
+
+def test_look_finds_libraries_where_the_loader_would(tmp_path: Path) -> None:
+    assert look({}).cann is False or env._where("libhccl.so", {}) == "libhccl.so"
+    for library in ("libhccl.so", "libascendcl.so"):
+        (tmp_path / library).write_bytes(b"not a library")
+    seen = look({"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"})
+    assert seen.cann
+    assert seen.driver == bool(seen.nodes or env._where("libascend_hal.so", {}))  # the files cannot be loaded
+    (tmp_path / "libascend_hal.so").touch()
+    assert look({"LD_LIBRARY_PATH": str(tmp_path)}).driver
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("libhccl.so: cannot open shared object file: No such file or directory", "set_env.sh"),
+        ("libascend_hal.so: cannot open shared object file: No such file or directory", "driver"),
+        ("libtorch_npu.so: undefined symbol: _ZN3c10", "versions must be equal"),
+        ("Two accelerators cannot be used at the same time in PyTorch: npu and cuda.", "CPU build of torch"),
+        ("something else\n[ERROR] ERR00001", r"something else\); run: ascendchat doctor"),
+    ],
+)
+def test_a_failed_load_of_torch_npu_becomes_one_sentence(text: str, expected: str) -> None:
+    error = RuntimeError("Failed to load the backend extension: torch_npu.")
+    error.__cause__ = ImportError(text)
+    sentence = load_problem(error, BARE)
+    assert re.search(expected, sentence)
+    assert "\n" not in sentence
+
+
+def test_only_the_first_rank_of_a_node_speaks() -> None:
+    prepared = Prepared("npu", warnings=["hear me"])
+    for local_rank, speaks in (("0", True), ("3", False), ("0,1,2,3", True)):
+        out = io.StringIO()
+        announce(prepared, out, {"LOCAL_RANK": local_rank})
+        assert ("hear me" in out.getvalue()) == speaks

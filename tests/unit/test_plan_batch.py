@@ -1,0 +1,118 @@
+"""Total batch from the horizon, its split over devices, and the time it takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascendchat.chips import find
+from ascendchat.config import UserError
+from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, duration, fit_split, largest_rows, split, split_fixed
+from ascendchat.plan.memory import room, training
+from ascendchat.plan.schedule import REFERENCE_TOKENS
+from ascendchat.plan.shape import Shape
+
+STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
+
+COUNTS = st.integers(1, 300)
+SEQ = st.sampled_from([128, 256, 1000, 2048, 8192])
+
+
+def test_the_batch_follows_the_horizon_and_not_only_the_depth() -> None:
+    assert batch_for(REFERENCE_TOKENS) == 2**19
+    assert batch_for(92_000_000) == batch_for(98_000_000) == 2**17  # measured best for 180 s of depth 12
+    assert batch_for(3_000_000, 256) == 2**12
+
+
+@STEADY
+@given(st.integers(10**5, 10**12), SEQ)
+def test_the_batch_rule_gives_powers_of_two_that_grow_with_the_horizon(tokens: int, seq: int) -> None:
+    batch = batch_for(tokens, seq)
+    assert batch == seq or math.log2(batch).is_integer()
+    assert batch <= batch_for(2 * tokens, seq)
+    assert batch <= seq * 2 or tokens // batch >= MIN_STEPS
+
+
+@STEADY
+@given(st.integers(1, 2**22), COUNTS, SEQ, COUNTS)
+def test_the_planned_batch_divides_the_total(total: int, devices: int, seq: int, most: int) -> None:
+    found = split(total, devices, seq, most)
+    assert 1 <= found.rows <= most
+    assert found.total % (devices * found.rows * seq) == 0
+    assert found.total == devices * found.rows * seq * found.accumulation
+    # never lowered, and raised by less than a row per device and micro-batch (and the rest of one row)
+    assert 0 <= found.total - total < seq * (devices * found.accumulation + 1)
+
+
+@STEADY
+@given(st.integers(7, 22), st.integers(0, 10), st.integers(0, 8))
+def test_powers_of_two_split_exactly(total: int, devices: int, most: int) -> None:
+    seq = 128
+    found = split(2**total, 2**devices, seq, 2**most)
+    if 2**total >= 2**devices * seq:
+        assert found.total == 2**total
+        assert math.log2(found.rows).is_integer()
+
+
+@STEADY
+@given(st.integers(1, 2**22), COUNTS, SEQ, COUNTS)
+def test_a_device_batch_that_was_asked_for_is_kept(total: int, devices: int, seq: int, rows: int) -> None:
+    found = split_fixed(total, devices, seq, rows)
+    assert found.rows == rows
+    assert 0 <= found.total - total < devices * rows * seq or found.accumulation == 1
+
+
+def test_after_out_of_memory_the_next_smaller_batch_has_the_same_total() -> None:
+    now: Split | None = split(2**19, 3, 2048, 64)  # 258 rows
+    assert now is not None
+    assert (now.rows, now.accumulation) == (43, 2)
+    seen = []
+    while now is not None:
+        assert now.total == 258 * 2048
+        seen.append(now.rows)
+        now = now.smaller()
+    assert seen == [43, 2, 1]
+    assert Split(1, 32, 8, 2048).smaller() == Split(1, 16, 16, 2048)
+
+
+@STEADY
+@given(st.integers(0, 3000))
+def test_the_largest_rows_are_the_largest_power_of_two_that_fits(limit: int) -> None:
+    found = largest_rows(lambda rows: rows <= limit)
+    assert found == (0 if limit < 1 else 2 ** (limit.bit_length() - 1))
+
+
+def test_hours_come_from_flops_and_the_share_of_the_peak() -> None:
+    chip = find("H200")
+    run = Split(1, 32, 8, 2048)
+    time = duration(8.871e8, 0, chip, run, 100, 0.464, 3.0)
+    assert time.tokens_per_second == pytest.approx(517_000, rel=0.01)  # measured at that share
+    assert time.hours == pytest.approx(100 * 2**19 / time.tokens_per_second / 3600)
+    assert time.cost == pytest.approx(3 * time.hours)
+    assert duration(8.871e8, 0, chip, run, 100, 0.464, None, 1 / 3).hours == pytest.approx(time.hours * 4 / 3)
+
+
+def test_a_slow_exchange_between_nodes_bounds_the_step() -> None:
+    chip = find("Ascend910B3")
+    gradients = 3 * 10**9
+    inside = duration(1e6, gradients, chip, Split(8, 1, 1, 2048), 10, None, None)
+    across = duration(1e6, gradients, chip, Split(16, 1, 1, 2048), 10, None, None)
+    assert inside.communication_seconds == pytest.approx(2 * gradients * 7 / 8 / chip.link)
+    assert (
+        across.step_seconds == across.communication_seconds == pytest.approx(2 * gradients * 15 / 16 / chip.node_link)
+    )
+
+
+def test_a_training_command_takes_the_most_rows_that_fit_or_those_it_was_told() -> None:
+    shape, chip = Shape.from_depth(20), find("Ascend910B3")
+    found = fit_split(shape, chip, 8, 2**20)
+    assert found.total == 2**20
+    assert sum(training(shape, chip, 8, found.rows).values()) <= room(chip)
+    assert sum(training(shape, chip, 8, 2 * found.rows).values()) > room(chip)
+    assert fit_split(shape, chip, 8, 2**20, checkpointing=True).rows > found.rows
+    assert fit_split(shape, chip, 8, 2**20, rows=4).accumulation == 16
+    with pytest.raises(UserError, match="ascendchat plan --depth 64"):
+        fit_split(Shape.from_depth(64), find("T4"), 1, 2**20)

@@ -1,0 +1,95 @@
+"""Learning rate, momentum and weight decay as functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascendchat.plan.schedule import (
+    REFERENCE_TOKENS,
+    full_decay,
+    lr_scale,
+    momentum,
+    rates,
+    warmdown_start,
+    weight_decay,
+)
+
+STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
+
+
+def test_the_rate_warms_up_stays_and_falls_to_five_percent() -> None:
+    steps = 2520  # 40 up, flat to 882, down over the last 65 %
+    assert lr_scale(0, steps) == pytest.approx(1 / 40)
+    assert lr_scale(39, steps) == 1.0
+    assert lr_scale(882, steps) == 1.0
+    assert lr_scale(1701, steps) == pytest.approx(0.525)  # half way between 1 and 0.05
+    assert lr_scale(steps, steps) == pytest.approx(0.05)
+
+
+def test_momentum_ramps_up_over_400_steps_and_down_with_the_rate() -> None:
+    steps = 2520
+    assert momentum(0, steps) == pytest.approx(0.85)
+    assert momentum(200, steps) == pytest.approx(0.91)
+    assert momentum(400, steps) == momentum(882, steps) == pytest.approx(0.97)
+    assert momentum(1701, steps) == pytest.approx(0.935)
+    assert momentum(steps, steps) == pytest.approx(0.90)
+
+
+def test_momentum_of_a_short_run_reaches_its_peak_before_the_rate_falls() -> None:
+    start = warmdown_start(200)
+    assert start == 70
+    assert momentum(start, 200) == pytest.approx(0.97)
+
+
+def test_weight_decay_is_a_cosine_to_zero() -> None:
+    assert weight_decay(0, 100, 0.28) == pytest.approx(0.28)
+    assert weight_decay(50, 100, 0.28) == pytest.approx(0.14)
+    assert weight_decay(100, 100, 0.28) == pytest.approx(0.0)
+
+
+def test_depth_12_at_its_own_batch_has_the_reference_rates() -> None:
+    found = rates(768, 2**19)
+    assert found == pytest.approx(
+        {
+            "matrices": 0.02,
+            "head": 0.008,
+            "embedding": 0.3,
+            "value_embeddings": 0.15,
+            "residual_scalars": 0.005,
+            "skip_scalars": 0.5,
+            "gates": 0.2,
+        }
+    )
+    assert full_decay(2**19, REFERENCE_TOKENS) == pytest.approx(0.28)
+
+
+def test_rates_follow_the_root_of_the_batch_and_tables_the_width() -> None:
+    base, wide = rates(768, 2**19), rates(4 * 768, 2**21)
+    assert wide["matrices"] == pytest.approx(2 * base["matrices"])
+    assert wide["embedding"] == pytest.approx(base["embedding"])  # x 2 for the batch, / 2 for the width
+    assert wide["gates"] == pytest.approx(2 * base["gates"])
+
+
+@STEADY
+@given(st.integers(12, 21), st.integers(10**6, 10**11))
+def test_the_whole_shrinking_of_a_run_is_the_same_at_every_batch_and_horizon(power: int, tokens: int) -> None:
+    batch = 2**power
+    shrinking = rates(768, batch)["matrices"] * full_decay(batch, tokens) * tokens / batch
+    assert shrinking == pytest.approx(0.02 * 0.28 * REFERENCE_TOKENS / 2**19)
+
+
+@STEADY
+@given(st.integers(1, 5000), st.data())
+def test_every_curve_is_bounded_and_continuous(steps: int, data: st.DataObject) -> None:
+    step = data.draw(st.integers(0, steps - 1))
+    assert 0 < lr_scale(step, steps) <= 1
+    assert 0.85 <= momentum(step, steps) <= 0.97 + 1e-12
+    assert 0 <= weight_decay(step, steps, 1.0) <= 1
+    if steps >= 200:
+        assert abs(lr_scale(step + 1, steps) - lr_scale(step, steps)) <= 1 / 40 + 1e-12
+        assert abs(momentum(step + 1, steps) - momentum(step, steps)) < 0.01
+        assert math.isfinite(weight_decay(step + 1, steps, 1.0))

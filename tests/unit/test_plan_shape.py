@@ -1,0 +1,126 @@
+"""The depth dial: sizes, parameters and FLOPs of the published table, and shapes that survive a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascendchat.config import UserError
+from ascendchat.plan.batch import batch_for, horizon
+from ascendchat.plan.shape import Shape, short_window
+
+STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
+
+# depth: total, value embeddings, scaling parameters, FLOPs per token, tokens at 12, log2(batch), steps, training FLOPs
+TABLE = {
+    4: ("36.7M", "16.8M", "11.5M", "8.0e+07", "0.14B", 18, 528, "1.1e+16"),
+    6: ("73.5M", "37.7M", "23.2M", "1.7e+08", "0.28B", 18, 1062, "4.7e+16"),
+    8: ("125.8M", "67.1M", "41.9M", "3.0e+08", "0.50B", 18, 1920, "1.5e+17"),
+    12: ("286.3M", "151.0M", "110.1M", "7.6e+08", "1.32B", 19, 2520, "1.0e+18"),
+    16: ("536.9M", "268.4M", "234.9M", "1.6e+09", "2.82B", 19, 5376, "4.5e+18"),
+    20: ("896.5M", "419.4M", "435.2M", "2.9e+09", "5.22B", 20, 4980, "1.5e+19"),
+    24: ("1384.1M", "604.0M", "729.8M", "4.8e+09", "8.76B", 20, 8352, "4.2e+19"),
+    32: ("2818.6M", "1073.7M", "1677.7M", "1.1e+10", "20.13B", 21, 9600, "2.2e+20"),
+}
+
+
+@pytest.mark.parametrize("depth", TABLE)
+def test_the_dial_reproduces_the_published_sizes(depth: int) -> None:
+    shape = Shape.from_depth(depth)
+    tokens = horizon(shape, 12)
+    batch = batch_for(tokens, shape.seq_len)
+    assert TABLE[depth] == (
+        f"{shape.total_parameters / 1e6:.1f}M",
+        f"{shape.parameters()['value_embeddings'] / 1e6:.1f}M",
+        f"{shape.scaling_parameters / 1e6:.1f}M",
+        f"{shape.train_flops_per_token:.1e}",
+        f"{tokens / 1e9:.2f}B",
+        batch.bit_length() - 1,
+        tokens // batch,
+        f"{tokens * shape.train_flops_per_token:.1e}",
+    )
+
+
+@pytest.mark.parametrize(("depth", "dim", "heads"), [(12, 768, 6), (20, 1280, 10), (26, 1664, 13), (32, 2048, 16)])
+def test_width_is_64_per_layer_in_heads_of_128(depth: int, dim: int, heads: int) -> None:
+    shape = Shape.from_depth(depth)
+    assert (shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.mlp_dim) == (dim, heads, heads, 128, 4 * dim)
+
+
+@pytest.mark.parametrize(("depth", "pattern", "flops"), [(12, "L", 8.871e8), (12, "SSSL", 7.597e8), (20, "L", 3.240e9)])
+def test_flops_per_token_equal_the_measured_programs_count(depth: int, pattern: str, flops: float) -> None:
+    assert Shape.from_depth(depth, window_pattern=pattern).train_flops_per_token == pytest.approx(flops, rel=2e-4)
+
+
+def test_the_last_layer_sees_the_whole_row_and_has_a_value_embedding() -> None:
+    for depth in (1, 2, 3, 5, 12, 13):
+        shape = Shape.from_depth(depth)
+        assert shape.windows()[-1] == shape.seq_len
+        assert shape.value_layers[-1] == depth - 1
+        assert len(shape.value_layers) == (depth + 1) // 2
+    assert Shape.from_depth(5).windows() == (512, 512, 512, 2048, 2048)
+    assert Shape.from_depth(5).windows(300) == (300,) * 5
+
+
+def test_short_windows_are_whole_kernel_blocks_and_fit_the_row() -> None:
+    assert [short_window(n) for n in (2048, 1024, 600, 256, 64)] == [512, 256, 256, 128, 64]
+
+
+def test_tiny_widths_take_smaller_heads() -> None:
+    assert Shape.from_depth(1, dim=32).head_dim == 32
+    shape = Shape.from_depth(2, dim=64, head_dim=16, kv_heads=2, vocab=1000)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.padded_vocab) == (4, 2, 16, 1024)
+
+
+def test_grouped_query_attention_shrinks_keys_values_and_value_embeddings() -> None:
+    full, grouped = Shape.from_depth(12), Shape.from_depth(12, kv_heads=2)
+    assert grouped.kv_elements(2048) * 3 == full.kv_elements(2048)
+    assert grouped.parameters()["value_embeddings"] * 3 == full.parameters()["value_embeddings"]
+    assert full.parameters()["attention"] - grouped.parameters()["attention"] == 12 * 2 * 768 * (768 - 256)
+
+
+@pytest.mark.parametrize("shape", [Shape.from_depth(12), Shape.from_depth(7, kv_heads=1, dim=384)])
+def test_the_stacks_of_matrices_are_all_transformer_weights(shape: Shape) -> None:
+    part = shape.parameters()
+    counted = sum(rows * columns * count for (rows, columns), count in shape.matrices().items())
+    assert counted == part["attention"] + part["mlp"] + part["value_gates"]
+
+
+def test_a_shape_survives_json_and_rejects_other_fields() -> None:
+    shape = Shape.from_depth(6, vocab=4097, seq_len=512, window_pattern="sl")
+    values = json.loads(json.dumps(shape.to_dict()))
+    assert Shape.from_dict(values) == shape
+    with pytest.raises(UserError, match="unknown size rope"):
+        Shape.from_dict(values | {"rope": 1})
+    del values["dim"]
+    with pytest.raises(UserError, match="missing size dim"):
+        Shape.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"depth": 0}, "--depth must be at least 1"),
+        ({"depth": 4, "dim": 100}, "does not divide into heads"),
+        ({"depth": 4, "kv_heads": 3}, "choose a divisor"),
+        ({"depth": 4, "window_pattern": "SXL"}, "made of S and L"),
+        ({"depth": 4, "vocab": 0}, "vocab must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_a_reason(wrong: dict[str, int], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Shape.from_depth(**wrong)  # type: ignore[arg-type]
+
+
+@STEADY
+@given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["L", "SSSL"]))
+def test_parameters_grow_with_depth(one: int, other: int, pattern: str) -> None:
+    low, high = sorted((one, other))
+    small, large = (Shape.from_depth(d, window_pattern=pattern) for d in (low, high))
+    if low < high:
+        assert small.total_parameters < large.total_parameters
+        assert small.scaling_parameters < large.scaling_parameters
+        assert small.train_flops_per_token < large.train_flops_per_token

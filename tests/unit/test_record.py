@@ -1,0 +1,321 @@
+"""Run folders, metrics.jsonl under kill -9, and the arithmetic of speed: `pytest tests/unit/test_record.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascendchat.config import UserError, home, parse
+from ascendchat.record import Smooth, Window, eta, open_run, read_metrics, run_folder, speed, write_atomic
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """A config."""
+
+    depth: int = 12
+    run: str = "名字: yes"
+    track: tuple[str, ...] = ("a", "b")
+    lr: float | None = None
+
+
+def strict(line: bytes) -> dict:
+    """JSON as the standard has it: NaN and Infinity are refused."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(folder)]
+
+
+def test_run_folder_is_under_home_and_refuses_names_that_leave_it() -> None:
+    assert run_folder("demo-1", "base") == home() / "runs" / "demo-1" / "base"
+    for name in ("", "..", "a/b", "/tmp", ".hidden", "a b"):
+        with pytest.raises(UserError, match="cannot name a run"):
+            run_folder(name, "base")
+
+
+def test_config_and_facts_are_saved_and_config_reads_back(tmp_path: Path) -> None:
+    config = SampleConfig(depth=3, lr=1e-4)
+    with open_run(tmp_path / "r", config, facts={"chip": "X1", "world": 2}) as run:
+        run.note(attention="reference")
+    assert parse(SampleConfig, ["--config", str(tmp_path / "r" / "config.yaml")]) == config
+    facts = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert facts["chip"] == "X1"
+    assert facts["attention"] == "reference"
+    assert facts["argv"] == sys.argv
+    assert facts["packages"]["rich"]
+    assert facts["status"] == "finished"
+    assert facts["ended"] >= facts["started"]
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [".lock", "config.yaml", "metrics.jsonl", "run.json"]
+
+
+def test_status_says_how_the_run_ended(tmp_path: Path) -> None:
+    for error, status in ((KeyboardInterrupt, "stopped"), (SystemExit, "stopped"), (RuntimeError, "failed")):
+        with pytest.raises(error), open_run(tmp_path, SampleConfig()):
+            raise error
+        assert json.loads((tmp_path / "run.json").read_text())["status"] == status
+
+
+def test_resume_keeps_the_identity_and_the_history(tmp_path: Path) -> None:
+    open_run(tmp_path, SampleConfig()).close("stopped")
+    first = json.loads((tmp_path / "run.json").read_text())
+    open_run(tmp_path, SampleConfig(), resume_step=5).close()
+    open_run(tmp_path, SampleConfig(), resume_step=9).close()
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert (facts["id"], facts["created"]) == (first["id"], first["created"])
+    assert [(h["resume_step"], h["status"]) for h in facts["history"]] == [(None, "stopped"), (5, "finished")]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with open_run(tmp_path / "r", SampleConfig(), main=False) as run:
+        run.log(1, loss=2.0)
+        run.note(a=1)
+    assert not (tmp_path / "r").exists()
+
+
+def test_values_json_cannot_hold_are_written_strictly_and_read_back(tmp_path: Path) -> None:
+    with open_run(tmp_path, SampleConfig()) as run:
+        run.log(1, loss=math.nan, norm=math.inf, low=-math.inf, ok=True, none=None, n=np.int64(7), x=np.float32(0.5))
+        run.log(2, sample="一\n\ud800", odd=object(), many=[1.0, math.nan], core={"arc": math.inf}, arr=np.ones(3))
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    assert [strict(line)["step"] for line in lines] == [1, 2]
+    first, second = read_metrics(tmp_path)
+    assert math.isnan(first["loss"])
+    assert (first["norm"], first["low"], first["ok"], first["none"]) == (math.inf, -math.inf, True, None)
+    assert (first["n"], first["x"]) == (7, 0.5)
+    assert second["sample"] == "一\n\ud800"
+    assert math.isnan(second["many"][1])
+    assert second["core"] == {"arc": math.inf}
+
+
+def test_resume_supersedes_later_rows_and_the_file_only_grows(tmp_path: Path) -> None:
+    with open_run(tmp_path, SampleConfig()) as run:
+        for step in range(1, 9):
+            run.log(step, loss=float(step))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with open_run(tmp_path, SampleConfig(), resume_step=5) as run:
+        run.log(6, loss=60.0)
+        run.log(6, val=1.0)  # an evaluation has a row of its own
+    after = (tmp_path / "metrics.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert b'{"resumed_at": 5' in after
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 6]
+    assert read_metrics(tmp_path)[5]["loss"] == 60.0
+    said: list[str] = []
+    with open_run(tmp_path, SampleConfig(), say=said.append) as run:
+        run.log(0, val=3.0)
+    assert steps(tmp_path) == [0]
+    assert "starts anew" in said[0]
+
+
+def test_a_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, written = os.write, []
+    with open_run(tmp_path, SampleConfig()) as run:
+        monkeypatch.setattr(os, "write", lambda fd, data: written.append(bytes(data)) or real(fd, data))
+        run.log(1, text="x" * 100_000)
+        run.log(2, loss=1.0)
+        monkeypatch.setattr(os, "write", real)
+    assert [strict(data)["step"] for data in written] == [1, 2]
+    assert b"".join(written) == (tmp_path / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"\x00\x00\x00\n", b'{"step": 3}\x00', b"[1]\n"])
+def test_torn_tail_is_removed_and_said(tmp_path: Path, tail: bytes) -> None:
+    with open_run(tmp_path, SampleConfig()) as run:
+        run.log(1, loss=1.0)
+        run.log(2, loss=2.0)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    said: list[str] = []
+    with open_run(tmp_path, SampleConfig(), resume_step=2, say=said.append) as run:
+        run.log(3, loss=3.0)
+    assert f"torn ({len(tail)} bytes)" in said[0]
+    assert path.read_bytes().startswith(whole + b'{"resumed_at"')
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_reader_leaves_out_an_unfinished_line_and_names_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2')
+    assert steps(path) == [1]
+    path.write_bytes(b'{"step": 1}\nrubbish\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_metrics(path)
+    with pytest.raises(UserError, match="cannot read"):
+        read_metrics(tmp_path / "absent")
+
+
+WRITER = """
+import dataclasses, sys
+from pathlib import Path
+from ascendchat.record import open_run
+SampleConfig = dataclasses.make_dataclass("SampleConfig", [("depth", int, 12)])
+folder, start = Path(sys.argv[1]), int(sys.argv[2])
+run = open_run(folder, SampleConfig(), resume_step=start or None)
+step = start
+while True:
+    step += 1
+    run.log(step, loss=step * 0.5, text="x" * (step % 3000))
+"""
+
+
+def writer(folder: Path, start: int = 0) -> subprocess.Popen[bytes]:
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(start)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+
+
+def wait_for_rows(folder: Path, size: int) -> None:
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not (path.exists() and path.stat().st_size > size):
+        assert time.monotonic() < deadline, "the writer wrote nothing"
+        time.sleep(0.005)
+
+
+def test_kill_9_leaves_only_whole_rows_and_the_run_resumes(tmp_path: Path) -> None:
+    chance, folder, resumed = random.Random(7), tmp_path / "r", 0
+    for _ in range(5):
+        size = (folder / "metrics.jsonl").stat().st_size if folder.exists() else 0
+        child = writer(folder, resumed)
+        try:
+            wait_for_rows(folder, size + 300)
+            time.sleep(chance.random() * 0.1)
+        finally:
+            child.kill()
+            assert child.wait() == -signal.SIGKILL
+        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+        assert lines.pop() == b"", "a row was torn"
+        for line in lines:
+            row = strict(line)
+            assert "resumed_at" in row or (row["loss"], len(row["text"])) == (row["step"] * 0.5, row["step"] % 3000)
+        got = steps(folder)
+        assert got == list(range(1, got[-1] + 1)), "a row is missing or double"
+        assert got[-1] > resumed
+        resumed = chance.randint(1, got[-1])  # the last checkpoint is older than the last row
+    with open_run(folder, SampleConfig(), resume_step=resumed) as run:
+        run.log(resumed + 1, loss=0.0)
+    assert steps(folder) == list(range(1, resumed + 2))
+
+
+def test_three_runs_at_once_do_not_meet_and_a_second_writer_is_refused(tmp_path: Path) -> None:
+    children = {tmp_path / name: writer(tmp_path / name) for name in ("a", "b", "c")}
+    try:
+        for folder in children:
+            wait_for_rows(folder, 300)
+        with pytest.raises(UserError, match="another process is writing"):
+            open_run(tmp_path / "a", SampleConfig())
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    for folder in children:
+        got = steps(folder)
+        assert got == list(range(1, len(got) + 1))
+    open_run(tmp_path / "a", SampleConfig(), resume_step=1).close()  # the lock went with its process
+
+
+def test_a_full_disk_is_said_once_and_leaves_no_half_row(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = open_run(tmp_path, SampleConfig(), say=said.append)
+    run.log(1, loss=1.0)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, old[1]))  # a file of this process cannot grow past it
+    try:
+        run.log(2, loss=2.0)
+        run.log(3, loss=3.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size
+    run.log(4, loss=4.0)
+    run.close()
+    assert steps(tmp_path) == [1, 4]
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+
+
+def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="ASCENDCHAT_HOME"):
+        open_run(tmp_path / "file" / "run", SampleConfig())
+
+
+def test_write_atomic_leaves_the_old_text_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "new \ud800")
+    assert path.read_text() == "old"
+
+
+def test_speed_of_known_figures() -> None:
+    # 524,288 tokens in 0.5 s on 8 devices of 1e15 FLOPS at 1e9 FLOPs a token
+    s = speed(524_288, 0.5, 1e9, 1e15, 8)
+    assert s.tokens_per_second == 1_048_576
+    assert s.tokens_per_second_per_device == 131_072
+    assert s.flops_per_second == pytest.approx(1.048576e15)
+    assert s.mfu == pytest.approx(0.131072)
+    assert speed(10, 2).mfu is None
+    assert speed(10, 0, 1.0, 1.0).tokens_per_second == 0
+    with pytest.raises(ValueError):
+        speed(10, -1)
+
+
+@settings(deadline=None)
+@given(st.floats(1, 1e9), st.floats(1e-3, 1e4), st.integers(1, 1000))
+def test_mfu_does_not_depend_on_how_the_same_work_is_split(tokens: float, seconds: float, devices: int) -> None:
+    one = speed(tokens, seconds, 1e9, 1e14, 1).mfu
+    assert one is not None
+    assert speed(tokens * devices, seconds, 1e9, 1e14, devices).mfu == pytest.approx(one)
+
+
+def test_eta() -> None:
+    assert eta(0, 100, 5.0) is None
+    assert eta(25, 100, 50.0) == 150.0
+    assert eta(100, 100, 50.0) == 0.0
+    assert eta(101, 100, 50.0) == 0.0
+
+
+def test_window_weighs_by_time_and_forgets() -> None:
+    window = Window(2)
+    window.add(1e9, 1e9)
+    assert window.add(100, 1.0) == (1e9 + 100, 1e9 + 1)
+    assert window.add(100, 3.0) == (200, 4.0)  # 50 tok/s, not the mean of 100 and 33
+
+
+def test_smooth_equals_the_weighted_mean_and_survives_nan() -> None:
+    smooth = Smooth(0.5)
+    assert smooth.add(4.0) == 4.0
+    assert smooth.add(1.0) == pytest.approx((0.25 * 4 + 0.5 * 1) / 0.75)
+    assert math.isnan(smooth.add(math.nan))
+    assert smooth.add(1.0) == pytest.approx((0.125 * 4 + 0.25 * 1 + 0.5 * 1) / 0.875)
+
+
+def test_record_does_not_import_torch_rich_or_a_tracker() -> None:
+    code = (
+        "import sys, ascendchat.record;"
+        "print([m for m in ('torch', 'rich', 'tensorboard', 'swanlab', 'wandb', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,225 @@
+"""npu-smi and nvidia-smi readers: every layout is read through a real executable that prints it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ascendchat.device import smi
+from ascendchat.device.smi import MIB, Problem, Readings
+
+SAMPLES = Path(__file__).parent / "smi_samples"
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`tool("npu-smi", {"info": text, "info -m": text})` puts an executable on PATH that prints what it is asked."""
+    monkeypatch.setattr(smi, "EXTRA_PATH", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    smi._logic_ids.cache_clear()
+
+    def make(name: str, answers: dict[str, str], status: int = 0) -> Path:
+        script = tmp_path / name
+        script.write_text(
+            f"#!{sys.executable}\nimport sys\nanswers = {answers!r}\n"
+            "asked = ' '.join(sys.argv[1:])\n"
+            "known = [k for k in answers if asked == k or (k.endswith('*') and asked.startswith(k[:-1]))]\n"
+            "if not known: sys.exit(3)\n"
+            f"sys.stdout.write(answers[known[0]])\nsys.exit({status})\n"
+        )
+        script.chmod(0o755)
+        return script
+
+    return make
+
+
+def sample(name: str) -> str:
+    return (SAMPLES / f"{name}.txt").read_text()
+
+
+def readings(outcome: Readings | Problem) -> Readings:
+    assert isinstance(outcome, Readings), outcome
+    return outcome
+
+
+def test_a2_table_gives_eight_devices_with_their_health_and_processes(tool) -> None:
+    tool("npu-smi", {"info": sample("a2_25"), "info -m": sample("map_a2")})
+    found = readings(smi.read())
+    assert [d.index for d in found.devices] == list(range(8))
+    assert {d.name for d in found.devices} == {"Ascend910B3"}
+    assert found.version == "25.2.0"
+    busy = found.devices[0]
+    assert (busy.utilisation, busy.temperature, busy.power) == (87, 40, 90.5)
+    assert (busy.memory_used, busy.memory_total) == (64122 * MIB, 65536 * MIB)
+    assert busy.bus == "0000:C0:00.0"
+    assert found.devices[5].health == "Alarm"
+    assert [(p.pid, p.device, p.memory) for p in found.processes] == [
+        (576489, 0, 60703 * MIB),
+        (576490, 3, 61700 * MIB),
+    ]
+
+
+def test_wide_memory_without_a_space_before_the_slash_is_read(tool) -> None:
+    tool("npu-smi", {"info": sample("a2_25")})
+    assert readings(smi.read()).devices[3].memory_used == 65099 * MIB
+
+
+def test_a3_has_two_devices_per_npu_and_processes_go_to_the_right_die(tool) -> None:
+    tool("npu-smi", {"info": sample("a3_25"), "info -m": "not understood"})
+    found = readings(smi.read())
+    assert [d.index for d in found.devices] == [0, 1, 2, 3]
+    assert [d.power for d in found.devices] == [160.9, None, 161.9, None]
+    assert [d.utilisation for d in found.devices] == [0, 7, 14, 21]
+    assert found.processes == [smi.ProcessReading(812733, 1, "VLLMWorker_TP", 43210 * MIB)]
+
+
+def test_physical_ids_of_a_container_are_not_taken_for_torch_indices(tool) -> None:
+    shown = sample("a3_25").replace("| 0     0  ", "| 0     8  ").replace("| 1     1  ", "| 1     9  ")
+    tool("npu-smi", {"info": shown})
+    assert [d.index for d in readings(smi.read()).devices] == [0, 1, 2, 3]
+
+
+def test_map_of_logic_ids_wins_over_the_order_and_names_the_chip(tool) -> None:
+    swapped = "NPU ID   Chip ID   Chip Logic ID   Chip Name\n0 0 1 Ascend 910B4\n1 0 0 Ascend 910B4\n1 1 - Mcu\n"
+    tool("npu-smi", {"info": sample("a2_26_container"), "info -m": swapped})
+    found = readings(smi.read())
+    assert [d.index for d in found.devices] == [1, 0]
+    assert {p.device for p in found.processes} == {1}
+    assert smi.parse_npu_map(sample("map_a3")) == {
+        (n, c): (2 * n + c, "Ascend910_9392") for n in range(2) for c in range(2)
+    }
+
+
+def test_five_column_process_table_prefers_the_pid_inside_the_container(tool) -> None:
+    tool("npu-smi", {"info": sample("a2_26_container")})
+    found = readings(smi.read())
+    assert [p.pid for p in found.processes] == [692318, 4021]
+    assert [d.memory_total for d in found.devices] == [32768 * MIB] * 2
+
+
+def test_310p_without_hbm_reports_its_own_memory(tool) -> None:
+    tool("npu-smi", {"info": sample("310p")})
+    found = readings(smi.read())
+    assert [(d.index, d.name, d.power) for d in found.devices] == [(i, "Ascend310P3", None) for i in range(3)]
+    assert found.devices[2].memory_used == 1399 * MIB
+    assert found.devices[2].memory_total == 44280 * MIB
+    assert found.processes == []
+
+
+def test_910a_memory_is_its_hbm_and_not_the_host_column(tool) -> None:
+    tool("npu-smi", {"info": sample("910a")})
+    found = readings(smi.read())
+    assert [(d.name, d.memory_used, d.memory_total) for d in found.devices] == [
+        ("Ascend910A", 0, 32255 * MIB),
+        ("Ascend910ProB", 0, 32255 * MIB),
+    ]
+
+
+def test_950_with_the_name_in_its_own_cell_is_read(tool) -> None:
+    tool("npu-smi", {"info": sample("950")})
+    found = readings(smi.read())
+    assert [(d.index, d.name, d.health, d.utilisation) for d in found.devices] == [
+        (0, "Ascend950DT", "OK", 20),
+        (1, "Ascend950DT", "Critical", 0),
+    ]
+    assert [(p.pid, p.device) for p in found.processes] == [(1001, 0), (101, 1)]
+
+
+def test_blank_process_name_is_looked_up_when_the_process_is_here(tool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        tool("npu-smi", {"info": sample("a2_25").replace("576490", f"{child.pid:<6}")})
+        assert readings(smi.read()).processes[1].name.startswith("python")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_usages_and_process_memory_of_one_chip_are_read(tool) -> None:
+    tool("npu-smi", {"info -t usages *": sample("usages")})
+    figures = smi.usages(0)
+    assert isinstance(figures, dict)
+    assert figures["utilisation"] == 37
+    assert figures["bandwidth"] == 9
+    assert figures["capacity_mib"] == 65536
+    renamed = smi.parse_usages("NPU Utilization (%) : 61\nAICORE Usage Rate(%) : 37\n")
+    assert (renamed["utilisation"], renamed["aicore"]) == (61, 37)
+    assert [(p.pid, p.name, p.memory) for p in smi.parse_proc_mem(sample("proc_mem"), 0)] == [
+        (576489, "python", 134 * MIB),
+        (576490, "", 60 * MIB),
+    ]
+    assert smi.parse_proc_mem("No process in device.", 0) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "expected"),
+    [
+        ("dcmi module initialize failed. ret is -8005\n", 0, "-8005"),
+        ("dcmi model initialized failed, because the device is used. ret is -8020\n", 255, "-8020"),
+        ("DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\n", 0, "DrvMngGetConsoleLogLevel"),
+        ("something else\n", 7, "exit status 7"),
+        ("", 0, "listed no device"),
+    ],
+)
+def test_failure_of_npu_smi_is_a_problem_that_quotes_it(tool, text: str, status: int, expected: str) -> None:
+    tool("npu-smi", {"info": text}, status)
+    outcome = smi.read()
+    assert isinstance(outcome, Problem)
+    assert expected in outcome.text
+    assert not outcome.missing
+
+
+def test_warning_above_a_whole_table_does_not_hide_the_devices(tool) -> None:
+    tool("npu-smi", {"info": "DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\n" + sample("a3_25")})
+    assert len(readings(smi.read()).devices) == 4
+
+
+def test_tool_that_hangs_is_given_up(tool, tmp_path: Path) -> None:
+    (tmp_path / "npu-smi").write_text(f"#!{sys.executable}\nimport time; time.sleep(30)\n")
+    (tmp_path / "npu-smi").chmod(0o755)
+    outcome = smi.read("npu-smi", timeout=0.5)
+    assert isinstance(outcome, Problem)
+    assert "did not answer" in outcome.text
+
+
+def test_no_tool_at_all_is_a_problem_marked_missing(tool) -> None:
+    outcome = smi.read()
+    assert isinstance(outcome, Problem)
+    assert outcome.missing
+    assert "npu-smi and nvidia-smi" in outcome.text
+
+
+def test_npu_smi_outside_path_is_found(tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool("npu-smi", {"info": sample("310p")})
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert smi.locate("npu-smi") is None
+    monkeypatch.setattr(smi, "EXTRA_PATH", (str(tmp_path),))
+    assert readings(smi.read()).tool == "npu-smi"
+
+
+def test_nvidia_smi_csv_gives_devices_and_processes(tool) -> None:
+    gpus = (
+        "0, NVIDIA H200, 93, 61, 512.30, 70112, 143771, 00000000:18:00.0, GPU-aa\n"
+        "1, NVIDIA H200, [N/A], 30, [Not Supported], 4, 143771, 00000000:2A:00.0, GPU-bb\n"
+    )
+    apps = "4242, /usr/bin/python3, 70000, GPU-aa\n4243, [Not Found], [N/A], GPU-bb\n"
+    tool("nvidia-smi", {f"--query-gpu={smi.GPU_QUERY}*": gpus, f"--query-compute-apps={smi.APP_QUERY}*": apps})
+    found = readings(smi.read())
+    assert found.tool == "nvidia-smi"
+    assert found.devices[0].memory_total == 143771 * MIB
+    assert (found.devices[1].utilisation, found.devices[1].power) == (None, None)
+    assert [(p.pid, p.device, p.name, p.memory) for p in found.processes] == [
+        (4242, 0, "python3", 70000 * MIB),
+        (4243, 1, "[Not Found]", None),
+    ]
+
+
+def test_driver_failure_of_nvidia_smi_is_quoted(tool) -> None:
+    text = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
+    tool("nvidia-smi", {f"--query-gpu={smi.GPU_QUERY}*": text}, 9)
+    outcome = smi.read()
+    assert isinstance(outcome, Problem)
+    assert "couldn't communicate" in outcome.text
