@@ -105,9 +105,9 @@ def _main(argv: list[str]) -> int:
 
 def _computing(config: Any, function: str) -> Any:
     """Commands that import torch first get the environment of their device."""
-    from ascendchat.device.env import prepare
+    from ascendchat.device.env import announce, prepare
 
-    prepare(config.device_type, debug=config.npu_debug)
+    announce(prepare(config.device_type, debug=config.npu_debug))
     return _load("", function)
 
 

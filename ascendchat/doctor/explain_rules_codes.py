@@ -92,7 +92,7 @@ HCCL = {
     20: ("the same call must be made again", "需要重试该调用"),
     21: ("a remote error (error CQE): the peer or the link is gone", "远端错误（error CQE）：对端或链路中断"),
     22: ("the communicator is suspended", "通信域处于挂起状态"),
-    23: ("an operation on the communicator is under way", "通信域上有操作正在进行"),
+    23: ("an operation could not be tried again after a link fault", "链路故障后无法重试该操作"),
     24: ("no memory left for its buffers", "没有内存分配缓冲"),
 }
 COMMANDS = [

@@ -207,7 +207,7 @@ class MuonAdamW:
     """All buckets; `step` may be called on any number of ranks, each with its own gradients."""
 
     def __init__(self, groups: Iterable[Group], *, compute_dtype: torch.dtype) -> None:
-        self.size, self.rank = dist.size(), dist.rank()
+        self.size, self.rank = dist.world().size, dist.world().rank
         self.compute_dtype = compute_dtype
         self.buckets = [Bucket(group, self.rank, self.size) for group in groups]
 

@@ -142,7 +142,7 @@ def test_compiling_is_the_identity_and_asking_for_it_needs_triton_ascend(device:
         pick("npu", compiled=True)
 
 
-def test_a_captured_graph_replays_with_new_inputs_and_few_launches(device: Device) -> None:
+def test_a_captured_graph_replays_with_new_inputs(device: Device) -> None:
     still = torch.zeros(4, device="npu")
     replay = device.graph(lambda x: torch.add(x * 3, 1), still)
     for value in (2.0, 5.0):
@@ -165,7 +165,7 @@ result(done.set, device.type, (torch.ones(2, device=device.bind(0)) + 1).cpu().t
 
 
 @pytest.mark.parametrize("chip", ["Ascend910A", "Ascend310P3"])
-def test_chips_of_2019_compute_in_fp16_with_a_scaled_loss_and_refuse_bf16(chip: str, on_npu: OnNpu) -> None:
+def test_chips_without_bf16_compute_in_fp16_with_a_scaled_loss_and_refuse_bf16(chip: str, on_npu: OnNpu) -> None:
     code = f"""{PROGRAM}
 device = pick("npu")
 try:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -191,23 +193,24 @@ def test_synchronising_with_a_timeout_reports_507046(on_npu):
     assert "status 507046" in rank.output
 
 
-def test_a_thread_without_a_device_gets_107002(on_npu):
-    on_npu(
-        """
-        import ctypes, threading, torch
-        torch.ones(1).npu()
-        runtime, found = ctypes.CDLL("libascendcl.so"), []
-        runtime.aclGetRecentErrMsg.restype = ctypes.c_char_p
-        def allocate():
-            found.append(runtime.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0))
-            found.append(runtime.aclGetRecentErrMsg())
-            runtime.aclrtSetDevice(0)
-            found.append(runtime.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0))
-        thread = threading.Thread(target=allocate); thread.start(); thread.join()
-        assert found[0] == 107002 and b"context is empty" in found[1] and found[2] == 0, found
-        """,
-        CANNSIM_CANN_VERSION="8.2.RC1",
-    )
+def test_before_cann_8_3_a_thread_without_a_device_gets_107002():
+    program = """
+import ctypes, threading, torch
+torch.ones(1).npu()
+runtime, found = ctypes.CDLL("libascendcl.so"), []
+runtime.aclGetRecentErrMsg.restype = ctypes.c_char_p
+def allocate():
+    found.append(runtime.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0))
+    found.append(runtime.aclGetRecentErrMsg())
+    runtime.aclrtSetDevice(0)
+    found.append(runtime.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0))
+thread = threading.Thread(target=allocate)
+thread.start()
+thread.join()
+assert found[0] == 107002 and b"context is empty" in found[1] and found[2] == 0, found
+"""
+    env = cannsim.environment() | {"CANNSIM_CANN_VERSION": "8.2.RC1"}  # read when torch_npu is imported
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=120)
 
 
 def test_since_cann_8_3_such_a_thread_silently_uses_device_0(on_npu):

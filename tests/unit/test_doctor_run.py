@@ -154,6 +154,7 @@ def test_less_than_one_device_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "at least one" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_device_type_that_is_not_here_fails_with_its_reason() -> None:
     if look().nodes:
         pytest.skip("there is an NPU here")

@@ -1,0 +1,261 @@
+"""Checkpoints: atomic, checksummed, sharded over ranks and readable by any number of them, on any device.
+
+    writer = Writer(folder)                                   # runs/NAME/base
+    writer.save(step, model=..., shards=..., state={...})     # returns at once; a thread writes
+    found = newest(folder)                                    # verified; a damaged one is named and the one before used
+    found.model(), found.pieces("blocks.0.qkv", "first", 0, 4096), found.state
+
+A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank, state.json and
+manifest.json (sizes and sha256). It is written under another name and renamed when every rank's part is there, so a
+folder that bears its name is whole. `latest` names the newest one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ascendchat import dist
+from ascendchat.config import UserError
+from ascendchat.record import write_atomic
+
+PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
+NAME = re.compile(r"step_(\d{6,})")
+
+
+class Damaged(Exception):
+    """A checkpoint that does not match its manifest."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one state tensor of one parameter, as saved by one rank."""
+
+    parameter: str
+    kind: str  # "weight", "first", "second"
+    start: int
+    stop: int
+
+    def key(self) -> str:
+        return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
+
+    @classmethod
+    def parse(cls, key: str) -> Piece:
+        parameter, kind, start, stop = key.split("|")
+        return cls(parameter, kind, int(start), int(stop))
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:
+    hasher = hashlib.sha256()  # Python 3.10
+    while block := file.read(1 << 20):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Make a file or a folder's entries durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory that later steps cannot change."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+class Writer:
+    """Saves checkpoints from a background thread; at most one is under way, and an error in it is raised here."""
+
+    def __init__(self, folder: Path, *, keep: int = 2, say: Callable[[str], None] = print) -> None:
+        self.folder, self.keep, self.say = Path(folder), keep, say
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def save(
+        self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any],
+        best: bool = False,
+    ) -> None:  # fmt: skip
+        """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0."""
+        self.wait()
+        world = dist.world()
+        weights = host_copy(model) if world.rank == 0 else {}
+        optimizer = host_copy(shards)
+        arguments = (step, weights, optimizer, json.dumps({**state, "step": step}, indent=1), best, world.rank, world.size)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise UserError(f"the checkpoint could not be written to {self.folder}: {error}") from error
+
+    def _run(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except BaseException as error:  # noqa: BLE001 (raised again by wait, in the training thread)
+            self._error = error
+
+    def _write(
+        self, step: int, model: dict[str, Tensor], shards: dict[str, Tensor], state: str, best: bool, rank: int, size: int
+    ) -> None:
+        final = self.folder / f"step_{step:06d}"
+        draft = self.folder / f".step_{step:06d}.writing"
+        draft.mkdir(exist_ok=True)
+        part = draft / f"optim-{rank}-of-{size}.safetensors"
+        save_file(shards, part)
+        _flush(part)
+        write_atomic(draft / f"part-{rank}", json.dumps({part.name: {"bytes": part.stat().st_size, "sha256": digest(part)}}))
+        if rank:
+            return
+        save_file(model, draft / "model.safetensors")
+        write_atomic(draft / "state.json", state)
+        files = {name: self._entry(draft / name) for name in ("model.safetensors", "state.json")}
+        files.update(self._collect(draft, size))
+        for index in range(size):
+            (draft / f"part-{index}").unlink()
+        write_atomic(draft / "manifest.json", json.dumps({"step": step, "best": best, "files": files}, indent=1))
+        _flush(draft)
+        if final.exists():  # the same step again, after a resume
+            shutil.rmtree(final)
+        draft.rename(final)
+        _flush(self.folder)
+        write_atomic(self.folder / "latest", final.name + "\n")
+        self._retain()
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        _flush(path)
+        return {"bytes": path.stat().st_size, "sha256": digest(path)}
+
+    def _collect(self, draft: Path, size: int) -> dict[str, Any]:
+        """The parts of all ranks, waiting for those still writing."""
+        deadline, found = time.monotonic() + PART_TIMEOUT, {}
+        for index in range(size):
+            part = draft / f"part-{index}"
+            while not part.exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
+                time.sleep(0.02)
+            found.update(json.loads(part.read_text()))
+        return found
+
+    def _retain(self) -> None:
+        """Keep the last few and the best; remove drafts that a killed run left behind."""
+        steps = checkpoints(self.folder)
+        best = [s for s in steps if json.loads((self.folder / f"step_{s:06d}" / "manifest.json").read_text()).get("best")]
+        for step in steps[: -self.keep]:
+            if step not in best[-1:]:
+                shutil.rmtree(self.folder / f"step_{step:06d}")
+        for draft in self.folder.glob(".step_*.writing"):
+            shutil.rmtree(draft)
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the whole checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(m[1]) for path in folder.iterdir() if (m := NAME.fullmatch(path.name)))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def model(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """All weights by name."""
+        with safe_open(self.folder / "model.safetensors", "pt", device=str(device)) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def index(self) -> dict[tuple[str, str], list[tuple[Piece, Path]]]:
+        """Where the pieces of every state tensor are."""
+        found: dict[tuple[str, str], list[tuple[Piece, Path]]] = {}
+        for path in sorted(self.folder.glob("optim-*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    piece = Piece.parse(key)
+                    found.setdefault((piece.parameter, piece.kind), []).append((piece, path))
+        return found
+
+    def read(
+        self, index: dict[tuple[str, str], list[tuple[Piece, Path]]], parameter: str, kind: str, start: int, stop: int
+    ) -> Tensor:
+        """Elements [start, stop) of a state tensor, put together from whoever saved them."""
+        out = torch.empty(stop - start, dtype=torch.float32)
+        filled = 0
+        for piece, path in index.get((parameter, kind), []):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                with safe_open(path, "pt") as file:
+                    out[low - start : high - start] = file.get_slice(piece.key())[low - piece.start : high - piece.start]
+                filled += high - low
+        if filled != stop - start:
+            raise UserError(f"{self.folder} holds {filled} of {stop - start} values of {parameter} {kind}; another model?")
+        return out
+
+
+def verify(folder: Path) -> Checkpoint:
+    """Check every file against the manifest; raise Damaged with the file's name."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            if not path.is_file():
+                raise Damaged(f"{path} is missing")
+            if path.stat().st_size != entry["bytes"]:
+                raise Damaged(f"{path} has {path.stat().st_size} bytes instead of {entry['bytes']}")
+            if digest(path) != entry["sha256"]:
+                raise Damaged(f"{path} does not match its checksum")
+        return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{folder / 'manifest.json'} cannot be read: {error!r}") from error
+
+
+def newest(folder: Path, *, say: Callable[[str], None] = print) -> Checkpoint | None:
+    """The newest checkpoint that is whole; rank 0 verifies and all ranks use the same one."""
+    chosen: str | None = None
+    if dist.world().rank == 0:
+        for step in reversed(checkpoints(folder)):
+            try:
+                chosen = str(verify(folder / f"step_{step:06d}").folder)
+                break
+            except Damaged as damage:
+                say(f"DAMAGED CHECKPOINT, NOT USED: {damage}; trying the one before")
+    chosen = dist.broadcast_object(chosen)
+    if chosen is None:
+        return None
+    path = Path(chosen)
+    return Checkpoint(path, json.loads((path / "state.json").read_text(encoding="utf-8")))
