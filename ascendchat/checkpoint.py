@@ -3,7 +3,7 @@
     writer = Writer(folder)                                   # runs/NAME/base
     writer.save(step, model=..., shards=..., state={...})     # returns at once; a thread writes
     found = newest(folder)                                    # verified; a damaged one is named and the one before used
-    found.model(), found.pieces("blocks.0.qkv", "first", 0, 4096), found.state
+    optimizer.load(found.reader(), found.step)                # or found.model() for the weights alone
 
 A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank, state.json and
 manifest.json (sizes and sha256). It is written under another name and renamed when every rank's part is there, so a
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.config import UserError
+from ascendchat.nn.optim import Piece
 from ascendchat.record import write_atomic
 
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
@@ -39,24 +40,6 @@ NAME = re.compile(r"step_(\d{6,})")
 
 class Damaged(Exception):
     """A checkpoint that does not match its manifest."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of one state tensor of one parameter, as saved by one rank."""
-
-    parameter: str
-    kind: str  # "weight", "first", "second"
-    start: int
-    stop: int
-
-    def key(self) -> str:
-        return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
-
-    @classmethod
-    def parse(cls, key: str) -> Piece:
-        parameter, kind, start, stop = key.split("|")
-        return cls(parameter, kind, int(start), int(stop))
 
 
 def digest(path: Path) -> str:
@@ -104,7 +87,15 @@ class Writer:
         world = dist.world()
         weights = host_copy(model) if world.rank == 0 else {}
         optimizer = host_copy(shards)
-        arguments = (step, weights, optimizer, json.dumps({**state, "step": step}, indent=1), best, world.rank, world.size)
+        arguments = (
+            step,
+            weights,
+            optimizer,
+            json.dumps({**state, "step": step}, indent=1),
+            best,
+            world.rank,
+            world.size,
+        )
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         self._thread.start()
 
@@ -124,7 +115,14 @@ class Writer:
             self._error = error
 
     def _write(
-        self, step: int, model: dict[str, Tensor], shards: dict[str, Tensor], state: str, best: bool, rank: int, size: int
+        self,
+        step: int,
+        model: dict[str, Tensor],
+        shards: dict[str, Tensor],
+        state: str,
+        best: bool,
+        rank: int,
+        size: int,
     ) -> None:
         final = self.folder / f"step_{step:06d}"
         draft = self.folder / f".step_{step:06d}.writing"
@@ -132,7 +130,9 @@ class Writer:
         part = draft / f"optim-{rank}-of-{size}.safetensors"
         save_file(shards, part)
         _flush(part)
-        write_atomic(draft / f"part-{rank}", json.dumps({part.name: {"bytes": part.stat().st_size, "sha256": digest(part)}}))
+        write_atomic(
+            draft / f"part-{rank}", json.dumps({part.name: {"bytes": part.stat().st_size, "sha256": digest(part)}})
+        )
         if rank:
             return
         save_file(model, draft / "model.safetensors")
@@ -169,7 +169,9 @@ class Writer:
     def _retain(self) -> None:
         """Keep the last few and the best; remove drafts that a killed run left behind."""
         steps = checkpoints(self.folder)
-        best = [s for s in steps if json.loads((self.folder / f"step_{s:06d}" / "manifest.json").read_text()).get("best")]
+        best = [
+            s for s in steps if json.loads((self.folder / f"step_{s:06d}" / "manifest.json").read_text()).get("best")
+        ]
         for step in steps[: -self.keep]:
             if step not in best[-1:]:
                 shutil.rmtree(self.folder / f"step_{step:06d}")
@@ -210,21 +212,28 @@ class Checkpoint:
                     found.setdefault((piece.parameter, piece.kind), []).append((piece, path))
         return found
 
-    def read(
-        self, index: dict[tuple[str, str], list[tuple[Piece, Path]]], parameter: str, kind: str, start: int, stop: int
-    ) -> Tensor:
-        """Elements [start, stop) of a state tensor, put together from whoever saved them."""
-        out = torch.empty(stop - start, dtype=torch.float32)
-        filled = 0
-        for piece, path in index.get((parameter, kind), []):
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                with safe_open(path, "pt") as file:
-                    out[low - start : high - start] = file.get_slice(piece.key())[low - piece.start : high - piece.start]
-                filled += high - low
-        if filled != stop - start:
-            raise UserError(f"{self.folder} holds {filled} of {stop - start} values of {parameter} {kind}; another model?")
-        return out
+    def reader(self) -> Callable[[Piece], Tensor]:
+        """A function that puts any piece of the optimizer's state together from whoever saved it."""
+        index = self.index()
+
+        def read(wanted: Piece) -> Tensor:
+            out = torch.empty(wanted.stop - wanted.start, dtype=torch.float32)
+            filled = 0
+            for piece, path in index.get((wanted.parameter, wanted.kind), []):
+                low, high = max(wanted.start, piece.start), min(wanted.stop, piece.stop)
+                if low < high:
+                    with safe_open(path, "pt") as file:
+                        part = file.get_slice(piece.key())[low - piece.start : high - piece.start]
+                    out[low - wanted.start : high - wanted.start] = part
+                    filled += high - low
+            if filled != wanted.stop - wanted.start:
+                raise UserError(
+                    f"{self.folder} holds {filled} of {wanted.stop - wanted.start} values of {wanted.parameter} "
+                    f"{wanted.kind}; it was written for another model: give the same --depth, or another --run"
+                )
+            return out
+
+        return read
 
 
 def verify(folder: Path) -> Checkpoint:

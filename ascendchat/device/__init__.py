@@ -107,6 +107,9 @@ class Device(Protocol):
         chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
         the outputs of the one before."""
 
+    def operators(self) -> Any | None:
+        """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""
+
     @property
     def scaling(self) -> Scaling:
         """Whether the loss must be scaled, and how overflow shows."""

@@ -127,6 +127,10 @@ class Accelerator:
 
         return replay
 
+    def operators(self) -> Any | None:
+        """Plain torch."""
+        return None
+
     @property
     def scaling(self) -> Scaling:
         """fp16 needs its loss scaled."""

@@ -107,6 +107,10 @@ class CPU:
         """A CPU has no launches to save."""
         return fn
 
+    def operators(self) -> Any | None:
+        """Plain torch."""
+        return None
+
     @property
     def scaling(self) -> Scaling:
         """No fp16 here."""

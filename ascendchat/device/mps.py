@@ -96,6 +96,10 @@ class MPS:
         """No captured graphs here."""
         return fn
 
+    def operators(self) -> Any | None:
+        """Plain torch."""
+        return None
+
     @property
     def scaling(self) -> Scaling:
         """No fp16 here."""

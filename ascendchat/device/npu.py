@@ -64,6 +64,10 @@ class NPU(Accelerator):
     type = "npu"
     graph_class = "NPUGraph"
 
+    def operators(self) -> NPUOps:
+        """Fused operators: in eager mode every launch costs host time."""
+        return NPUOps()
+
     def clear_overflow(self) -> None:
         """Clear the hardware's flag on chips that saturate."""
         if self.scaling.overflow == "flag":
@@ -74,3 +78,47 @@ class NPU(Accelerator):
         if self.scaling.overflow == "flag":
             return bool(self.api.utils.get_npu_overflow_flag())
         return super().overflowed(grads)
+
+
+class SquaredRelu(torch.autograd.Function):
+    """relu(x)² in two launches, and its gradient 2 relu(x) dy in two: the square of a ReLU needs no threshold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        positive = torch.relu(x)
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (positive,) = ctx.saved_tensors
+        return (grad * positive).mul_(2.0)
+
+
+class NPUOps:
+    """The operators of a transformer block (nn.gpt.Ops) with the NPU's fused kernels, which have gradients."""
+
+    sin_sign = 1.0  # npu_rotary_mul negates the half itself
+
+    def __init__(self) -> None:
+        self.api = importlib.import_module("torch_npu")
+        self.ones: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def rms_norm(self, x: torch.Tensor) -> torch.Tensor:
+        key = (x.size(-1), x.dtype, x.device)
+        if key not in self.ones:  # the kernel wants a weight
+            self.ones[key] = torch.ones(x.size(-1), dtype=x.dtype, device=x.device)
+        return self.api.npu_rms_norm(x, self.ones[key], 1e-6)[0]
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        lead = (1,) * (x.dim() - cos.dim())  # (T, 1, D) -> (1, T, 1, D)
+        return self.api.npu_rotary_mul(x, cos.view(*lead, *cos.shape), sin.view(*lead, *sin.shape))
+
+    def relu2(self, x: torch.Tensor) -> torch.Tensor:
+        return SquaredRelu.apply(x)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight)
+
+    def transposed_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight

@@ -175,13 +175,19 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False) ->
     return _handle(torch_dist.all_reduce(addend, op=OPS[op], async_op=True), finish, async_op)
 
 
+def _copy_unless_same(output: torch.Tensor, input: torch.Tensor) -> None:
+    """With one rank a collective is a copy, and nothing at all between two names of the same memory."""
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input.reshape(output.shape))
+
+
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False) -> Handle:
     """Reduce `input` (size x output) over all ranks; each keeps its slice in `output`."""
     _check_op(input, op)
     _check_sizes(input, output)
     size, rank = _state.world.size, _state.world.rank
     if size == 1:
-        output.copy_(input.reshape(output.shape))
+        _copy_unless_same(output, input)
         return Handle()
     if input.device.type == "cpu":  # Gloo has no reduce_scatter in every version that we support
         addend = _addend(input)
@@ -205,7 +211,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     """Collect the `input` of every rank, in rank order, in `output` (size x input)."""
     _check_sizes(output, input)
     if _state.world.size == 1:
-        output.copy_(input.reshape(output.shape))
+        _copy_unless_same(output, input)
         return Handle()
     result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     work = _gather_into(result.view(-1), input.contiguous().view(-1), async_op=True)

@@ -8,13 +8,13 @@
 `window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
 A kernel that was asked for and cannot run is an error; nothing falls back silently.
 
-| FlashAttention  | npu_fusion_attention                  | note                                                        |
-|-----------------|---------------------------------------|-------------------------------------------------------------|
-| dropout_p       | keep_prob = 1 - p                     |                                                             |
-| causal          | sparse_mode 3 + 2048×2048 mask        | without a mask every token sees every other, silently       |
-| window_size (W-1, 0) | sparse_mode 4, pre_tockens W-1, next_tockens 0 | same mask                                     |
-| softmax_scale   | scale                                 | its default is 1.0, not 1/sqrt(D)                           |
-| cu_seqlens      | actual_seq_qlen / kvlen               | host list, cumulative, without the leading 0; layout TND    |
+| FlashAttention       | npu_fusion_attention                   | note                                            |
+|----------------------|----------------------------------------|-------------------------------------------------|
+| dropout_p            | keep_prob = 1 - p                      | not used here                                   |
+| causal               | sparse_mode 3 and the 2048×2048 mask   | without a mask all tokens see each other        |
+| window_size (W-1, 0) | sparse_mode 4, pre W-1, next 0         | same mask; the arguments are spelt `tockens`    |
+| softmax_scale        | scale                                  | its default is 1.0, not 1/sqrt(D)               |
+| cu_seqlens           | actual_seq_qlen, actual_seq_kvlen      | host list, cumulative, no leading 0, layout TND |
 """
 
 from __future__ import annotations
@@ -178,8 +178,9 @@ class NpuFusion:
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         if device_type != "npu":
             return f"it needs an Ascend NPU, this is {device_type}"
-        if not torch.npu.is_bf16_supported():
-            return f"{torch.npu.get_device_name()} has no fused training attention; 910B1 and later have"
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        if not npu.is_bf16_supported():
+            return f"{npu.get_device_name()} has no fused training attention; 910B1 and later have"
         return None
 
     def _sparse(self, window: int, keys: int, device: torch.device) -> dict[str, Any]:
@@ -215,9 +216,7 @@ class NpuFusion:
 KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Reference())}
 
 
-def choose(
-    device_type: str, dtype: torch.dtype, head_dim: int, name: str | None = None
-) -> tuple[Attention, str]:
+def choose(device_type: str, dtype: torch.dtype, head_dim: int, name: str | None = None) -> tuple[Attention, str]:
     """The kernel and the sentence that says why it was chosen; the best that can run, or exactly the one asked for."""
     if name is not None:
         if name not in KERNELS:
@@ -226,7 +225,7 @@ def choose(
         if reason:
             raise UserError(f"attention kernel {name} cannot run: {reason}; leave --attention out to let it be chosen")
         return KERNELS[name], f"attention: {name} (asked for)"
-    refused = []
+    refused: list[str] = []
     for kernel in KERNELS.values():
         reason = kernel.refusal(device_type, dtype, head_dim)
         if reason is None:

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascendchat.nn.gpt import PlainOps
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHT_SCALE = 64.0
-INPUT_SCALE = 8.0
+INPUT_SCALE = 8.0  # of unit size, as norms and attention give
+SQUARE_SCALE = 1.0  # ReLU² may be large
+GRADIENT_SCALE = 8.0  # times the tokens that the mean loss is over
 
 
 def quantise(x: Tensor, scale: float, dtype: torch.dtype = E4M3) -> Tensor:
@@ -39,9 +43,7 @@ class Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.grad_scale = grad_scale
-        return product(
-            quantise(x, input_scale), quantise(weight, WEIGHT_SCALE).t(), input_scale, WEIGHT_SCALE, x.dtype
-        )
+        return product(quantise(x, input_scale), quantise(weight, WEIGHT_SCALE).t(), input_scale, WEIGHT_SCALE, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -67,3 +69,18 @@ class Fp8Transposed(torch.autograd.Function):
         rows = quantise(grad, ctx.grad_scale, E5M2)
         dx = product(rows, quantise(weight, WEIGHT_SCALE).t(), ctx.grad_scale, WEIGHT_SCALE, x.dtype)
         return dx, x.t() @ grad, None, None
+
+
+class Fp8Ops(PlainOps):
+    """The operators of a block with 8-bit matrix products; `tokens` is what the mean loss of one step is over."""
+
+    def __init__(self, tokens: int) -> None:
+        self.gradient_scale = GRADIENT_SCALE * tokens
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = Fp8Linear.apply(x.flatten(0, -2), weight, INPUT_SCALE, self.gradient_scale)
+        return y.unflatten(0, x.shape[:-1])
+
+    def transposed_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = Fp8Transposed.apply(x.flatten(0, -2), weight, SQUARE_SCALE, self.gradient_scale)
+        return y.unflatten(0, x.shape[:-1])

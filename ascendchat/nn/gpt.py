@@ -1,12 +1,13 @@
 """The model: a decoder-only transformer whose every size follows from one `Shape` (plan/shape.py).
 
-    model = GPT(Shape.from_depth(12), attention, ops)
+    model = GPT(Shape.from_depth(12))
     model.initialise(seed=0)
-    hidden = model(tokens)                # (B, T) -> (B, T, C), normalised; nn/loss.py turns it into a loss
+    hidden = model(tokens, dense(model, kernel))      # (B, T) -> (B, T, C); nn/loss.py turns it into a loss
 
-What is not plain: RMS-normalised queries and keys, then rotary positions (a rotation keeps the norm); ReLU² MLP; value embeddings on every other
-layer (a table looked up by token, gated into the values); a learned weight per layer on the residual stream and on the
-first embedding; the previous token's embedding smeared in; the middle of the network backed out at the end.
+What is not plain: queries and keys are RMS-normalised, then rotated (a rotation keeps the norm); ReLU² MLP; value
+embeddings on every other layer (a table looked up by token, gated into the values); a learned weight per layer on the
+residual stream and on the first embedding; the previous token's embedding smeared in; the middle of the network backed
+out at the end.
 Shapes: B rows, T tokens, C width, H query heads, K key-value heads, D channels per head, V vocabulary.
 """
 
@@ -21,15 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ascendchat.nn.attention import Attention
 from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Shape
 
 ROPE_BASE = 100_000.0
 QK_GAIN = 1.2  # sharpens attention: unit-RMS queries and keys would otherwise be too soft
 VALUE_GATE_RANGE = 3.0
+NORM_EPS = 1e-6
 
 
 class Ops(Protocol):
-    """Elementwise operators that a chip may fuse."""
+    """The operators of a block that a chip may fuse; see PlainOps for what they compute."""
+
+    sin_sign: float  # sign of the first half of the sin table that `rotary` expects
 
     def rms_norm(self, x: Tensor) -> Tensor: ...
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
@@ -39,10 +44,12 @@ class Ops(Protocol):
 
 
 class PlainOps:
-    """The same operators in plain torch; a compiler fuses them where there is one."""
+    """The operators in plain torch; a compiler fuses them where there is one."""
+
+    sin_sign = -1.0
 
     def rms_norm(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.size(-1),))
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -63,15 +70,15 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
-def rope_tables(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (length, 1, D), computed in float32 on the host, so alike on every device.
+def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (length, 1, D) float32, made on the host, so alike on every device.
 
-    The first half of sin is negated: then (a, b) -> (a cos - b sin, b cos + a sin) is x * cos + swapped halves * sin.
+    With the first half of sin negated, (a, b) -> (a cos - b sin, b cos + a sin) is x * cos + swapped halves * sin.
     """
     frequency = ROPE_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)[:, None, :]
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1).to(device, dtype), torch.cat((-sin, sin), -1).to(device, dtype)
+    return torch.cat((cos, cos), -1), torch.cat((sin_sign * sin, sin), -1)
 
 
 class Block(nn.Module):
@@ -114,7 +121,9 @@ class GPT(nn.Module):
         self.shape, self.ops = shape, ops or PlainOps()
         self.checkpoint_activations = checkpoint_activations
         self.embed = nn.Embedding(shape.padded_vocab, shape.dim)
-        self.values = nn.ModuleDict({str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers})
+        self.values = nn.ModuleDict(
+            {str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers}
+        )
         self.blocks = nn.ModuleList(Block(shape, i, self.ops) for i in range(shape.depth))
         self.head = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
         self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))
@@ -163,7 +172,8 @@ class GPT(nn.Module):
         """The rotary tables, made once per length."""
         key = (length, dtype, device)
         if key not in self._rope:
-            self._rope[key] = rope_tables(length, self.shape.head_dim, dtype, device)
+            cos, sin = rope_tables(length, self.shape.head_dim, self.ops.sin_sign)
+            self._rope[key] = cos.to(device, dtype), sin.to(device, dtype)
         return self._rope[key]
 
     def embedding(self, tokens: Tensor, before: Tensor | None = None) -> Tensor:
@@ -201,3 +211,19 @@ class GPT(nn.Module):
         for name, parameter in self.blocks.named_parameters(prefix="blocks"):
             if not name.endswith(".gate"):
                 yield name, parameter
+
+
+def dense(model: GPT, kernel: Attention, seq_len: int | None = None) -> Attend:
+    """Causal attention over whole rows, each layer with its window."""
+    windows = model.shape.windows(seq_len)
+    scale = attention_scale(model.shape)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel.dense(q, k, v, windows[layer], scale)
+
+    return attend
+
+
+def attention_scale(shape: Shape) -> float:
+    """Queries and keys are each sharpened by QK_GAIN: folded into the one factor on their product."""
+    return QK_GAIN**2 / math.sqrt(shape.head_dim)

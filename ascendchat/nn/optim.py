@@ -1,6 +1,6 @@
 """Muon for matrices, AdamW for the rest: pure update functions and one sharded optimizer for 1 to N devices.
 
-    optimizer = MuonAdamW(groups(model, rates))
+    optimizer = MuonAdamW(groups(model, rates), compute_dtype=torch.bfloat16)
     optimizer.step(lr_scale=0.5, momentum=0.95, matrix_decay=0.1)
 
 Parameters of one group live end to end in one buffer, and so do their float32 gradients. A step is: reduce-scatter the
@@ -12,7 +12,7 @@ device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,17 +63,15 @@ def equalise(update: Tensor, second: Tensor, beta2: float) -> Tensor:
 
 
 def muon_update(
-    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: Tensor, momentum: float, beta2: float,
-    decay: float, dtype: torch.dtype,
+    weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, factor: Tensor, *, lr: float | Tensor,
+    momentum: float | Tensor, decay: float | Tensor, beta2: float, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """One step for a stack of matrices (n, rows, cols), all float32, in place; `lr` is (n, 1, 1)."""
+    """One step for a stack of matrices (n, rows, cols), all float32, in place; `factor` (n, 1, 1) scales the rate."""
     first.lerp_(grad, 1.0 - momentum)
     update = orthogonalise(grad.lerp(first, momentum).to(dtype)).float()  # Nesterov
     update = equalise(update, second, beta2)
-    if decay:
-        shrink = (update * weight >= 0).to(weight.dtype) * weight  # decay only where it agrees with the update
-        update = update.add_(shrink, alpha=decay)
-    weight.sub_(update.mul_(lr))
+    agrees = (update * weight >= 0).to(weight.dtype)  # cautious: decay only where it agrees with the update
+    weight.sub_((update + weight * agrees * decay) * (factor * lr))
 
 
 def adamw_update(
@@ -117,11 +115,14 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
             out, into = (cols, rows) if name.endswith(".down") else (rows, cols)  # `down` is stored transposed
             factors += [math.sqrt(max(1.0, out / into))] * (parameter.numel() // (rows * cols))
         result.append(Group(f"matrices_{rows}x{cols}", members, rates["matrices"], True, factors))
-    values = [(f"values.{key}.weight", table.weight) for key, table in model.values.items()]
-    gates = [(n, p) for n, p in model.named_parameters() if n.endswith(".gate") or n == "smear_gate"]
+    every = dict(model.named_parameters())
+    values = [(name, parameter) for name, parameter in every.items() if name.startswith("values.")]
+    gates = [(name, parameter) for name, parameter in every.items() if name.endswith((".gate", "smear_gate"))]
     rest = [
         Group("head", [("head", model.head)], rates["head"], betas=(0.8, 0.96), decay=0.01),
-        Group("embedding", [("embed.weight", model.embed.weight)], rates["embedding"], betas=(0.8, 0.995), decay=0.001),
+        Group(
+            "embedding", [("embed.weight", every["embed.weight"])], rates["embedding"], betas=(0.8, 0.995), decay=0.001
+        ),
         Group("value_embeddings", values, rates["value_embeddings"], betas=(0.8, 0.995), decay=0.01),
         Group("residual", [("residual", model.residual)], rates["residual_scalars"], decay=0.05),
         Group("first", [("first", model.first)], rates["skip_scalars"], betas=(0.96, 0.95)),
@@ -131,17 +132,32 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
     return result + [group for group in rest if group.parameters]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
+
+    parameter: str
+    kind: str  # "weight" (float32), "first", "second"
+    start: int
+    stop: int
+
+    def key(self) -> str:
+        return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
+
+    @classmethod
+    def parse(cls, key: str) -> Piece:
+        parameter, kind, start, stop = key.split("|")
+        return cls(parameter, kind, int(start), int(stop))
+
+
 class Bucket:
     """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state."""
 
     def __init__(self, group: Group, rank: int, size: int) -> None:
         self.group, self.rank = group, rank
         first = group.parameters[0][1]
-        if group.matrix:
-            self.unit: tuple[int, ...] = (first.size(-2), first.size(-1))
-        else:
-            self.unit = ()
-        unit = math.prod(self.unit)
+        self.unit = (first.size(-2), first.size(-1)) if group.matrix else (1, 1)  # what is never cut in two
+        unit = self.unit[0] * self.unit[1]
         self.used = sum(p.numel() for _, p in group.parameters)
         total = -(-self.used // (unit * size)) * unit * size  # padded so that every rank owns whole matrices
         self.share = total // size
@@ -177,20 +193,35 @@ class Bucket:
                 parameter.register_post_accumulate_grad_hook(_add_to(total))
             offset = stop
 
-    def update(self, lr: float, momentum: float, decay: float, dtype: torch.dtype) -> None:
-        group = self.group
-        if group.matrix:
+    def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
+        """This rank's state, cut at the borders of the parameters; padding belongs to none."""
+        low, offset = self.rank * self.share, 0
+        for name, parameter in self.group.parameters:
+            start, stop = max(offset, low), min(offset + parameter.numel(), low + self.share)
+            if start < stop:
+                for kind, tensor in (("weight", self.weight), *self.state.items()):
+                    step = self.weight.numel() // tensor.numel()  # parameter elements per element of the state
+                    piece = Piece(name, kind, (start - offset) // step, (stop - offset) // step)
+                    yield piece, tensor[(start - low) // step : (stop - low) // step]
+            offset += parameter.numel()
+
+    def update(self, muon: Callable[..., None], lr: float, momentum: Any, decay: Any, dtype: torch.dtype) -> None:
+        if self.group.matrix:
             stack = (-1, *self.unit)
-            muon_update(
+            muon(
                 self.weight.view(stack), self.own_grad.view(stack), self.state["first"].view(stack),
-                self.state["second"].view(-1, self.unit[0], 1), lr=self.factors * lr, momentum=momentum, beta2=0.9,
-                decay=decay, dtype=dtype,
+                self.state["second"].view(-1, self.unit[0], 1), self.factors, lr=lr, momentum=momentum, decay=decay,
+                beta2=0.9, dtype=dtype,
             )  # fmt: skip
         else:
             adamw_update(
                 self.weight, self.own_grad, self.state["first"], self.state["second"], self.count, lr=lr,
-                betas=group.betas, decay=group.decay,
+                betas=self.group.betas, decay=self.group.decay,
             )  # fmt: skip
+        self.publish()
+
+    def publish(self) -> None:
+        """Round the float32 weights into this rank's part of the parameters."""
         if self.weight is not self.own_flat:
             self.own_flat.copy_(self.weight)
 
@@ -206,10 +237,19 @@ def _add_to(total: Tensor) -> Any:
 class MuonAdamW:
     """All buckets; `step` may be called on any number of ranks, each with its own gradients."""
 
-    def __init__(self, groups: Iterable[Group], *, compute_dtype: torch.dtype) -> None:
-        self.size, self.rank = dist.world().size, dist.world().rank
-        self.compute_dtype = compute_dtype
-        self.buckets = [Bucket(group, self.rank, self.size) for group in groups]
+    def __init__(
+        self, groups: Iterable[Group], *, compute_dtype: torch.dtype, compile: Callable[..., Any] | None = None
+    ) -> None:
+        world = dist.world()
+        self.compute_dtype, self.steps_done = compute_dtype, 0
+        self.buckets = [Bucket(group, world.rank, world.size) for group in groups]
+        self._muon = compile(muon_update) if compile else muon_update
+        # A compiler would compile anew for every new float; a 0-dim tensor on the host is a variable to it.
+        self._number: Callable[[float], Any] = torch.tensor if compile else float
+
+    def gradients(self) -> list[Tensor]:
+        """All gradients of this rank, one tensor per group."""
+        return [bucket.grad for bucket in self.buckets]
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -217,16 +257,35 @@ class MuonAdamW:
             bucket.grad.zero_()
 
     @torch.no_grad()
-    def step(self, *, lr_scale: float, momentum: float, matrix_decay: float) -> None:
+    def step(self, *, lr_scale: float, momentum: float, matrix_decay: float, loss_scale: float = 1.0) -> None:
         """Average the gradients over the ranks, update, and share the result; then forget the gradients."""
         reductions = [dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True) for b in self.buckets]
         gathers = []
         for bucket, reduction in zip(self.buckets, reductions):
             reduction.wait()
-            lr = bucket.group.initial_lr * lr_scale
-            bucket.group.lr = lr
-            bucket.update(lr, momentum, matrix_decay if bucket.group.matrix else 0.0, self.compute_dtype)
+            if loss_scale != 1.0:
+                bucket.own_grad.mul_(1.0 / loss_scale)
+            bucket.group.lr = bucket.group.initial_lr * lr_scale
+            lr = self._number(bucket.group.lr) if bucket.group.matrix else bucket.group.lr
+            bucket.update(self._muon, lr, self._number(momentum), self._number(matrix_decay), self.compute_dtype)
             gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True))
         for gather in gathers:
             gather.wait()
         self.zero_grad()
+        self.steps_done += 1
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's state by piece, ready to be saved."""
+        return {piece.key(): tensor for bucket in self.buckets for piece, tensor in bucket.pieces()}
+
+    @torch.no_grad()
+    def load(self, read: Callable[[Piece], Tensor], steps_done: int) -> None:
+        """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it."""
+        for bucket in self.buckets:
+            for piece, tensor in bucket.pieces():
+                tensor.copy_(read(piece))
+            if not bucket.group.matrix:
+                bucket.count.fill_(float(steps_done))
+            bucket.publish()
+            dist.all_gather(bucket.flat, bucket.own_flat)
+        self.steps_done = steps_done

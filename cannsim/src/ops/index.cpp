@@ -18,7 +18,7 @@ static void indexable(const In& self, const MaybeTensors& indices) {
   require(static_cast<int64_t>(indices.size()) <= self.dim(), "Expected at most ", self.dim(),
           " index tensors for self ", shape_text(self.sizes()), ", but found ", indices.size(), ".");
   for (const at::Tensor& index : indices) {
-    if (index.defined()) dtype(In(index, "indices"), kinds);
+    if (index.defined() && index.numel() > 0) dtype(In(index, "indices"), kinds);
   }
 }
 

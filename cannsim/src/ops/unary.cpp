@@ -10,14 +10,15 @@ static const Dtypes kActivation{{at::kFloat, at::kHalf, kBf16, at::kBool, at::kB
                                  at::kInt, at::kLong}};
 }  // namespace cannsim
 
-#define UNARY(name, function, dtypes)                                                        \
-  OP(name, (In self, Out out), (dtype(self, dtypes), same_shape(out, self)),                 \
-     at::function##_out(out, self))                                                          \
+#define NEW(name, function, dtypes)                                                          \
+  OP(name, (In self, Out out), (dtype(self, dtypes), same_shape(out, self)), at::function##_out(out, self))
+#define UNARY(name, function, dtypes) \
+  NEW(name, function, dtypes)         \
   OP(Inplace##name, (Out selfRef), (dtype(selfRef, dtypes)), at::function##_out(selfRef, selfRef))
 
-UNARY(Abs, abs, kReal)
+NEW(Abs, abs, kReal)
 UNARY(Neg, neg, kNegatable)
-UNARY(Sign, sign, kReal)
+NEW(Sign, sign, kReal)
 UNARY(Reciprocal, reciprocal, kNumeric)
 UNARY(Sqrt, sqrt, kNumeric)
 UNARY(Rsqrt, rsqrt, kNumeric)
@@ -47,7 +48,7 @@ UNARY(Round, round, kReal)
 UNARY(Trunc, trunc, kReal)
 UNARY(Frac, frac, kReal)
 UNARY(LogicalNot, logical_not, kNumeric)
-UNARY(BitwiseNot, bitwise_not, kIntegral)
+NEW(BitwiseNot, bitwise_not, kIntegral)
 
 // ---- activations --------------------------------------------------------------------------------
 

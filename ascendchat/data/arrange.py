@@ -1,0 +1,110 @@
+"""Lays the documents of one epoch out in rows: every token exactly once, rows begin with a document where that is free.
+
+Used by the loader of every training command (`ascendchat base --data DIR`); nothing to call by hand.
+
+A row is T input tokens, made of segments: pieces of documents, never crossing one. The layout of an epoch:
+1. documents are put in random order;
+2. a document of T tokens or more fills whole rows from its start; what is left over (fewer than T tokens) is filler;
+3. shorter documents stay whole: a row takes them in order while they fit, then filler closes the gap to exactly T;
+   filler is cut wherever the row ends, and goes on in the next gap. If the left-overs do not suffice, the short
+   documents of the first few rows become filler too;
+4. filler that is left makes rows of its own; only the last of them can be shorter than T (the loader pads it);
+5. rows are put in random order.
+A row ends inside a document at most once, exactly as when documents are simply concatenated, so no more context is lost
+than by concatenation, and all rows of kinds 2 (the first of a document) and 3 begin with a document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of one epoch. Row r holds the segments first[r] .. first[r + 1]."""
+
+    first: Ints  # (rows + 1,)
+    position: Ints  # (segments,) place of the segment's first token in the corpus
+    length: Ints  # (segments,) tokens
+
+
+def rows_of(tokens: int, seq_len: int) -> int:
+    """Rows per epoch, the same for every epoch."""
+    return -(-tokens // seq_len)
+
+
+def shuffled(n: int, seed: int, epoch: int, salt: int) -> Ints:
+    """A random order of n things. Raw Philox output and a stable sort: the same on every version of NumPy."""
+    bits = np.random.Philox(key=np.array([np.uint64(seed % 2**64), np.uint64(epoch * 2 + salt)], dtype=np.uint64))
+    return np.argsort(bits.random_raw(n), kind="stable")
+
+
+def _pack(lengths: Ints, spare: int, seq_len: int) -> tuple[int, Ints, Ints]:
+    """How many of the first documents become filler, and the rows of the others: their first documents, their gaps."""
+    ends = np.cumsum(lengths)
+    # after[i]: the first document that no longer fits in a row which begins with document i
+    after = np.searchsorted(ends, ends - lengths + seq_len, side="right").astype(np.int64)
+    jump = memoryview(after.data)  # indexes faster than an array
+    found, at, total = [], 0, len(lengths)
+    while at < total:
+        found.append(at)
+        at = jump[at]
+    starts = np.array([*found, total], dtype=np.int64)
+    before = np.concatenate([[0], ends])[starts]  # tokens of all documents before each row
+    gaps = seq_len - np.diff(before)
+    # Giving up the first r rows adds their tokens to the filler and leaves the gaps of the others: take the least r.
+    need = np.append(np.cumsum(gaps[::-1])[::-1], 0)
+    r = int(np.argmax(spare + before >= need))
+    return int(starts[r]), starts[r:-1], gaps[r:]
+
+
+def arrange(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Layout:
+    """The rows of one epoch, a pure function of the documents' lengths (in stored order), seq_len, seed and epoch."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    order = shuffled(len(lengths), seed, epoch, 0)
+    position = (np.cumsum(lengths) - lengths)[order]
+    length = lengths[order]
+
+    whole, rest = length // seq_len, length % seq_len
+    full_rows = int(whole.sum())
+    nth = np.arange(full_rows) - np.repeat(np.cumsum(whole) - whole, whole)  # 0, 1, 2 ... within its document
+    full_position = np.repeat(position, whole) + nth * seq_len
+
+    short = np.flatnonzero((whole == 0) & (rest > 0))
+    tails = np.flatnonzero((whole > 0) & (rest > 0))
+    given_up, starts, gaps = _pack(length[short], int(rest[tails].sum()), seq_len)
+    kept = short[given_up:]
+    kept_row = np.searchsorted(starts, np.arange(given_up, len(short)), side="right") - 1
+
+    filler = np.concatenate([tails, short[:given_up]])
+    filler_position = position[filler] + whole[filler] * seq_len
+    filler_ends = np.cumsum(rest[filler])
+    amount = int(filler_ends[-1]) if len(filler) else 0
+    needed = int(gaps.sum())
+    own_rows = rows_of(amount - needed, seq_len)
+    row_ends = np.concatenate([np.cumsum(gaps), needed + seq_len * np.arange(1, own_rows + 1)]).astype(np.int64)
+    # Cut the stream of filler wherever an item or a row's share of it ends.
+    cuts = np.unique(np.concatenate([[0], filler_ends, row_ends[row_ends < amount]])).astype(np.int64)
+    left, piece = cuts[:-1], np.diff(cuts)
+    item = np.searchsorted(filler_ends, left, side="right")
+    into_item = left - (filler_ends - rest[filler])[item]
+    piece_row = np.searchsorted(row_ends, left, side="right")
+
+    rows = full_rows + len(starts) + own_rows
+    row = np.concatenate([np.arange(full_rows), full_rows + kept_row, full_rows + piece_row])
+    place = np.empty(rows, dtype=np.int64)
+    place[shuffled(rows, seed, epoch, 1)] = np.arange(rows)
+    row = place[row]
+    by_row = np.argsort(row, kind="stable")  # within a row: whole documents first, then filler
+    first = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row, minlength=rows), out=first[1:])
+    return Layout(
+        first=first,
+        position=np.concatenate([full_position, position[kept], filler_position[item] + into_item])[by_row],
+        length=np.concatenate([np.full(full_rows, seq_len), rest[kept], piece])[by_row].astype(np.int64),
+    )

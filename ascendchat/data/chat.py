@@ -1,0 +1,318 @@
+"""From conversations to tokens and back: the one renderer for mid-training, SFT, RL, evaluation and serving.
+
+    rendered = render(tokenizer, messages)            # ids, and a mask: 1 where the assistant must produce the token
+    prompt = render_prompt(tokenizer, messages)       # ends with <|assistant_start|>, ready for generation
+    messages = parse(tokenizer, rendered.ids)         # back again
+    pieces = fit(tokenizer, messages, limit, counts)  # for training: no piece is longer than `limit` tokens
+
+`ascendchat sft`, `ascendchat rl`, `ascendchat eval chat`, `ascendchat chat` and `ascendchat serve` all go through here.
+
+A conversation is a list of messages {"role": "system" | "user" | "assistant" | "tool", "content": ...}. Content is a
+string, or a list of parts {"type": "text" | "tool" | "output", "text": ...}: text, a call of the calculator, and its
+result. A "tool" message is the same as an output part of the assistant's turn, and neighbouring assistant and tool
+messages are one turn. On the wire:
+
+    <|bos|> <|system_start|>...<|system_end|> <|user_start|>...<|user_end|>
+    <|assistant_start|> text <|tool_start|>17+25<|tool_end|> <|output_start|>42<|output_end|> text <|assistant_end|>
+
+Every text is encoded on its own and never becomes a special token, whatever a user types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Message = dict[str, Any]
+Conversation = list[Message]
+Part = dict[str, str]
+
+ROLES = ("system", "user", "assistant", "tool")
+SPAN_OF = {"text": None, "tool": "tool", "output": "output"}  # the pair of special tokens around each kind of part
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Encoder(Protocol):
+    """What the renderer needs of a tokenizer (data/tokenizer.py)."""
+
+    @property
+    def specials(self) -> dict[str, int]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Rendered(NamedTuple):
+    """Tokens, and for each whether the assistant must produce it."""
+
+    ids: list[int]
+    mask: list[int]
+
+    def __add__(self, other: Rendered) -> Rendered:  # type: ignore[override]
+        return Rendered(self.ids + other.ids, self.mask + other.mask)
+
+
+@dataclass
+class Counts:
+    """What became of the conversations: every one is in `whole`, `split` or `unsupervised`."""
+
+    whole: int = 0  # fitted as they were
+    split: int = 0  # too long: cut between exchanges into several pieces, or shortened
+    unsupervised: int = 0  # hold no reply of the assistant, so there is nothing to learn from them
+    pieces: int = 0  # rendered pieces handed on
+    cut_prompts: int = 0  # pieces whose prompt alone was too long: its beginning went
+    cut_replies: int = 0  # pieces whose reply was too long: its end went
+    tokens: int = 0  # handed on
+    lost_tokens: int = 0  # of cut prompts and replies
+
+    def line(self) -> str:
+        """One line for the log."""
+        return (
+            f"{self.whole} conversations whole, {self.split} too long (made {self.cut_prompts} shortened prompts and "
+            f"{self.cut_replies} shortened replies, {self.lost_tokens} tokens lost), {self.unsupervised} without a "
+            f"reply; {self.pieces} pieces, {self.tokens} tokens"
+        )
+
+
+def parts_of(content: str | Sequence[Part]) -> list[Part]:
+    """Content as parts; neighbouring texts are one, empty texts are gone."""
+    given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts: list[Part] = []
+    for part in given:
+        kind, text = part.get("type", ""), part.get("text", "")
+        if kind not in SPAN_OF or not isinstance(text, str):
+            raise ValueError(f"a part needs a type of {', '.join(SPAN_OF)} and a text, not {part!r}")
+        if kind == "text" and parts and parts[-1]["type"] == "text":
+            parts[-1] = {"type": "text", "text": parts[-1]["text"] + text}
+        elif text or kind != "text":
+            parts.append({"type": kind, "text": text})
+    return parts
+
+
+def content_of(parts: Sequence[Part]) -> str | list[Part]:
+    """A plain string where a turn is only text."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return list(parts)
+
+
+def text_of(content: str | Sequence[Part]) -> str:
+    """What the reader sees: the texts without tool calls and their results."""
+    return "".join(part["text"] for part in parts_of(content) if part["type"] == "text")
+
+
+def canonical(messages: Sequence[Message]) -> Conversation:
+    """The same conversation in its one normal form: what `parse` gives back."""
+    turns: list[tuple[str, list[Part]]] = []
+    for message in messages:
+        role = message.get("role")
+        if role not in ROLES:
+            raise ValueError(f"a message needs a role of {', '.join(ROLES)}, not {role!r}")
+        parts = parts_of(message.get("content") or "")
+        if role == "tool":
+            role, parts = "assistant", [{"type": "output", "text": "".join(part["text"] for part in parts)}]
+        elif role != "assistant" and any(part["type"] != "text" for part in parts):
+            raise ValueError(f"only the assistant calls tools, not the role {role!r}")
+        if role == "assistant" and turns and turns[-1][0] == "assistant":
+            before = turns[-1][1]
+            join = before and parts and before[-1]["type"] == parts[0]["type"] == "text"
+            turns[-1] = (role, parts_of([*before, *([{"type": "text", "text": "\n"}] if join else []), *parts]))
+        else:
+            turns.append((role, parts))
+    return [{"role": role, "content": content_of(parts)} for role, parts in turns]
+
+
+def render_message(tokenizer: Encoder, message: Message) -> Rendered:
+    """One canonical message between its special tokens."""
+    special, role = tokenizer.specials, message["role"]
+    if role != "assistant":
+        text = tokenizer.encode(text_of(message["content"]))
+        ids = [special[f"<|{role}_start|>"], *text, special[f"<|{role}_end|>"]]
+        return Rendered(ids, [0] * len(ids))
+    ids, mask = [special["<|assistant_start|>"]], [0]
+    for part in parts_of(message["content"]):
+        text, span = tokenizer.encode(part["text"]), SPAN_OF[part["type"]]
+        if span:
+            text = [special[f"<|{span}_start|>"], *text, special[f"<|{span}_end|>"]]
+        ids += text
+        mask += [0 if span == "output" else 1] * len(text)  # the result comes from the tool, not from the model
+    return Rendered([*ids, special["<|assistant_end|>"]], [*mask, 1])
+
+
+def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
+    """A whole conversation, of any length."""
+    rendered = Rendered([tokenizer.specials["<|bos|>"]], [0])
+    for message in canonical(messages):
+        rendered += render_message(tokenizer, message)
+    return rendered
+
+
+def exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """The opening system messages, and the rest as exchanges that each begin where a user begins to speak."""
+    turns = canonical(messages)
+    opening = 0
+    while opening < len(turns) and turns[opening]["role"] == "system":
+        opening += 1
+    groups: list[list[Message]] = []
+    for i, turn in enumerate(turns[opening:], opening):
+        speaks = turn["role"] != "assistant" and (i == opening or turns[i - 1]["role"] == "assistant")
+        if speaks or not groups:
+            groups.append([])
+        groups[-1].append(turn)
+    return turns[:opening], groups
+
+
+def render_prompt(
+    tokenizer: Encoder, messages: Sequence[Message], limit: int | None = None, counts: Counts | None = None
+) -> list[int]:
+    """The conversation so far, open for the assistant to speak.
+
+    Longer than `limit` tokens: the oldest exchanges go first, system message and last exchange stay; if that is still
+    too long, the system message goes, then the beginning of what remains.
+    """
+    special = tokenizer.specials
+    system, groups = exchanges(messages)
+    head = [i for message in system for i in render_message(tokenizer, message).ids]
+    bodies = [[i for message in group for i in render_message(tokenizer, message).ids] for group in groups]
+    room = (limit if limit is not None else 1 << 60) - 2  # <|bos|> and <|assistant_start|>
+    if room < 1:
+        raise ValueError(f"a prompt needs more than {limit} tokens")
+    whole = len(head) + sum(map(len, bodies))
+    while len(bodies) > 1 and len(head) + sum(map(len, bodies)) > room:
+        bodies.pop(0)
+    body = [i for ids in bodies for i in ids]
+    if len(head) + len(body) > room:
+        head = []
+    if len(body) > room:
+        body = shorten(body, room, special["<|user_start|>"])
+    if counts is not None:
+        kept = len(head) + len(body)
+        counts.pieces += 1
+        counts.tokens += kept + 2
+        counts.whole, counts.split = counts.whole + (kept == whole), counts.split + (kept < whole)
+        counts.cut_prompts += kept < whole
+        counts.lost_tokens += whole - kept
+    return [special["<|bos|>"], *head, *body, special["<|assistant_start|>"]]
+
+
+def shorten(ids: list[int], room: int, start: int) -> list[int]:
+    """The last `room` tokens of a prompt, opened by `start` so that it still reads as a user's turn."""
+    return [start, *ids[len(ids) - room + 1 :]] if room > 1 else ids[len(ids) - room :]
+
+
+def fit(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
+    """Pieces of at most `limit` tokens, each with something to learn; what was done is added to `counts`.
+
+    A conversation that is too long is cut between exchanges into pieces as long as possible, each opened by the system
+    message. An exchange that is too long alone loses the system message, then the beginning of its prompt down to half
+    of the room, then the end of its reply (and with it <|assistant_end|>, so the model never learns to stop early).
+    """
+    if limit < 8:
+        raise ValueError(f"rows of {limit} tokens are too short for a conversation")
+    whole = render(tokenizer, messages)
+    if not any(whole.mask):
+        counts.unsupervised += 1
+        return []
+    pieces = [whole]
+    if len(whole.ids) <= limit:
+        counts.whole += 1
+    else:
+        counts.split += 1
+        pieces = split(tokenizer, messages, limit, counts)
+    counts.pieces += len(pieces)
+    counts.tokens += sum(len(piece.ids) for piece in pieces)
+    return pieces
+
+
+def split(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
+    """The pieces of a conversation that is longer than `limit`."""
+    system, groups = exchanges(messages)
+    bos = Rendered([tokenizer.specials["<|bos|>"]], [0])
+    opening = bos
+    for message in system:
+        opening += render_message(tokenizer, message)
+    pieces: list[Rendered] = []
+    current: Rendered | None = None
+    for group in groups:
+        body = Rendered([], [])
+        for message in group:
+            body += render_message(tokenizer, message)
+        if current is not None and len(current.ids) + len(body.ids) <= limit:
+            current += body
+            continue
+        if current is not None:
+            pieces.append(current)
+        current = opening + body
+        if len(current.ids) > limit:
+            current = cut(bos, body, limit, tokenizer.specials["<|user_start|>"], counts)
+    return [piece for piece in [*pieces, *([current] if current else [])] if any(piece.mask)]
+
+
+def cut(bos: Rendered, body: Rendered, limit: int, start: int, counts: Counts) -> Rendered:
+    """One exchange, made to fit: the beginning of its prompt goes, then the end of its reply."""
+    room = limit - 1  # <|bos|>
+    prompt = body.mask.index(1) if any(body.mask) else len(body.mask)  # tokens before the first supervised one
+    reply = len(body.ids) - prompt
+    allowed = max(room - reply, room // 2)
+    ids, mask = body
+    if prompt > allowed:
+        ids = shorten(ids[:prompt], allowed, start) + ids[prompt:]
+        mask = [0] * allowed + mask[prompt:]
+        counts.cut_prompts += 1
+    if len(ids) > room:
+        counts.cut_replies += 1
+    counts.lost_tokens += len(body.ids) - min(len(ids), room)
+    return bos + Rendered(ids[:room], mask[:room])
+
+
+def parse(tokenizer: Encoder, ids: Sequence[int]) -> Conversation:
+    """The messages of rendered tokens; an unfinished last turn is taken as far as it goes."""
+    names = {number: name for name, number in tokenizer.specials.items()}
+    messages: Conversation = []
+    role, begin = "", 0
+    for at, token in enumerate(ids):
+        name = names.get(token, "")
+        if name in ("<|system_start|>", "<|user_start|>", "<|assistant_start|>"):
+            role, begin = name[2:-8], at + 1
+        elif name in ("<|system_end|>", "<|user_end|>", "<|assistant_end|>") and role:
+            messages.append({"role": role, "content": parse_content(tokenizer, ids[begin:at])})
+            role = ""
+    if role:
+        messages.append({"role": role, "content": parse_content(tokenizer, ids[begin:])})
+    return messages
+
+
+def parse_content(tokenizer: Encoder, ids: Sequence[int]) -> str | list[Part]:
+    """The content of one turn, for instance of the tokens a model generated after a prompt."""
+    special = tokenizer.specials
+    opens = {special["<|tool_start|>"]: "tool", special["<|output_start|>"]: "output"}
+    closes = {special["<|tool_end|>"], special["<|output_end|>"]}
+    marks = set(special.values())
+    parts: list[Part] = []
+    kind, text = "text", list[int]()
+    for token in [*ids, special["<|assistant_end|>"]]:
+        if token not in marks:
+            text.append(token)
+            continue
+        if kind != "text" or text:
+            parts.append({"type": kind, "text": tokenizer.decode(text)})
+        kind, text = opens.get(token, "text"), []
+        if token not in opens and token not in closes:  # the end of the turn, or a token that has no place inside one
+            break
+    return content_of(parts_of(parts))
+
+
+def render_choice(
+    question: str, choices: Sequence[str], letters: Sequence[str] | None = None, ask: str | None = None
+) -> str:
+    """The user's text of a multiple-choice question; the answer is the bare letter. `ask` is the closing line.
+
+    The letter follows its choice without a space: so it is the very token of the answer, and it is bound to the choice
+    the model has just read. Small models need both.
+    """
+    names = list(letters) if letters is not None else list(LETTERS[: len(choices)])
+    if len(names) != len(choices):
+        raise ValueError(f"{len(choices)} choices need as many letters, not {len(names)}")
+    lines = [f"- {choice}={letter}" for choice, letter in zip(choices, names)]
+    close = ask if ask is not None else f"Answer with one letter: {', '.join(names)}."
+    return "\n".join([question, *lines, *([close] if close else [])])

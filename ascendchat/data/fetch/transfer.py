@@ -1,0 +1,384 @@
+"""The download engine of `ascendchat data fetch`: many files, many ranges at once, resumed, verified, published whole.
+
+    download([Remote("a.parquet", url, bytes=n, sha256=h)], folder, web, workers=8, done=record_in_manifest)
+
+A server is believed in nothing: ranges, lengths, validators and content are all checked, and a file that does not fit
+is fetched again a bounded number of times. Nothing appears under its final name before it was verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config import UserError
+from ascendchat.data.fetch.partfile import PIECE, PartFile
+from ascendchat.data.fetch.web import Retry, SourceFailed, Web
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file of a source. `sha256` and `git` (the SHA-1 of a git blob) come from the hub where it gives them."""
+
+    name: str
+    url: str
+    bytes: int | None = None
+    sha256: str = ""
+    git: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        return self.sha256 or self.git
+
+
+class Restarted(Exception):
+    """The content of this file was thrown away; whoever was still fetching parts of it stops."""
+
+
+def range_answer(text: str) -> tuple[int, int | None] | None:
+    """Content-Range: bytes 0-99/1000 -> (0, 1000); the total is None when the server does not say."""
+    found = re.fullmatch(r"bytes\s+(\d+)-(\d+)/(\d+|\*)", text.strip(), re.IGNORECASE)
+    return (int(found[1]), None if found[3] == "*" else int(found[3])) if found else None
+
+
+def digests(path: Path, git: bool) -> tuple[int, str, str]:
+    """Size, sha256 and (if asked for) the git blob SHA-1 of a file, in one reading."""
+    size = path.stat().st_size
+    sha, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as stream:
+        while piece := stream.read(PIECE):
+            sha.update(piece)
+            if git:
+                blob.update(piece)
+    return size, sha.hexdigest(), blob.hexdigest() if git else ""
+
+
+def not_data(path: Path) -> str:
+    """Why a file without a published checksum cannot be what its name says; "" when it can."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(512)
+        stream.seek(max(0, size - 4))
+        tail = stream.read(4)
+    if path.name.endswith(".parquet.part") and not (head[:4] == tail == b"PAR1"):
+        return "it is not a whole parquet file"
+    magic = {".gz.part": b"\x1f\x8b", ".zip.part": b"PK", ".xz.part": b"\xfd7zXZ", ".zst.part": b"\x28\xb5\x2f\xfd"}
+    for ending, begins in magic.items():
+        if path.name.endswith(ending) and not head.startswith(begins):
+            return f"it is not a {ending[1:-5]} file"
+    page = head.lstrip().lower()
+    if page.startswith((b"<!doctype html", b"<html")) and not path.name.endswith((".html.part", ".htm.part")):
+        return "it is a web page: a login page or a proxy answered instead of the server"
+    return ""
+
+
+class Job:
+    """The state of one file. `lock` guards the part file; everything else is guarded by the engine's condition."""
+
+    def __init__(self, remote: Remote, folder: Path) -> None:
+        self.remote = remote
+        self.part = PartFile(folder / remote.name)
+        self.lock = threading.Lock()
+        self.state = "new"  # new -> opening (one request alone) -> ready (ranges in parallel) -> done
+        self.generation = 0  # goes up when the content is thrown away
+        self.pending: list[tuple[int, int]] = []
+        self.flying = 0
+        self.streaming = False  # the server serves no ranges: one request for the whole file
+        self.trust_tag = True
+        self.restarts = 0
+        self.received = 0  # bytes counted in the progress
+
+
+class Engine:
+    """Threads that take ranges of files until every file is published."""
+
+    def __init__(self, jobs: list[Job], web: Web, done: Callable[[Remote, int, str], None]) -> None:
+        self.jobs = jobs
+        self.web = web
+        self.policy = web.policy
+        self.done = done
+        self.finished = 0
+        self.error: BaseException | None = None
+        self.change = threading.Condition()
+
+    @property
+    def received(self) -> int:
+        return sum(job.received for job in self.jobs)
+
+    def work(self) -> None:
+        """One thread: take a range, fetch it, publish the file when it was the last one."""
+        try:
+            while (task := self._next()) is not None:
+                job, generation, span = task
+                try:
+                    self._fetch(job, generation, span)
+                except Restarted:
+                    continue
+                with self.change:
+                    if job.generation != generation:
+                        continue
+                    job.flying -= 1
+                    last = not job.pending and not job.flying and job.state == "ready"
+                    job.state = "checking" if last else job.state
+                    self.change.notify_all()
+                if last:
+                    self._publish(job)
+        except BaseException as error:  # noqa: BLE001 (carried to the caller's thread, which raises it)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self.change:
+            self.error = self.error or error
+            self.web.stopped.set()
+            self.change.notify_all()
+
+    def _next(self) -> tuple[Job, int, tuple[int, int] | None] | None:
+        with self.change:
+            while True:
+                if self.error or self.web.stopped.is_set() or all(job.state == "done" for job in self.jobs):
+                    return None
+                for job in self.jobs:
+                    if job.state == "new":
+                        job.state, job.flying = "opening", 1
+                        return job, job.generation, None
+                    if job.state == "ready" and job.pending:
+                        job.flying += 1
+                        return job, job.generation, job.pending.pop(0)
+                self.change.wait(1.0)
+
+    def _fetch(self, job: Job, generation: int, span: tuple[int, int] | None) -> None:
+        if span is not None:
+            return self._range(job, generation, *span)
+        remote = job.remote
+        if job.restarts == 0:
+            job.part.open(remote.digest, remote.url)
+            if job.part.size is not None and remote.bytes not in (None, job.part.size):
+                job.part.reset()
+        if remote.bytes == 0 and not remote.url.startswith("file:"):
+            job.part.begin(0, remote.digest, remote.url, "")
+        if job.part.size is None:
+            # Nothing known from earlier: the first range alone, to learn whether and how the server serves ranges.
+            size = remote.bytes
+            end = self.policy.chunk if size is None else min(self.policy.chunk, size)
+            return self._range(job, generation, 0, end)
+        gaps = job.part.gaps(self.policy.chunk)
+        job.received = job.part.size - sum(end - start for start, end in gaps)
+        if not gaps:
+            return self._opened(job, [])
+        job.pending = gaps[1:]
+        return self._range(job, generation, *gaps[0])
+
+    def _opened(self, job: Job, pending: list[tuple[int, int]]) -> None:
+        with self.change:
+            if job.state == "opening":
+                job.state, job.pending = "ready", pending
+                self.change.notify_all()
+
+    def _range(self, job: Job, generation: int, start: int, end: int) -> None:
+        """Fetch [start, end), taking it up where a connection broke; commit it to the journal."""
+        position, crc, failures, rounds = start, 0, 0, 0
+        while position < end:
+            before = position
+            try:
+                with contextlib.closing(self._stream(job, generation, position, end)) as pieces:
+                    for piece in pieces:
+                        with job.lock:
+                            if job.generation != generation or self.web.stopped.is_set():
+                                raise Restarted
+                            job.part.write(position, piece)
+                            job.received += len(piece)
+                        crc = zlib.crc32(piece, crc)
+                        position += len(piece)
+                if job.streaming:
+                    end = position
+                elif position < end:
+                    raise Retry(f"{job.remote.name}: the connection ended early")
+            except Retry as error:
+                if job.streaming:  # no ranges: only from the start again
+                    with job.lock:
+                        job.received, position, crc = 0, 0, 0
+                failures, rounds = (1 if position > before else failures + 1), rounds + 1
+                most = self.policy.connect_attempts if error.unreachable else self.policy.attempts
+                if failures >= most or rounds >= 10 * most:
+                    raise SourceFailed(f"{job.remote.name}: {error} (gave up after {rounds} attempts)") from None
+                self.web.wait(error.after or self.policy.delay(failures))
+            except OSError as error:
+                raise disk_error(error, job.part.path) from None
+            if self.web.stopped.is_set():
+                raise Restarted
+        self._commit(job, generation, start, end, crc)
+
+    def _commit(self, job: Job, generation: int, start: int, end: int, crc: int) -> None:
+        job.part.flush()
+        with job.lock:
+            if job.generation != generation:
+                raise Restarted
+            if job.streaming:
+                job.part.begin(end, job.remote.digest, job.remote.url, job.part.tag)
+            job.part.commit(start, end, crc)
+        if job.streaming:
+            self._opened(job, [])
+
+    def _stream(self, job: Job, generation: int, start: int, end: int) -> Iterator[bytes]:
+        """The bytes [start, end) (all of them when streaming), from one request."""
+        headers = dict(job.remote.headers)
+        if not job.streaming:
+            headers["Range"] = f"bytes={start}-{end - 1}"
+            tag = job.part.tag
+            if tag and job.trust_tag and not tag.startswith("W/"):  # If-Range takes strong validators only
+                headers["If-Range"] = tag
+        with self.web.get(job.remote.url, headers) as response:
+            self._accept(job, generation, response, start)
+            left = None if job.streaming else end - start
+            mark, since = time.monotonic(), 0
+            for piece in response.iter_raw():
+                if left is not None:
+                    piece, left = piece[:left], left - len(piece)
+                if piece:
+                    yield piece
+                since += len(piece)
+                if left is not None and left <= 0:
+                    return  # a longer body than asked for: the rest is not ours
+                if (passed := time.monotonic() - mark) > self.web.timeout:
+                    if since < self.policy.slowest * passed:
+                        raise Retry(f"{job.remote.name}: only {since} bytes in {passed:.0f} s")
+                    mark, since = time.monotonic(), 0
+
+    def _accept(self, job: Job, generation: int, response: Any, start: int) -> None:
+        """Decide from the headers whether this body is what was asked for."""
+        tag = response.headers.get("etag") or response.headers.get("last-modified") or ""
+        known = job.part.size if job.part.size is not None else job.remote.bytes
+        if job.part.tag and tag and tag != job.part.tag and job.trust_tag:
+            self._restart(job, generation, "it changed on the server")
+        if response.status_code == 416:
+            self._restart(job, generation, "the server has fewer bytes than expected", streaming=known is None)
+        if response.status_code == 206 and not job.streaming:
+            answer = range_answer(response.headers.get("content-range", ""))
+            if answer is None or answer[0] != start or answer[1] is None:
+                self._restart(job, generation, "the server sends other ranges than asked for", streaming=True)
+            assert answer is not None
+            if known is not None and answer[1] != known:
+                self._restart(job, generation, f"the server has {answer[1]} bytes, expected {known}")
+            if job.part.size is None and job.state == "opening":
+                self._learn(job, answer[1], tag)
+            self._opened(job, job.pending)
+            return
+        if not job.streaming and (start > 0 or job.part.ranges):
+            self._restart(job, generation, "the server stopped serving ranges", streaming=not job.part.tag)
+        with job.lock:
+            if job.generation != generation:
+                raise Restarted
+            job.streaming = True
+            length = response.headers.get("content-length", "")
+            if length.isdigit() and job.remote.bytes not in (None, int(length)):
+                raise Retry(f"{job.remote.name}: the server announces {length} bytes, expected {job.remote.bytes}")
+            job.part.begin(None, job.remote.digest, job.remote.url, tag)
+
+    def _learn(self, job: Job, size: int | None, tag: str) -> None:
+        assert size is not None
+        if job.remote.bytes is None:
+            free = os.statvfs(job.part.final.parent)
+            if size > free.f_bavail * free.f_frsize:
+                raise disk_error(OSError(errno.ENOSPC, "too large"), job.part.path)
+        with job.lock:
+            job.part.begin(size, job.remote.digest, job.remote.url, tag)
+        job.pending = job.part.gaps(self.policy.chunk)[1:]
+
+    def _restart(self, job: Job, generation: int, why: str, streaming: bool = False) -> None:
+        """Throw the content away and fetch the file anew; too often is an error."""
+        with self.change:
+            if job.generation != generation:
+                raise Restarted
+            job.restarts += 1
+            if job.restarts > self.policy.restarts:
+                raise SourceFailed(f"{job.remote.name}: {why}, {job.restarts} times in a row")
+            # Mirrors behind one name may disagree about the validator; where a checksum is known it decides alone.
+            job.trust_tag = not (job.remote.digest and job.restarts >= 2)
+            with job.lock:
+                job.generation += 1
+                job.part.reset()
+                job.received = 0
+            job.state, job.pending, job.flying, job.streaming = "new", [], 0, streaming or job.streaming
+            self.change.notify_all()
+        raise Restarted
+
+    def _publish(self, job: Job) -> None:
+        """Verify the whole file; record it, then give it its name. A wrong one is fetched again."""
+        remote, why = job.remote, ""
+        size, sha, git = digests(job.part.path, bool(remote.git))
+        if remote.bytes is not None and size != remote.bytes:
+            why = f"{size} bytes, expected {remote.bytes}"
+        elif remote.sha256 and sha != remote.sha256:
+            why = f"sha256 {sha[:12]}..., expected {remote.sha256[:12]}..."
+        elif remote.git and git != remote.git:
+            why = f"git checksum {git[:12]}..., expected {remote.git[:12]}..."
+        elif not remote.digest:
+            why = not_data(job.part.path)
+        if why:
+            with contextlib.suppress(Restarted):
+                self._restart(job, job.generation, f"the file received is corrupt ({why})")
+            return
+        self.done(remote, size, sha)  # first the manifest, so that no file without a checksum is ever visible
+        job.part.publish()
+        with self.change:
+            job.state, job.received = "done", size
+            self.finished += 1
+            self.change.notify_all()
+
+
+def disk_error(error: OSError, path: Path) -> Exception:
+    """A full or broken disk is the user's to mend; no other source will help."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"the disk with {path.parent} is full; free some space (ascendchat clean), or choose another folder with "
+            "--out or ASCENDCHAT_HOME; what was downloaded is kept"
+        )
+    return UserError(f"cannot write {path}: {error.strerror or error}; check the folder, or choose one with --out")
+
+
+def download(
+    remotes: list[Remote],
+    folder: Path,
+    web: Web,
+    *,
+    workers: int,
+    done: Callable[[Remote, int, str], None],
+    show: Callable[[int, int], None],
+) -> None:
+    """Bring all files into `folder`. `done` records a verified file; `show(bytes, files)` is called a few times a
+    second from this thread. Raises SourceFailed (another source may help) or UserError."""
+    jobs = [Job(remote, folder) for remote in remotes]
+    engine = Engine(jobs, web, done)
+    threads = [threading.Thread(target=engine.work, daemon=True, name=f"fetch-{i}") for i in range(max(1, workers))]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads):
+            show(engine.received, engine.finished)
+            with engine.change:
+                if not engine.error and engine.finished < len(jobs):
+                    engine.change.wait(0.2)
+            if engine.error or engine.finished == len(jobs):
+                for thread in threads:
+                    thread.join()
+    finally:
+        web.stopped.set()
+        for thread in threads:
+            thread.join(timeout=2.0)
+        if not any(thread.is_alive() for thread in threads):
+            for job in jobs:
+                job.part.close()
+    show(engine.received, engine.finished)
+    if engine.error:
+        raise engine.error

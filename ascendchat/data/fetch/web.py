@@ -1,0 +1,178 @@
+"""HTTP for `ascendchat data fetch`: one client, TLS always verified, proxies from the environment, errors with a remedy.
+
+    with Web(Policy()) as web:
+        listing, next_page = web.json("https://huggingface.co/api/datasets/openai/gsm8k/tree/main")
+
+The only module of data/ that imports httpx.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from ascendchat import __version__
+from ascendchat.config import UserError
+
+RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524}
+LONGEST_WAIT = 300.0  # seconds: a server may ask for more with Retry-After; nobody waits an hour
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How patient a download is. Times in seconds, sizes in bytes."""
+
+    chunk: int = 8 << 20  # lost at most once per connection when the process is killed
+    attempts: int = 6  # in a row without one new byte
+    connect_attempts: int = 3  # a host that cannot be reached: the next source is tried soon
+    restarts: int = 3  # of one file whose content changed, or whose checksum was wrong
+    backoff: float = 0.5  # doubled each time, up to `backoff_most`, with jitter
+    backoff_most: float = 30.0
+    timeout: float = 30.0  # without a byte; HF_HUB_DOWNLOAD_TIMEOUT wins
+    slowest: int = 512  # bytes per second over `timeout`: a slower connection is dropped
+
+    def delay(self, failures: int) -> float:
+        return min(self.backoff_most, self.backoff * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+
+
+class SourceFailed(Exception):
+    """This source cannot give the file; another one may."""
+
+
+class Retry(Exception):
+    """Worth another try; `after` is what the server asked us to wait, in seconds."""
+
+    def __init__(self, text: str, after: float = 0.0, unreachable: bool = False) -> None:
+        super().__init__(text)
+        self.after = after
+        self.unreachable = unreachable
+
+
+def read_timeout(policy: Policy) -> float:
+    """Seconds without a byte after which a connection is dropped."""
+    text = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT", "")
+    try:
+        return float(text) if text else policy.timeout
+    except ValueError:
+        raise UserError(f"HF_HUB_DOWNLOAD_TIMEOUT={text!r} is not a number of seconds; try: 300") from None
+
+
+def host_of(url: str) -> str:
+    return httpx.URL(url).host
+
+
+class Web:
+    """An HTTP client that knows which errors are worth a retry."""
+
+    def __init__(self, policy: Policy, connections: int = 8) -> None:
+        self.policy = policy
+        self.timeout = read_timeout(policy)
+        self.stopped = threading.Event()
+        self._not_before = 0.0  # time.monotonic: after a 429 every connection waits, not only the one that got it
+        try:
+            self._client = httpx.Client(
+                follow_redirects=True,
+                timeout=httpx.Timeout(self.timeout, connect=min(10.0, self.timeout)),
+                limits=httpx.Limits(max_connections=connections + 2, max_keepalive_connections=connections),
+                # identity: a compressed transfer has neither the length nor the ranges of the file
+                headers={"User-Agent": f"ascendchat/{__version__}", "Accept-Encoding": "identity"},
+                event_hooks={"response": [_no_downgrade]},
+            )
+        except (ImportError, ValueError) as error:  # a socks proxy without its package, or a malformed proxy URL
+            raise UserError(
+                f"the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used ({error}); "
+                "use an http:// proxy, or `pip install socksio` for a socks5:// one"
+            ) from None
+
+    def __enter__(self) -> Web:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past the end of the download."""
+        self.stopped.wait(min(seconds, LONGEST_WAIT))
+
+    @contextlib.contextmanager
+    def get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
+        """An open response with status 200, 206 or 416; everything else becomes Retry or SourceFailed."""
+        if (pause := self._not_before - time.monotonic()) > 0:
+            self.wait(pause)
+        try:
+            with self._client.stream("GET", url, headers=headers) as response:
+                if response.status_code not in (200, 206, 416):
+                    self._refuse(response, url)
+                yield response
+        except httpx.TransportError as error:
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            if "CERTIFICATE_VERIFY_FAILED" in text:
+                raise SourceFailed(
+                    f"the TLS certificate of {host_of(url)} cannot be verified ({error}); behind a company proxy set "
+                    "SSL_CERT_FILE to the file with its root certificate, and check the clock of this machine"
+                ) from None
+            if isinstance(error, (httpx.UnsupportedProtocol, httpx.ProxyError)):
+                raise SourceFailed(f"{url}: {text}; check the URL and HTTPS_PROXY") from None
+            unreachable = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            raise Retry(f"{host_of(url)}: {text}", unreachable=unreachable) from None
+        except (httpx.TooManyRedirects, httpx.InvalidURL) as error:
+            raise SourceFailed(f"{url}: {type(error).__name__}: {error}") from None
+
+    def _refuse(self, response: httpx.Response, url: str) -> None:
+        status, where = response.status_code, f"{host_of(url)} answered {response.status_code} for {url}"
+        if status in RETRY_STATUS:
+            after = retry_after(response.headers.get("retry-after", ""))
+            if after:
+                self._not_before = max(self._not_before, time.monotonic() + min(after, LONGEST_WAIT))
+            raise Retry(where, after=after)
+        if status in (401, 403):
+            raise SourceFailed(
+                f"{where}: access is refused; accept the terms on the page of the data set, then "
+                "`export HF_TOKEN=hf_...` with a token that may read it"
+            )
+        if status in (404, 410):
+            raise SourceFailed(f"{where}: there is no such file or repository (or it is private: set HF_TOKEN)")
+        raise SourceFailed(where)
+
+    def json(self, url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:
+        """A JSON document and the URL of its next page ("" when it is the last)."""
+        failures = 0
+        while True:
+            try:
+                with self.get(url, headers or {}) as response:
+                    response.read()
+                    following = response.links.get("next", {}).get("url", "")
+                    return response.json(), str(response.url.join(following)) if following else ""
+            except ValueError:
+                raise SourceFailed(f"{url} is not JSON: a login page or a proxy answered instead of the hub") from None
+            except Retry as error:
+                failures += 1
+                if failures >= (self.policy.connect_attempts if error.unreachable else self.policy.attempts):
+                    raise SourceFailed(f"{error} ({failures} attempts)") from None
+                self.wait(error.after or self.policy.delay(failures))
+
+
+def retry_after(text: str) -> float:
+    """Seconds in a Retry-After header, which holds seconds or a date; 0 when there is none."""
+    text = text.strip()
+    if text.isdigit():
+        return float(text)
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    return 0.0
+
+
+def _no_downgrade(response: httpx.Response) -> None:
+    if response.has_redirect_location and response.url.scheme == "https":
+        target = response.url.join(response.headers["location"])
+        if target.scheme != "https":
+            raise SourceFailed(f"{response.url.host} redirects from https to {target.scheme}; refused")

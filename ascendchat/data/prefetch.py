@@ -1,0 +1,110 @@
+"""Batches that are ready before the training loop asks: used by every training command, e.g. `ascendchat base`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # the workers of `data prepare` import corpus.py, hence this module, and must stay small
+    import torch
+
+    from ascendchat.data.corpus import Batch, Batches
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes, on the device."""
+
+    inputs: torch.Tensor  # (B, T) int64
+    targets: torch.Tensor  # (B, T) int64, IGNORE where there is nothing to learn
+    lengths: NDArray[np.int32]  # tokens of each segment, row after row, on the host
+
+
+class Prefetcher:
+    """Gathers the batches of coming steps in a thread; `take(step)` uploads and returns one step's micro-batches.
+
+    The thread touches no device: pinning or copying from a second thread would break a graph that is being captured.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        device: torch.device,
+        *,
+        rows: tuple[int, int],
+        micro_batch: int,
+        pin: bool = False,
+        depth: int = 3,
+    ) -> None:
+        """rows: this rank's slice of the global batch; micro_batch: rows per forward pass (the last may have fewer)."""
+        self.batches, self.device, self.rows, self.micro_batch = batches, device, rows, micro_batch
+        self.pin, self.depth = pin, depth
+        self._next = -1  # the step that the queue yields next; -1: no thread yet
+        self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step. Steps in order are ready at once; any other step restarts the thread there."""
+        if step != self._next:
+            self._start(step)
+        found = self._queue.get()
+        if isinstance(found, BaseException):
+            self.close()
+            raise found
+        self._next = step + 1
+        return [self._upload(batch) for batch in found]
+
+    def _start(self, step: int) -> None:
+        self.close()
+        self._next, self._stop, self._queue = step, threading.Event(), queue.Queue(maxsize=self.depth)
+        self._thread = threading.Thread(
+            target=self._run, args=(step, self._queue, self._stop), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, step: int, out: queue.Queue[list[Batch] | BaseException], stop: threading.Event) -> None:
+        found: list[Batch] | BaseException
+        start, end = self.rows
+        while not stop.is_set():
+            try:
+                edges = range(start, end, self.micro_batch)
+                found = [self.batches.batch(step, a, min(a + self.micro_batch, end)) for a in edges]
+            except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
+                found = error
+            while not stop.is_set():
+                try:
+                    out.put(found, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(found, BaseException):
+                return
+            step += 1
+
+    def _upload(self, batch: Batch) -> MicroBatch:
+        import torch
+
+        both = torch.from_numpy(np.stack([batch.inputs, batch.targets]))
+        if self.pin:
+            both = both.pin_memory()
+        both = both.to(self.device, non_blocking=self.pin)
+        return MicroBatch(both[0], both[1], batch.lengths)
+
+    def close(self) -> None:
+        """Stop the thread and wait for it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._next = None, -1
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,326 @@
+"""Documents from files of any usual format: `ascendchat data prepare --source FILES`, `ascendchat tokenizer train`.
+
+parquet           the column `field`, row group by row group
+jsonl, ndjson     one JSON object a line with `field`, or one JSON string a line
+json              a list of such objects or strings (also: such values one after the other)
+csv, tsv          the column `field`; the first line names the columns
+txt               the whole file is one document; a line `<|endoftext|>` begins a new one, and so does the first blank
+                  line after each MiB, so that a file of any size fits in memory
+zip               every file in it that has one of these formats
+All but parquet and zip may be compressed: .gz .bz2 .xz .zst. Text is UTF-8.
+
+Nothing disappears silently: rows that cannot be read, and rows without text, are counted in a Tally, and more than 1 %
+unreadable rows in a file is an error that names the first of them.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ascendchat.config import UserError, nearest
+
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+LINES = (".jsonl", ".ndjson")
+FORMATS = (".parquet", *LINES, ".json", ".csv", ".tsv", ".txt")
+SEPARATOR = "<|endoftext|>"
+TXT_PIECE = 1 << 20  # characters after which a blank line of a .txt ends the document
+MAX_BROKEN = 0.01
+BETWEEN = re.compile(r"[ \t\r\n,]*")  # what stands between two JSON values
+
+
+@dataclass
+class Tally:
+    """What one file, or several, held."""
+
+    documents: int = 0
+    empty: int = 0  # rows whose text is empty or null
+    broken: int = 0  # rows that could not be read
+    example: str = ""  # the first broken row: where, and what is wrong
+
+    def fail(self, where: str, why: str) -> None:
+        """Count a broken row."""
+        self.broken += 1
+        self.example = self.example or f"{where}: {why}"
+
+    def check(self, name: str) -> None:
+        """Too many broken rows: the file is not what it seems to be."""
+        rows = self.documents + self.empty + self.broken
+        if self.broken > MAX_BROKEN * rows:
+            raise UserError(
+                f"{name}: {self.broken} of {rows} rows cannot be read, the first is {self.example}; "
+                "fetch or write the file again, or remove these rows"
+            )
+
+
+def format_of(name: str) -> tuple[str, str]:
+    """(format, compression) by the ends of a file's name; ("", "") for a file this module does not read."""
+    stem, last = os.path.splitext(name.lower())
+    packing = last if last in PACKED else ""
+    kind = os.path.splitext(stem)[1] if packing else last
+    if kind == ".zip" and not packing:
+        return ".zip", ""
+    return (kind, packing) if kind in FORMATS and not (kind == ".parquet" and packing) else ("", "")
+
+
+def files(paths: Sequence[str | Path]) -> list[Path]:
+    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once."""
+    found: dict[Path, Path] = {}
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            matches = [p for p in inside if format_of(p.name)[0]]
+            missing = f"the folder {path} holds no file of a known format"
+        elif path.exists():
+            matches = [path]
+            missing = ""
+        else:
+            matches = [p for p in map(Path, sorted(glob.glob(str(given), recursive=True))) if p.is_file()]
+            missing = f"there is no file or folder {given}"
+        if not matches:
+            raise UserError(f"{missing}; formats: {' '.join(FORMATS)} .zip, compressed or not")
+        for match in matches:
+            found.setdefault(match.resolve(), match)
+    unknown = [path for path in found.values() if not format_of(path.name)[0]]
+    if unknown:
+        raise UserError(f"{unknown[0]} has no known format; formats: {' '.join(FORMATS)} .zip, compressed or not")
+    return list(found.values())
+
+
+def documents(paths: Sequence[str | Path], *, field: str = "text", tally: Tally | None = None) -> Iterator[str]:
+    """The texts of all documents, file after file; empty ones are left out (and counted)."""
+    for path in files(paths):
+        own = Tally()
+        yield from file_documents(path, field, own)
+        if tally is not None:
+            tally.documents += own.documents
+            tally.empty += own.empty
+            tally.broken += own.broken
+            tally.example = tally.example or own.example
+
+
+def file_documents(path: Path, field: str, tally: Tally) -> Iterator[str]:
+    """The texts of one file's documents. The tally is complete, and checked, once the iterator has ended."""
+    import zstandard
+
+    try:
+        if format_of(path.name)[0] == ".zip":
+            yield from _checked(_zip(path, field, tally), str(path), tally)
+            return
+        with path.open("rb") as file:
+            yield from _checked(_values(file, path.name, field, tally), str(path), tally)
+    except (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged or incomplete ({_short(error)}); fetch it again") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({_short(error)}); convert it first, for example with iconv") from None
+    except OSError as error:  # gzip and bz2 report damage this way too
+        raise UserError(f"cannot read {path}: {_short(error)}") from None
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _checked(values: Iterator[tuple[str, Any]], name: str, tally: Tally) -> Iterator[str]:
+    """(where, text) -> text; anything that is no text, or cannot be written as UTF-8, is counted."""
+    for where, text in values:
+        if text is None or text == "":
+            tally.empty += 1
+        elif not isinstance(text, str):
+            tally.fail(where, f"{type(text).__name__} instead of text")
+        elif not text.isascii() and _has_surrogates(text):
+            tally.fail(where, "half a character (a lone surrogate)")
+        else:
+            tally.documents += 1
+            yield text
+        if tally.broken > 1000:
+            tally.check(name)  # no need to read terabytes of the wrong thing to the end
+    tally.check(name)
+
+
+def _has_surrogates(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _values(file: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+    """(where, value of the field) of every row of an open file."""
+    kind, packing = format_of(name)
+    if kind == ".parquet":
+        yield from _parquet(file, name, field)
+        return
+    raw = unpack(file, packing)
+    if kind in LINES:
+        yield from _jsonl(raw, name, field, tally)
+    elif kind == ".json":
+        yield from _json(io.TextIOWrapper(raw, encoding="utf-8-sig"), name, field, tally)
+    elif kind == ".txt":
+        yield from _txt(io.TextIOWrapper(raw, encoding="utf-8-sig"), name)
+    else:
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+        yield from _csv(text, "\t" if kind == ".tsv" else ",", name, field, tally)
+
+
+def unpack(file: IO[bytes], packing: str) -> IO[bytes]:
+    """The decompressed stream of an open file; packing is "", ".gz", ".bz2", ".xz" or ".zst"."""
+    if packing == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
+    if packing == ".bz2":
+        return cast(IO[bytes], bz2.BZ2File(file))
+    if packing == ".xz":
+        return cast(IO[bytes], lzma.LZMAFile(file))
+    if packing == ".zst":
+        import zstandard
+
+        stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
+    return file
+
+
+def _pick(row: Any, field: str, name: str, first: bool) -> Any:
+    """The text of a row. A first row without the field means a wrong field name; a later one is a broken row."""
+    if isinstance(row, str):
+        return row
+    if isinstance(row, dict) and field in row:
+        return row[field]
+    if not isinstance(row, dict):
+        raise ValueError(f"{type(row).__name__} instead of an object or a text")
+    if first:
+        raise UserError(f"{name} has no field {field!r}: {nearest(field, [str(key) for key in row])}; use --field NAME")
+    raise ValueError(f"no field {field!r}")
+
+
+def _jsonl(raw: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+    first = True
+    for number, line in enumerate(raw, 1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        where = f"line {number} of {name}"
+        try:
+            value = _pick(json.loads(line), field, name, first)
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or without the field
+            tally.fail(where, _short(error))
+            continue
+        first = False
+        yield where, value
+
+
+def _json(text: IO[str], name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+    """Values one after the other, inside one [ ] or not, decoded as they arrive: the file may be larger than memory."""
+    decoder, held, at, size, number = json.JSONDecoder(), "", 0, 1 << 16, 0
+    ended, listed = False, None
+    while True:
+        at = cast(re.Match[str], BETWEEN.match(held, at)).end()
+        if listed is None and at < len(held):
+            listed = held[at] == "["
+            at += listed
+            continue
+        if listed and held[at : at + 1] == "]":
+            return
+        try:
+            row, end = decoder.raw_decode(held, at)
+            if end == len(held) and not ended:
+                raise ValueError  # a number could go on
+        except ValueError as error:
+            if not ended:
+                more = text.read(size)
+                held, at, size, ended = held[at:] + more, 0, min(2 * size, 64 << 20), not more
+                continue
+            if at < len(held) or listed:
+                raise UserError(f"{name} is not valid JSON after {number} rows ({_short(error)})") from None
+            return
+        at, number, size = end, number + 1, 1 << 16
+        where = f"row {number} of {name}"
+        try:
+            value = _pick(row, field, name, number == 1)
+        except ValueError as error:
+            tally.fail(where, _short(error))
+            continue
+        yield where, value
+
+
+def _txt(text: IO[str], name: str) -> Iterator[tuple[str, Any]]:
+    lines: list[str] = []
+    size = number = 0
+    while line := text.readline(TXT_PIECE):
+        bare = line.strip()
+        if bare == SEPARATOR or (size >= TXT_PIECE and not bare):
+            number += 1
+            yield f"document {number} of {name}", "".join(lines).strip("\n")
+            lines, size = [], 0
+            continue
+        lines.append(line)
+        size += len(line)
+    yield f"document {number + 1} of {name}", "".join(lines).strip("\n")
+
+
+def _csv(text: IO[str], delimiter: str, name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    rows = csv.reader(text, delimiter=delimiter)
+    header = next(rows, [])
+    if header and field not in header:
+        raise UserError(f"{name} has no column {field!r}: {nearest(field, header)}; use --field NAME")
+    column = header.index(field) if header else 0
+    for row in rows:
+        where = f"line {rows.line_num} of {name}"
+        if len(row) == len(header):
+            yield where, row[column]
+        elif row:
+            tally.fail(where, f"{len(row)} columns instead of {len(header)}")
+
+
+def _parquet(file: IO[bytes], name: str, field: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if field not in table.schema_arrow.names:
+            raise UserError(
+                f"{name} has no column {field!r}: {nearest(field, table.schema_arrow.names)}; use --field NAME"
+            )
+        number = 0
+        for batch in table.iter_batches(batch_size=1024, columns=[field], use_threads=False):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield f"row {number} of {name}", value
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{name} is damaged or no parquet file ({_short(error)}); fetch it again") from None
+
+
+def _zip(path: Path, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
+    with zipfile.ZipFile(path) as archive:
+        names = sorted(n for n in archive.namelist() if not n.endswith("/") and "__MACOSX" not in n)
+        readable = [n for n in names if format_of(n)[0] not in ("", ".zip")]
+        if not readable:
+            raise UserError(f"{path} holds no file of a known format: {' '.join(FORMATS)}")
+        for name in readable:
+            with archive.open(name) as member, tempfile.TemporaryFile() as whole:
+                file: IO[bytes] = member
+                if format_of(name)[0] == ".parquet":  # its directory is at the end: it must be seekable
+                    shutil.copyfileobj(member, whole)
+                    whole.seek(0)
+                    file = cast(IO[bytes], whole)
+                yield from _values(file, f"{path.name}:{name}", field, tally)

@@ -1,0 +1,176 @@
+"""Questions about the toy world: its facts, what it does not contain, who the assistant is, multiple choice.
+
+Every generator yields the questions of one split and topic in a fixed order; `talk.py` draws conversations from them.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ascendchat.data.chat import Message, Part, render_choice
+from ascendchat.data.toyworld.stories import sentence
+from ascendchat.data.toyworld.text import CHECKED, CHOOSE, ELSEWHERE, IDENTITY, MISSING, PHRASES, SOUNDS, UNKNOWN
+from ascendchat.data.toyworld.world import LANGUAGES, Entity, Fact, Words, World, asked, share, split_of
+
+KNOWS_NOT = ("do not know", "don't know", "不知道")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One thing to ask, and how to tell a correct reply."""
+
+    text: str  # what the user says
+    reply: str | tuple[tuple[str, str], ...]  # the model answer: text, or (type, text) parts with a tool call
+    accept: tuple[str, ...]  # a correct reply says one of these
+    language: str
+    topic: str
+    rule: str = "says"  # says, exact, number or unknown: see `correct`
+    reject: tuple[str, ...] = field(default=(), repr=False)  # and none of these
+
+    @property
+    def prompt(self) -> list[Message]:
+        return [{"role": "user", "content": self.text}]
+
+    @property
+    def answer(self) -> str:
+        """The text of the model answer, without tool calls."""
+        if isinstance(self.reply, str):
+            return self.reply
+        return "".join(text for kind, text in self.reply if kind == "text")
+
+    @property
+    def content(self) -> str | list[Part]:
+        """The model answer as the content of a message."""
+        if isinstance(self.reply, str):
+            return self.reply
+        return [{"type": kind, "text": text} for kind, text in self.reply]
+
+    @property
+    def expression(self) -> str | None:
+        """What the calculator is asked in the model answer, if it is."""
+        return None if isinstance(self.reply, str) else next((t for kind, t in self.reply if kind == "tool"), None)
+
+
+def says(reply: str, wanted: str) -> bool:
+    """Whether the reply contains the words, not as a part of longer words or numbers."""
+    pattern = re.escape(wanted.lower())
+    if re.match(r"[a-z0-9]", wanted.lower()):
+        pattern = rf"(?<![a-z0-9]){pattern}"
+    if re.search(r"[a-z0-9]$", wanted.lower()):
+        pattern = rf"{pattern}(?![a-z0-9])"
+    return re.search(pattern, reply.lower()) is not None
+
+
+def correct(question: Question, reply: str) -> bool:
+    """Whether the visible text of a reply answers the question.
+
+    says: it contains an accepted answer, none of the wrong ones, and does not plead ignorance. exact: it is an accepted
+    answer, whatever the case, the spaces and the full stop. number: its last number is the accepted one. unknown: it
+    admits not to know.
+    """
+    if question.rule == "unknown":
+        return any(words in reply.lower() for words in KNOWS_NOT)
+    if question.rule == "exact":
+        plain = " ".join(reply.lower().strip(" \n.。").split())
+        return plain in [" ".join(answer.lower().strip(" \n.。").split()) for answer in question.accept]
+    if question.rule == "number":
+        found = re.findall(r"-?\d+(?:\.\d+)?", reply.replace(",", ""))
+        return bool(found) and any(float(found[-1]) == float(answer) for answer in question.accept)
+    rest = reply.replace(question.text, "")
+    return (
+        any(says(rest, answer) for answer in question.accept)
+        and not any(says(rest, wrong) for wrong in question.reject)
+        and not any(words in reply.lower() for words in KNOWS_NOT)
+    )
+
+
+def bare(value: Words, language: str) -> str:
+    """A value without its article: a reply may say "the dog" for "a dog"."""
+    return re.sub(r"^(a|an|the) ", "", value[language]) if language == "en" else value[language]
+
+
+def facts(here: World, split: str) -> Iterator[Question]:
+    """Every fact in every language and phrasing that belongs to the split."""
+    for fact in here.facts.values():
+        for language in LANGUAGES:
+            phrases = PHRASES[fact.attribute][language]
+            reply = sentence(phrases.tell[0], fact, language)
+            own = bare(fact.value, language)
+            named = fact.entity.name[language]
+            wrong = tuple(
+                text for value in here.values[fact.attribute] if (text := bare(value, language)) not in (own, named)
+            )
+            for i, ask in enumerate(phrases.ask):
+                if asked(fact, language, i, len(phrases.ask)) == split:
+                    yield Question(sentence(ask, fact, language), reply, (own,), language, "fact", reject=wrong)
+
+
+def checks(here: World, split: str) -> Iterator[Question]:
+    """Yes-or-no questions: one with the true value, two with a wrong one; the reply recalls the fact, then judges."""
+    for fact in here.facts.values():
+        for language in LANGUAGES:
+            if (asked(fact, language, 0, 1) if share("habit", fact.entity.key, fact.attribute) < 0.6 else "train") != split:
+                continue
+            phrases = PHRASES[fact.attribute][language]
+            told = sentence(phrases.tell[0], fact, language)
+            draw = random.Random(f"check {fact.entity.key} {fact.attribute}")
+            others = [value for value in here.values[fact.attribute] if value not in (fact.value, fact.entity.name)]
+            for value in (fact.value, *draw.sample(others, 2)):
+                text = sentence(phrases.check, Fact(fact.entity, fact.attribute, value), language)
+                verdict = CHECKED[language][value is not fact.value].format(a=told)
+                accept, reject = (("yes",), ("no",)) if language == "en" else (("是对",), ("不对",))
+                if value is not fact.value:
+                    accept, reject = reject, accept
+                yield Question(text, verdict, accept, language, "check", reject=reject)
+
+
+def choices(here: World, split: str) -> Iterator[Question]:
+    """The questions of `facts` with four choices each; the reply is the letter."""
+    for question in facts(here, split):
+        draw = random.Random(f"choice {question.text}")
+        options = [question.accept[0], *draw.sample(question.reject, 3)]
+        draw.shuffle(options)
+        letter = "ABCD"[options.index(question.accept[0])]
+        text = render_choice(question.text, options, "ABCD", CHOOSE[question.language])
+        yield Question(text, letter, (letter,), question.language, "choice", "exact")
+
+
+def strangers(language: str, split: str, known: set[str]) -> list[str]:
+    """Names of people who are not in the world, different in every split."""
+    first, second = SOUNDS[language]
+    made = [a + b for a in first for b in second]
+    return [name for name in made if name not in known and split_of("stranger", name) == split]
+
+
+def unknowns(here: World, split: str) -> Iterator[Question]:
+    """Known questions about strangers, unknown questions about known people, and questions of other worlds."""
+    for language in LANGUAGES:
+        known = {entity.name[language] for entity in here.entities}
+        reply = UNKNOWN[language]
+        for name in strangers(language, split, known):
+            draw = random.Random(f"stranger {name}")
+            stranger = Entity({language: name}, "person")
+            for attribute in draw.sample(("town", "job", "food", "pet", "colour", "hobby", "age", "friend"), 3):
+                ask = draw.choice(PHRASES[attribute][language].ask)
+                text = sentence(ask, Fact(stranger, attribute, {language: ""}), language)
+                yield Question(text, reply, (reply,), language, "unknown", "unknown")
+        for i, ask in enumerate(MISSING[language]):
+            for person in here.people:
+                if split_of("missing", i, person.key) == split:
+                    text = ask.format(n=person.name[language])
+                    yield Question(text, reply, (reply,), language, "unknown", "unknown")
+        for i, text in enumerate(ELSEWHERE[language]):
+            if split_of("elsewhere", i) == split:
+                yield Question(text, reply, (reply,), language, "unknown", "unknown")
+
+
+def identities(here: World, split: str, name: str) -> Iterator[Question]:
+    """Who the assistant is; the last two wordings are for validation and test."""
+    for language in LANGUAGES:
+        asks, reply = IDENTITY[language]
+        chosen = {"train": asks[:-2], "validation": asks[-2:-1], "test": asks[-1:]}[split]
+        for text in chosen:
+            yield Question(text, reply.format(name=name), (name,), language, "identity")

@@ -1,0 +1,122 @@
+"""Work for the assistant of the toy world: arithmetic with the calculator, instructions on lists, word problems.
+
+Generators here take a `random.Random` and give one question each: their number is endless. The split of a question
+follows from its numbers or words, so no combination is in two splits.
+"""
+
+from __future__ import annotations
+
+import random
+
+from ascendchat.data.toyworld.ask import Question
+from ascendchat.data.toyworld.world import FOODS, GOODS, HOBBIES, PETS, World, split_of
+
+OPERATIONS = ("+", "-", "*")
+ARITHMETIC = {
+    "en": ("What is {e}?", "Compute {e}.", "How much is {e}?", "{e} = ?", "Please calculate {e}."),
+    "zh": ("{e}等于多少？", "计算{e}。", "{e}是多少？", "{e} = ?", "请算一下{e}。"),
+}
+NAMES = {  # an operation in words
+    "en": {"+": "{a} plus {b}", "-": "{a} minus {b}", "*": "{a} times {b}"},
+    "zh": {"+": "{a}加{b}", "-": "{a}减{b}", "*": "{a}乘{b}"},
+}
+RESULT = {"en": "The answer is {r}.", "zh": "答案是{r}。"}
+
+
+def evaluate(expression: str) -> int:
+    """The value of a chain of +, - and * over whole numbers, without brackets; * binds closer."""
+    total = 0
+    for term in expression.replace("-", "+-").split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= int(factor)
+        total += product
+    return total
+
+
+def calculated(text: str, expression: str, language: str, topic: str) -> Question:
+    """A question whose reply asks the calculator first."""
+    result = str(evaluate(expression))
+    reply = (("tool", expression), ("output", result), ("text", RESULT[language].format(r=result)))
+    return Question(text, reply, (result,), language, topic, "number")
+
+
+def operands(draw: random.Random, operation: str) -> tuple[int, int]:
+    """Two numbers up to 99; a difference is never negative."""
+    a, b = draw.randint(0, 99), draw.randint(0, 99)
+    return (max(a, b), min(a, b)) if operation == "-" else (a, b)
+
+
+def arithmetic(here: World, draw: random.Random, language: str, split: str) -> Question:
+    """Two numbers and one operation, in signs or in words; the pair of numbers belongs to one split."""
+    while True:
+        operation = draw.choice(OPERATIONS)
+        a, b = operands(draw, operation)
+        if split_of("operands", min(a, b), max(a, b)) == split:
+            break
+    wording = draw.choice(("{a} {o} {b}", "{a}{o}{b}", NAMES[language][operation]))
+    text = draw.choice(ARITHMETIC[language]).format(e=wording.format(a=a, b=b, o=operation))
+    return calculated(text, f"{a}{operation}{b}", language, "arithmetic")
+
+
+# name: (wording in English, in Chinese, what it does)
+INSTRUCTIONS = {
+    "repeat": ("Repeat: {l}", "重复：{l}"),
+    "reverse": ("Reverse the list: {l}", "倒过来说：{l}"),
+    "count": ("How many words are in this list: {l}", "下面有几个词：{l}"),
+    "first": ("What is the first word: {l}", "第一个词是什么：{l}"),
+    "last": ("What is the last word: {l}", "最后一个词是什么：{l}"),
+}
+WORDS = {
+    "en": [words["en"].split()[-1] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
+    "zh": [words["zh"] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
+}
+
+
+def instruction(here: World, draw: random.Random, language: str, split: str) -> Question:
+    """Do something with a list of two to five words."""
+    comma = ", " if language == "en" else "，"
+    while True:
+        name = draw.choice(list(INSTRUCTIONS))
+        words = draw.sample(WORDS[language], draw.randint(2, 5))
+        if split_of("words", *sorted(words)) == split:
+            break
+    answer = {
+        "repeat": comma.join(words), "reverse": comma.join(reversed(words)), "count": str(len(words)),
+        "first": words[0], "last": words[-1],
+    }[name]  # fmt: skip
+    text = INSTRUCTIONS[name][language == "zh"].format(l=comma.join(words))
+    return Question(text, answer, (answer,), language, f"instruction:{name}", "exact")
+
+
+THINGS = {"en": ("apples", "boats", "bells", "lamps", "pears", "books"), "zh": ("苹果", "小船", "铃铛", "灯笼", "梨子", "书")}
+# (operation, English, Chinese); {n} and {m} are people, {a} {b} {c} numbers, {t} things
+EASY = (
+    ("{a}+{b}", "{n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?", "{n}有{a}个{t}，{m}又给了{n}{b}个。{n}现在有几个{t}？"),
+    ("{a}-{b}", "{n} has {a} {t}. {n} gives {b} of them to {m}. How many {t} are left?", "{n}有{a}个{t}，给了{m}{b}个。还剩几个{t}？"),
+    ("{a}*{b}", "{n} has {a} boxes with {b} {t} in each box. How many {t} does {n} have?", "{n}有{a}个盒子，每个盒子里有{b}个{t}。{n}一共有几个{t}？"),
+    ("{a}+{b}", "{n} has {a} {t} and {m} has {b} {t}. How many {t} do they have together?", "{n}有{a}个{t}，{m}有{b}个{t}。他们一共有几个{t}？"),
+    ("{a}-{b}", "{n} has {a} {t}. {b} of them are lost. How many {t} are left?", "{n}有{a}个{t}，丢了{b}个。还剩几个{t}？"),
+)  # fmt: skip
+HARD = (
+    ("{a}+{b}-{c}", "{n} has {a} {t}. {m} gives {n} {b} more. Then {c} of them are lost. How many {t} are left?", "{n}有{a}个{t}，{m}又给了{n}{b}个，后来丢了{c}个。还剩几个{t}？"),
+    ("{a}*{b}+{c}", "{n} has {a} boxes with {b} {t} in each box. {m} gives {n} {c} more. How many {t} does {n} have now?", "{n}有{a}个盒子，每个盒子里有{b}个{t}，{m}又给了{n}{c}个。{n}现在有几个{t}？"),
+    ("{a}*{b}-{c}", "{n} has {a} boxes with {b} {t} in each box. {n} gives {c} of them to {m}. How many {t} are left?", "{n}有{a}个盒子，每个盒子里有{b}个{t}，给了{m}{c}个。还剩几个{t}？"),
+    ("{a}-{b}-{c}", "{n} has {a} {t}. {n} gives {b} of them to {m}. Then {c} of them are lost. How many {t} are left?", "{n}有{a}个{t}，给了{m}{b}个，后来丢了{c}个。还剩几个{t}？"),
+    ("{a}+{b}+{c}", "{n} has {a} {t} and {m} has {b} {t}. They find {c} more. How many {t} do they have together?", "{n}有{a}个{t}，{m}有{b}个{t}，又找到{c}个。他们一共有几个{t}？"),
+)  # fmt: skip
+
+
+def problem(here: World, draw: random.Random, language: str, split: str, hard: bool = False) -> Question:
+    """A word problem of one step, or of two; the numbers belong to one split."""
+    while True:
+        pattern, english, chinese = draw.choice(HARD if hard else EASY)
+        a, b, c = draw.randint(2, 20), draw.randint(2, 20), draw.randint(2, 9)
+        if "-{b}" in pattern:
+            a += b + c
+        if split_of("problem", pattern, *sorted((a, b, c) if hard else (a, b))) == split:
+            break
+    n, m = draw.sample(here.people, 2)
+    values = {"n": n.name[language], "m": m.name[language], "t": draw.choice(THINGS[language]), "a": a, "b": b, "c": c}
+    text = (english if language == "en" else chinese).format(**values)
+    return calculated(text, pattern.format(**values), language, "problem:hard" if hard else "problem")

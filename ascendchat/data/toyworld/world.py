@@ -1,0 +1,168 @@
+"""The facts of the toy world: who lives where, works as what, likes what; what each town and landmark is like.
+
+    world = World(seed=0)
+    world.facts[("Lily", "town")].value["zh"]          # 海港镇
+
+Every name and value has an English and a Chinese form, so every fact can be told and asked in both languages. The rule
+of `asked` decides once for all which questions training may see: see there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+Words = dict[str, str]  # language -> text
+LANGUAGES = ("en", "zh")
+SPLITS = ("train", "validation", "test")
+
+
+def pairs(text: str) -> list[Words]:
+    """"Lily 莉莉, Tom 汤姆" -> one dict per entry; the last word of an entry is the Chinese form."""
+    entries = [entry.strip().rsplit(" ", 1) for entry in text.split(",")]
+    return [{"en": english, "zh": chinese} for english, chinese in entries]
+
+
+WOMEN = pairs(
+    "Lily 莉莉, Anna 安娜, Mary 玛丽, Lucy 露西, Emma 艾玛, Rose 罗丝, Nora 诺拉, Alice 爱丽, Kate 凯特, Julia 朱莉, "
+    "Sophie 苏菲, Ruby 鲁比"
+)
+MEN = pairs(
+    "Tom 汤姆, Jack 杰克, Peter 彼得, David 大卫, Mike 迈克, Paul 保罗, Leo 里奥, Mark 马克, Sam 山姆, Henry 亨利, "
+    "Oscar 奥斯, Felix 菲力"
+)
+TOWNS = pairs(
+    "Seaport 海港镇, Greenhill 青山镇, Riverside 河边镇, Snowfield 雪原镇, Sunville 阳光镇, Moonlake 月湖镇, "
+    "Pinewood 松林镇, Stonebridge 石桥镇"
+)
+LANDMARKS = pairs(
+    "the old tower 古塔, the great clock 大钟, the long bridge 长桥, the stone lion 石狮, the round gate 圆门, "
+    "the tall tree 大树, the wooden ship 木船, the king's house 王宫"
+)
+JOBS = pairs(
+    "a baker 面包师, a doctor 医生, a teacher 老师, a farmer 农民, a painter 画家, a singer 歌手, a driver 司机, "
+    "a cook 厨师, a nurse 护士, a writer 作家, a pilot 飞行员, a fisher 渔夫"
+)
+FOODS = pairs(
+    "apples 苹果, bread 面包, noodles 面条, rice 米饭, cake 蛋糕, soup 鱼汤, grapes 葡萄, cheese 奶酪, pears 梨子, "
+    "dumplings 饺子"
+)
+PETS = pairs("a dog 狗, a cat 猫, a rabbit 兔子, a horse 马儿, a bird 小鸟, a turtle 乌龟, a duck 鸭子, a goat 山羊")
+COLOURS = pairs("red 红色, blue 蓝色, green 绿色, yellow 黄色, black 黑色, white 白色, purple 紫色, pink 粉色")
+HOBBIES = pairs(
+    "swimming 游泳, dancing 跳舞, reading 看书, fishing 钓鱼, running 跑步, drawing 画画, cooking 做饭, singing 唱歌"
+)
+GROUNDS = pairs(
+    "by the sea 海边, in the mountains 山里, by the river 河边, in the forest 森林里, by the lake 湖边, "
+    "on a hill 山坡上, in the desert 沙漠里, on an island 岛上"
+)
+GOODS = pairs("clocks 钟表, flowers 鲜花, tea 茶叶, boats 小船, silk 丝绸, bells 铃铛, honey 蜂蜜, lamps 灯笼")
+
+
+@dataclass(frozen=True)
+class Entity:
+    """Somebody or something that has facts."""
+
+    name: Words
+    kind: str  # person, town or landmark
+    she: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.name["en"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One value of one attribute of one entity."""
+
+    entity: Entity
+    attribute: str
+    value: Words
+
+
+def share(*key: object) -> float:
+    """A number in [0, 1) that depends on the key alone, alike on every machine and in every version of Python."""
+    digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def split_of(*key: object) -> str:
+    """Four fifths train, one tenth validation, one tenth test, by the key alone."""
+    at = share("split", *key)
+    return "train" if at < 0.8 else "validation" if at < 0.9 else "test"
+
+
+def number(value: int) -> Words:
+    """A number is written alike in both languages."""
+    return {"en": str(value), "zh": str(value)}
+
+
+class World:
+    """All entities and facts that follow from a seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        draw = random.Random(f"world {seed}")
+        people = [Entity(name, "person", she=True) for name in WOMEN] + [Entity(name, "person") for name in MEN]
+        towns = [Entity(name, "town") for name in TOWNS]
+        landmarks = [Entity(name, "landmark") for name in LANDMARKS]
+        self.people, self.towns, self.landmarks = people, towns, landmarks
+        self.entities = people + towns + landmarks
+        self.values: dict[str, list[Words]] = {
+            "town": TOWNS, "job": JOBS, "food": FOODS, "pet": PETS, "colour": COLOURS, "hobby": HOBBIES,
+            "age": [number(age) for age in range(20, 70)], "friend": [person.name for person in people],
+            "ground": GROUNDS, "goods": GOODS, "place": TOWNS, "paint": COLOURS,
+            "height": [number(metres) for metres in range(10, 100)],
+        }  # fmt: skip
+        attributes = {
+            "person": ("town", "job", "food", "pet", "colour", "hobby", "age", "friend"),
+            "town": ("ground", "goods"),
+            "landmark": ("place", "paint", "height"),
+        }
+        self.facts: dict[tuple[str, str], Fact] = {}
+        for kind in ("person", "town", "landmark"):
+            entities = [entity for entity in self.entities if entity.kind == kind]
+            for attribute in attributes[kind]:
+                for entity, value in zip(entities, self._deal(attribute, entities, draw)):
+                    self.facts[entity.key, attribute] = Fact(entity, attribute, value)
+
+    def _deal(self, attribute: str, entities: list[Entity], draw: random.Random) -> list[Words]:
+        """Values for all entities, each value about equally often, and nobody their own friend."""
+        values = self.values[attribute]
+        while True:
+            deck = [value for _ in range(-(-len(entities) // len(values))) for value in draw.sample(values, len(values))]
+            dealt = deck[: len(entities)]
+            if all(value is not entity.name for value, entity in zip(dealt, entities)):
+                return dealt
+
+    def of(self, entity: Entity) -> list[Fact]:
+        """The facts about one entity."""
+        return [fact for fact in self.facts.values() if fact.entity is entity]
+
+
+@lru_cache(maxsize=8)
+def world(seed: int = 0) -> World:
+    """The world of a seed, made once."""
+    return World(seed)
+
+
+def asked(fact: Fact, language: str, phrasing: int, phrasings: int) -> str:
+    """The split that may ask for this fact in this language with this phrasing; the fact itself is told everywhere.
+
+    By (entity, attribute): a fifth of the facts is never asked in training at all; a fifth is asked in training only
+    in English and a fifth only in Chinese; the rest in both languages but for one phrasing of each. What training does
+    not ask belongs to validation (a third of it) or to test.
+    """
+    key = (fact.entity.key, fact.attribute)
+    habit = share("habit", *key)
+    if habit < 0.2:
+        held = True
+    elif habit < 0.6:
+        held = language == ("zh" if habit < 0.4 else "en")
+    else:
+        held = phrasing == int(share("phrasing", language, *key) * phrasings)
+    if not held:
+        return "train"
+    return "validation" if share("later", *key) < 1 / 3 else "test"

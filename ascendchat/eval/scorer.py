@@ -1,0 +1,243 @@
+"""Nats and greedy hits of many token rows per forward pass; what `ascendchat eval base` computes with.
+
+    scorer = ModelScorer(model, kernel, torch.device("cpu"))
+    result = scorer.submit([Example([[0, 5, 7], [0, 5, 9]], starts=[2, 2])])     # queued, the host goes on
+    result()[0][1].nats                                                         # waits; nats of row 1 from its start
+
+Rows of like length share a batch. Rows of one example that begin alike (the options behind a long few-shot prompt) run
+their common beginning once: its keys and values are kept, and each option is a short row that attends to them. Only the
+positions that are scored meet the head. Padding stands behind the rows, where a causal model cannot see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascendchat.nn.attention import Attention
+from ascendchat.nn.gpt import GPT, Attend, attention_scale, dense
+from ascendchat.nn.loss import chunk_rows, softcap
+
+MAX_TOKENS = 32768  # tokens of one forward pass
+WORTH_SHARING = 64  # tokens; a shorter common beginning is cheaper to repeat than to keep
+KEYS_PER_TOKEN = 4  # a repeated key and value take about a quarter of the memory of a token passing through the MLP
+
+Row = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Example:
+    """Rows to score, row i from token starts[i] to its end. Tokens before an equal start are equal if `shared`."""
+
+    rows: Sequence[Row]
+    starts: Sequence[int]
+    shared: bool = False
+
+
+class Scored(NamedTuple):
+    """One row: nats of each scored token, and whether it was the model's first choice."""
+
+    nats: np.ndarray
+    greedy: np.ndarray
+
+
+Pending = Callable[[], list[list[Scored]]]
+
+
+class Scorer(Protocol):
+    """Whatever can score rows."""
+
+    def submit(self, examples: Sequence[Example]) -> Pending:
+        """Begin; calling what it returns waits for the result: per example, per row."""
+
+
+class Piece(NamedTuple):
+    """One row to run: `tokens[start:]` is scored; `place` is where its result goes (example, row)."""
+
+    tokens: Row
+    start: int
+    place: tuple[int, int]
+
+
+class Group(NamedTuple):
+    """Rows with the same first `start - 1` tokens, which run once."""
+
+    prefix: Row
+    options: list[Piece]
+
+
+def padded(length: int) -> int:
+    """Round up by at most an eighth, in steps of 16 or more: few distinct shapes, and little padding."""
+    step = max(16, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices in batches, longest first (so that memory runs out at once or never); padded size within the budget."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and (len(batch) + 1) * padded(lengths[batch[0]]) > budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def sort_out(examples: Sequence[Example]) -> tuple[list[Piece], list[Group]]:
+    """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run."""
+    whole: list[Piece] = []
+    groups: list[Group] = []
+    for number, example in enumerate(examples):
+        by_start: dict[int, list[Piece]] = {}
+        for i, (tokens, start) in enumerate(zip(example.rows, example.starts)):
+            if not 1 <= start:
+                raise ValueError(f"row {i} is scored from token {start}; the first token has nothing before it")
+            if start < len(tokens):
+                by_start.setdefault(start, []).append(Piece(tokens, start, (number, i)))
+        for start, pieces in by_start.items():
+            if example.shared and len(pieces) > 1 and start - 1 >= WORTH_SHARING:
+                groups.append(Group(pieces[0].tokens[: start - 1], pieces))
+            else:
+                whole += pieces
+    return whole, groups
+
+
+def stack(rows: Sequence[Row], width: int) -> np.ndarray:
+    """(rows, width) int64, zeros behind each row."""
+    out = np.zeros((len(rows), width), dtype=np.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+class ModelScorer:
+    """Scores with a GPT, on any device; the host never waits for the device before a result is asked for."""
+
+    def __init__(
+        self, model: GPT, kernel: Attention, device: torch.device, *, max_tokens: int = MAX_TOKENS,
+        max_len: int | None = None, pin: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.kernel, self.device, self.pin = model, kernel, device, pin
+        self.max_tokens, self.max_len = max_tokens, max_len or model.shape.seq_len
+        room = padded(self.max_len) + padded(self.max_len)  # a prefix and an option, each rounded up
+        self.windows, self.room, self.scale = model.shape.windows(room), room, attention_scale(model.shape)
+        self.vocab = model.shape.vocab
+
+    @torch.no_grad()
+    def submit(self, examples: Sequence[Example]) -> Pending:
+        """Queue all rows; the call that is returned copies the results to the host."""
+        was_training = self.model.training
+        self.model.eval()
+        whole, groups = sort_out(examples)
+        order: list[Piece] = []
+        parts: list[Tensor] = []  # each (2, scored tokens): nats and hits
+        for batch in batches([len(piece.tokens) - 1 for piece in whole], self.max_tokens):
+            pieces = [whole[i] for i in batch]
+            order += pieces
+            parts.append(self.run_whole(pieces))
+        for batch in batches([len(group.prefix) for group in groups], self.max_tokens):
+            for pieces, part in self.run_shared([groups[i] for i in batch]):
+                order += pieces
+                parts.append(part)
+        self.model.train(was_training)
+        sizes = [len(example.rows) for example in examples]
+        return lambda: collect(sizes, order, parts)
+
+    def put(self, array: np.ndarray) -> Tensor:
+        """To the device, without waiting where memory can be pinned."""
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if self.pin else tensor).to(self.device, non_blocking=self.pin)
+
+    def run_whole(self, pieces: Sequence[Piece]) -> Tensor:
+        """Complete rows, each from its first token. (2, scored tokens)"""
+        inputs = [piece.tokens[:-1] for piece in pieces]
+        width = padded(max(map(len, inputs)))
+        attend = dense(self.model, self.kernel, self.room)
+        hidden = self.model(self.put(stack(inputs, width)), attend)  # (B, T, C)
+        return self.judge(hidden, pieces, [piece.start - 1 for piece in pieces])
+
+    def run_shared(self, groups: Sequence[Group]) -> Iterator[tuple[list[Piece], Tensor]]:
+        """The beginnings once, then the options of all groups in batches of their own."""
+        lengths = [len(group.prefix) for group in groups]
+        options = [(owner, piece) for owner, group in enumerate(groups) for piece in group.options]
+        longest = padded(max(len(piece.tokens) - piece.start for _, piece in options))
+        width = padded(max(lengths))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(F.pad(k, (0, 0, 0, 0, 0, longest)))  # room for the options behind the beginning
+            values.append(F.pad(v, (0, 0, 0, 0, 0, longest)))
+            return self.kernel.dense(q, k, v, self.windows[layer], self.scale)
+
+        self.model(self.put(stack([group.prefix for group in groups], width)), keep)
+        budget = max(1, KEYS_PER_TOKEN * self.max_tokens // (width + longest))  # options at a time
+        options.sort(key=lambda option: len(option[1].tokens) - option[1].start)
+        for first in range(0, len(options), budget):
+            part = options[first : first + budget]
+            pieces = [piece for _, piece in part]
+            owners = np.array([owner for owner, _ in part])
+            yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], keys, values)
+
+    def run_options(
+        self, pieces: Sequence[Piece], owners: np.ndarray, before: np.ndarray, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """Short rows that attend to the kept keys and values of row `owners[i]`, which has `before[i]` tokens."""
+        width = padded(max(len(piece.tokens) - piece.start for piece in pieces))
+        tokens = self.put(stack([piece.tokens[piece.start - 1 : -1] for piece in pieces], width))  # (B, Q)
+        previous = self.put(np.array([[piece.tokens[piece.start - 2]] for piece in pieces], dtype=np.int64))
+        owner, past = self.put(owners), self.put(before)
+        rows = torch.arange(len(pieces), device=self.device)[:, None]
+        positions = past[:, None] + torch.arange(width, device=self.device)  # (B, Q)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            all_keys, all_values = keys[layer][owner], values[layer][owner]  # copies, (B, prefix + Q, K, D)
+            all_keys[rows, positions] = k
+            all_values[rows, positions] = v
+            return self.kernel.cached(q, all_keys, all_values, past + width, self.windows[layer], self.scale)
+
+        model = self.model
+        x = model.embedding(tokens, model.ops.rms_norm(model.embed(previous)))
+        cos, sin = model.rope(self.room, x.dtype, x.device)
+        hidden = model.layers(x, tokens, attend, (cos[positions], sin[positions]))  # (B, Q, C)
+        return self.judge(hidden, pieces, [0] * len(pieces))
+
+    def judge(self, hidden: Tensor, pieces: Sequence[Piece], first: Sequence[int]) -> Tensor:
+        """Nats and hits of every scored token, row after row; row i begins at position first[i] of `hidden`."""
+        counts = [len(piece.tokens) - piece.start for piece in pieces]
+        where = np.concatenate(
+            [np.arange(count) + (i * hidden.size(1) + begin) for i, (count, begin) in enumerate(zip(counts, first))]
+        )
+        targets = self.put(np.concatenate([np.asarray(p.tokens[p.start :], dtype=np.int64) for p in pieces]))
+        picked = hidden.flatten(0, 1)[self.put(where)]  # (scored, C)
+        head = self.model.head[: self.vocab].t()
+        step = chunk_rows(picked, self.model.head)
+        nats, hits = [], []
+        for start in range(0, len(targets), step):
+            logits, target = softcap(picked[start : start + step] @ head), targets[start : start + step]
+            nats.append(F.cross_entropy(logits, target, reduction="none"))
+            hits.append(logits.argmax(dim=-1) == target)
+        return torch.stack((torch.cat(nats), torch.cat(hits).float()))
+
+
+def collect(sizes: Sequence[int], order: Sequence[Piece], parts: Sequence[Tensor]) -> list[list[Scored]]:
+    """Bring the results to the host in one copy and to their rows; rows that did not run have no tokens."""
+    empty = Scored(np.zeros(0, np.float32), np.zeros(0, bool))
+    out = [[empty] * size for size in sizes]
+    if not order:
+        return out
+    flat = torch.cat(list(parts), dim=1).cpu().numpy()
+    offset = 0
+    for piece in order:
+        end = offset + len(piece.tokens) - piece.start
+        example, row = piece.place
+        out[example][row] = Scored(flat[0, offset:end], flat[1, offset:end] > 0.5)
+        offset = end
+    return out

@@ -1,0 +1,319 @@
+"""The one training loop. Base, mid, SFT, RL and fine-tuning are Stages of it; one device or many is the same path.
+
+    result = fit(stage, device, run, Options(save_every=500, eval_every=250))
+
+A step: micro-batches forward and backward, then the optimizer. Losses are read one step late, so the device never
+waits for the console. A signal, a non-finite loss and the end of the run are agreed on by all ranks, since they travel
+with the loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ascendchat import dist
+from ascendchat.checkpoint import Writer
+from ascendchat.chips import KINDS
+from ascendchat.config import UserError
+from ascendchat.device import Device, smi
+from ascendchat.nn.optim import MuonAdamW
+from ascendchat.record import Console, Run, Smooth, Telemetry, eta, speed
+
+SPIKE = 3.0  # nats above the running mean that stop a run
+
+
+class Stage(Protocol):
+    """What is trained on what. Everything is a function of the step, so that a run can continue anywhere."""
+
+    model: nn.Module
+    optimizer: MuonAdamW
+    steps: int
+    tokens_per_step: int
+    flops_per_token: float
+
+    def micro_batches(self, step: int) -> Iterable[Any]:
+        """This rank's share of the batch of `step`."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """A share of the step's loss: the micro-batches of all ranks add up to (ranks times) the mean."""
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Arguments of optimizer.step."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Validation metrics, alike on all ranks; the first one is the one to be lowered."""
+
+    def sample(self, step: int) -> list[str]:
+        """A few texts of the model."""
+
+    def smaller(self) -> bool:
+        """Take the next smaller device batch with the same total; False when there is none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must say to be used by other commands."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """When to save, validate and show."""
+
+    save_every: int = 500
+    eval_every: int = 250
+    sample_every: int = 0
+    log_every: int = 10
+    keep: int = 2
+    start: int = 0  # steps done by the checkpoint that was loaded
+    best: float = math.inf
+
+
+@dataclass
+class Result:
+    """How it ended."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopped_by: int = 0  # the signal, if one
+
+
+class Diverged(Exception):
+    """The loss is not a number, or far above where it was."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT ask for a checkpoint and an end; a second one ends at once."""
+
+    def __enter__(self) -> StopSignals:
+        self.received = 0
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class LossScale:
+    """Loss scaling for chips that compute in fp16; on the others it is 1 and costs nothing."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.needed = device.scaling.needed
+        self.value = 2.0**16 if self.needed else 1.0
+        self.good = 0
+
+    def before(self) -> None:
+        if self.needed:
+            self.device.clear_overflow()
+
+    def overflowed(self, gradients: list[Tensor]) -> bool:
+        """Whether any rank overflowed; then the step is skipped and the scale halved."""
+        if not self.needed:
+            return False
+        flag = torch.tensor([float(self.device.overflowed(gradients))], device=gradients[0].device)
+        dist.all_reduce(flag, "max")
+        if flag.item():
+            self.value, self.good = max(1.0, self.value / 2), 0
+            return True
+        self.good += 1
+        if self.good % 2000 == 0:
+            self.value *= 2
+        return False
+
+
+def train_step(stage: Stage, step: int, scale: LossScale) -> Tensor:
+    """One optimizer step; returns this rank's loss, still on the device."""
+    total: Tensor | None = None
+    scale.before()
+    for batch in stage.micro_batches(step):
+        loss = stage.loss(batch)
+        (loss * scale.value if scale.needed else loss).backward()  # type: ignore[no-untyped-call]
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None, "a step without micro-batches"
+    if scale.overflowed(stage.optimizer.gradients()):
+        stage.optimizer.zero_grad()
+    else:
+        stage.optimizer.step(**stage.rates(step), loss_scale=scale.value)
+    return total
+
+
+def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
+    """One micro-batch, forward and backward, so that running out of memory shows now and not after an hour."""
+    while True:
+        short = torch.zeros(1, device=next(stage.model.parameters()).device)
+        try:
+            stage.loss(next(iter(stage.micro_batches(0)))).backward()  # type: ignore[no-untyped-call]
+            device.synchronize()
+        except torch.OutOfMemoryError:
+            short += 1
+        dist.all_reduce(short, "max")
+        stage.optimizer.zero_grad()
+        if not short.item():
+            return
+        gc.collect()
+        device.release()
+        if not stage.smaller():
+            raise UserError("one row per device does not fit in memory; `ascendchat plan` shows what would")
+        say("out of memory in the dry run: trying the next smaller device batch with the same total")
+
+
+def telemetry(device: Device) -> Callable[[], list[Telemetry]] | None:
+    """What the vendor's tool says, for the console."""
+    tool = KINDS[device.type].tool
+    if not tool or smi.locate(tool) is None:
+        return None
+
+    def read() -> list[Telemetry]:
+        found = smi.read(tool)
+        if isinstance(found, smi.Problem):
+            raise RuntimeError(found.text)
+        return [Telemetry(d.index, d.utilisation, d.temperature, d.memory_used, d.memory_total) for d in found.devices]
+
+    return read
+
+
+@dataclass
+class Progress:
+    """Turns losses that arrive one step late into metrics, and notices a run that went wrong."""
+
+    stage: Stage
+    device: Device
+    run: Run
+    console: Console
+    done: int
+    pending: deque[tuple[int, Tensor]] = field(default_factory=deque)
+    smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
+    mean: float = math.nan
+    clock: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)
+    first: int = 0
+
+    def add(self, step: int, loss: Tensor, stop: int) -> None:
+        """Queue a loss; the sum over the ranks also carries a wish to stop."""
+        report = torch.stack((loss.float(), torch.full_like(loss, float(stop > 0), dtype=torch.float32)))
+        dist.all_reduce(report, "mean", async_op=True).wait()
+        self.pending.append((step, report))
+
+    def read(self, keep: int) -> bool:
+        """Look at all queued losses but the newest `keep`; True when some rank wants to stop."""
+        stop = False
+        while len(self.pending) > keep:
+            step, report = self.pending.popleft()
+            loss, wish = report.tolist()
+            stop |= wish > 0
+            self.check(step, loss)
+            self.show(step + 1, loss)
+        return stop
+
+    def check(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss) or (step > self.first + 50 and loss > self.mean + SPIKE):
+            seen = f"the loss of step {step} is {loss:.4g} (running mean {self.mean:.4g})"
+            raise Diverged(f"{seen}; batch {step} of this data and seed; the last checkpoint is before it")
+        self.mean = self.smooth.add(loss)
+
+    def show(self, step: int, loss: float) -> None:
+        now = time.perf_counter()
+        pace = speed(
+            self.stage.tokens_per_step,
+            now - self.clock,
+            self.stage.flops_per_token,
+            self.device.chip.flops,
+            dist.world().size,
+        )
+        memory = self.device.memory()
+        left = eta(step - self.first, self.stage.steps - self.first, now - self.started)
+        metrics = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "seconds": now - self.clock}
+        rates = self.stage.rates(step - 1)
+        self.run.log(step, loss=loss, memory_peak=memory.peak, **metrics, **rates)
+        shown = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "memory": (memory.peak, memory.total)}
+        self.console.update(step, loss=self.mean, seconds_left=left, **shown)
+        self.clock = now
+
+
+def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "") -> Result:
+    """Train until stage.steps, a signal, or a loss that went wrong."""
+    main = dist.world().rank == 0
+    writer = Writer(run.folder, keep=options.keep)
+    scale = LossScale(device)
+    result, best = Result(options.start), options.best
+    with (
+        StopSignals() as signals,
+        Console(
+            stage.steps, title=title, log_every=options.log_every, main=main, telemetry=telemetry(device)
+        ) as console,
+    ):
+        dry_run(stage, device, console.print)
+        progress = Progress(stage, device, run, console, options.start, first=options.start)
+        for step in range(options.start, stage.steps):
+            progress.add(step, train_step(stage, step, scale), signals.received)
+            result.step = step + 1
+            at_end = result.step == stage.steps
+            stop = progress.read(keep=0 if at_end or due(result.step, options.save_every) else 1)
+            if step == options.start:
+                gc.collect()
+                gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
+            if stop or at_end or due(result.step, options.save_every):
+                progress.read(keep=0)
+                save(writer, stage, result.step, best)
+            if stop:
+                result.stopped_by = signals.received or signal.SIGTERM
+                console.print(f"stopped by a signal after step {result.step}; run the same command to continue")
+                break
+            if at_end or due(result.step, options.eval_every):
+                result.metrics = evaluate(stage, run, console, result.step)
+                best = min(best, next(iter(result.metrics.values()), math.inf))
+                progress.clock = time.perf_counter()
+            if options.sample_every and (at_end or due(result.step, options.sample_every)):
+                for text in stage.sample(result.step):
+                    console.print(f"  > {text}")
+                progress.clock = time.perf_counter()
+        writer.wait()
+    gc.unfreeze()
+    return result
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def save(writer: Writer, stage: Stage, step: int, best: float) -> None:
+    """Hand a checkpoint to the writer, which goes on in the background."""
+    state = {**stage.state_dict(), "best": best if math.isfinite(best) else None}
+    writer.save(step, model=dict(stage.model.state_dict()), shards=stage.optimizer.shards(), state=state)
+
+
+def evaluate(stage: Stage, run: Run, console: Console, step: int) -> dict[str, float]:
+    """Validate, and say what was found."""
+    stage.model.eval()
+    with torch.no_grad():
+        metrics = stage.evaluate(step)
+    stage.model.train()
+    run.log(step, **metrics)
+    console.print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    return metrics
+
+
+def load_state(stage: Stage, found: Any, expected: Mapping[str, Any]) -> int:
+    """Continue from a checkpoint; what must be the same and is not, is an error that names it."""
+    for name, value in expected.items():
+        if found.state.get(name) != value:
+            raise UserError(
+                f"{found.folder} was written with {name} {found.state.get(name)}, this command has {value}; "
+                f"give the same settings, another --run NAME, or --resume never"
+            )
+    stage.optimizer.load(found.reader(), found.step)
+    return int(found.step)

@@ -1,0 +1,84 @@
+"""Operator cases (see op_cases.py): matrices, indexing, shapes, sorting, copies and fills."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from op_cases import ONE, Case, X, Y, distinct, randn
+
+A, B = randn(6, 16, seed=5), randn(16, 10, seed=6)
+BATCH_A, BATCH_B = randn(3, 5, 8, seed=7), randn(3, 8, 4, seed=8)
+BIAS = randn(10, seed=9)
+TABLE = randn(12, 8, seed=10)
+TOKENS = torch.tensor([[1, 5, 1], [0, 11, 7]])
+PICK = torch.tensor([2, 0, 2])
+GATHER = torch.tensor([[[0, 7], [3, 1], [2, 2]], [[5, 4], [6, 0], [1, 1]]])
+MASK = X > 0.2
+
+MATMUL = [
+    Case("Mm", lambda a, b: a @ b, (A, B), "Matmul", loose=4),
+    Case("linear", F.linear, (A, B.t().contiguous(), BIAS), "Addmm", loose=4),
+    Case("linear 3d", lambda x, w: F.linear(x, w), (X, TABLE), "Matmul", loose=4),
+    Case("transposed", lambda a, b: a.t() @ b, (A.t().contiguous(), B), "Matmul", loose=4),
+    Case("BatchMatMul", torch.bmm, (BATCH_A, BATCH_B), "BatchMatMul", loose=4),
+    Case("Baddbmm", lambda s, a, b: torch.baddbmm(s, a, b, beta=0.5, alpha=2), (randn(3, 5, 4), BATCH_A, BATCH_B),
+         "Baddbmm", loose=8),
+    Case("Addmm", lambda s, a, b: torch.addmm(s, a, b, beta=0.5, alpha=2), (BIAS, A, B), "Addmm", loose=8),
+    Case("InplaceAddmm", lambda s, a, b: s.clone().addmm_(a, b), (randn(6, 10), A, B), "InplaceAddmm", False, loose=4),
+    Case("Mv", torch.mv, (A, randn(16)), "Mv", grad=False, loose=4),
+    Case("Addmv", torch.addmv, (randn(6), A, randn(16)), "Addmv", grad=False, loose=4),
+    Case("Addbmm", torch.addbmm, (randn(5, 4), BATCH_A, BATCH_B), "Addbmm", grad=False, loose=8),
+    Case("Addr", torch.addr, (randn(6, 10), randn(6), randn(10)), "Addr", grad=False, loose=4),
+    Case("Dot", torch.dot, (randn(16, seed=1), randn(16, seed=2)), "Dot", grad=False, loose=4),
+    Case("einsum", lambda a, b: torch.einsum("bsh,bth->bst", a, b), (X, Y), "BatchMatMul", loose=4),
+    Case("matmul broadcast", lambda a, b: a @ b, (randn(2, 3, 4, 8), randn(8, 5)), "Matmul", loose=4),
+    Case("newton schulz", lambda g: _newton_schulz(g), (randn(2, 6, 4),), "Baddbmm Matmul", grad=False, loose=20),
+    Case("Inverse", torch.inverse, (randn(4, 4) + 4 * torch.eye(4),), "Inverse", False, ONE),
+]  # fmt: skip
+
+
+def _newton_schulz(g: torch.Tensor) -> torch.Tensor:
+    """The batched orthogonalisation of Muon: five steps of a quintic iteration."""
+    x = (g / (g.norm(dim=(-2, -1), keepdim=True) + 1e-6)).mT
+    for _ in range(5):
+        s = x @ x.mT
+        x = 3.4445 * x + torch.baddbmm(-4.775 * s, s, s, beta=1, alpha=2.0315) @ x
+    return x.mT
+
+
+INDEX = [
+    Case("Embedding", lambda t: F.embedding(TOKENS.to(t.device), t), (TABLE,), "Embedding EmbeddingDenseBackward"),
+    Case("IndexSelect", lambda x: x.index_select(1, PICK.to(x.device)), (X,), "IndexSelect"),
+    Case("Gather", lambda x: x.gather(-1, GATHER.to(x.device)), (X,), "Gather ScatterAdd"),
+    Case("Index", lambda x: x[:, PICK.to(x.device)], (X,), "Index IndexPutImpl"),
+    Case("Index mask", lambda x: x[MASK.to(x.device)], (X,), "Index", grad=False),
+    Case("Take", lambda x: torch.take(x, PICK.to(x.device)), (X,), "Take", grad=False),
+    Case("MaskedSelect", lambda x: x.masked_select(MASK.to(x.device)), (X,), "MaskedSelect", grad=False),
+    Case("Nonzero", lambda x: (x > 0).nonzero(), (X,), "Nonzero", grad=False),
+    Case("index_put", lambda x, v: x.index_put((PICK[:2].to(x.device),), v), (randn(4, 8), randn(2, 8)), "IndexPutImpl"),
+    Case("index_put accumulate", lambda x, v: x.index_put((PICK.to(x.device),), v, accumulate=True),
+         (randn(4, 8), randn(3, 8)), "IndexPutImpl", grad=False),
+    Case("IndexAdd", lambda x, v: x.index_add(0, PICK.to(x.device), v, alpha=2), (randn(4, 8), randn(3, 8)), "IndexAdd"),
+    Case("IndexCopy", lambda x, v: x.clone().index_copy_(0, PICK[:2].to(x.device), v), (randn(4, 8), randn(2, 8)),
+         "InplaceIndexCopy", grad=False),
+    Case("IndexFill", lambda x: x.clone().index_fill_(0, PICK.to(x.device), 3.0), (randn(4, 8),), "InplaceIndexFill",
+         grad=False, dtypes=ONE),
+    Case("Scatter", lambda x, v: x.scatter(-1, GATHER[..., :1].to(x.device), v), (X, Y[..., :1]), "Scatter", grad=False),
+    Case("ScatterValue", lambda x: x.scatter(-1, GATHER[..., :1].to(x.device), 2.0), (X,), "ScatterValue", grad=False),
+    Case("InplaceScatter", lambda x, v: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), v), (X, Y[..., :1]),
+         "InplaceScatter", grad=False),
+    Case("InplaceScatterValue", lambda x: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), 2.0), (X,),
+         "InplaceScatterValue", grad=False),
+    Case("ScatterAdd", lambda x, v: x.scatter_add(-1, GATHER.to(x.device), v), (X, Y[..., :2]), "ScatterAdd", grad=False),
+    Case("autograd casts", lambda x: x.float() * 2 + x.to(torch.float16).float(), (X,), "InplaceCopy", dtypes=("float32", "bfloat16"), loose=200),
+    Case("Arange", lambda x: (torch.arange(10, device=x.device), torch.arange(1, 3, 0.5, device=x.device)), (X,), "Arange",
+         False, ONE),
+    Case("Linspace", lambda x: torch.linspace(0, 1, 7, device=x.device), (X,), "Linspace", False, ONE),
+    Case("Eye", lambda x: torch.eye(3, 5, device=x.device), (X,), "Eye", False, ONE),
+    Case("fills", lambda x: (torch.zeros(3, device=x.device), torch.ones(3, device=x.device), torch.full((2,), 2.5, device=x.device),
+                             torch.zeros_like(x), torch.full_like(x, 3)), (X,), "InplaceZero InplaceOne InplaceFillScalar",
+         grad=False),
+    Case("fill_ tensor", lambda x: x.clone().fill_(x[0, 0, 0]), (X,), "InplaceFillTensor", grad=False),
+]  # fmt: skip
+
+CASES = [*MATMUL, *INDEX, *SHAPE, *SORT, *COPY]

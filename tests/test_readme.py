@@ -1,0 +1,242 @@
+"""What README and docs show is true: every command and flag exists, links lead somewhere, pasted output is current.
+
+python -m pytest tests/test_readme.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ascendchat import cli
+from ascendchat.config import UserError, _flags, parse, wants_help
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHELLS = ("bash", "console")  # ```console shows commands after "$ " and what they print
+QUICK = ("plan", "explain")  # under a second, the same on every machine: really run, and their output compared
+# Files that examples name; the quick ones read them.
+SAMPLES = {
+    "train.log": "step 17\nRuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.96 GiB total)\n",
+    "config.json": json.dumps(
+        {
+            "model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14,
+            "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+            "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
+        }
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """One command line of a page, and the lines printed below it (``...`` stands for left-out lines)."""
+
+    page: str
+    line: int
+    text: str
+    output: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> list[tuple[str, int, list[str]]]:
+    """(language, line number of the first line, lines) of every fenced block."""
+    found, language, start, lines = [], None, 0, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.lstrip().startswith("```"):
+            lines.append(line)
+        elif language is None:
+            language, start, lines = line.strip()[3:], number + 1, []
+        else:
+            found.append((language, start, lines))
+            language = None
+    assert language is None, f"{page.name}: a fenced block is never closed"
+    return found
+
+
+def examples(page: Path) -> list[Example]:
+    """Every command line in the shell blocks of a page, continued lines joined."""
+    name, found = str(page.relative_to(ROOT)), []
+    for language, start, lines in blocks(page):
+        if language not in SHELLS:
+            continue
+        command, output, at = "", [], 0
+        for number, line in enumerate(lines, start):
+            if command.endswith("\\"):
+                command = command[:-1] + line
+            elif language == "bash" or line.startswith("$ "):
+                if command:
+                    found.append(Example(name, at, command, tuple(output)))
+                command, output, at = line.removeprefix("$ "), [], number
+            else:
+                output.append(line)
+        if command:
+            found.append(Example(name, at, command, tuple(output)))
+    return found
+
+
+def simple_commands(text: str) -> list[list[str]]:
+    """`a --x 1 | b > f && c` -> [[a, --x, 1], [b], [c]]; comments and redirections are left out."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>()")
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    skip = False
+    for token in lexer:
+        if skip:
+            skip = False
+        elif token in ("<", ">", ">>"):
+            skip = True
+        elif set(token) <= set("|&;()"):
+            commands.append([])
+        else:
+            commands[-1].append(token)
+    return [c for c in commands if c]
+
+
+def ours(text: str) -> list[list[str]]:
+    """The arguments of each `ascendchat ...` in a command line, also behind srun, cannsim, torchrun or python -m."""
+    found = []
+    for words in simple_commands(text):
+        for at, word in enumerate(words):
+            if word == "ascendchat" or word.endswith("/ascendchat"):
+                if at == 0 or words[at - 1] not in ("cd", "clone", "import", "--user"):
+                    found.append(words[at + 1 :])
+                break
+    return found
+
+
+def check(arguments: list[str]) -> None:
+    """Raise UserError unless the command exists and all its flags and values are accepted."""
+    if not arguments or arguments[0] in ("--help", "--version"):
+        return
+    name, rest = cli.find(arguments)
+    config = "ascendchat.config." + cli.COMMANDS[name][0]
+    cls = getattr(importlib.import_module(config.split(":")[0]), config.split(":")[1])
+    if wants_help(rest):
+        return
+    parsed = parse(cls, rest)
+    if name == "launch" and not parsed.command[0].endswith(".py") and parsed.command[0] not in ("-m", "--"):
+        check(list(parsed.command))
+
+
+EXAMPLES = [example for page in PAGES for example in examples(page)]
+OURS = [example for example in EXAMPLES if ours(example.text)]
+
+
+def test_the_pages_show_commands() -> None:
+    shown = {arguments[0] for example in OURS for arguments in ours(example.text) if arguments}
+    assert {name.split()[0] for name in cli.COMMANDS} <= shown, "a command is in no page"
+    assert len(OURS) > 60
+
+
+@pytest.mark.parametrize("example", OURS, ids=str)
+def test_a_shown_command_and_its_flags_exist(example: Example) -> None:
+    for arguments in ours(example.text):
+        try:
+            check(arguments)
+        except UserError as error:
+            # A page may show what a wrong command answers.
+            assert any(str(error) in line for line in example.output), f"{example}: {example.text}\n{error}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_inside_sentences_exist_too(page: Path) -> None:
+    text = re.sub(r"^\s*```.*?^\s*```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for code in re.findall(r"`(?:\.venv/bin/)?ascendchat ([^`]+)`", text):
+        words = code.split()
+        if words[0].isupper() or words[0].startswith("-"):  # `ascendchat COMMAND --help`
+            continue
+        group = [name for name in cli.COMMANDS if name.startswith(words[0] + " ")]
+        if group and len(words) == 1:  # `ascendchat data`: all commands of the group
+            continue
+        name, rest = cli.find(words)
+        module, cls = cli.COMMANDS[name][0].split(":")
+        known = _flags(getattr(importlib.import_module(f"ascendchat.config.{module}"), cls))
+        if name == "launch":  # the flags after the command are the command's own
+            bare = next((i for i, w in enumerate(rest) if not w.startswith("-") and not rest[i - 1].startswith("-")), 0)
+            rest = rest[:bare] if bare else rest
+        for flag in re.findall(r"(?<!\S)\[?--([a-z][\w-]*)", " ".join(rest)):
+            assert flag.replace("-", "_") in {*known, "config", "help"}, f"{page.name}: {code} has no flag --{flag}"
+
+
+def run(arguments: list[str], cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("ASCENDCHAT_CHIP", "LANG", "LC_ALL")}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "ascendchat", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True, text=True, check=False)
+
+
+RUN = list({example.text: example for example in OURS if ours(example.text)[0][:1] and
+            ours(example.text)[0][0] in QUICK and example.text.split("ascendchat ")[0].rpartition("/")[0] in
+            ("", ".venv/bin")}.values())  # fmt: skip
+
+
+@pytest.mark.parametrize("example", RUN, ids=str)
+def test_quick_examples_run_and_print_what_the_page_shows(example: Example, tmp_path: Path) -> None:
+    for name, text in SAMPLES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    source = re.search(r"< *(\S+)", example.text)
+    done = run(ours(example.text)[0], tmp_path, (tmp_path / source[1]).read_text() if source else "")
+    refused = any(line.startswith("ascendchat ") for line in example.output)
+    assert done.returncode == (2 if refused else 0), done.stderr
+    if "cpu" not in example.text.split():  # that plan is of the machine it runs on
+        printed = {line.rstrip() for line in (done.stdout + done.stderr).splitlines()}
+        stale = [line for line in example.output if line.strip() not in ("", "...") and line.rstrip() not in printed]
+        assert not stale, f"{example}: paste the new output of `{example.text}`:\n{done.stdout}{done.stderr}"
+
+
+def test_quick_examples_were_found() -> None:
+    assert len(RUN) > 8
+
+
+@pytest.mark.parametrize("name", [*cli.COMMANDS, ""])
+def test_every_command_has_a_help_page(name: str, tmp_path: Path) -> None:
+    done = run([*name.split(), "--help"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "usage: ascendchat" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_doctor_answers_on_this_machine(tmp_path: Path) -> None:
+    done = run(["doctor", "--json"], tmp_path)
+    report = json.loads(done.stdout)
+    assert done.returncode in (0, 1), done.stderr
+    assert {"python", "torch"} <= {check["name"] for check in report["checks"]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_a_file(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_shown_make_targets_exist(page: Path) -> None:
+    rules = set(re.findall(r"^([a-z-]+)\s*:(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    text = page.read_text(encoding="utf-8")
+    lines = [line for language, _, block in blocks(page) if language in SHELLS for line in block]
+    shown = re.findall(r"`make ([a-z-]+)[^`]*`", text) + re.findall(r"^(?:\$ )?make ([a-z-]+)", "\n".join(lines), re.M)
+    assert set(shown) - {"-"} <= rules | {"-C"}, f"{page.name} shows make {set(shown) - rules}"
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "docs" / "en").glob("*.md")) + ["README"])
+def test_both_languages_show_the_same_commands(name: str) -> None:
+    pair = [ROOT / "docs" / lang / name for lang in ("en", "zh")]
+    if name == "README":
+        pair = [ROOT / "README.md", ROOT / "README.zh.md"]
+    english, chinese = ([words for e in examples(page) for words in ours(e.text)] for page in pair)
+    languages = str.maketrans("", "")
+    plain = [[[w.translate(languages) for w in words if w not in ("zh", "--lang")] for words in side]
+             for side in (english, chinese)]  # fmt: skip
+    assert plain[0] == plain[1]

@@ -1,0 +1,101 @@
+"""Every attention kernel that runs here computes what the definition says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ascendchat.config import UserError
+from ascendchat.nn import attention
+from ascendchat.nn.attention import KERNELS, Reference, Sdpa, cache_mask, choose, visible
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float) -> torch.Tensor:
+    """One query at a time, in float64."""
+    batch, length, heads, _ = q.shape
+    group, shift = heads // k.size(2), k.size(1) - length
+    out = torch.empty_like(q)
+    for b in range(batch):
+        for t in range(length):
+            low, high = max(0, t + shift - window + 1), t + shift + 1
+            for h in range(heads):
+                scores = k[b, low:high, h // group] @ q[b, t, h] * scale
+                out[b, t, h] = scores.softmax(0) @ v[b, low:high, h // group]
+    return out
+
+
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    ("length", "keys", "window"), [(9, 9, 9), (9, 9, 4), (10, 10, 1), (7, 7, 100), (3, 9, 4), (1, 6, 6)]
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_dense_equals_the_definition(
+    kernel: attention.Attention, length: int, keys: int, window: int, heads: int, kv_heads: int
+) -> None:
+    q, k, v = draw(2, length, heads, 8), draw(2, keys, kv_heads, 8, seed=1), draw(2, keys, kv_heads, 8, seed=2)
+    scale = 1.44 / math.sqrt(8)
+    expected = definition(q, k, v, window, scale)
+    found = kernel.dense(q.float(), k.float(), v.float(), window, scale)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [3, 5, 16])
+def test_gradients_of_the_sliced_window_equal_the_reference(window: int) -> None:
+    inputs = [draw(2, 16, 4, 8, seed=s).float().requires_grad_() for s in range(3)]
+    grad = draw(2, 16, 4, 8, seed=9).float()
+    found = torch.autograd.grad(Sdpa().dense(*inputs, window, 0.3), inputs, grad)
+    expected = torch.autograd.grad(Reference().dense(*inputs, window, 0.3), inputs, grad)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=lambda k: k.name)
+def test_packed_equals_separate_documents(kernel: attention.Attention) -> None:
+    lengths = [3, 1, 6]
+    q, k, v = (draw(10, 4, 8, seed=s).float() for s in range(3))
+    found = kernel.packed(q, k, v, lengths, 4, 0.3)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = definition(q[None, part].double(), k[None, part].double(), v[None, part].double(), 4, 0.3)[0]
+        torch.testing.assert_close(found[part].double(), alone, atol=2e-6, rtol=1e-5)
+        start += length
+
+
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=lambda k: k.name)
+def test_cached_rows_of_different_lengths_equal_dense_attention(kernel: attention.Attention) -> None:
+    k, v, q = draw(3, 12, 2, 8).float(), draw(3, 12, 2, 8, seed=1).float(), draw(3, 2, 4, 8, seed=2).float()
+    lengths = torch.tensor([12, 5, 2])
+    found = kernel.cached(q, k, v, lengths, 4, 0.3)
+    for row, length in enumerate(lengths.tolist()):
+        own = (q[row, None].double(), k[row, None, :length].double(), v[row, None, :length].double())
+        torch.testing.assert_close(found[row, None].double(), definition(*own, 4, 0.3), atol=2e-6, rtol=1e-5)
+
+
+def test_masks_count_the_token_itself() -> None:
+    assert visible(3, 3, 1, torch.device("cpu")).tolist() == torch.eye(3, dtype=torch.bool).tolist()
+    assert visible(2, 4, 2, torch.device("cpu")).tolist() == [[False, True, True, False], [False, False, True, True]]
+    assert cache_mask(1, 4, torch.tensor([2]), 9).tolist() == [[[[True, True, False, False]]]]
+
+
+def test_the_choice_names_the_kernel_and_why_the_better_ones_were_refused() -> None:
+    kernel, reason = choose("cpu", torch.float32, 64)
+    assert kernel.name == "sdpa"
+    assert "npu_fusion (it needs an Ascend NPU" in reason
+    assert "flash (it needs a CUDA device" in reason
+
+
+def test_a_kernel_that_was_asked_for_and_cannot_run_is_an_error() -> None:
+    with pytest.raises(UserError, match="flash cannot run: it needs a CUDA device, this is cpu"):
+        choose("cpu", torch.float32, 64, "flash")
+    with pytest.raises(UserError, match="float32"):
+        choose("cuda", torch.float32, 64, "flash")
+    with pytest.raises(UserError, match="there is no attention kernel 'flsh'"):
+        choose("cpu", torch.float32, 64, "flsh")
+    assert list(KERNELS) == ["npu_fusion", "flash", "sdpa", "reference"]

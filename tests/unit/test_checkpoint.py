@@ -1,0 +1,118 @@
+"""Checkpoints are whole or invisible, damage is found and named, and any number of ranks can read them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
+from ascendchat.config import UserError
+from ascendchat.nn.optim import Piece
+
+
+def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    model = {"a": torch.randn(10, generator=generator), "b": torch.randn(3, 4, generator=generator).bfloat16()}
+    return model, {Piece("a", "first", 0, 10).key(): torch.randn(10, generator=generator)}
+
+
+def save(folder: Path, *steps: int, keep: int = 5) -> None:
+    writer = Writer(folder, keep=keep)
+    for step in steps:
+        model, shards = tensors(step)
+        writer.save(step, model=model, shards=shards, state={"shape": {"depth": 3}})
+    writer.wait()
+
+
+def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+    save(tmp_path, 3, 7)
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.step == 7
+    assert found.state["shape"] == {"depth": 3}
+    model, shards = tensors(7)
+    assert all(torch.equal(found.model()[name], tensor) for name, tensor in model.items())
+    assert torch.equal(found.reader()(Piece("a", "first", 2, 9)), shards["a|first|0|10"][2:9])
+    assert (tmp_path / "latest").read_text() == "step_000007\n"
+
+
+def test_saving_copies_so_that_training_may_go_on_at_once(tmp_path: Path) -> None:
+    model, shards = tensors(1)
+    expected = model["a"].clone()
+    writer = Writer(tmp_path)
+    writer.save(1, model=model, shards=shards, state={})
+    model["a"].zero_()
+    writer.wait()
+    assert torch.equal(newest(tmp_path).model()["a"], expected)  # type: ignore[union-attr]
+
+
+def test_only_the_last_few_are_kept_and_drafts_of_killed_runs_go(tmp_path: Path) -> None:
+    (tmp_path / ".step_000001.writing").mkdir(parents=True)
+    save(tmp_path, 1, 2, 3, 4, keep=2)
+    assert checkpoints(tmp_path) == [3, 4]
+    assert not list(tmp_path.glob(".step*"))
+
+
+def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: Path) -> None:
+    save(tmp_path / "good", 1, 2)
+    rng = random.Random(0)
+    files = sorted(p.name for p in (tmp_path / "good" / "step_000002").iterdir())
+    assert files == ["manifest.json", "model.safetensors", "optim-0-of-1.safetensors", "state.json"]
+    for number in range(24):
+        folder = tmp_path / f"try{number}"
+        shutil.copytree(tmp_path / "good", folder)
+        victim = folder / "step_000002" / files[number % 4]
+        data = bytearray(victim.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(data)
+        said: list[str] = []
+        found = newest(folder, say=said.append)
+        if victim.name == "manifest.json" and not said:  # a bit of white space, or of a number nobody needs
+            assert (
+                json.loads(victim.read_text())["files"]
+                == json.loads((tmp_path / "good" / "step_000002" / "manifest.json").read_text())["files"]
+            )
+            continue
+        assert found is not None
+        assert found.step == 1
+        assert "DAMAGED" in said[0]
+
+
+def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    folder = tmp_path / "step_000001"
+    model = folder / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1])
+    with pytest.raises(Damaged, match=r"model\.safetensors has"):
+        verify(folder)
+    model.unlink()
+    with pytest.raises(Damaged, match=r"model\.safetensors is missing"):
+        verify(folder)
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    read = newest(tmp_path).reader()  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="holds 10 of 12 values of a first"):
+        read(Piece("a", "first", 0, 12))
+    with pytest.raises(UserError, match="holds 0 of 5 values of other"):
+        read(Piece("other", "first", 0, 5))
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "nothing") is None
+
+
+def test_an_error_while_writing_is_raised_in_the_training_thread(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("a file where the folder was")
+    writer.save(1, model={}, shards={"a|first|0|1": torch.zeros(1)}, state={})
+    with pytest.raises(UserError, match="could not be written"):
+        writer.wait()

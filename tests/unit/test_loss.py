@@ -1,0 +1,67 @@
+"""Head and cross-entropy: chunked, fused with its gradient, and equal to the plain formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ascendchat.nn import loss as module
+from ascendchat.nn.loss import IGNORE, SOFTCAP, head_loss, token_nats
+
+
+def plain(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
+    logits = SOFTCAP * torch.tanh(hidden @ head[:vocab].t() / SOFTCAP)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+
+
+def case(rows: int = 50, vocab: int = 37, padded: int = 40, size: float = 1.0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 16, generator=generator) * size
+    head = torch.randn(padded, 16, generator=generator)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    targets[::7] = IGNORE
+    return hidden, head, targets
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0])
+def test_loss_and_gradients_equal_the_plain_formula_in_any_chunking(
+    chunk: int, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: chunk)
+    hidden, head, targets = case(size=size)
+    a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    (head_loss(a, b, targets, 37) * 2.5).backward()
+    c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
+    expected = plain(c, d, targets, 37).sum() / (targets != IGNORE).sum()
+    (expected * 2.5).backward()
+    torch.testing.assert_close(head_loss(a, b, targets, 37).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.grad.double(), c.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(b.grad.double(), d.grad, atol=1e-6 * max(1.0, size), rtol=1e-4)
+    assert b.grad[37:].abs().max() == 0, "tokens that do not exist got a gradient"
+
+
+def test_a_batch_without_any_scored_target_has_loss_zero_and_no_nan() -> None:
+    hidden, head, targets = case()
+    hidden.requires_grad_()
+    loss = head_loss(hidden, head, torch.full_like(targets, IGNORE), 37)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad.abs().max() == 0.0
+
+
+def test_token_nats_are_the_same_numbers_without_gradients() -> None:
+    hidden, head, targets = case()
+    expected = plain(hidden.double(), head.double(), targets, 37)
+    torch.testing.assert_close(token_nats(hidden, head, targets, 37).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_logits_give_gradients_close_to_float64() -> None:
+    hidden, head, targets = case(rows=200)
+    a, b = hidden.bfloat16().requires_grad_(), head.bfloat16().requires_grad_()
+    head_loss(a, b, targets, 37).backward()
+    c, d = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+    (plain(c, d, targets, 37).sum() / (targets != IGNORE).sum()).backward()
+    assert (a.grad.double() - c.grad).norm() / c.grad.norm() < 0.01
+    assert (b.grad.double() - d.grad).norm() / d.grad.norm() < 0.01

@@ -1,0 +1,155 @@
+"""The update functions against float64, and the sharded optimizer against the update functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ascendchat.nn.attention import Reference
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import EPS, Group, MuonAdamW, Piece, adamw_update, equalise, groups, muon_update, orthogonalise
+from ascendchat.plan.schedule import rates
+from ascendchat.plan.shape import Shape
+
+TINY = Shape.from_depth(2, vocab=60, seq_len=16, dim=32, head_dim=16)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(8, 8), (24, 8), (8, 24)])
+def test_orthogonalised_matrices_have_equal_singular_values(rows: int, cols: int) -> None:
+    found = orthogonalise(draw(3, rows, cols))
+    values = torch.linalg.svdvals(found.double())
+    assert values.min() > 0.7
+    assert values.max() < 1.3
+    norms = found.norm(dim=(-2, -1))
+    torch.testing.assert_close(norms, torch.full_like(norms, math.sqrt(min(rows, cols))), rtol=1e-4, atol=0)
+
+
+def test_equalising_keeps_the_norm_and_levels_the_rows() -> None:
+    update = draw(2, 6, 10) * torch.tensor([1.0, 1, 1, 1, 1, 20])[:, None]
+    second = torch.zeros(2, 6, 1)
+    for _ in range(60):  # a running estimate: after a while it is the rows' true size
+        found = equalise(update, second, 0.9)
+    torch.testing.assert_close(found.norm(dim=(-2, -1)), update.norm(dim=(-2, -1)), rtol=1e-4, atol=0)
+    sizes = found.norm(dim=-1)
+    torch.testing.assert_close(sizes, sizes.mean(dim=-1, keepdim=True).expand_as(sizes), rtol=1e-3, atol=0)
+
+
+def test_muon_decays_only_where_decay_agrees_with_the_update() -> None:
+    weight, grad = draw(1, 4, 4), draw(1, 4, 4, seed=1)
+    zeros = torch.zeros(1, 4, 4)
+    common = {"lr": 0.1, "momentum": 0.9, "beta2": 0.9, "dtype": torch.float32}
+    plain, decayed = weight.clone(), weight.clone()
+    muon_update(plain, grad, zeros.clone(), torch.zeros(1, 4, 1), torch.ones(1, 1, 1), decay=0.0, **common)
+    muon_update(decayed, grad, zeros.clone(), torch.zeros(1, 4, 1), torch.ones(1, 1, 1), decay=0.5, **common)
+    agrees = (weight - plain) * weight >= 0
+    expected = plain - 0.1 * 0.5 * weight * agrees
+    torch.testing.assert_close(decayed, expected)
+    assert 0 < agrees.sum() < agrees.numel()
+
+
+def test_adamw_equals_the_textbook_in_float64() -> None:
+    weight = draw(50)
+    exact, m, v = weight.double(), torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    first, second, count = torch.zeros(50), torch.zeros(50), torch.zeros(())
+    for step in range(1, 8):
+        grad = draw(50, seed=step)
+        adamw_update(weight, grad, first, second, count, lr=0.01, betas=(0.8, 0.95), decay=0.1)
+        m = 0.8 * m + 0.2 * grad.double()
+        v = 0.95 * v + 0.05 * grad.double() ** 2
+        exact = exact * (1 - 0.01 * 0.1)
+        exact -= 0.01 * (m / (1 - 0.8**step)) / ((v / (1 - 0.95**step)).sqrt() + EPS)
+    torch.testing.assert_close(weight.double(), exact, rtol=1e-5, atol=1e-6)
+    assert count.item() == 7
+
+
+def model_and_optimizer(dtype: torch.dtype = torch.float32) -> tuple[GPT, MuonAdamW]:
+    model = GPT(TINY)
+    model.initialise(0)
+    model.to_compute(dtype)
+    return model, MuonAdamW(groups(model, rates(TINY.dim, 4096)), compute_dtype=dtype)
+
+
+def loss_of(model: GPT, seed: int, rows: int = 4) -> torch.Tensor:
+    tokens = torch.randint(0, 60, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return head_loss(model(tokens[:, :-1], dense(model, Reference())), model.head, tokens[:, 1:], TINY.vocab)
+
+
+def test_every_parameter_belongs_to_exactly_one_group_with_an_initial_rate() -> None:
+    model = GPT(TINY)
+    found = [name for group in groups(model, rates(TINY.dim, 4096)) for name, _ in group.parameters]
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+    assert all(group.initial_lr > 0 for group in groups(model, rates(TINY.dim, 4096)))
+
+
+def test_the_transposed_matrix_learns_at_the_rate_of_its_true_shape() -> None:
+    model = GPT(TINY)
+    group = next(g for g in groups(model, rates(TINY.dim, 4096)) if g.name == "matrices_128x32")
+    by_name = dict(zip([name for name, _ in group.parameters], group.lr_factors))
+    assert by_name["blocks.0.up"] == 2.0  # 128 outputs from 32 inputs
+    assert by_name["blocks.0.down"] == 1.0
+
+
+def test_accumulated_micro_batches_equal_one_batch() -> None:
+    one, optimizer = model_and_optimizer()
+    loss_of(one, 0).backward()
+    whole = [g.clone() for g in optimizer.gradients()]
+    two, other = model_and_optimizer()
+    tokens = torch.randint(0, 60, (4, 17), generator=torch.Generator().manual_seed(0))
+    for part in tokens.split(2):
+        hidden = two(part[:, :-1], dense(two, Reference()))
+        (head_loss(hidden, two.head, part[:, 1:], TINY.vocab) / 2).backward()
+    for a, b in zip(whole, other.gradients()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_half_precision_parameters_have_float32_gradients_and_weights() -> None:
+    model, optimizer = model_and_optimizer(torch.bfloat16)
+    before = model.blocks[0].qkv.detach().clone()
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        assert all(p.grad is None for p in model.parameters() if p.dtype == torch.bfloat16)
+        optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.0)
+    shards = optimizer.shards()
+    assert {t.dtype for t in shards.values()} == {torch.float32}
+    exact = shards[Piece("blocks.0.qkv", "weight", 0, before.numel()).key()]
+    torch.testing.assert_close(model.blocks[0].qkv.detach().view(-1), exact.bfloat16(), rtol=0, atol=0)
+    assert not torch.equal(before, model.blocks[0].qkv)
+
+
+def test_state_saved_and_loaded_continues_exactly() -> None:
+    model, optimizer = model_and_optimizer()
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.1)
+    saved = {key: tensor.clone() for key, tensor in optimizer.shards().items()}
+    other, resumed = model_and_optimizer()
+    resumed.load(lambda piece: saved[piece.key()], steps_done=3)
+    for m, o in ((model, optimizer), (other, resumed)):
+        loss_of(m, 9).backward()
+        o.step(lr_scale=0.5, momentum=0.95, matrix_decay=0.1)
+    for a, b in zip(model.parameters(), other.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_a_matrix_is_never_cut_in_two_by_sharding() -> None:
+    from ascendchat.nn.optim import Bucket
+
+    weights = [(f"w{i}", torch.nn.Parameter(draw(4, 6, seed=i))) for i in range(5)]
+    group = Group("m", weights, 0.1, True, [1.0] * 5)
+    buckets = [
+        Bucket(
+            Group("m", [(n, torch.nn.Parameter(p.detach().clone())) for n, p in weights], 0.1, True, [1.0] * 5), r, 3
+        )
+        for r in range(3)
+    ]
+    assert [b.share for b in buckets] == [2 * 24] * 3  # five matrices and one of padding over three ranks
+    pieces = [piece for b in buckets for piece, _ in b.pieces() if piece.kind == "weight"]
+    assert [(p.parameter, p.start, p.stop) for p in pieces] == [(f"w{i}", 0, 24) for i in range(5)]
+    assert group.initial_lr == 0.1
