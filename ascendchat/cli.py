@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "doctor.clean:run",
         "free devices, shared memory and partial downloads",
     ),
+    "base": ("train:BaseConfig", "train.base:run", "pretrain a model from raw text"),
+    "bench train": ("train:BenchTrainConfig", "train.bench:run", "time training steps on this device"),
     "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),
 }
 

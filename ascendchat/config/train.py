@@ -57,6 +57,8 @@ class BaseConfig(TrainConfig):
     "number of layers"
     data: tuple[str, ...] = option(())
     "prepared corpora, as FOLDER or FOLDER=WEIGHT; by default the embedded one"
+    tokenizer: str = ""
+    "folder of the tokenizer that prepared the data; by default that of $ASCENDCHAT_HOME"
     max_seq_len: int = 2048
     "tokens per row"
     window_pattern: str = "L"
@@ -75,3 +77,23 @@ class BaseConfig(TrainConfig):
     "horizon in tokens per scaling parameter"
     eval_tokens: int | None = None
     "validation tokens; by default the whole split up to ten million"
+
+
+@dataclass(frozen=True)
+class BenchTrainConfig(TrainConfig):
+    """Time real training steps on random tokens; the last line is one JSON object."""
+
+    depth: int = 12
+    "number of layers"
+    max_seq_len: int = 2048
+    "tokens per row"
+    vocab_size: int = 32768
+    "size of the vocabulary"
+    window_pattern: str = "L"
+    "attention windows: S sees a quarter of the row, L all of it"
+    dim: int | None = None
+    "width; by default 64 per layer"
+    head_dim: int | None = None
+    "channels per head"
+    steps_to_time: int = 10
+    "optimizer steps to time, after two that warm up"

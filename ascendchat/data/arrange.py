@@ -8,7 +8,7 @@ A row is T input tokens, made of segments: pieces of documents, never crossing o
 3. shorter documents stay whole: a row takes them in order while they fit, then filler closes the gap to exactly T;
    filler is cut wherever the row ends, and goes on in the next gap. If the left-overs do not suffice, the short
    documents of the first few rows become filler too;
-4. filler that is left makes rows of its own; only the last of them can be shorter than T (the loader pads it);
+4. filler that is left makes rows of its own; only the last of them can lack tokens, and gets padding;
 5. rows are put in random order.
 A row ends inside a document at most once, exactly as when documents are simply concatenated, so no more context is lost
 than by concatenation, and all rows of kinds 2 (the first of a document) and 3 begin with a document.
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+PADDING = -1  # the position of a segment that is no text
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Layout:
     """The rows of one epoch. Row r holds the segments first[r] .. first[r + 1]."""
 
     first: Ints  # (rows + 1,)
-    position: Ints  # (segments,) place of the segment's first token in the corpus
-    length: Ints  # (segments,) tokens
+    position: Ints  # (segments,) place of the segment's first token in the corpus, or PADDING
+    length: Ints  # (segments,) tokens; those of a row sum to T
 
 
 def rows_of(tokens: int, seq_len: int) -> int:
@@ -96,7 +97,11 @@ def arrange(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Layout:
     piece_row = np.searchsorted(row_ends, left, side="right")
 
     rows = full_rows + len(starts) + own_rows
-    row = np.concatenate([np.arange(full_rows), full_rows + kept_row, full_rows + piece_row])
+    missing = -(amount - needed) % seq_len  # in the last row of filler
+    padding = np.full(min(missing, 1), missing)
+    row = np.concatenate(
+        [np.arange(full_rows), full_rows + kept_row, full_rows + piece_row, np.full(len(padding), rows - 1)]
+    )
     place = np.empty(rows, dtype=np.int64)
     place[shuffled(rows, seed, epoch, 1)] = np.arange(rows)
     row = place[row]
@@ -105,6 +110,8 @@ def arrange(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Layout:
     np.cumsum(np.bincount(row, minlength=rows), out=first[1:])
     return Layout(
         first=first,
-        position=np.concatenate([full_position, position[kept], filler_position[item] + into_item])[by_row],
-        length=np.concatenate([np.full(full_rows, seq_len), rest[kept], piece])[by_row].astype(np.int64),
+        position=np.concatenate(
+            [full_position, position[kept], filler_position[item] + into_item, np.full(len(padding), PADDING)]
+        )[by_row],
+        length=np.concatenate([np.full(full_rows, seq_len), rest[kept], piece, padding])[by_row].astype(np.int64),
     )

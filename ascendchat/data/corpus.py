@@ -120,16 +120,20 @@ class Corpus:
         return arrays, np.concatenate([[0], np.cumsum(sizes)])
 
     def gather(self, position: NDArray[np.int64], length: NDArray[np.int64], inputs: Any, targets: Any) -> None:
-        """Copy segments one after the other into flat arrays. A segment may not cross a document's end."""
+        """Copy segments (see arrange.py) one after the other into flat arrays."""
         arrays, begins = self._shards
-        shard = np.searchsorted(begins, position, side="right") - 1
+        shard = np.searchsorted(begins, position, side="right") - 1  # -1 for padding
         offset = position - begins[shard]
         at = 0
         for s, o, n in zip(shard.tolist(), offset.tolist(), length.tolist()):
-            array, end = arrays[s], o + n
-            inputs[at : at + n] = array[o:end]
-            targets[at : at + n] = array[o + 1 : end + 1]
-            at += n
+            to = at + n
+            if s < 0:
+                inputs[at:to], targets[at:to] = self.bos, IGNORE
+            else:
+                array, end = arrays[s], o + n
+                inputs[at:to] = array[o:end]
+                targets[at:to] = array[o + 1 : end + 1]
+            at = to
 
     def stream(self, size: int = 1 << 20) -> Iterator[NDArray[Any]]:
         """All tokens in stored order, in pieces."""
@@ -223,18 +227,22 @@ class Rows:
             self._layouts = {**dict(list(self._layouts.items())[-1:]), epoch: layout}
         return layout
 
-    def fill(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Write row `number` (0 .. per_epoch - 1 is epoch 0, and so on) into two arrays (T,); returns its lengths."""
-        layout = self.layout(number // self.per_epoch)
-        row = number % self.per_epoch
-        segments = slice(layout.first[row], layout.first[row + 1])
-        length = layout.length[segments]
-        self.corpus.gather(layout.position[segments], length, inputs, targets)
-        missing = self.seq_len - int(length.sum())
-        if missing:  # the last row of the epoch's text
-            inputs[-missing:], targets[-missing:] = self.corpus.bos, IGNORE
-            length = np.append(length, missing)
-        return length
+    def fill(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> tuple[Any, Any]:
+        """Write rows `number`, `number` + 1 ... into two arrays (n, T); rows 0 .. per_epoch - 1 are epoch 0, and so on.
+        Returns the lengths of all segments, and how many of them each row has."""
+        lengths, counts, done = [], [], 0
+        while done < len(inputs):
+            epoch, row = divmod(number + done, self.per_epoch)
+            layout = self.layout(epoch)
+            end = min(row + len(inputs) - done, self.per_epoch)
+            edges = layout.first[row : end + 1]
+            segments, out = slice(edges[0], edges[-1]), slice(done, done + end - row)
+            length = layout.length[segments]
+            self.corpus.gather(layout.position[segments], length, inputs[out].reshape(-1), targets[out].reshape(-1))
+            lengths.append(length)
+            counts.append(np.diff(edges))
+            done += end - row
+        return np.concatenate(lengths), np.concatenate(counts)
 
 
 class Batches:
@@ -285,11 +293,19 @@ class Batches:
             raise ValueError(f"rows {start}..{stop} are not within a batch of {self.rows_per_step}")
         inputs = np.empty((stop - start, self.seq_len), dtype=np.int64)
         targets = np.empty_like(inputs)
-        lengths = []
-        for i in range(stop - start):
-            which, number = self.locate(step * self.rows_per_step + start + i)
-            lengths.append(self.rows[which].fill(number, inputs[i], targets[i]))
-        return Batch(inputs, targets, np.concatenate(lengths or [np.zeros(0, np.int64)]).astype(np.int32))
+        begin = step * self.rows_per_step
+        places = [self.locate(number) for number in range(begin + start, begin + stop)]
+        which = np.array([corpus for corpus, _ in places], dtype=np.int64)
+        lengths, row_of = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for corpus in np.unique(which).tolist():
+            mine = np.flatnonzero(which == corpus)  # consecutive rows of that corpus
+            part = np.empty((2, len(mine), self.seq_len), dtype=np.int64)
+            its_lengths, counts = self.rows[corpus].fill(places[mine[0]][1], part[0], part[1])
+            inputs[mine], targets[mine] = part
+            lengths.append(its_lengths)
+            row_of.append(np.repeat(mine, counts))
+        by_row = np.argsort(np.concatenate(row_of), kind="stable")
+        return Batch(inputs, targets, np.concatenate(lengths)[by_row].astype(np.int32))
 
 
 def evaluation_rows(corpus: Corpus, seq_len: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -190,11 +190,37 @@ def unpack(file: IO[bytes], packing: str) -> IO[bytes]:
     if packing == ".xz":
         return cast(IO[bytes], lzma.LZMAFile(file))
     if packing == ".zst":
+        return cast(IO[bytes], io.BufferedReader(_Zstd(file), 1 << 20))
+    return file
+
+
+class _Zstd(io.RawIOBase):
+    """Decompresses zstd frames one after the other. The library's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.held, self.rest = file, b"", b""
+        self.frame: Any = None  # the frame that has begun and not ended
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         import zstandard
 
-        stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        return io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
-    return file
+        while not self.held:
+            packed = self.rest or self.file.read(1 << 17)
+            if not packed:
+                if self.frame is not None:
+                    raise EOFError("the file ends in the middle")
+                return 0
+            self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
+            self.held, self.rest = self.frame.decompress(packed), b""
+            if self.frame.eof:
+                self.frame, self.rest = None, self.frame.unused_data
+        count = min(len(buffer), len(self.held))
+        buffer[:count] = self.held[:count]
+        self.held = self.held[count:]
+        return count
 
 
 def _pick(row: Any, field: str, name: str, first: bool) -> Any:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascendchat.nn.attention import Attention
-from ascendchat.nn.gpt import GPT, Attend, attention_scale, dense
+from ascendchat.nn.gpt import GPT, attention_scale, dense
 from ascendchat.nn.loss import chunk_rows, softcap
 
 MAX_TOKENS = 32768  # tokens of one forward pass
@@ -58,11 +58,11 @@ class Scorer(Protocol):
 
 
 class Piece(NamedTuple):
-    """One row to run: `tokens[start:]` is scored; `place` is where its result goes (example, row)."""
+    """One row to run: `tokens[start:]` is scored; `places` are the equal rows (example, row) that get the result."""
 
     tokens: Row
     start: int
-    place: tuple[int, int]
+    places: list[tuple[int, int]]
 
 
 class Group(NamedTuple):
@@ -91,17 +91,21 @@ def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 def sort_out(examples: Sequence[Example]) -> tuple[list[Piece], list[Group]]:
-    """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run."""
+    """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run, and equal
+    options run once: their scores must be equal to the last bit, for the first of equals is the model's choice."""
     whole: list[Piece] = []
     groups: list[Group] = []
     for number, example in enumerate(examples):
-        by_start: dict[int, list[Piece]] = {}
+        by_start: dict[int, dict[tuple[int, ...], Piece]] = {}
         for i, (tokens, start) in enumerate(zip(example.rows, example.starts)):
-            if not 1 <= start:
+            if start < 1:
                 raise ValueError(f"row {i} is scored from token {start}; the first token has nothing before it")
             if start < len(tokens):
-                by_start.setdefault(start, []).append(Piece(tokens, start, (number, i)))
-        for start, pieces in by_start.items():
+                key = tuple(tokens[start:] if example.shared else tokens) if len(example.rows) > 1 else ()
+                piece = by_start.setdefault(start, {}).setdefault(key, Piece(tokens, start, []))
+                piece.places.append((number, i))
+        for start, found in by_start.items():
+            pieces = list(found.values())
             if example.shared and len(pieces) > 1 and start - 1 >= WORTH_SHARING:
                 groups.append(Group(pieces[0].tokens[: start - 1], pieces))
             else:
@@ -198,7 +202,10 @@ class ModelScorer:
         positions = past[:, None] + torch.arange(width, device=self.device)  # (B, Q)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            all_keys, all_values = keys[layer][owner], values[layer][owner]  # copies, (B, prefix + Q, K, D)
+            all_keys, all_values = (
+                keys[layer].index_select(0, owner),
+                values[layer].index_select(0, owner),
+            )  # (B, S, K, D)
             all_keys[rows, positions] = k
             all_values[rows, positions] = v
             return self.kernel.cached(q, all_keys, all_values, past + width, self.windows[layer], self.scale)
@@ -216,7 +223,7 @@ class ModelScorer:
             [np.arange(count) + (i * hidden.size(1) + begin) for i, (count, begin) in enumerate(zip(counts, first))]
         )
         targets = self.put(np.concatenate([np.asarray(p.tokens[p.start :], dtype=np.int64) for p in pieces]))
-        picked = hidden.flatten(0, 1)[self.put(where)]  # (scored, C)
+        picked = hidden.flatten(0, 1).index_select(0, self.put(where))  # (scored, C)
         head = self.model.head[: self.vocab].t()
         step = chunk_rows(picked, self.model.head)
         nats, hits = [], []
@@ -237,7 +244,7 @@ def collect(sizes: Sequence[int], order: Sequence[Piece], parts: Sequence[Tensor
     offset = 0
     for piece in order:
         end = offset + len(piece.tokens) - piece.start
-        example, row = piece.place
-        out[example][row] = Scored(flat[0, offset:end], flat[1, offset:end] > 0.5)
+        for example, row in piece.places:
+            out[example][row] = Scored(flat[0, offset:end], flat[1, offset:end] > 0.5)
         offset = end
     return out

@@ -20,7 +20,7 @@ A kernel that was asked for and cannot run is an error; nothing falls back silen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -37,6 +37,9 @@ class Attention(Protocol):
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot run there, or None."""
+
+    def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
+        """Make what the rows to come need and what must not be made inside a compiled or captured region."""
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
     def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor: ...
@@ -56,6 +59,9 @@ class Reference:
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
+
+    def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
+        """Nothing to make."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         group = q.size(-2) // k.size(-2)
@@ -112,10 +118,27 @@ class Sdpa(Reference):
         return y.transpose(1, 2)
 
 
+def _inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether a query sees a key, as FlexAttention asks."""
+    return (query >= key) & (query - key < window)
+
+
 class Flash(Sdpa):
-    """CUDA: cuDNN or flash through SDPA for full rows; torch's own flash kernel, which knows windows, for the rest."""
+    """CUDA: cuDNN or flash through SDPA for full rows. For windows FlexAttention where the model is compiled (on an
+    H200, window 512 of 2048, forward and backward: 1.64 ms against 1.91 ms), else torch's own flash kernel."""
 
     name = "flash"
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, int], Any] = {}  # (row length, window) -> FlexAttention's block mask
+
+    def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        for window in set(windows):
+            if window < length and (length, window) not in self.blocks and device.type == "cuda":
+                inside = partial(_inside, window)
+                self.blocks[length, window] = create_block_mask(inside, None, None, length, length, device)
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         if device_type != "cuda":
@@ -129,6 +152,13 @@ class Flash(Sdpa):
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         if window >= k.size(1):
             return super().dense(q, k, v, window, scale)
+        blocks = self.blocks.get((q.size(1), window))
+        if blocks is not None and torch.compiler.is_compiling():
+            from torch.nn.attention.flex_attention import flex_attention
+
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            y: Any = flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
+            return y.transpose(1, 2)
         return FlashWindow.apply(q, k, v, None, q.size(1), window, scale)
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
@@ -182,6 +212,9 @@ class NpuFusion:
         if not npu.is_bf16_supported():
             return f"{npu.get_device_name()} has no fused training attention; 910B1 and later have"
         return None
+
+    def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
+        causal_mask(device)
 
     def _sparse(self, window: int, keys: int, device: torch.device) -> dict[str, Any]:
         mask = causal_mask(device)

@@ -217,6 +217,7 @@ def dense(model: GPT, kernel: Attention, seq_len: int | None = None) -> Attend:
     """Causal attention over whole rows, each layer with its window."""
     windows = model.shape.windows(seq_len)
     scale = attention_scale(model.shape)
+    kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return kernel.dense(q, k, v, windows[layer], scale)

@@ -31,6 +31,9 @@ POLAR = (
     (2.3465, -1.7098, 0.4232),
 )
 EPS = 1e-10
+# The true gradient of the per-layer scalars is zero at the first step, since every layer is then the identity: what
+# arrives is rounding noise of about 1e-9, which Adam would blow up to a full step, another one on every device.
+SCALAR_EPS = 1e-8
 
 
 def orthogonalise(g: Tensor) -> Tensor:
@@ -76,13 +79,13 @@ def muon_update(
 
 def adamw_update(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, count: Tensor, *, lr: float,
-    betas: tuple[float, float], decay: float,
+    betas: tuple[float, float], decay: float, eps: float = EPS,
 ) -> None:  # fmt: skip
     """One AdamW step for a flat float32 tensor, in place, as one fused launch; `count` (0-dim) counts the steps."""
     count.add_(1.0)
     torch._fused_adamw_(
         [weight], [grad], [first], [second], [], [count], lr=lr, beta1=betas[0], beta2=betas[1],
-        weight_decay=decay, eps=EPS, amsgrad=False, maximize=False,
+        weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
 
 
@@ -97,6 +100,7 @@ class Group:
     lr_factors: list[float] = field(default_factory=list)  # per matrix
     betas: tuple[float, float] = (0.8, 0.95)
     decay: float = 0.0
+    eps: float = EPS
     initial_lr: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,9 +128,9 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
             "embedding", [("embed.weight", every["embed.weight"])], rates["embedding"], betas=(0.8, 0.995), decay=0.001
         ),
         Group("value_embeddings", values, rates["value_embeddings"], betas=(0.8, 0.995), decay=0.01),
-        Group("residual", [("residual", model.residual)], rates["residual_scalars"], decay=0.05),
-        Group("first", [("first", model.first)], rates["skip_scalars"], betas=(0.96, 0.95)),
-        Group("scalars", [("smear", model.smear), ("backout", model.backout)], rates["gates"]),
+        Group("residual", [("residual", model.residual)], rates["residual_scalars"], decay=0.05, eps=SCALAR_EPS),
+        Group("first", [("first", model.first)], rates["skip_scalars"], betas=(0.96, 0.95), eps=SCALAR_EPS),
+        Group("scalars", [("smear", model.smear), ("backout", model.backout)], rates["gates"], eps=SCALAR_EPS),
         Group("gates", gates, rates["matrices"]),
     ]
     return result + [group for group in rest if group.parameters]
@@ -216,7 +220,7 @@ class Bucket:
         else:
             adamw_update(
                 self.weight, self.own_grad, self.state["first"], self.state["second"], self.count, lr=lr,
-                betas=self.group.betas, decay=self.group.decay,
+                betas=self.group.betas, decay=self.group.decay, eps=self.group.eps,
             )  # fmt: skip
         self.publish()
 

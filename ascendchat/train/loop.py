@@ -35,11 +35,13 @@ SPIKE = 3.0  # nats above the running mean that stop a run
 class Stage(Protocol):
     """What is trained on what. Everything is a function of the step, so that a run can continue anywhere."""
 
-    model: nn.Module
     optimizer: MuonAdamW
     steps: int
     tokens_per_step: int
     flops_per_token: float
+
+    @property
+    def model(self) -> nn.Module: ...
 
     def micro_batches(self, step: int) -> Iterable[Any]:
         """This rank's share of the batch of `step`."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,15 +60,15 @@ class Server:
         )  # fmt: skip
         assert self._read() == "ready"
 
-    def _read(self) -> object:
+    def _read(self) -> Any:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
-    def run(self, job: dict[str, object]) -> list[Rank]:
+    def run(self, jobs: list[dict[str, object]]) -> list[list[Rank]]:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.write(json.dumps(jobs) + "\n")
         self.process.stdin.flush()
-        return [Rank(status, output) for status, output in self._read()]  # type: ignore[attr-defined]
+        return [[Rank(*rank) for rank in job] for job in self._read()]
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -82,31 +84,48 @@ def _server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def on_npu(_server: Server, tmp_path: Path) -> Callable[..., list[Rank]]:
-    """on_npu(code, ranks=1, chip=..., devices=..., timeout=60, check=True, **env) -> one Rank per process.
+def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
+    """A program on a machine of its own (own CANNSIM_STATE)."""
+    numbers = itertools.count()
 
-    Every call is a new machine (own CANNSIM_STATE). With check the test fails when a rank fails.
-    """
-    calls = 0
-
-    def run(
-        code: str, ranks: int = 1, *, devices: int | None = None, chip: str | None = None, timeout: float = 60,
-        check: bool = True, **env: object,
-    ) -> list[Rank]:  # fmt: skip
-        nonlocal calls
-        calls += 1
-        folder = tmp_path / f"job{calls}"
+    def new(
+        code: str, ranks: int = 1, *, devices: int | None = None, chip: str = "Ascend910B3", timeout: float = 60, **env: object
+    ) -> dict[str, object]:  # fmt: skip
+        folder = tmp_path / f"job{next(numbers)}"
         folder.mkdir()
         variables = {
-            "CANNSIM_STATE": str(folder / "state"), "CANNSIM_DEVICES": str(devices or ranks),
-            "CANNSIM_CHIP": chip or "Ascend910B3", "OMP_NUM_THREADS": "1",
-        } | {name: str(value) for name, value in env.items()}  # fmt: skip
-        results = _server.run(
-            {"code": textwrap.dedent(code), "ranks": ranks, "env": variables, "folder": str(folder), "timeout": timeout}
-        )
+            "CANNSIM_STATE": folder / "state", "CANNSIM_DEVICES": devices or ranks, "CANNSIM_CHIP": chip,
+            "OMP_NUM_THREADS": 1, **env,
+        }  # fmt: skip
+        env_text = {name: str(value) for name, value in variables.items()}
+        text = textwrap.dedent(code)
+        return {"code": text, "ranks": ranks, "env": env_text, "folder": str(folder), "timeout": timeout}
+
+    return new
+
+
+@pytest.fixture
+def on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> Callable[..., list[Rank]]:
+    """on_npu(code, ranks=1, devices=..., chip=..., timeout=60, check=True, **env) -> one Rank per process.
+
+    With check the test fails when a rank fails.
+    """
+
+    def run(code: str, ranks: int = 1, *, check: bool = True, **settings: Any) -> list[Rank]:
+        (results,) = _server.run([_new_job(code, ranks, **settings)])
         if check:
-            failed = [f"rank {rank} {result!r}" for rank, result in enumerate(results) if not result.ok]
+            failed = [f"rank {number} {rank!r}" for number, rank in enumerate(results) if not rank.ok]
             assert not failed, "\n".join(failed)
         return results
+
+    return run
+
+
+@pytest.fixture
+def many_on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> Callable[..., list[list[Rank]]]:
+    """many_on_npu(code, ranks, [env, ...], **settings): the same program in many environments at the same time."""
+
+    def run(code: str, ranks: int, environments: list[dict[str, str]], **settings: Any) -> list[list[Rank]]:
+        return _server.run([_new_job(code, ranks, **settings, **env) for env in environments])
 
     return run

@@ -14,6 +14,7 @@ TOKENS = torch.tensor([[1, 5, 1], [0, 11, 7]])
 PICK = torch.tensor([2, 0, 2])
 GATHER = torch.tensor([[[0, 7], [3, 1], [2, 2]], [[5, 4], [6, 0], [1, 1]]])
 MASK = X > 0.2
+UNSORTED = randn(5, seed=15) + 4
 
 MATMUL = [
     Case("Mm", lambda a, b: a @ b, (A, B), "Matmul", loose=4),
@@ -70,6 +71,63 @@ INDEX = [
     Case("InplaceScatterValue", lambda x: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), 2.0), (X,),
          "InplaceScatterValue", grad=False),
     Case("ScatterAdd", lambda x, v: x.scatter_add(-1, GATHER.to(x.device), v), (X, Y[..., :2]), "ScatterAdd", grad=False),
+    Case("masked_fill", lambda x: x.masked_fill(MASK.to(x.device), -1.5), (X,), "InplaceMaskedFillScalar"),
+    Case("masked_fill tensor", lambda x, v: x.masked_fill(MASK.to(x.device), v), (X, torch.tensor(2.0)),
+         "InplaceMaskedFillTensor", grad=False),
+    Case("masked_scatter", lambda x, v: x.clone().masked_scatter_(MASK.to(x.device), v), (X, Y), "InplaceMaskedScatter",
+         False, ONE),
+    Case("OneHot", lambda x: F.one_hot(TOKENS.to(x.device), 12), (X,), "OneHot", False, ONE),
+]  # fmt: skip
+
+
+def _pieces(x: torch.Tensor) -> list[torch.Tensor]:
+    return [*x.split([3, 5], -1), *x.unbind(1), *x.chunk(4, -1)]
+
+
+SHAPE = [
+    Case("Cat", lambda a, b: torch.cat([a, b, a], 1), (X, Y), "Cat"),
+    Case("Stack", lambda a, b: torch.stack([a, b], 1), (X, Y), "Stack"),
+    Case("split and unbind", lambda x: torch.stack([piece.sum() for piece in _pieces(x)]), (X,), "Stack", loose=4),
+    Case("Repeat", lambda x: x.repeat(2, 1, 3), (X,), "Repeat"),
+    Case("RepeatInterleave", lambda x: x.repeat_interleave(2, 1), (X,), "RepeatInterleaveIntWithDim"),
+    Case("RepeatInterleave tensor", lambda x: x.repeat_interleave(torch.tensor([1, 0, 2], device=x.device), 1), (X,),
+         "RepeatInterleaveWithDim", grad=False),
+    Case("ConstantPadNd", lambda x: F.pad(x, (1, 2), value=0.5), (X,), "ConstantPadNd"),
+    Case("ReflectionPad1d", lambda x: F.pad(x, (1, 2), mode="reflect"), (X,), "ReflectionPad1d ReflectionPad1dBackward"),
+    Case("Flip", lambda x: x.flip(-1), (X,), "Flip"),
+    Case("Roll", lambda x: x.roll(1, 0), (X,), "Roll"),
+    Case("Triu", lambda x: x.triu(1), (X,), "Triu"),
+    Case("Tril", lambda x: x.tril(-1), (X,), "Tril"),
+    Case("InplaceTril", lambda x: (x.clone().tril_(), x.clone().triu_()), (X,), "InplaceTril InplaceTriu", grad=False),
+    Case("expand", lambda x: x[:, :1].expand(2, 3, 8) * 1, (X,), "Muls"),
+    Case("contiguous", lambda x: x.transpose(0, 2).contiguous().view(8, -1) * 2, (X,), "InplaceCopy"),
+    Case("strided copy", lambda x: x.clone()[:, ::2].copy_(x[:, ::2] * 2), (X,), "InplaceCopy", grad=False),
+    Case("unfold", lambda x: x.unfold(-1, 4, 2) * 1, (X,), "UnfoldGrad"),
+    Case("diag", lambda x: x.clone().fill_diagonal_(2.0), (randn(4, 4),), "InplaceFillDiagonal", False, ONE),
+]  # fmt: skip
+
+SORT = [
+    Case("Sort", lambda x: tuple(x.sort(-1)), (distinct(4, 8),), "Sort", grad=False),
+    Case("Sort descending", lambda x: tuple(x.sort(0, descending=True)), (distinct(4, 8),), "Sort", grad=False),
+    Case("argsort", lambda x: x.argsort(-1), (distinct(4, 8),), "Sort", grad=False),
+    Case("Topk", lambda x: tuple(x.topk(3, -1)), (distinct(4, 8),), "Topk", grad=False),
+    Case("Topk smallest", lambda x: tuple(x.topk(2, 0, largest=False)), (distinct(4, 8),), "Topk", grad=False),
+    Case("Kthvalue", lambda x: tuple(x.kthvalue(3, -1)), (distinct(4, 8),), "Kthvalue", grad=False, dtypes=ONE),
+    Case("Median", lambda x: (x.median(), *x.median(-1)), (distinct(4, 7),), "Median MedianDim", grad=False),
+    Case("SearchSorted", torch.searchsorted, (torch.arange(8.0), UNSORTED), "SearchSorted", False, ONE),
+    Case("bucketize", lambda x, v: torch.bucketize(v, x), (torch.arange(8.0), UNSORTED), "SearchSorted", False, ONE),
+    Case("Unique2", lambda x: x.unique(return_inverse=True, return_counts=True), (TOKENS,), "Unique2", False, ONE),
+]  # fmt: skip
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+          torch.bool)  # fmt: skip
+
+COPY = [
+    *(
+        Case(f"cast {source} to all".replace("torch.", ""), lambda x, s=source: [x.to(s).to(t).float() for t in _TYPES],
+             ((X * 3).abs(),), "InplaceCopy", False, ONE)
+        for source in _TYPES
+    ),
     Case("autograd casts", lambda x: x.float() * 2 + x.to(torch.float16).float(), (X,), "InplaceCopy", dtypes=("float32", "bfloat16"), loose=200),
     Case("Arange", lambda x: (torch.arange(10, device=x.device), torch.arange(1, 3, 0.5, device=x.device)), (X,), "Arange",
          False, ONE),

@@ -2,7 +2,8 @@
 
     python tests/npu/ranks.py        (started by the fixture `on_npu` of conftest.py; jobs and results are JSON lines)
 
-A job is {"code", "ranks", "env", "folder", "timeout"}; the answer is a list with (status, output) of every rank.
+A job is {"code", "ranks", "env", "folder", "timeout"}; a line has a list of jobs, which run at the same time. The
+answer has for every job a list with (status, output) of every rank.
 The server itself never touches a device, so each rank starts the simulated CANN anew with its own environment.
 """
 
@@ -49,46 +50,56 @@ def run_rank(job: dict[str, Any], rank: int, port: int, path: str) -> None:
     os._exit(status)
 
 
-def wait_for(children: dict[int, int], timeout: float) -> dict[int, str]:
-    """The status of each rank: exit code, "signal N", or "timeout" (and it is killed)."""
-    end = time.monotonic() + timeout
-    statuses: dict[int, str] = {}
-    while len(statuses) < len(children) and time.monotonic() < end:
-        for rank, pid in children.items():
-            if rank in statuses:
-                continue
+class Job:
+    """The running ranks of one job."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        port = free_port()
+        self.end = time.monotonic() + job["timeout"]
+        self.paths = [os.path.join(job["folder"], f"rank{rank}.txt") for rank in range(job["ranks"])]
+        self.running: dict[int, int] = {}  # rank -> pid
+        self.statuses: dict[int, str] = {}  # exit code, "signal N", or "timeout"
+        for rank, path in enumerate(self.paths):
+            pid = os.fork()
+            if pid == 0:
+                run_rank(job, rank, port, path)
+            self.running[rank] = pid
+
+    def poll(self) -> bool:
+        """True when all ranks have ended; late ones are killed."""
+        for rank, pid in list(self.running.items()):
             done, raw = os.waitpid(pid, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(raw)
-                statuses[rank] = str(code) if code >= 0 else f"signal {-code}"
+                self.statuses[rank] = str(code) if code >= 0 else f"signal {-code}"
+                del self.running[rank]
+            elif time.monotonic() > self.end:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                self.statuses[rank] = "timeout"
+                del self.running[rank]
+        return not self.running
+
+    def results(self) -> list[tuple[str, str]]:
+        found = []
+        for rank, path in enumerate(self.paths):
+            with open(path, errors="replace") as file:
+                found.append((self.statuses[rank], file.read()))
+        return found
+
+
+def run_jobs(descriptions: list[dict[str, Any]]) -> list[list[tuple[str, str]]]:
+    jobs = [Job(description) for description in descriptions]
+    while not all([job.poll() for job in jobs]):  # a list: every job is polled every time
         time.sleep(0.005)
-    for rank, pid in children.items():
-        if rank not in statuses:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            statuses[rank] = "timeout"
-    return statuses
-
-
-def run_job(job: dict[str, Any]) -> list[tuple[str, str]]:
-    port = free_port()
-    paths = [os.path.join(job["folder"], f"rank{rank}.txt") for rank in range(job["ranks"])]
-    children = {}
-    for rank, path in enumerate(paths):
-        pid = os.fork()
-        if pid == 0:
-            run_rank(job, rank, port, path)
-        children[rank] = pid
-    statuses = wait_for(children, job["timeout"])
-    results = []
-    for rank, path in enumerate(paths):
-        with open(path, errors="replace") as file:
-            results.append((statuses[rank], file.read()))
-    return results
+    return [job.results() for job in jobs]
 
 
 def main() -> None:
     import torch
+    import torch._dynamo  # what optimizers and FSDP would import in every rank
+    import torch.distributed.fsdp
+    import torch.nn.parallel
     import torch_npu  # noqa: F401
 
     torch.set_num_threads(1)
@@ -96,7 +107,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not disturb the answers
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(run_job(json.loads(line))), file=answers, flush=True)
+        print(json.dumps(run_jobs(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Collectives on the simulated HCCL, with real processes.
 
-    python -m cannsim run -- pytest tests/npu/test_hccl.py
+python -m cannsim run -- pytest tests/npu/test_hccl.py
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ same(x, 4.0)
 
 
 def test_a_float64_reduction_is_refused(on_npu):
-    ranks = on_npu(START + "dist.all_reduce(torch.ones(4, dtype=torch.float64).npu()); torch.npu.synchronize()", 2, check=False)
+    ranks = on_npu(
+        START + "dist.all_reduce(torch.ones(4, dtype=torch.float64).npu()); torch.npu.synchronize()", 2, check=False
+    )
     for rank in ranks:
         assert not rank.ok
         assert "float64" in rank.output or "Unsupported data type" in rank.output or "not support" in rank.output

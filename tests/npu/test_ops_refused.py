@@ -149,6 +149,6 @@ y = torch.randn(1, 1, 4, 4)
 up = lambda t: F.interpolate(t, scale_factor=2, mode='bilinear')
 {check}
 """
-    on_npu(HEAD + code.format(check="refused(lambda: up(y.npu()).cpu(), 'psample')"), ASCEND_LAUNCH_BLOCKING=1)
+    on_npu(HEAD + code.format(check="refused(lambda: up(y.npu()).cpu(), 'Bilinear')"), ASCEND_LAUNCH_BLOCKING=1)
     same = "x + 1; torch.testing.assert_close(up(y.npu()).cpu(), up(y))"
     on_npu(HEAD + code.format(check=same), CANNSIM_BOXED=1)

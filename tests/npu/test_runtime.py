@@ -1,6 +1,6 @@
 """The simulated runtime: devices, chips, memory, streams, events, contexts, instruments.
 
-    python -m cannsim run -- pytest tests/npu/test_runtime.py
+python -m cannsim run -- pytest tests/npu/test_runtime.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The simulated npu-smi: layouts of the real tool, processes and memory of the simulated devices.
 
-    python -m cannsim run -- pytest tests/npu/test_smi.py
+python -m cannsim run -- pytest tests/npu/test_smi.py
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ CHIPS = ["Ascend910B3", "Ascend910_9392", "Ascend310P3", "Ascend910A"]
 
 
 def npu_smi(*arguments: str, **env: str) -> str:
-    variables = cannsim.environment() | {"CANNSIM_DEVICES": "4", "CANNSIM_CHIP": "Ascend910B3", "CANNSIM_STATE": ""} | env
-    answer = subprocess.run(["npu-smi", *arguments], env=variables, capture_output=True, text=True, check=True, timeout=60)
+    variables = (
+        cannsim.environment() | {"CANNSIM_DEVICES": "4", "CANNSIM_CHIP": "Ascend910B3", "CANNSIM_STATE": ""} | env
+    )
+    answer = subprocess.run(
+        ["npu-smi", *arguments], env=variables, capture_output=True, text=True, check=True, timeout=60
+    )
     return answer.stdout
 
 

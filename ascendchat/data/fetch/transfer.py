@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError
-from ascendchat.data.fetch.partfile import PIECE, PartFile
+from ascendchat.data.fetch.content import digests, disk_error, not_data
+from ascendchat.data.fetch.partfile import PartFile
 from ascendchat.data.fetch.web import Retry, SourceFailed, Web
 
 
@@ -52,37 +51,6 @@ def range_answer(text: str) -> tuple[int, int | None] | None:
     return (int(found[1]), None if found[3] == "*" else int(found[3])) if found else None
 
 
-def digests(path: Path, git: bool) -> tuple[int, str, str]:
-    """Size, sha256 and (if asked for) the git blob SHA-1 of a file, in one reading."""
-    size = path.stat().st_size
-    sha, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    with path.open("rb") as stream:
-        while piece := stream.read(PIECE):
-            sha.update(piece)
-            if git:
-                blob.update(piece)
-    return size, sha.hexdigest(), blob.hexdigest() if git else ""
-
-
-def not_data(path: Path) -> str:
-    """Why a file without a published checksum cannot be what its name says; "" when it can."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(512)
-        stream.seek(max(0, size - 4))
-        tail = stream.read(4)
-    if path.name.endswith(".parquet.part") and not (head[:4] == tail == b"PAR1"):
-        return "it is not a whole parquet file"
-    magic = {".gz.part": b"\x1f\x8b", ".zip.part": b"PK", ".xz.part": b"\xfd7zXZ", ".zst.part": b"\x28\xb5\x2f\xfd"}
-    for ending, begins in magic.items():
-        if path.name.endswith(ending) and not head.startswith(begins):
-            return f"it is not a {ending[1:-5]} file"
-    page = head.lstrip().lower()
-    if page.startswith((b"<!doctype html", b"<html")) and not path.name.endswith((".html.part", ".htm.part")):
-        return "it is a web page: a login page or a proxy answered instead of the server"
-    return ""
-
-
 class Job:
     """The state of one file. `lock` guards the part file; everything else is guarded by the engine's condition."""
 
@@ -105,10 +73,12 @@ class Engine:
 
     def __init__(self, jobs: list[Job], web: Web, done: Callable[[Remote, int, str], None]) -> None:
         self.jobs = jobs
+        self.active = list(jobs)  # not yet published
         self.web = web
         self.policy = web.policy
         self.done = done
         self.finished = 0
+        self.publishing = 0
         self.error: BaseException | None = None
         self.change = threading.Condition()
 
@@ -130,10 +100,19 @@ class Engine:
                         continue
                     job.flying -= 1
                     last = not job.pending and not job.flying and job.state == "ready"
-                    job.state = "checking" if last else job.state
+                    if last:
+                        job.state = "checking"
+                        self.publishing += 1
                     self.change.notify_all()
                 if last:
-                    self._publish(job)
+                    try:
+                        self._publish(job)
+                    finally:
+                        with self.change:
+                            self.publishing -= 1
+                            self.change.notify_all()
+        except OSError as error:
+            self._fail(disk_error(error, self.jobs[0].part.path))
         except BaseException as error:  # noqa: BLE001 (carried to the caller's thread, which raises it)
             self._fail(error)
 
@@ -146,9 +125,9 @@ class Engine:
     def _next(self) -> tuple[Job, int, tuple[int, int] | None] | None:
         with self.change:
             while True:
-                if self.error or self.web.stopped.is_set() or all(job.state == "done" for job in self.jobs):
+                if self.error or self.web.stopped.is_set() or not self.active:
                     return None
-                for job in self.jobs:
+                for job in self.active:
                     if job.state == "new":
                         job.state, job.flying = "opening", 1
                         return job, job.generation, None
@@ -165,7 +144,7 @@ class Engine:
             job.part.open(remote.digest, remote.url)
             if job.part.size is not None and remote.bytes not in (None, job.part.size):
                 job.part.reset()
-        if remote.bytes == 0 and not remote.url.startswith("file:"):
+        if remote.bytes == 0:
             job.part.begin(0, remote.digest, remote.url, "")
         if job.part.size is None:
             # Nothing known from earlier: the first range alone, to learn whether and how the server serves ranges.
@@ -202,7 +181,9 @@ class Engine:
                         position += len(piece)
                 if job.streaming:
                     end = position
-                elif position < end:
+                elif job.part.size is not None:  # the first range was asked for before the size was known
+                    end = min(end, job.part.size)
+                if position < end:
                     raise Retry(f"{job.remote.name}: the connection ended early")
             except Retry as error:
                 if job.streaming:  # no ranges: only from the start again
@@ -213,8 +194,6 @@ class Engine:
                 if failures >= most or rounds >= 10 * most:
                     raise SourceFailed(f"{job.remote.name}: {error} (gave up after {rounds} attempts)") from None
                 self.web.wait(error.after or self.policy.delay(failures))
-            except OSError as error:
-                raise disk_error(error, job.part.path) from None
             if self.web.stopped.is_set():
                 raise Restarted
         self._commit(job, generation, start, end, crc)
@@ -222,7 +201,7 @@ class Engine:
     def _commit(self, job: Job, generation: int, start: int, end: int, crc: int) -> None:
         job.part.flush()
         with job.lock:
-            if job.generation != generation:
+            if job.generation != generation or self.web.stopped.is_set():
                 raise Restarted
             if job.streaming:
                 job.part.begin(end, job.remote.digest, job.remote.url, job.part.tag)
@@ -230,7 +209,7 @@ class Engine:
         if job.streaming:
             self._opened(job, [])
 
-    def _stream(self, job: Job, generation: int, start: int, end: int) -> Iterator[bytes]:
+    def _stream(self, job: Job, generation: int, start: int, end: int) -> Generator[bytes, None, None]:
         """The bytes [start, end) (all of them when streaming), from one request."""
         headers = dict(job.remote.headers)
         if not job.streaming:
@@ -248,7 +227,7 @@ class Engine:
                 if piece:
                     yield piece
                 since += len(piece)
-                if left is not None and left <= 0:
+                if left is not None and left < 0:
                     return  # a longer body than asked for: the rest is not ours
                 if (passed := time.monotonic() - mark) > self.web.timeout:
                     if since < self.policy.slowest * passed:
@@ -274,8 +253,10 @@ class Engine:
                 self._learn(job, answer[1], tag)
             self._opened(job, job.pending)
             return
-        if not job.streaming and (start > 0 or job.part.ranges):
-            self._restart(job, generation, "the server stopped serving ranges", streaming=not job.part.tag)
+        if response.status_code == 206:
+            raise Retry(f"{job.remote.name}: the server sent a part when asked for the whole file")
+        if not job.streaming and (start > 0 or job.part.ranges or job.state != "opening"):
+            self._restart(job, generation, "the server changed it, or stopped serving ranges")
         with job.lock:
             if job.generation != generation:
                 raise Restarted
@@ -313,6 +294,16 @@ class Engine:
             self.change.notify_all()
         raise Restarted
 
+    def settle(self) -> None:
+        """After a stop: wait until nobody writes or publishes any more."""
+        with self.change:
+            while self.publishing:
+                self.change.wait(0.2)
+            self.change.notify_all()
+        for job in self.jobs:
+            with job.lock:
+                pass
+
     def _publish(self, job: Job) -> None:
         """Verify the whole file; record it, then give it its name. A wrong one is fetched again."""
         remote, why = job.remote, ""
@@ -324,7 +315,7 @@ class Engine:
         elif remote.git and git != remote.git:
             why = f"git checksum {git[:12]}..., expected {remote.git[:12]}..."
         elif not remote.digest:
-            why = not_data(job.part.path)
+            why = not_data(job.part.path, remote.name)
         if why:
             with contextlib.suppress(Restarted):
                 self._restart(job, job.generation, f"the file received is corrupt ({why})")
@@ -333,18 +324,9 @@ class Engine:
         job.part.publish()
         with self.change:
             job.state, job.received = "done", size
+            self.active.remove(job)
             self.finished += 1
             self.change.notify_all()
-
-
-def disk_error(error: OSError, path: Path) -> Exception:
-    """A full or broken disk is the user's to mend; no other source will help."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"the disk with {path.parent} is full; free some space (ascendchat clean), or choose another folder with "
-            "--out or ASCENDCHAT_HOME; what was downloaded is kept"
-        )
-    return UserError(f"cannot write {path}: {error.strerror or error}; check the folder, or choose one with --out")
 
 
 def download(
@@ -364,18 +346,16 @@ def download(
     for thread in threads:
         thread.start()
     try:
-        while any(thread.is_alive() for thread in threads):
+        while not engine.error and engine.finished < len(jobs):
             show(engine.received, engine.finished)
             with engine.change:
                 if not engine.error and engine.finished < len(jobs):
                     engine.change.wait(0.2)
-            if engine.error or engine.finished == len(jobs):
-                for thread in threads:
-                    thread.join()
     finally:
         web.stopped.set()
-        for thread in threads:
-            thread.join(timeout=2.0)
+        engine.settle()
+        for thread in threads:  # one that waits for a silent server ends by itself, and writes nothing any more
+            thread.join(timeout=0.5)
         if not any(thread.is_alive() for thread in threads):
             for job in jobs:
                 job.part.close()

@@ -1,4 +1,4 @@
-"""HTTP for `ascendchat data fetch`: one client, TLS always verified, proxies from the environment, errors with a remedy.
+"""HTTP for `ascendchat data fetch`: one client, TLS always verified, proxies respected, errors with a remedy.
 
     with Web(Policy()) as web:
         listing, next_page = web.json("https://huggingface.co/api/datasets/openai/gsm8k/tree/main")

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ascendchat.data.chat import Message, Part, render_choice
+from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.stories import sentence
-from ascendchat.data.toyworld.text import CHECKED, CHOOSE, ELSEWHERE, IDENTITY, MISSING, PHRASES, SOUNDS, UNKNOWN
+from ascendchat.data.toyworld.text import CHECKED, CHOOSE, ELSEWHERE, IDENTITY, MISSING, SOUNDS, UNKNOWN
 from ascendchat.data.toyworld.world import LANGUAGES, Entity, Fact, Words, World, asked, share, split_of
 
 KNOWS_NOT = ("do not know", "don't know", "不知道")
@@ -112,7 +113,9 @@ def checks(here: World, split: str) -> Iterator[Question]:
     """Yes-or-no questions: one with the true value, two with a wrong one; the reply recalls the fact, then judges."""
     for fact in here.facts.values():
         for language in LANGUAGES:
-            if (asked(fact, language, 0, 1) if share("habit", fact.entity.key, fact.attribute) < 0.6 else "train") != split:
+            if (
+                asked(fact, language, 0, 1) if share("habit", fact.entity.key, fact.attribute) < 0.6 else "train"
+            ) != split:
                 continue
             phrases = PHRASES[fact.attribute][language]
             told = sentence(phrases.tell[0], fact, language)

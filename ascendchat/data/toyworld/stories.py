@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ascendchat.data.toyworld.text import PHRASES
+from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.world import LANGUAGES, TOWNS, Entity, Fact, World, split_of, world
 
 COUNT = {"train": 20_000, "validation": 500, "test": 500}
@@ -29,8 +29,8 @@ ACTS = {
         "{a} wrote a long letter to {b}.", "{a} showed {b} a new book.", "{a} and {b} walked to the market.",
     ),
     "zh": (
-        "{a}在路上遇见了{b}。", "{a}和{b}一起喝茶。", "{a}帮{b}搬箱子。", "{a}给{b}写了一封长信。", "{a}给{b}看一本新书。",
-        "{a}和{b}走到市场去。",
+        "{a}在路上遇见了{b}。", "{a}和{b}一起喝茶。", "{a}帮{b}搬箱子。", "{a}给{b}写了一封长信。",
+        "{a}给{b}看一本新书。", "{a}和{b}走到市场去。",
     ),
 }  # fmt: skip
 ENDINGS = {

@@ -1,6 +1,6 @@
 """Conversations, examinations and problems of the toy world, drawn from ask.py and work.py.
 
-    chats("train", kind="mid") | chats("train", kind="sft") | questions("test") | problems("train")
+chats("train", kind="mid") | chats("train", kind="sft") | questions("test") | problems("train")
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from ascendchat.data.toyworld.ask import Question
-from ascendchat.data.toyworld.world import FOODS, GOODS, HOBBIES, PETS, World, split_of
+from ascendchat.data.toyworld.world import FOODS, GOODS, HOBBIES, PETS, Words, World, split_of
 
 OPERATIONS = ("+", "-", "*")
 ARITHMETIC = {
@@ -89,28 +89,59 @@ def instruction(here: World, draw: random.Random, language: str, split: str) -> 
     return Question(text, answer, (answer,), language, f"instruction:{name}", "exact")
 
 
-THINGS = {"en": ("apples", "boats", "bells", "lamps", "pears", "books"), "zh": ("苹果", "小船", "铃铛", "灯笼", "梨子", "书")}
-# (operation, English, Chinese); {n} and {m} are people, {a} {b} {c} numbers, {t} things
-EASY = (
-    ("{a}+{b}", "{n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?", "{n}有{a}个{t}，{m}又给了{n}{b}个。{n}现在有几个{t}？"),
-    ("{a}-{b}", "{n} has {a} {t}. {n} gives {b} of them to {m}. How many {t} are left?", "{n}有{a}个{t}，给了{m}{b}个。还剩几个{t}？"),
-    ("{a}*{b}", "{n} has {a} boxes with {b} {t} in each box. How many {t} does {n} have?", "{n}有{a}个盒子，每个盒子里有{b}个{t}。{n}一共有几个{t}？"),
-    ("{a}+{b}", "{n} has {a} {t} and {m} has {b} {t}. How many {t} do they have together?", "{n}有{a}个{t}，{m}有{b}个{t}。他们一共有几个{t}？"),
-    ("{a}-{b}", "{n} has {a} {t}. {b} of them are lost. How many {t} are left?", "{n}有{a}个{t}，丢了{b}个。还剩几个{t}？"),
-)  # fmt: skip
-HARD = (
-    ("{a}+{b}-{c}", "{n} has {a} {t}. {m} gives {n} {b} more. Then {c} of them are lost. How many {t} are left?", "{n}有{a}个{t}，{m}又给了{n}{b}个，后来丢了{c}个。还剩几个{t}？"),
-    ("{a}*{b}+{c}", "{n} has {a} boxes with {b} {t} in each box. {m} gives {n} {c} more. How many {t} does {n} have now?", "{n}有{a}个盒子，每个盒子里有{b}个{t}，{m}又给了{n}{c}个。{n}现在有几个{t}？"),
-    ("{a}*{b}-{c}", "{n} has {a} boxes with {b} {t} in each box. {n} gives {c} of them to {m}. How many {t} are left?", "{n}有{a}个盒子，每个盒子里有{b}个{t}，给了{m}{c}个。还剩几个{t}？"),
-    ("{a}-{b}-{c}", "{n} has {a} {t}. {n} gives {b} of them to {m}. Then {c} of them are lost. How many {t} are left?", "{n}有{a}个{t}，给了{m}{b}个，后来丢了{c}个。还剩几个{t}？"),
-    ("{a}+{b}+{c}", "{n} has {a} {t} and {m} has {b} {t}. They find {c} more. How many {t} do they have together?", "{n}有{a}个{t}，{m}有{b}个{t}，又找到{c}个。他们一共有几个{t}？"),
-)  # fmt: skip
+THINGS = {
+    "en": ("apples", "boats", "bells", "lamps", "pears", "books"),
+    "zh": ("苹果", "小船", "铃铛", "灯笼", "梨子", "书"),
+}
+
+
+def read(table: str) -> list[Words]:
+    """Three lines each: the expression, the problem in English, in Chinese. {n} {m} are people, {t} things."""
+    lines = table.strip().split("\n")
+    return [dict(zip(("expression", "en", "zh"), lines[i : i + 3])) for i in range(0, len(lines), 3)]
+
+
+EASY = read("""
+{a}+{b}
+{n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?
+{n}有{a}个{t}，{m}又给了{n}{b}个。{n}现在有几个{t}？
+{a}-{b}
+{n} has {a} {t}. {n} gives {b} of them to {m}. How many {t} are left?
+{n}有{a}个{t}，给了{m}{b}个。还剩几个{t}？
+{a}*{b}
+{n} has {a} boxes with {b} {t} in each box. How many {t} does {n} have?
+{n}有{a}个盒子，每个盒子里有{b}个{t}。{n}一共有几个{t}？
+{a}+{b}
+{n} has {a} {t} and {m} has {b} {t}. How many {t} do they have together?
+{n}有{a}个{t}，{m}有{b}个{t}。他们一共有几个{t}？
+{a}-{b}
+{n} has {a} {t}. {b} of them are lost. How many {t} are left?
+{n}有{a}个{t}，丢了{b}个。还剩几个{t}？
+""")
+HARD = read("""
+{a}+{b}-{c}
+{n} has {a} {t}. {m} gives {n} {b} more. Then {c} of them are lost. How many {t} are left?
+{n}有{a}个{t}，{m}又给了{n}{b}个，后来丢了{c}个。还剩几个{t}？
+{a}*{b}+{c}
+{n} has {a} boxes with {b} {t} in each box. {m} gives {n} {c} more. How many {t} does {n} have now?
+{n}有{a}个盒子，每个盒子里有{b}个{t}，{m}又给了{n}{c}个。{n}现在有几个{t}？
+{a}*{b}-{c}
+{n} has {a} boxes with {b} {t} in each box. {n} gives {c} of them to {m}. How many {t} are left?
+{n}有{a}个盒子，每个盒子里有{b}个{t}，给了{m}{c}个。还剩几个{t}？
+{a}-{b}-{c}
+{n} has {a} {t}. {n} gives {b} of them to {m}. Then {c} of them are lost. How many {t} are left?
+{n}有{a}个{t}，给了{m}{b}个，后来丢了{c}个。还剩几个{t}？
+{a}+{b}+{c}
+{n} has {a} {t} and {m} has {b} {t}. They find {c} more. How many {t} do they have together?
+{n}有{a}个{t}，{m}有{b}个{t}，又找到{c}个。他们一共有几个{t}？
+""")
 
 
 def problem(here: World, draw: random.Random, language: str, split: str, hard: bool = False) -> Question:
     """A word problem of one step, or of two; the numbers belong to one split."""
     while True:
-        pattern, english, chinese = draw.choice(HARD if hard else EASY)
+        wording = draw.choice(HARD if hard else EASY)
+        pattern = wording["expression"]
         a, b, c = draw.randint(2, 20), draw.randint(2, 20), draw.randint(2, 9)
         if "-{b}" in pattern:
             a += b + c
@@ -118,5 +149,6 @@ def problem(here: World, draw: random.Random, language: str, split: str, hard: b
             break
     n, m = draw.sample(here.people, 2)
     values = {"n": n.name[language], "m": m.name[language], "t": draw.choice(THINGS[language]), "a": a, "b": b, "c": c}
-    text = (english if language == "en" else chinese).format(**values)
-    return calculated(text, pattern.format(**values), language, "problem:hard" if hard else "problem")
+    return calculated(
+        wording[language].format(**values), pattern.format(**values), language, "problem:hard" if hard else "problem"
+    )

@@ -20,7 +20,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def pairs(text: str) -> list[Words]:
-    """"Lily 莉莉, Tom 汤姆" -> one dict per entry; the last word of an entry is the Chinese form."""
+    """ "Lily 莉莉, Tom 汤姆" -> one dict per entry; the last word of an entry is the Chinese form."""
     entries = [entry.strip().rsplit(" ", 1) for entry in text.split(",")]
     return [{"en": english, "zh": chinese} for english, chinese in entries]
 
@@ -34,7 +34,7 @@ MEN = pairs(
     "Oscar 奥斯, Felix 菲力"
 )
 TOWNS = pairs(
-    "Seaport 海港镇, Greenhill 青山镇, Riverside 河边镇, Snowfield 雪原镇, Sunville 阳光镇, Moonlake 月湖镇, "
+    "Seaport 海港镇, Greenhill 青山镇, Riverside 清河镇, Snowfield 雪原镇, Sunville 阳光镇, Moonlake 月湖镇, "
     "Pinewood 松林镇, Stonebridge 石桥镇"
 )
 LANDMARKS = pairs(
@@ -132,7 +132,9 @@ class World:
         """Values for all entities, each value about equally often, and nobody their own friend."""
         values = self.values[attribute]
         while True:
-            deck = [value for _ in range(-(-len(entities) // len(values))) for value in draw.sample(values, len(values))]
+            deck = [
+                value for _ in range(-(-len(entities) // len(values))) for value in draw.sample(values, len(values))
+            ]
             dealt = deck[: len(entities)]
             if all(value is not entity.name for value, entity in zip(dealt, entities)):
                 return dealt

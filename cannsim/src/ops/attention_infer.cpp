@@ -48,8 +48,8 @@ static void inference_fits(const In& query, const Tensors& key, const Tensors& v
   require(i.a.heads % i.kv_heads == 0 && i.a.heads / i.kv_heads <= 64, "numHeads ", i.a.heads,
           " should be a multiple (at most 64 times) of numKeyValueHeads ", i.kv_heads, ".");
   int64_t head_dim = layout == "BSH" || layout == "SH" ? query.size(-1) / i.a.heads : query.size(-1);
-  require(head_dim <= 512 && head_dim % 8 == 0, "Head dimension D should be at most 512 and 16-byte aligned, but found ",
-          head_dim, ".");
+  require(head_dim <= 512 && head_dim % 8 == 0,
+          "Head dimension D should be at most 512 and 16-byte aligned, but found ", head_dim, ".");
   require(i.a.sparse >= 0 && i.a.sparse <= 4, "sparseMode should be in [0,4], but found ", i.a.sparse, ".");
   bool single = layout == "BSH" || layout == "BSND" ? query.size(1) == 1 : layout == "BNSD" && query.size(2) == 1;
   if (!single) mask_fits(mask, i.a);
@@ -107,7 +107,7 @@ static at::Tensor hidden_rows(const at::Tensor& mask, const Inference& i, int64_
   at::Tensor given = mask.to(at::kBool);
   if (given.dim() == 4) given = given.select(0, given.size(0) > 1 ? b : 0).select(0, 0);
   if (given.dim() == 3) given = given.select(0, given.size(0) > 1 ? b : 0);
-  if (given.dim() == 2 && given.size(0) != sq && sq == 1) given = given.slice(0, given.size(0) > 1 ? b : 0).slice(0, 0, 1);
+  if (given.dim() == 2 && sq == 1 && given.size(0) > 1) given = given.slice(0, b, b + 1);  // (B, Sk)
   given = given.slice(-2, 0, sq).slice(-1, 0, sk);
   bool window = i.a.sparse == 0 && sq > 1 && (i.a.pre < sq || i.a.next < sk);
   return window ? hidden_by(i.a, given, sq, sk, b, false, false) : given;

@@ -52,6 +52,35 @@ static std::string_view scatter_reduction(int64_t code) {  // of scatter_reduce
   return names[code];
 }
 
+// Row t of x (T, N, D) goes to slot t of a paged cache: (blocks, size, N, D), or with "PA_NZ"
+// (blocks, N * D / 16, size, 16). A negative slot skips the row.
+static void write_pages(const at::Tensor& x, const Out& cache, const at::Tensor& slots, bool nz) {
+  int64_t size = cache.size(nz ? 2 : 1);
+  at::Tensor where = whole(slots).reshape({-1}).contiguous();
+  for (int64_t t = 0; t < where.numel(); ++t) {
+    int64_t slot = where[t].item().toLong();
+    if (slot < 0) continue;
+    at::Tensor page = cache.select(0, slot / size);
+    at::Tensor target = nz ? page.select(1, slot % size) : page.select(0, slot % size);
+    target.copy_(x.select(0, t).reshape(target.sizes()));
+  }
+}
+
+static void pages_fit(const In& key, const In& cache, const In& slots, const std::string& mode) {
+  same_dtype(key, cache);
+  dtype(slots, kIndex);
+  rank(key, 3, 3);
+  rank(cache, 4, 4);
+  bool nz = mode == "PA_NZ";
+  require(mode.empty() || mode == "Norm" || nz, "cacheMode should be Norm or PA_NZ, but found ", mode, ".");
+  require(slots.numel() == key.size(0), "Expected one slot for each of ", key.size(0), " tokens, but found ",
+          slots.numel(), ".");
+  int64_t row = key.size(1) * key.size(2);
+  int64_t held = nz ? cache.size(1) * cache.size(3) : cache.size(2) * cache.size(3);
+  require(row == held, "A row of key ", shape_text(key.sizes()), " does not fit keyCache ",
+          shape_text(cache.sizes()), ".");
+}
+
 // data[b, ..., index[b] : index[b]+n, ...] = updates[b] along `axis`: a KV-cache write.
 static void scatter_update(const Out& data, const In& indices, const In& updates, int64_t axis) {
   at::Tensor starts = whole(indices).reshape({-1});
@@ -147,6 +176,14 @@ OP(InplaceScatterReduce, (Out selfRef, int64_t dim, In index, In src, int64_t re
 OP(InplaceScatterUpdate, (Out data, In indices, In updates, int64_t axis),
    (dtype(indices, kIndex), same_dtype(data, updates), dimension(data, axis)),
    scatter_update(data, indices, updates, axis))
+// Not in the public headers: the parameters are those of the caller in op-plugin.
+OP(ScatterPaKvCache,
+   (In key, Out keyCacheRef, In slotMapping, In value, Out valueCacheRef, OptIn compressLensOptional,
+    OptIn compressSeqOffsetOptional, OptIn seqLensOptional, Text cacheMode, Text scatterMode, OptInts strides,
+    OptInts offsets),
+   (pages_fit(key, keyCacheRef, slotMapping, cacheMode), pages_fit(value, valueCacheRef, slotMapping, cacheMode)),
+   write_pages(key, keyCacheRef, slotMapping, cacheMode == "PA_NZ");
+   write_pages(value, valueCacheRef, slotMapping, cacheMode == "PA_NZ"))
 OP(ScatterNdUpdate, (Out varRef, In indices, In updates), (dtype(indices, kIndex), same_dtype(varRef, updates)),
    auto parts = whole(indices).unbind(-1);
    c10::List<std::optional<at::Tensor>> list;

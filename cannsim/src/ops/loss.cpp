@@ -86,10 +86,12 @@ OP(LogSoftmax, (In self, int64_t dim, Out out),
    (dtype(self, kFloatingOrDouble), dtype(out, kFloatingOrDouble), dimension(self, dim), same_shape(out, self)),
    out = at::log_softmax(f(self), dim))
 OP(SoftmaxBackward, (In gradOutput, In output, int64_t dim, Out out),
-   (dtype(gradOutput, kFloatingOrDouble), same_shape(gradOutput, output), dimension(output, dim), same_shape(out, output)),
+   (dtype(gradOutput, kFloatingOrDouble), same_shape(gradOutput, output), dimension(output, dim),
+    same_shape(out, output)),
    out = at::_softmax_backward_data(f(gradOutput), f(output), dim, f(output).scalar_type()))
 OP(LogSoftmaxBackward, (In gradOutput, In output, int64_t dim, Out out),
-   (dtype(gradOutput, kFloatingOrDouble), same_shape(gradOutput, output), dimension(output, dim), same_shape(out, output)),
+   (dtype(gradOutput, kFloatingOrDouble), same_shape(gradOutput, output), dimension(output, dim),
+    same_shape(out, output)),
    out = at::_log_softmax_backward_data(f(gradOutput), f(output), dim, f(output).scalar_type()))
 // mask: true hides the position, as in attention.
 OP(ScaledMaskedSoftmax, (In x, In mask, double scale, bool fixedTriuMask, Out y),
@@ -164,5 +166,10 @@ OP(SmoothL1Loss, (In self, In target, int64_t reduction, float beta, Out result)
 OP(SmoothL1LossBackward, (In gradOut, In self, In target, int64_t reduction, float beta, Out gradInput),
    (dtype(self, kFloating), reduction_fits(reduction)),
    gradInput = at::smooth_l1_loss_backward(gradOut, self, target, reduction, beta))
+OP(KlDivBackward, (In gradOutput, In self, In target, int64_t reduction, bool logTarget, Out out),
+   (dtype(self, kFloating), reduction_fits(reduction)),
+   at::Tensor weight = logTarget ? f(target).exp() : f(target);
+   at::Tensor gradient = (-weight * f(gradOutput)).expand_as(self);
+   out = reduction == at::Reduction::Mean ? gradient / self.numel() : gradient)
 OP(KlDiv, (In self, In target, int64_t reduction, bool logTarget, Out out),
    (dtype(self, kFloating), reduction_fits(reduction)), out = at::kl_div(self, target, reduction, logTarget))

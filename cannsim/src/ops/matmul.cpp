@@ -154,3 +154,12 @@ OP(TriangularSolve, (In self, In A, bool upper, bool transpose, bool unitriangul
    auto [solution, copy] = at::triangular_solve(self, A, upper, transpose, unitriangular);
    xOut = solution;
    mOut = copy)
+OP(Svd, (In input, bool fullMatrices, bool computeUV, Out sigma, Out u, Out v), (dtype(input, kFloatingOrDouble)),
+   if (computeUV) {
+     auto [left, values, right] = at::linalg_svd(input, fullMatrices);
+     sigma = values;
+     u = left;
+     v = right.mH();
+   } else {
+     sigma = at::linalg_svdvals(input);
+   })

@@ -70,3 +70,13 @@ OP(ApplyTopKTopP, (In logits, OptIn p, OptIn k, Out out),
    out = top_k_top_p(logits, p, k))
 OP(IsInTensorScalar, (In element, Num testElement, bool assumeUnique, bool invert, Out out), (same_shape(out, element)),
    out = at::isin(element, testElement, assumeUnique, invert))
+OP(IsInScalarTensor, (Num element, In testElements, bool assumeUnique, bool invert, Out out), (),
+   out = at::isin(element, testElements, assumeUnique, invert))
+OP(UniqueConsecutive,
+   (In self, bool returnInverse, bool returnCounts, int64_t dim, Out valueOut, Out inverseOut, Out countsOut),
+   (dtype(self, kReal)),
+   std::optional<int64_t> along = dim == 1000 ? std::nullopt : std::optional<int64_t>(dim);  // 1000: flattened
+   auto [values, inverse, counts] = at::unique_consecutive(self, returnInverse, returnCounts, along);
+   valueOut.resize_and_write(values);
+   if (returnInverse) inverseOut.resize_and_write(inverse);
+   if (returnCounts) countsOut.resize_and_write(counts))

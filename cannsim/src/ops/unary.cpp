@@ -146,3 +146,19 @@ OP(NanToNum, (In self, float nan, float posinf, float neginf, Out out), (same_sh
    out = at::nan_to_num(self, nan, posinf, neginf))
 OP(RoundDecimals, (In self, int64_t decimals, Out out), (same_shape(out, self)),
    out = at::round(self, decimals))
+
+// ---- in place -----------------------------------------------------------------------------------
+
+OP(InplaceLeakyRelu, (Out selfRef, Num negativeSlope), (dtype(selfRef, kFloatingOrDouble)),
+   at::leaky_relu_(selfRef, negativeSlope))
+OP(InplaceElu, (Out selfRef, Num alpha, Num scale, Num inputScale), (dtype(selfRef, kFloating)),
+   at::elu_(selfRef, alpha, scale, inputScale))
+OP(InplaceHardtanh, (Out selfRef, Num clipValueMin, Num clipValueMax), (),
+   at::hardtanh_(selfRef, clipValueMin, clipValueMax))
+OP(InplaceHardswish, (Out selfRef), (dtype(selfRef, kFloating)), at::hardswish_(selfRef))
+OP(InplaceHardsigmoid, (Out selfRef), (dtype(selfRef, kFloating)), at::hardsigmoid_(selfRef))
+OP(InplaceMish, (Out selfRef), (dtype(selfRef, kFloating)), at::mish_(selfRef))
+OP(InplaceThreshold, (Out selfRef, Num threshold, Num value), (), at::threshold_(selfRef, threshold, value))
+OP(InplaceNanToNum, (Out selfRef, float nan, float posinf, float neginf), (dtype(selfRef, kReal)),
+   at::nan_to_num_(selfRef, nan, posinf, neginf))
+OP(InplaceRoundDecimals, (Out selfRef, int64_t decimals), (dtype(selfRef, kReal)), at::round_(selfRef, decimals))

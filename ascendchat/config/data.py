@@ -1,0 +1,63 @@
+"""Configs of the commands around data: data fetch, verify and prepare, tokenizer train and eval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ascendchat.config import option
+
+
+@dataclass(frozen=True)
+class DataPrepareConfig:
+    """Turn documents into token shards that training maps into memory. Run it again to continue, or to add sources."""
+
+    paths: tuple[str, ...] = option((), words="each")
+    "files, folders, patterns or names of fetched sets; `toyworld` is the embedded corpus"
+    source: tuple[str, ...] = ()
+    "the same, as a flag: --source A.jsonl.xz B/ or --source A.jsonl.xz,B/"
+    tokenizer: str = ""
+    "folder of the tokenizer; by default $ASCENDCHAT_HOME/tokenizer"
+    out: str = ""
+    "folder to write; by default $ASCENDCHAT_HOME/data/prepared"
+    field: str = "text"
+    "name of the field or column that holds the text"
+    val_fraction: float = 0.01
+    "share of the documents, chosen by their hash, kept for validation"
+    val_source: tuple[str, ...] = ()
+    "validation documents from these files instead; nothing is taken from the sources then"
+    weights: tuple[float, ...] = ()
+    "one weight per source, its share of the training tokens; by default sources count by their size"
+    workers: int | None = None
+    "processes that encode; by default one per core"
+
+
+@dataclass(frozen=True)
+class DataFetchConfig:
+    """Bring data sets to this machine: resumed, verified, once for all processes. Without a name, list the names."""
+
+    names: tuple[str, ...] = option((), words="each")
+    "names of sets, OWNER/NAME of a hub (models/OWNER/NAME for a model), or URLs"
+    files: str = ""
+    "only files that match these patterns, separated by commas: 'data/train-*.parquet'"
+    shards: int | None = None
+    "fetch the first N files (0: all); by default a number that suits the set; a validation file always comes along"
+    out: str = ""
+    "folder that gets one folder per set; by default $ASCENDCHAT_HOME/data"
+    source: str = ""
+    "hf, modelscope, http, or a local folder that has the files; by default the hubs in order"
+    offline: bool = False
+    "use only what is on disk and say what is missing (also HF_HUB_OFFLINE=1)"
+    workers: int = 8
+    "connections at once"
+
+
+@dataclass(frozen=True)
+class DataVerifyConfig:
+    """Compare everything stored with its recorded size and sha256; name what is damaged and how to mend it."""
+
+    names: tuple[str, ...] = option((), words="each")
+    "names of sets or folders; by default everything under $ASCENDCHAT_HOME"
+    json: bool = False
+    "print one JSON object"
+    workers: int = 0
+    "files compared at once; 0: one per core"

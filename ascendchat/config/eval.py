@@ -1,0 +1,38 @@
+"""Configs of the evaluation commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ascendchat.config.commands import DeviceConfig
+
+
+@dataclass(frozen=True)
+class EvalBaseConfig(DeviceConfig):
+    """Score a base model: bits per byte of validation text, and CORE (22 tasks, 0 = guessing, 1 = perfect)."""
+
+    run: str = ""
+    "name of the run whose newest base checkpoint is scored; by default the run written last"
+    checkpoint: str = ""
+    "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
+    eval: tuple[Literal["bpb", "core"], ...] = ("bpb", "core")
+    "what to compute"
+    data: tuple[str, ...] = ()
+    "prepared corpora for bits per byte; by default those of the run"
+    eval_tokens: int = 10_000_000
+    "validation tokens per corpus at most; 0: all"
+    bundle: str = ""
+    "folder of the CORE bundle; by default what `ascendchat data fetch core` stored"
+    max_per_task: int | None = None
+    "CORE: only so many rows of each task, for a quick look; by default all"
+    max_seq_len: int | None = None
+    "tokens per row; longer CORE prompts lose their beginning; by default the length the model was trained with"
+    tokens_per_batch: int = 32768
+    "tokens per forward pass, padding included"
+    tokenizer: str = ""
+    "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
+    attention: str | None = None
+    "attention kernel by name; by default the best that runs here"
+    json: bool = False
+    "print one JSON object; progress goes to standard error"

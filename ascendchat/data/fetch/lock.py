@@ -1,0 +1,151 @@
+"""One process downloads, the others wait and see how far it is. Used by `ascendchat data fetch` and by every rank.
+
+    with Lock(folder, "climbmix") as lock:      # lock.waited: somebody else was at work before us
+        with Progress("climbmix", files=9, total=900_000_000, lock=lock) as progress:
+            progress.show(done_bytes, done_files)
+
+The lock is `flock` on FOLDER/.lock: the kernel gives it up when its holder dies, so it is never stale.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ascendchat.config import UserError
+from ascendchat.record.console import clock, is_live
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+EVERY = 10.0  # seconds between two plain lines
+MIB, GIB = 1024**2, 1024**3
+
+
+def quiet() -> bool:
+    """Ranks other than the first of a machine say nothing."""
+    return os.environ.get("LOCAL_RANK", "0") not in ("", "0")
+
+
+def say(text: str) -> None:
+    if not quiet():
+        print(text, file=sys.stderr, flush=True)
+
+
+def size(count: float) -> str:
+    """1,234,567 -> 1.2 MiB."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} bytes"
+
+
+class Lock:
+    """Held by the one process (or thread) that may write into a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / ".lock"
+        self.name = name
+        self.waited = False
+        self._handle = -1
+
+    def __enter__(self) -> Lock:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"cannot write into {self.path.parent}: {error.strerror}; choose another folder with --out or "
+                "ASCENDCHAT_HOME"
+            ) from None
+        said = time.monotonic() - EVERY + 2.0  # a short wait is not worth a line
+        while not self._take():
+            self.waited = True
+            if time.monotonic() - said >= EVERY:
+                said = time.monotonic()
+                say(f"{self.name}: another process is fetching it{self._progress()}; waiting")
+            time.sleep(0.1)
+        self.note("")
+        return self
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR):
+                return False
+            raise UserError(
+                f"the file system of {self.path.parent} has no locks ({error.strerror}); put ASCENDCHAT_HOME on one "
+                "that has"
+            ) from None
+        return True
+
+    def _progress(self) -> str:
+        try:
+            state = json.loads(os.pread(self._handle, 500, 0))
+            return f" (process {state['pid']} on {state['host']}{state['text']})"
+        except (ValueError, KeyError, TypeError, OSError):  # just being rewritten
+            return ""
+
+    def note(self, text: str) -> None:
+        """Tell those who wait how far it is."""
+        state = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "text": text}).encode()
+        os.pwrite(self._handle, state, 0)
+        os.ftruncate(self._handle, len(state))
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)  # closing gives the lock up
+
+
+class Progress:
+    """A bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
+
+    def __init__(self, name: str, files: int, total: int, lock: Lock) -> None:
+        self.name, self.files, self.total, self.lock = name, files, total, lock
+        self._bar: Bar | None = None
+        self._said = self._noted = self._began = time.monotonic()
+        self._first: int | None = None
+
+    def __enter__(self) -> Progress:
+        if is_live(sys.stderr) and not quiet():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Bar(TextColumn("{task.description}"), *columns, console=Console(stderr=True), transient=True)
+            self._bar.add_task(self.name, total=self.total or None)
+            self._bar.start()
+        return self
+
+    def show(self, received: int, finished: int) -> None:
+        """Called a few times a second with what has been received so far, earlier runs included."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = received
+        text = f"{self.name}: {finished} of {self.files} files, {size(received)}"
+        if self.total:
+            text += f" of {size(self.total)}"
+        if now - self._noted > 1.0:
+            self._noted = now
+            self.lock.note(f", {100 * received / self.total:.0f} %" if self.total else f", {size(received)}")
+        if self._bar is not None:
+            task = self._bar.tasks[0].id
+            self._bar.update(task, completed=received, description=f"{self.name} {finished}/{self.files}")
+        elif now - self._said >= EVERY:
+            self._said = now
+            rate = (received - self._first) / (now - self._began)
+            left = f", {clock((self.total - received) / rate)} left" if rate > 0 and self.total else ""
+            say(f"{text}, {size(max(0.0, rate))}/s{left}")
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,124 @@
+"""Conversations packed into rows for mid-training and SFT: `ascendchat mid`, `ascendchat sft`.
+
+    counts = Counts()
+    rows = ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
+    batches = ChatBatches([(rows, 1.0)], seq_len, rows_per_step, seed)
+    batches.batch(step, start, stop)                  # a Batch as of data/corpus.py; its Prefetcher takes these too
+
+A conversation of n tokens takes n - 1 places of a row: its last token is only a target. Targets are IGNORE where the
+assistant does not speak. What is longer than a row was split by `chat.fit` and counted, and what has nothing to learn
+was counted and left out; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
+
+Rows are packed once, best fit decreasing within windows of a shuffled order, and come in a new order every epoch: the
+global batch of a step is a pure function of (conversations, seed, step), whatever the number of devices.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ascendchat.config import UserError
+from ascendchat.data.arrange import shuffled
+from ascendchat.data.chat import Conversation, Counts, Encoder, Rendered, fit
+from ascendchat.data.corpus import IGNORE, Batches, Rows
+
+WINDOW = 4096  # conversations packed together: enough to fill rows, few enough that long and short ones stay mixed
+ORDER, EPOCHS = 0, 1  # salts of the two shuffles
+
+
+def best_fit(lengths: Sequence[int], seq_len: int, window: int = WINDOW) -> list[list[int]]:
+    """Which conversations share a row: the longest first, each into the fullest row that still has room."""
+    rows: list[list[int]] = []
+    for first in range(0, len(lengths), window):
+        members = range(first, min(first + window, len(lengths)))
+        room: list[tuple[int, int]] = []  # (places left, row), sorted
+        for i in sorted(members, key=lambda i: (-lengths[i], i)):
+            at = bisect_left(room, (lengths[i], -1))
+            if at < len(room):
+                left, row = room.pop(at)
+                rows[row].append(i)
+            else:
+                left, row = seq_len, len(rows)
+                rows.append([i])
+            if left > lengths[i]:
+                insort(room, (left - lengths[i], row))
+    return rows
+
+
+class ChatRows(Rows):
+    """The packed rows of a set of conversations; in a mixture it takes the place of the rows of a corpus."""
+
+    def __init__(self, pieces: Iterable[Rendered], seq_len: int, seed: int, pad: int) -> None:
+        self.seq_len, self.seed, self.pad = seq_len, seed, pad
+        ids, mask, starts = array("i"), array("b"), array("q", [0])
+        for piece in pieces:
+            if len(piece.ids) > seq_len + 1 or not any(piece.mask[1:]):
+                raise ValueError("a piece is longer than a row or has nothing to learn: chat.fit makes pieces that fit")
+            ids.extend(piece.ids)
+            mask.extend(piece.mask)
+            starts.append(len(ids))
+        if len(starts) == 1:
+            raise UserError("no conversation with a reply was found; look at the file and choose another with --data")
+        self.ids = np.frombuffer(ids, dtype=np.int32)
+        self.mask = np.frombuffer(mask, dtype=np.int8)
+        self.starts = np.frombuffer(starts, dtype=np.int64)
+        order = shuffled(len(starts) - 1, seed, 0, ORDER)
+        packed = best_fit((np.diff(self.starts)[order] - 1).tolist(), seq_len)
+        self.members = [order[row] for row in packed]  # row -> its conversations
+        self.per_epoch = len(self.members)
+
+    @classmethod
+    def build(
+        cls, tokenizer: Encoder, conversations: Iterable[Conversation], seq_len: int, seed: int, counts: Counts
+    ) -> ChatRows:
+        """Render, split what is too long, pack."""
+        pieces = (piece for messages in conversations for piece in fit(tokenizer, messages, seq_len + 1, counts))
+        return cls(pieces, seq_len, seed, tokenizer.specials["<|pad|>"])
+
+    @property
+    def filled(self) -> float:
+        """Share of the places that hold a token and not padding."""
+        return (len(self.ids) - (len(self.starts) - 1)) / (self.per_epoch * self.seq_len)
+
+    def fill(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Write row `number` of the run into two arrays (T,); returns the lengths of its segments, padding last."""
+        epoch, row = divmod(number, self.per_epoch)
+        inputs[:], targets[:] = self.pad, IGNORE
+        lengths, at = [], 0
+        for i in self.members[self._order(epoch)[row]]:
+            begin, end = self.starts[i], self.starts[i + 1]
+            length = int(end - begin) - 1
+            inputs[at : at + length] = self.ids[begin : end - 1]
+            targets[at : at + length] = np.where(self.mask[begin + 1 : end], self.ids[begin + 1 : end], IGNORE)
+            lengths.append(length)
+            at += length
+        if at < self.seq_len:
+            lengths.append(self.seq_len - at)
+        return np.array(lengths, dtype=np.int64)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """The order of the rows in an epoch; the last one used is kept."""
+        kept: tuple[int, NDArray[np.int64]] | None = getattr(self, "_kept", None)
+        if kept is None or kept[0] != epoch:
+            kept = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
+        return kept[1]
+
+
+class ChatBatches(Batches):
+    """Global batches of a weighted mixture of row sources: conversations, and text too (`corpus.Rows`)."""
+
+    def __init__(self, sources: Sequence[tuple[Rows, float]], seq_len: int, rows_per_step: int, seed: int) -> None:
+        super().__init__([], seq_len, rows_per_step, seed)
+        if not sources or any(rows.seq_len != seq_len for rows, _ in sources):
+            raise ValueError("a mixture needs sources, all with its own seq_len")
+        self.rows = [rows for rows, _ in sources]
+        left = sum(Fraction(weight) for _, weight in sources)
+        for _, weight in sources:
+            self._share.append(Fraction(weight) / left)
+            left -= Fraction(weight)

@@ -1,0 +1,332 @@
+"""Documents -> token shards: `ascendchat data prepare --source A.jsonl.xz B/ --tokenizer DIR --out DIR`.
+
+A source file is read in parts of 16 Mi characters; each part is encoded by one process and becomes one shard per
+split (corpus.py says what a shard is, shards.py how it is written). manifest.json comes last. A run that was killed
+continues where it was and ends with the same bytes; a run with nothing to do does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ascendchat.config import UserError, home
+from ascendchat.config.data import DataPrepareConfig
+from ascendchat.data.corpus import FORMAT, MANIFEST, MIXTURE, sha256_of
+from ascendchat.data.read import Tally, file_documents, files, format_of
+from ascendchat.data.shards import (
+    PART,
+    Source,
+    dtype_for,
+    encode_part,
+    finish,
+    finished,
+    load_record,
+    parts_of,
+    record_path,
+)
+from ascendchat.record import write_atomic
+
+if TYPE_CHECKING:
+    from ascendchat.data.tokenizer import Tokenizer
+
+TOYWORLD = "toyworld"
+SHARD = re.compile(r"(train|val)-[0-9a-f]{16}-\d{5}\.(tokens|lengths)(\.tmp)?")
+
+
+def _read(source: Source, tally: Tally) -> Iterator[str]:
+    if source.path.startswith(TOYWORLD + "/"):
+        from ascendchat.data import toyworld
+
+        for text in toyworld.documents(source.path.split("/")[1]):
+            tally.documents += 1
+            yield text
+    else:
+        yield from file_documents(Path(source.path), source.field, tally)
+
+
+# In a worker: the tokenizer is loaded once, and the process ends with its parent, however that ends.
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(tokenizer: str, out: str) -> None:
+    from ascendchat.data.tokenizer import Tokenizer
+
+    _worker.update(tokenizer=Tokenizer.load(tokenizer), out=Path(out))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work_part(source: Source, number: int, texts: list[str]) -> None:
+    encode_part(_worker["tokenizer"], _worker["out"], source, number, texts)
+
+
+def _work_source(source: Source) -> None:
+    """A whole file in one worker: read, encode, record."""
+    tally, number = Tally(), -1
+    for number, texts in enumerate(parts_of(_read(source, tally))):
+        if load_record(_worker["out"], record_path(_worker["out"], source, number)) is None:
+            _work_part(source, number, texts)
+    finish(_worker["out"], source, number + 1, tally)
+
+
+def encode_all(sources: Sequence[Source], out: Path, tokenizer: str, workers: int) -> None:
+    """Encode what is not done yet. Many files: a worker takes a file. Few: this process reads, workers take parts."""
+    pending = [source for source in sources if finished(out, source) is None]
+    if not pending:
+        return
+    spawn = multiprocessing.get_context("spawn")  # a forked child inherits locks and threads
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, str(out)))
+    started = time.monotonic()
+    by_file = len(pending) >= 4 * workers
+    try:
+        done = _files(pool, pending) if by_file else _parts(pool, pending, out, workers)
+        for count, source in enumerate(done, 1):
+            print(f"{source.path}: done ({count} of {len(pending)}), {time.monotonic() - started:.0f} s", flush=True)
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker was killed, most likely for lack of memory; run the same command again with fewer --workers: "
+            "what is done is kept"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _files(pool: ProcessPoolExecutor, pending: Sequence[Source]) -> Iterator[Source]:
+    """Hand whole files to the workers; yields each source when it is done."""
+    running = {pool.submit(_work_source, source): source for source in pending}
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            future.result()
+            yield running.pop(future)
+
+
+def _parts(pool: ProcessPoolExecutor, pending: Sequence[Source], out: Path, workers: int) -> Iterator[Source]:
+    """Read the files here, one after the other, and hand their parts to the workers; yields each source when it is
+    done. At most one part more than there are workers is held in memory."""
+    running: dict[Future[None], Source] = {}
+    unread = {source.key for source in pending}
+
+    def settle(most: int) -> None:
+        while len(running) > most:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                future.result()
+                del running[future]
+
+    ended: dict[str, tuple[Source, int, Tally]] = {}
+    for source in pending:
+        tally, number = Tally(), -1
+        for number, texts in enumerate(parts_of(_read(source, tally))):
+            if load_record(out, record_path(out, source, number)) is None:
+                settle(workers)
+                running[pool.submit(_work_part, source, number, texts)] = source
+        unread.discard(source.key)
+        ended[source.key] = (source, number + 1, tally)
+        if not unread:
+            settle(0)
+        busy = {source.key for source in running.values()}
+        for key in [key for key in ended if key not in busy]:
+            one, parts, its_tally = ended.pop(key)
+            finish(out, one, parts, its_tally)
+            yield one
+
+
+def _identity(path: Path, known: dict[str, Any]) -> str:
+    """sha256 of a source file; remembered by path, size and time of change, so that a second run need not read it."""
+    stat = path.stat()
+    stamp = [stat.st_size, stat.st_mtime_ns]
+    before = known.get(str(path.resolve()))
+    if before is None or before["stamp"] != stamp:
+        known[str(path.resolve())] = {"stamp": stamp, "sha256": sha256_of(path)}
+    return str(known[str(path.resolve())]["sha256"])
+
+
+def _key(*facts: object) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, PART, *facts]).encode()).hexdigest()[:16]
+
+
+def find_sources(given: Sequence[str], field: str, val_fraction: float, tokenizer: str, out: Path) -> list[Source]:
+    """The files behind the names a user gave; `tokenizer` is its fingerprint."""
+    remembered = out / "progress" / "sources.json"
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(remembered.read_text(encoding="utf-8"))
+    found: list[Source] = []
+    for name in given:
+        if name == TOYWORLD:
+            for split, fraction in (("train", 0.0), ("validation", 1.0)):
+                if val_fraction == 1.0 and split == "train":
+                    continue
+                found.append(Source(f"{TOYWORLD}/{split}", _toyworld_key(split, tokenizer), field, fraction))
+            continue
+        fetched = home() / "data" / name
+        path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
+        for file in files([path]):
+            facts = (_identity(file, known), format_of(file.name), field, val_fraction, tokenizer)
+            found.append(Source(str(file), _key(*facts), field, val_fraction))
+    write_atomic(remembered, json.dumps(known))
+    seen: dict[str, str] = {}
+    for source in found:
+        if source.key in seen:
+            raise UserError(
+                f"{source.path} and {seen[source.key]} have the same content; name one of them (a source that shall "
+                "count more gets a greater weight: --weights)"
+            )
+        seen[source.key] = source.path
+    return found
+
+
+def _toyworld_key(split: str, tokenizer: str) -> str:
+    from ascendchat.data import toyworld
+
+    digest = hashlib.sha256()
+    for text in toyworld.documents(split):
+        digest.update(text.encode() + b"\0")
+    return _key(digest.hexdigest(), split, tokenizer)
+
+
+def build_manifest(sources: Sequence[Source], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The manifest of a folder whose sources are all finished."""
+    splits: dict[str, Any] = {
+        name: {"documents": 0, "tokens": 0, "text_bytes": 0, "parts": []} for name in ("train", "val")
+    }
+    manifest: dict[str, Any] = {
+        "format": FORMAT, "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
+        "bos": tokenizer.bos, "dtype": dtype_for(tokenizer.vocab_size), "splits": splits, "sources": [], "files": {},
+    }  # fmt: skip
+    for source in sources:
+        records = finished(out, source)
+        if records is None:
+            raise UserError(f"files of {source.path} vanished from {out} while it was written; run the command again")
+        done, parts = records
+        manifest["sources"].append({"name": Path(source.path).name, "key": source.key, **done})
+        for part in parts:
+            manifest["files"].update(part["files"])
+            for name, about in part["splits"].items():
+                splits[name]["parts"].append(about["part"])
+                for total in ("documents", "tokens", "text_bytes"):
+                    splits[name][total] += about[total]
+    return manifest
+
+
+def _tidy(out: Path, sources: Sequence[Source], manifest: dict[str, Any]) -> None:
+    """Remove shards and records that the new manifest does not name: earlier sources, tokenizers or settings."""
+    keys = {source.key for source in sources}
+    for path in out.iterdir():
+        if SHARD.fullmatch(path.name) and path.name not in manifest["files"]:
+            path.unlink()
+    for path in (out / "progress").iterdir():
+        if path.name.endswith(".tmp") or (path.name != "sources.json" and path.name[:16] not in keys):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Only one `data prepare` writes into a folder at a time."""
+    (out / "progress").mkdir(parents=True, exist_ok=True)
+    with (out / "progress" / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another `ascendchat data prepare` is writing into {out}; wait for it to end") from None
+        yield
+
+
+def prepare(
+    given: Sequence[str],
+    tokenizer: str | Path,
+    out: Path,
+    *,
+    field: str = "text",
+    val_fraction: float = 0.01,
+    val_given: Sequence[str] = (),
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """Prepare sources into one folder; returns its manifest."""
+    from ascendchat.data.tokenizer import Tokenizer
+
+    loaded = Tokenizer.load(tokenizer)
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with _alone(out):
+        fraction = 0.0 if val_given else val_fraction
+        sources = find_sources([*given], field, fraction, loaded.fingerprint, out)
+        sources += find_sources([*val_given], field, 1.0, loaded.fingerprint, out) if val_given else []
+        encode_all(sources, out, str(tokenizer), workers)
+        manifest = build_manifest(sources, out, loaded)
+        text = json.dumps(manifest, indent=1)
+        path = out / MANIFEST
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            write_atomic(path, text)
+        _tidy(out, sources, manifest)
+    return manifest
+
+
+def run(config: DataPrepareConfig) -> int:
+    """The command `ascendchat data prepare`."""
+    given = [*config.source, *config.paths]
+    if not given:
+        raise UserError("name what to prepare: ascendchat data prepare --source FILES --tokenizer DIR --out DIR")
+    if not 0 <= config.val_fraction < 1:
+        raise UserError(f"--val-fraction {config.val_fraction} must be at least 0 and less than 1")
+    if config.weights and len(config.weights) != len(given):
+        raise UserError(f"{len(config.weights)} weights for {len(given)} sources; give one per source")
+    if any(not 0 < weight < float("inf") for weight in config.weights):
+        raise UserError("--weights must be greater than 0")
+    tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
+    out = Path(config.out) if config.out else home() / "data" / "prepared"
+    if not config.weights:
+        _report(out, prepare(given, tokenizer, out, **_settings(config, first=True)))
+        (out / MIXTURE).unlink(missing_ok=True)
+        return 0
+    corpora = []
+    for number, (name, weight) in enumerate(zip(given, config.weights)):
+        folder = f"{number:02d}-{re.sub(r'[^A-Za-z0-9]+', '-', Path(name).name).strip('-') or 'source'}"
+        _report(out / folder, prepare([name], tokenizer, out / folder, **_settings(config, first=number == 0)))
+        corpora.append({"folder": folder, "weight": weight})
+    write_atomic(out / MIXTURE, json.dumps({"corpora": corpora}, indent=1))
+    return 0
+
+
+def _settings(config: DataPrepareConfig, first: bool) -> dict[str, Any]:
+    """With weights, validation files belong to the first corpus; nothing is then taken from the others."""
+    return {
+        "field": config.field,
+        "val_fraction": 0.0 if config.val_source else config.val_fraction,
+        "val_given": config.val_source if first else (),
+        "workers": config.workers,
+    }
+
+
+def _report(out: Path, manifest: dict[str, Any]) -> None:
+    print(f"{out}: vocabulary {manifest['vocab_size']}, {manifest['dtype']}")
+    for name, about in manifest["splits"].items():
+        ratio = about["text_bytes"] / max(1, about["tokens"] - about["documents"])
+        print(
+            f"  {name:<5} {about['documents']:,} documents, {about['tokens']:,} tokens (every one is used), "
+            f"{about['text_bytes']:,} bytes of text, {ratio:.2f} bytes per token"
+        )
+    for source in manifest["sources"]:
+        if source["empty"] or source["broken"]:
+            example = f", the first: {source['example']}" if source["broken"] else ""
+            print(
+                f"  {source['name']}: left out {source['empty']} empty and {source['broken']} unreadable rows{example}"
+            )

@@ -1,0 +1,80 @@
+"""Learns the merges of byte-level BPE: rustbpe, or Hugging Face tokenizers where its wheel does not exist.
+
+Used by `ascendchat tokenizer train`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+
+from ascendchat.data.tokenizer.storage import byte_letters
+
+Merge = tuple[int, int]
+
+
+def learn(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:
+    """At most `size` - 256 merges, each a pair of ids; merge number k makes id 256 + k."""
+    try:
+        import rustbpe
+    except ImportError as error:
+        print(
+            f"notice: rustbpe cannot be imported ({error}); training with the tokenizers library instead, which is "
+            "slower and may choose other merges (to change that: pip install rustbpe)",
+            file=sys.stderr,
+        )
+        return learn_with_tokenizers(texts, size, pattern)
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), size, pattern=pattern)
+    return merges_of({bytes(token): rank for token, rank in trainer.get_mergeable_ranks()})
+
+
+def learn_with_tokenizers(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:
+    """The same by the `tokenizers` library."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    value_of = {letter: value for value, letter in enumerate(byte_letters())}
+    ids = {bytes([value]): value for value in range(256)}
+    merges: list[Merge] = []
+    for pair in json.loads(tokenizer.to_str())["model"]["merges"]:
+        left, right = (bytes(value_of[letter] for letter in part) for part in pair)
+        if left + right not in ids:
+            merges.append((ids[left], ids[right]))
+            ids[left + right] = len(ids)
+    return merges
+
+
+def merges_of(ranks: Mapping[bytes, int]) -> list[Merge]:
+    """Tokens with their ranks -> the pair each was merged from: what BPE makes of its bytes just before it existed."""
+    ids: dict[bytes, int] = {bytes([value]): value for value in range(256)}
+    merges: list[Merge] = []
+    for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):
+        parts = _encode(token, ids)
+        if len(parts) != 2:
+            raise RuntimeError(f"the token {token!r} is not the merge of two earlier tokens; its parts: {parts}")
+        merges.append((ids[parts[0]], ids[parts[1]]))
+        ids[token] = len(ids)  # numbered again: a rank used twice leaves no hole
+    return merges
+
+
+def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
+    """Plain BPE: merge the leftmost pair of lowest id until nothing merges. Tokens are short, so squares are fine."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 1:
+        found = [(ids[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in ids]
+        if not found:
+            break
+        _, i = min(found)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts

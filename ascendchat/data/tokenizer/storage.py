@@ -1,0 +1,195 @@
+"""The folder of a tokenizer: what `ascendchat tokenizer train --out DIR` writes and everything else reads.
+
+    bpe.json               ours: pattern, merges as pairs of ids, special tokens, fingerprint
+    tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids
+    tokenizer_config.json  names of the special tokens and the chat template
+    manifest.json          size and sha256 of each, and the command that mends the folder; written last
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config import UserError, home
+from ascendchat.record import write_atomic
+
+OWN, MANIFEST = "bpe.json", "manifest.json"
+FORMAT = "ascendchat-bpe-1"
+
+# The renderer of data/chat.py as a template: neighbouring assistant and tool messages are one turn.
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- set ns = namespace(open=false, said=false) -%}
+{%- for message in messages -%}
+{%- if message.role in ['assistant', 'tool'] -%}
+{%- if not ns.open -%}{{- '<|assistant_start|>' -}}{%- set ns.open = true -%}{%- set ns.said = false -%}{%- endif -%}
+{%- if message.content is string -%}
+{%- set parts = [{'type': 'text', 'text': message.content}] -%}
+{%- else -%}
+{%- set parts = message.content or [] -%}
+{%- endif -%}
+{%- if message.role == 'tool' -%}
+{{- '<|output_start|>' -}}{%- for part in parts -%}{{- part.text -}}{%- endfor -%}{{- '<|output_end|>' -}}
+{%- set ns.said = false -%}
+{%- else -%}
+{%- if ns.said and parts and parts[0].type == 'text' and parts[0].text -%}{{- '\\n' -}}{%- endif -%}
+{%- for part in parts -%}
+{%- if part.type == 'text' -%}
+{{- part.text -}}{%- if part.text -%}{%- set ns.said = true -%}{%- endif -%}
+{%- else -%}
+{{- '<|' ~ part.type ~ '_start|>' ~ part.text ~ '<|' ~ part.type ~ '_end|>' -}}{%- set ns.said = false -%}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- if loop.last or loop.nextitem.role not in ['assistant', 'tool'] -%}
+{{- '<|assistant_end|>' -}}{%- set ns.open = false -%}
+{%- endif -%}
+{%- else -%}
+{{- '<|' ~ message.role ~ '_start|>' -}}
+{%- if message.content is string -%}{{- message.content -}}
+{%- else -%}{%- for part in message.content -%}{{- part.text -}}{%- endfor -%}{%- endif -%}
+{{- '<|' ~ message.role ~ '_end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}
+"""
+
+
+@functools.cache
+def byte_letters() -> list[str]:
+    """The printable letter by which byte-level vocabularies in JSON write each byte: itself, or one above U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = iter(range(0x100, 0x200))
+    return [chr(value) if value in printable else chr(next(hidden)) for value in range(256)]
+
+
+def hf_tokenizer(
+    pattern: str, merges: Sequence[tuple[int, int]], tokens: Sequence[bytes], specials: Mapping[str, int]
+) -> dict[str, Any]:
+    """The content of tokenizer.json. `ignore_merges`: a piece that is a token is that token, as in tiktoken."""
+    letters = byte_letters()
+    words = ["".join(letters[value] for value in token) for token in tokens]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": name, **flags} for name, number in specials.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {word: number for number, word in enumerate(words)},
+            "merges": [[words[left], words[right]] for left, right in merges],
+        },
+    }
+
+
+def hf_config(specials: Mapping[str, int]) -> dict[str, Any]:
+    """The content of tokenizer_config.json."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|assistant_end|>",  # generation of a chat reply ends here
+        "pad_token": "<|pad|>",
+        "added_tokens_decoder": {str(number): {"content": name, **flags} for name, number in specials.items()},
+        "additional_special_tokens": [n for n in specials if n not in ("<|bos|>", "<|assistant_end|>", "<|pad|>")],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def save(
+    pattern: str,
+    merges: Sequence[tuple[int, int]],
+    tokens: Sequence[bytes],
+    specials: Mapping[str, int],
+    fingerprint: str,
+    folder: Path,
+) -> None:
+    """Write the folder; the manifest comes last, so a folder half replaced does not load."""
+    own = {
+        "format": FORMAT,
+        "fingerprint": fingerprint,
+        "vocab_size": len(tokens) + len(specials),
+        "pattern": pattern,
+        "specials": list(specials),
+        "merges": merges,
+    }
+    contents: dict[str, Any] = {
+        OWN: own,
+        "tokenizer.json": hf_tokenizer(pattern, merges, tokens, specials),
+        "tokenizer_config.json": hf_config(specials),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = {}
+    for name, content in contents.items():
+        text = json.dumps(content, ensure_ascii=False, indent=1 if name == "tokenizer_config.json" else None) + "\n"
+        write_atomic(folder / name, text)
+        entries[name] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    manifest = {"files": entries, "kind": "tokenizer", "mend": _train_again(folder)}
+    write_atomic(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1) + "\n")
+
+
+def _train_again(folder: Path) -> str:
+    return f"ascendchat tokenizer train --out {folder}"
+
+
+def damaged(folder: Path, name: str, why: str) -> str:
+    """The sentence for a file that cannot be used."""
+    return (
+        f"{folder / name} is damaged: {why}; copy the folder again from where it came, or train it again on the same "
+        f"sources: {_train_again(folder)}"
+    )
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The content of bpe.json, after every file of the folder was compared with the manifest."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        out = "" if folder == home() / "tokenizer" else f" --out {folder}"
+        raise UserError(
+            f"there is no tokenizer in {folder}; train one: ascendchat tokenizer train --source DIR{out}"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(damaged(folder, MANIFEST, f"it cannot be read ({type(error).__name__})")) from None
+    if OWN not in entries:
+        raise UserError(damaged(folder, MANIFEST, f"it does not list {OWN}"))
+    for name, (size, checksum) in entries.items():
+        try:
+            data = (folder / name).read_bytes()
+        except FileNotFoundError:
+            raise UserError(damaged(folder, name, "it is missing")) from None
+        if len(data) != size:
+            raise UserError(damaged(folder, name, f"it has {len(data)} bytes instead of {size}"))
+        if hashlib.sha256(data).hexdigest() != checksum:
+            raise UserError(damaged(folder, name, "its checksum does not match the manifest"))
+        if name == OWN:
+            own = data
+    try:
+        content = json.loads(own)
+    except ValueError:
+        raise UserError(damaged(folder, OWN, "it is not JSON")) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(damaged(folder, OWN, f"its format is not {FORMAT}"))
+    return content

@@ -1,0 +1,200 @@
+"""Compares everything stored with its manifest: data sets, prepared corpora, tokenizers, checkpoints.
+
+    ascendchat data verify                 # all of $ASCENDCHAT_HOME
+    ascendchat data verify climbmix gsm8k  # these only; a path of a folder works too
+
+A manifest.json lists the files beside it: {"files": {"name": {"bytes": 123, "sha256": "..."}}, "source": ...}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config import UserError, home, nearest
+from ascendchat.config.data import DataVerifyConfig
+
+MANIFEST = "manifest.json"
+SPEED = 400e6  # bytes per second of sha256, to judge what fits before a deadline
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A file that is not what the manifest says, and the command that mends it."""
+
+    file: Path
+    what: str
+    fix: str
+
+
+@dataclass
+class Verdict:
+    """What comparing one folder with its manifest showed."""
+
+    folder: Path
+    files: int = 0
+    bytes: int = 0
+    hashed: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file, read in pieces (hashing leaves the interpreter free, so threads run in parallel)."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder, {} when there is none; a broken one raises ValueError."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    try:
+        for entry in manifest["files"].values():
+            int(entry["bytes"]), str(entry["sha256"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it has no list of files ({type(error).__name__})") from None
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Replace the manifest in one step."""
+    beside = folder / f"{MANIFEST}.{os.getpid()}.tmp"
+    with beside.open("w", encoding="utf-8") as stream:
+        json.dump(manifest, stream, indent=1, ensure_ascii=False)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(beside, folder / MANIFEST)
+
+
+def remedy(folder: Path, manifest: dict[str, Any]) -> str:
+    """The command that brings a damaged folder back."""
+    if isinstance(command := manifest.get("mend"), str):
+        return command
+    where = folder.resolve()
+    for part, command in (("tokenizer", "ascendchat tokenizer train"), ("runs", "")):
+        if where.is_relative_to((home() / part).resolve()):
+            again = f"  # then: {command}" if command else "  # training resumes from the checkpoint before it"
+            return f"rm -r {shlex.quote(str(folder))}{again}"
+    return f"rm -r {shlex.quote(str(folder))}  # then make it again: ascendchat data prepare"
+
+
+def _compare(folder: Path, name: str, entry: dict[str, Any], deadline: float | None) -> tuple[int, bool, str]:
+    """One file: (bytes on disk, was it hashed, what is wrong)."""
+    path = folder / name
+    try:
+        actual = path.stat().st_size
+        if not path.is_file():
+            return 0, False, "is not a file"
+        if actual != int(entry["bytes"]):
+            return actual, False, f"{actual} bytes, expected {entry['bytes']}"
+        if deadline is not None and time.monotonic() + actual / SPEED > deadline:
+            return actual, False, ""
+        return actual, True, "" if sha256(path) == entry["sha256"] else "checksum differs"
+    except FileNotFoundError:
+        return 0, False, "missing"
+    except OSError as error:
+        return 0, False, f"cannot be read ({error.strerror})"
+
+
+def verify(
+    folders: list[Path],
+    *,
+    workers: int = 0,
+    deadline: float | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Verdict]:
+    """Compare folders with their manifests, files in parallel. After `deadline` (time.monotonic) only sizes are
+    compared. `progress` gets the bytes compared so far. Doctor and training can call this; nothing is changed."""
+    verdicts, tasks, done = [], [], 0
+    for folder in folders:
+        verdicts.append(verdict := Verdict(folder))
+        try:
+            manifest = read_manifest(folder)
+            if not manifest:
+                raise ValueError("there is none")
+            fix = remedy(folder, manifest)
+            tasks += [(verdict, fix, name, entry) for name, entry in manifest["files"].items()]
+        except (OSError, ValueError) as error:
+            fix = remedy(folder, {})
+            verdict.faults.append(Fault(folder / MANIFEST, f"the manifest cannot be read: {error}", fix))
+    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
+        results = pool.map(lambda task: _compare(task[0].folder, task[2], task[3], deadline), tasks)
+        for (verdict, fix, name, _), (size, hashed, what) in zip(tasks, results):
+            verdict.files += 1
+            verdict.bytes += size
+            verdict.hashed += hashed
+            done += size
+            if what:
+                verdict.faults.append(Fault(verdict.folder / name, what, fix))
+            progress(done)
+    return verdicts
+
+
+def stored(root: Path) -> Iterator[Path]:
+    """Folders under `root` that have a manifest; those still being written (.tmp, .part) are left out."""
+    for folder, names, files in os.walk(root):
+        names[:] = [n for n in sorted(names) if not n.endswith((".tmp", ".part"))]
+        if MANIFEST in files:
+            yield Path(folder)
+
+
+def _chosen(names: tuple[str, ...]) -> list[Path]:
+    if not names:
+        return list(stored(home()))
+    chosen: list[Path] = []
+    for name in names:
+        places = [home() / "data" / name.replace("/", "--"), home() / name, Path(name)]
+        found = next((list(stored(place)) for place in places if place.is_dir()), [])
+        if not found:
+            have = sorted({str(f.relative_to(home())).removeprefix("data/") for f in stored(home())})
+            raise UserError(
+                f"nothing is stored under the name {name!r} in {home()}; "
+                + (nearest(name, have) if have else "ascendchat data fetch NAME brings a data set")
+            )
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def run(config: DataVerifyConfig) -> int:
+    """`ascendchat data verify`: 0 when everything is as recorded, 1 when not."""
+    verdicts = verify(_chosen(config.names), workers=config.workers)
+    faults = [fault for verdict in verdicts for fault in verdict.faults]
+    if config.json:
+        report = {
+            "ok": not faults,
+            "folders": [
+                {
+                    "folder": str(v.folder),
+                    "files": v.files,
+                    "bytes": v.bytes,
+                    "faults": [{"file": str(f.file), "what": f.what, "fix": f.fix} for f in v.faults],
+                }
+                for v in verdicts
+            ],
+        }
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+        return 1 if faults else 0
+    for verdict in verdicts:
+        state = f"{len(verdict.faults)} DAMAGED" if verdict.faults else "ok"
+        print(f"{verdict.folder}: {verdict.files} files, {verdict.bytes / 1024**3:.2f} GiB, {state}")
+        for fault in verdict.faults:
+            print(f"  {fault.file.relative_to(verdict.folder)}: {fault.what}")
+    for fix in dict.fromkeys(fault.fix for fault in faults):
+        print(f"to mend: {fix}")
+    if not verdicts:
+        print(f"nothing is stored in {home()} yet; ascendchat data fetch NAME brings a data set", file=sys.stderr)
+    return 1 if faults else 0

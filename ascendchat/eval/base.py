@@ -1,0 +1,224 @@
+"""`ascendchat eval base --run NAME`: bits per byte and CORE of a base model; also under `ascendchat launch`.
+
+Prints a table, and writes eval_STEP.json beside the checkpoint. Bits per byte do not depend on the tokenizer: the nats
+of all text tokens, in bits, over the bytes that they stand for; special tokens count in neither sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ascendchat import dist
+from ascendchat.checkpoint import NAME, Checkpoint, Damaged, newest, verify
+from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config.eval import EvalBaseConfig
+from ascendchat.data.corpus import IGNORE, Corpus, evaluation_rows, open_mixture
+from ascendchat.device import describe, pick
+from ascendchat.eval import core
+from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scorer
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan.shape import Shape
+from ascendchat.record import run_folder, write_atomic
+
+if TYPE_CHECKING:
+    from ascendchat.data.tokenizer import Tokenizer
+
+ROWS_AT_ONCE = 128  # rows handed to the scorer together
+
+Pair = tuple[np.ndarray, np.ndarray]  # inputs (T,), targets (T,), IGNORE where nothing is scored
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Bits per byte, and the sums behind it."""
+
+    bits_per_byte: float
+    nats: float
+    bytes: int
+    tokens: int
+    seconds: float
+
+
+def text_rows(tokenizer: core.Encoder, texts: Iterable[str], seq_len: int) -> Iterator[Pair]:
+    """Rows of at most `seq_len` tokens; every token of every text is a target exactly once."""
+    for text in texts:
+        ids = np.array([tokenizer.specials["<|bos|>"], *tokenizer.encode(text)], dtype=np.int64)
+        for begin in range(0, len(ids) - 1, seq_len):
+            row = ids[begin : begin + seq_len + 1]
+            yield row[:-1], row[1:]
+
+
+def bits_per_byte(scorer: Scorer, rows: Iterable[Pair], token_bytes: np.ndarray) -> Bits:
+    """`token_bytes[id]` is the length of a token, 0 for specials. With several ranks each scores its share."""
+    began, world = time.perf_counter(), dist.world()
+    nats, size, tokens = 0.0, 0, 0
+
+    def add(batch: Sequence[Pair], pending: Pending) -> None:
+        nonlocal nats, size, tokens
+        for (_, targets), result in zip(batch, pending()):
+            scored = result[0].nats.astype(np.float64)
+            wanted = targets[: len(scored)]
+            lengths = np.where(wanted == IGNORE, 0, token_bytes[np.maximum(wanted, 0)])
+            nats += float(scored[lengths > 0].sum())
+            size += int(lengths.sum())
+            tokens += int((lengths > 0).sum())
+
+    mine = itertools.islice(rows, world.rank, None, world.size)
+    before: tuple[Sequence[Pair], Pending] | None = None
+    while batch := list(itertools.islice(mine, ROWS_AT_ONCE)):
+        current = batch, scorer.submit([_example(*pair) for pair in batch])
+        if before:
+            add(*before)  # while the device works on the current one
+        before = current
+    if before:
+        add(*before)
+    sums = dist.gather_objects((nats, size, tokens))
+    nats, size, tokens = (sum(part[i] for part in sums) for i in range(3))
+    bits = nats / (math.log(2) * size) if size else math.nan
+    return Bits(bits, nats, size, tokens, time.perf_counter() - began)
+
+
+def _example(inputs: np.ndarray, targets: np.ndarray) -> Example:
+    """The row as far as something is scored. A target in the middle is the next input, scored or not."""
+    scored = np.flatnonzero(targets != IGNORE)
+    end = int(scored[-1]) + 1 if len(scored) else 0
+    return Example([np.append(inputs[:end], targets[end - 1 : end])], [1])
+
+
+def find_checkpoint(config: EvalBaseConfig, say: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint that was named, or the newest one of the run, verified."""
+    folder = Path(config.checkpoint) if config.checkpoint else run_folder(config.run or last_run(), "base")
+    if NAME.fullmatch(folder.name):
+        try:
+            return verify(folder)
+        except Damaged as damage:
+            raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
+    found = newest(folder, say=say)
+    if found is None:
+        raise UserError(f"no checkpoint in {folder}; train one: ascendchat base --run NAME, or give --checkpoint DIR")
+    return found
+
+
+def last_run() -> str:
+    """The run whose base stage was saved last."""
+    saved = sorted((home() / "runs").glob("*/base/latest"), key=lambda path: path.stat().st_mtime)
+    if not saved:
+        raise UserError(f"no base model in {home() / 'runs'}; train one: ascendchat base, or give --checkpoint DIR")
+    return saved[-1].parent.parent.name
+
+
+def settings_of(stage: Path) -> dict[str, Any]:
+    """What the stage was trained with, for the defaults; nothing when it was moved away from its run."""
+    path = stage / "config.yaml"
+    return load_yaml(path) if path.is_file() else {}
+
+
+def load_tokenizer(named: str, found: Checkpoint) -> Tokenizer:
+    """The tokenizer of the model: the one named, that of the run, or that of $ASCENDCHAT_HOME; it must be the same."""
+    from ascendchat.data.tokenizer import Tokenizer
+
+    folder = Path(named or settings_of(found.folder.parent).get("tokenizer") or home() / "tokenizer")
+    tokenizer = Tokenizer.load(folder)
+    expected = found.state.get("tokenizer")
+    if expected and tokenizer.fingerprint != expected:
+        raise UserError(f"{found.folder} was trained with another tokenizer than {folder}; give --tokenizer DIR")
+    return tokenizer
+
+
+def load_model(found: Checkpoint, operators: Any, dtype: torch.dtype, place: torch.device) -> GPT:
+    """The weights of a checkpoint on a device, in its compute dtype."""
+    with torch.device("meta"):  # no weights are drawn only to be replaced
+        model = GPT(Shape.from_dict(found.state["shape"]), operators)
+    model.load_state_dict(found.model(), assign=True)
+    return model.to_compute(dtype).to(place).eval()
+
+
+def corpora_of(config: EvalBaseConfig, found: Checkpoint) -> list[Corpus]:
+    """The validation splits to score, checked against the model's tokenizer."""
+    data = config.data or tuple(settings_of(found.folder.parent).get("data") or ())
+    if not data:
+        raise UserError(
+            "bits per byte need a corpus: --data DIR (as `ascendchat data prepare` wrote it), or --eval core"
+        )
+    corpora = [corpus for corpus, _ in open_mixture(data, split="val")]
+    for corpus in corpora:
+        if found.state.get("tokenizer") not in (None, corpus.tokenizer):
+            raise UserError(f"{corpus.folder} was not prepared with this model's tokenizer; prepare it again with it")
+    return corpora
+
+
+def run(config: EvalBaseConfig) -> int:
+    """The command."""
+    if config.tokens_per_batch < 1 or (config.max_per_task or 1) < 1 or config.eval_tokens < 0:
+        raise UserError("--tokens-per-batch and --max-per-task must be at least 1, --eval-tokens at least 0")
+    device = pick(config.device_type)
+    world = dist.init(device)
+    place = device.bind(world.local_rank)
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(text, file=sys.stderr if config.json else sys.stdout, flush=True)
+
+    say(describe(device))
+    found = find_checkpoint(config, say)
+    tokenizer = load_tokenizer(config.tokenizer, found)
+    corpora = corpora_of(config, found) if "bpb" in config.eval else []
+    tasks = (
+        load_bundle(Path(config.bundle) if config.bundle else home() / "data" / "core") if "core" in config.eval else []
+    )
+    shape = Shape.from_dict(found.state["shape"])
+    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    say(reason)
+    model = load_model(found, device.operators(), device.dtype, place)
+    limit = config.max_seq_len or shape.seq_len
+    scorer = ModelScorer(model, kernel, place, max_tokens=config.tokens_per_batch, max_len=limit, pin=device.pin)
+    result: dict[str, Any] = {
+        "checkpoint": str(found.folder), "step": found.step, "chip": device.chip.name, "world": world.size,
+        "dtype": str(device.dtype).removeprefix("torch."), "attention": kernel.name, "max_seq_len": limit,
+    }  # fmt: skip
+    say(f"{found.folder}: {shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")
+    if corpora:
+        token_bytes = np.asarray(tokenizer.token_bytes(), dtype=np.int64)
+        result["bpb"] = {
+            str(c.folder): _corpus(scorer, c, limit, config.eval_tokens, token_bytes, say) for c in corpora
+        }
+    correct: dict[str, str] = {}
+    if tasks:
+        say(f"  {'task':<34}{'accuracy':>8}{'centred':>9}{'rows':>7}")
+        report = core.evaluate(tasks, scorer, tokenizer, max_len=limit, max_per_task=config.max_per_task, say=say)
+        for text in core.summary(report):
+            say(text)
+        result["core"] = report.to_dict()
+        correct = {task.label: "".join("01"[right] for right in task.correct) for task in report.tasks}
+    if world.rank == 0:
+        write_atomic(
+            found.folder.parent / f"eval_{found.step:06d}.json", json.dumps({**result, "correct": correct}, indent=1)
+        )
+        if config.json:
+            print(json.dumps(result))
+    dist.teardown()
+    return 0
+
+
+def _corpus(
+    scorer: Scorer, corpus: Corpus, seq_len: int, most: int, token_bytes: np.ndarray, say: Callable[[str], None]
+) -> dict[str, Any]:
+    rows = evaluation_rows(corpus, seq_len)
+    cut = most and corpus.tokens > most
+    bits = bits_per_byte(scorer, itertools.islice(rows, max(1, most // seq_len)) if cut else rows, token_bytes)
+    note = f", the first of {corpus.tokens}" if cut else ""
+    say(f"bits per byte {bits.bits_per_byte:.4f} on {corpus.folder} ({bits.tokens} tokens{note}; {bits.seconds:.1f} s)")
+    return {**asdict(bits), "tokens_in_split": corpus.tokens}

@@ -1,0 +1,277 @@
+"""CORE: 22 tasks, one number. Writes the prompts and judges what the scorer says about them.
+
+    report = evaluate(load_bundle(folder), scorer, tokenizer, max_len=2048)      # `ascendchat eval base --eval core`
+
+The rules, which make the number comparable: the rows of a task are shuffled with seed 1337 and only then cut by
+--max-per-task; the demonstrations of row i are drawn from the others by Random(1234 + i); multiple choice and schema
+take the option with the least mean nats over its own tokens (where the options differ, or where they end alike);
+language modelling wants every token of the continuation to be the model's first choice; a row that is too long loses
+its beginning; accuracy is centred, (accuracy - chance) / (1 - chance); CORE is the mean over tasks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from ascendchat import dist
+from ascendchat.config import UserError
+from ascendchat.eval.bundle import Task
+from ascendchat.eval.scorer import Example, Pending, Scored, Scorer
+
+DEMONSTRATION_SEED = 1234
+CHUNK = 512  # examples written, and their tokens held, at a time
+LINE = re.compile(r"(?<=\n)(?=\S)")  # where a line begins with something visible, no token crosses
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer (data/tokenizer.py)."""
+
+    @property
+    def specials(self) -> Mapping[str, int]: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass
+class Outcome:
+    """What came of one task."""
+
+    label: str
+    kind: str
+    shots: int
+    rows: int  # scored
+    rows_in_file: int
+    rows_of_task: int  # as published
+    accuracy: float
+    chance: float
+    centred: float
+    cropped: int  # prompts that lost their beginning
+    unclean: int  # prompts whose context does not end at a token: scored from where the tokens differ
+    seconds: float
+    examples_per_second: float
+    complete: bool  # the file holds the whole task
+    correct: list[bool] = field(default_factory=list, repr=False)
+
+
+def demonstrations(count: int, index: int, shots: int) -> list[int]:
+    """Which rows are shown before row `index`: never itself, and the same in every run."""
+    drawn = random.Random(DEMONSTRATION_SEED + index).sample(range(count - 1), shots)
+    return [i + (i >= index) for i in drawn]
+
+
+def prompts(task: Task, row: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts of one row: one per option, or without and with the continuation for language modelling."""
+    between = task.delimiter
+    if task.kind == "multiple_choice":
+        head = "".join(f"{r['query']}{between}{r['choices'][r['gold']]}\n\n" for r in shown)
+        return [f"{head}{row['query']}{between}{choice}" for choice in row["choices"]]
+    if task.kind == "schema":
+        head = "".join(f"{r['context_options'][r['gold']]}{between}{r['continuation']}\n\n" for r in shown)
+        return [f"{head}{context}{between}{row['continuation']}" for context in row["context_options"]]
+    head = "".join(f"{r['context'].strip()}{between}{r['continuation']}\n\n" for r in shown)
+    context = f"{head}{row['context'].strip()}{between}"
+    # A blank at the end of the context would be a token of its own, but belongs to the continuation's first token.
+    return [context.strip(), f"{context}{row['continuation']}"]
+
+
+class Lines:
+    """Encodes line by line and remembers the lines: the same demonstrations return in thousands of prompts.
+
+    Exact for split patterns in which no piece runs from a line break into visible text; the first prompts of a task
+    are encoded whole as well, and a tokenizer that disagrees is used whole from then on.
+    """
+
+    def __init__(self, tokenizer: Encoder, checks: int = 4) -> None:
+        self.tokenizer, self.checks, self.exact = tokenizer, checks, True
+        self.known: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        if not self.exact:
+            return self.tokenizer.encode(text)
+        ids: list[int] = []
+        for line in LINE.split(text):
+            found = self.known.get(line)
+            if found is None:
+                found = self.known[line] = self.tokenizer.encode(line)
+            ids += found
+        if self.checks:
+            self.checks -= 1
+            whole = self.tokenizer.encode(text)
+            self.exact = whole == ids
+            return whole
+        return ids
+
+
+def common_prefix(rows: Sequence[list[int]]) -> int:
+    """How many tokens all rows begin with. What the least and the greatest share, those between them share too."""
+    least, greatest = min(rows), max(rows)
+    low, high = 0, min(len(least), len(greatest))
+    while low < high:  # by halves: comparing slices is quick, comparing tokens one by one is not
+        middle = (low + high + 1) // 2
+        if least[low:middle] == greatest[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass
+class Counts:
+    """What happened to the prompts of a task."""
+
+    cropped: int = 0
+    unclean: int = 0
+
+
+def build(kind: str, rows: list[list[int]], max_len: int, counts: Counts) -> Example:
+    """Where each row is scored from, and the rows cut to `max_len` tokens from the left."""
+    if kind == "multiple_choice":
+        starts = [common_prefix(rows)] * len(rows)
+    elif kind == "schema":
+        same = common_prefix([row[::-1] for row in rows])
+        starts = [len(row) - same for row in rows]
+    else:
+        context, whole = rows
+        start = common_prefix(rows)
+        counts.unclean += start < len(context) or len(context) == len(whole)
+        rows, starts = [whole], [start]
+    cut = [max(0, len(row) - max_len) for row in rows]
+    counts.cropped += any(cut)
+    kept = [row[size:] if size else row for row, size in zip(rows, cut)]
+    # At least one token must stand before the first scored one.
+    return Example(kept, [max(1, start - size) for start, size in zip(starts, cut)], kind == "multiple_choice")
+
+
+def verdict(kind: str, row: Mapping[str, Any], scored: Sequence[Scored]) -> bool:
+    """Right or wrong. An option without tokens of its own has no mean (NaN), and is chosen only when it is first."""
+    if kind == "language_modeling":
+        return len(scored[0].greedy) > 0 and bool(scored[0].greedy.all())
+    means = [float(s.nats.mean(dtype="float64")) if len(s.nats) else math.nan for s in scored]
+    return means.index(min(means)) == row["gold"]
+
+
+def evaluate_task(
+    task: Task, scorer: Scorer, tokenizer: Encoder, *, max_len: int, max_rows: int | None = None
+) -> Outcome:
+    """Score one task; with several ranks each takes every so-many-th row, and all of them learn all results."""
+    began = time.perf_counter()
+    rows = task.rows[:max_rows] if max_rows else task.rows
+    if task.shots >= len(rows):
+        raise UserError(
+            f"{task.label} shows {task.shots} other rows before each, but only {len(rows)} are there; "
+            f"give --max-per-task {task.shots + 1} or more"
+        )
+    encoder, counts, world = Lines(tokenizer), Counts(), dist.world()
+    bos = tokenizer.specials["<|bos|>"]
+    mine = range(world.rank, len(rows), world.size)
+    pending: list[Pending] = []
+    for first in range(0, len(mine), CHUNK):
+        examples = []
+        for index in mine[first : first + CHUNK]:
+            shown = [rows[i] for i in demonstrations(len(rows), index, task.shots)] if task.shots else []
+            texts = prompts(task, rows[index], shown)
+            examples.append(build(task.kind, [[bos, *encoder.encode(text)] for text in texts], max_len, counts))
+        pending.append(scorer.submit(examples))
+    scored = [result for chunk in pending for result in chunk()]
+    own = {index: verdict(task.kind, rows[index], result) for index, result in zip(mine, scored)}
+    gathered = dist.gather_objects((own, counts.cropped, counts.unclean))
+    every = {index: right for part, _, _ in gathered for index, right in part.items()}
+    correct = [every[index] for index in range(len(rows))]
+    accuracy, seconds = sum(correct) / len(correct), time.perf_counter() - began
+    return Outcome(
+        label=task.label, kind=task.kind, shots=task.shots, rows=len(rows), rows_in_file=len(task.rows),
+        rows_of_task=task.expected, accuracy=accuracy, chance=task.chance, centred=centre(accuracy, task.chance),
+        cropped=sum(part[1] for part in gathered), unclean=sum(part[2] for part in gathered),
+        seconds=seconds, examples_per_second=len(rows) / seconds, complete=task.complete, correct=correct,
+    )  # fmt: skip
+
+
+def centre(accuracy: float, chance: float) -> float:
+    """0 for guessing, 1 for perfect."""
+    return (accuracy - chance) / (1.0 - chance)
+
+
+@dataclass
+class Report:
+    """CORE and what it is made of."""
+
+    tasks: list[Outcome]
+    missing: dict[str, str]  # label -> why
+    max_per_task: int | None
+    seconds: float
+
+    def mean(self, subsets: bool) -> float | None:
+        """Mean of the centred accuracies, with or without the tasks whose file holds only a part of the rows."""
+        centred = [task.centred for task in self.tasks if task.complete or subsets]
+        return sum(centred) / len(centred) if centred else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON. `core` is over the complete tasks; `core_with_subsets` over all that were scored."""
+        total = sum(task.rows for task in self.tasks)
+        return {
+            "core": self.mean(subsets=False),
+            "core_tasks": sum(task.complete for task in self.tasks),
+            "core_with_subsets": self.mean(subsets=True),
+            "core_with_subsets_tasks": len(self.tasks),
+            "tasks_in_bundle": len(self.tasks) + len(self.missing),
+            "missing": self.missing,
+            "subsets": {t.label: f"{t.rows_in_file} of {t.rows_of_task} rows" for t in self.tasks if not t.complete},
+            "max_per_task": self.max_per_task,
+            "examples": total,
+            "seconds": self.seconds,
+            "examples_per_second": total / self.seconds if self.seconds else 0.0,
+            "tasks": [{k: v for k, v in asdict(task).items() if k != "correct"} for task in self.tasks],
+        }
+
+
+def evaluate(
+    tasks: Sequence[Task], scorer: Scorer, tokenizer: Encoder, *, max_len: int, max_per_task: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Report:  # fmt: skip
+    """All tasks, one after the other, each announced as it ends."""
+    began, done = time.perf_counter(), []
+    for task in tasks:
+        if task.missing:
+            say(f"  {task.label:<34} MISSING: {task.missing}")
+            continue
+        outcome = evaluate_task(task, scorer, tokenizer, max_len=max_len, max_rows=max_per_task)
+        done.append(outcome)
+        say(line(outcome))
+    missing = {task.label: task.missing for task in tasks if task.missing}
+    return Report(done, missing, max_per_task, time.perf_counter() - began)
+
+
+def line(task: Outcome) -> str:
+    """One row of the printed table."""
+    notes = [] if task.complete else [f"SUBSET {task.rows_in_file} of {task.rows_of_task} rows"]
+    notes += [f"first {task.rows} rows"] if task.rows < task.rows_in_file else []
+    notes += [f"{task.cropped} cropped"] if task.cropped else []
+    notes += [f"{task.unclean} unclean"] if task.unclean else []
+    speed = f"{task.examples_per_second:9.1f}/s {task.seconds:7.1f} s"
+    return (
+        f"  {task.label:<34}{task.accuracy:8.4f}{task.centred:9.4f}{task.rows:7d} {speed}  {'; '.join(notes)}".rstrip()
+    )
+
+
+def summary(report: Report) -> list[str]:
+    """The lines under the table; each number says over what it was taken."""
+    found = report.to_dict()
+    cut = f", first {report.max_per_task} rows of each" if report.max_per_task else ""
+    whole, every = found["core"], found["core_with_subsets"]
+    lines = []
+    if whole is not None:
+        lines.append(
+            f"CORE {whole:.4f} over the {found['core_tasks']} complete of {found['tasks_in_bundle']} tasks{cut}"
+        )
+    if every is not None and found["subsets"]:
+        names = ", ".join(f"{name}: {rows}" for name, rows in found["subsets"].items())
+        lines.append(f"CORE {every:.4f} over {found['core_with_subsets_tasks']} tasks, subsets included ({names}){cut}")
+    if report.missing:
+        lines.append(f"not scored, files missing: {', '.join(report.missing)}")
+    lines.append(f"{found['examples']} examples in {report.seconds:.1f} s, {found['examples_per_second']:.1f}/s")
+    return lines

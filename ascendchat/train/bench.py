@@ -1,0 +1,105 @@
+"""`ascendchat bench train --depth 12`: tokens per second, MFU, memory and where a step's time goes, on this device.
+
+Real optimizer steps on random tokens. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from ascendchat import dist
+from ascendchat.config.train import BenchTrainConfig
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import Device, Mark, describe, pick
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan import memory, schedule
+from ascendchat.plan.batch import Split, fit_split
+from ascendchat.plan.shape import Shape
+from ascendchat.record import speed
+from ascendchat.train.base import Learner, build
+
+
+class Bench:
+    """A model, its optimizer and one batch of noise."""
+
+    def __init__(self, learner: Learner, split: Split, seed: int) -> None:
+        self.learner, self.split = learner, split
+        shape = learner.model.shape
+        generator = torch.Generator().manual_seed(seed + dist.world().rank)
+        noise = torch.randint(0, shape.vocab, (2, split.rows, split.seq_len), generator=generator).to(learner.place)
+        self.batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32))
+        self.weight = torch.tensor(split.devices / split.total, device=learner.place)
+        rates = schedule.rates(shape.dim, split.total)
+        compile = learner.device.compile if learner.device.compiles else None
+        self.optimizer = MuonAdamW(groups(learner.model, rates), compute_dtype=learner.device.dtype, compile=compile)
+
+    def step(self) -> tuple[Mark, Mark, Mark]:
+        """One optimizer step; marks before, between and after."""
+        device = self.learner.device
+        marks = [device.event()]
+        for _ in range(self.split.accumulation):
+            self.learner.loss(self.batch, self.weight).backward()  # type: ignore[no-untyped-call]
+        marks.append(device.event())
+        self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
+        marks.append(device.event())
+        return marks[0], marks[1], marks[2]
+
+
+def launches(device: Device) -> dict[str, int]:
+    """Operator launches so far, where the device counts them (the simulated NPU does)."""
+    counter = getattr(device, "launches", None)
+    return counter() if counter else {}
+
+
+def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
+    """Time `steps` steps after two warm ones."""
+    bench.step(), bench.step()
+    device.synchronize()
+    device.reset_peak()
+    before = sum(launches(device).values())
+    marks = [bench.step() for _ in range(steps)]
+    device.synchronize()
+    after = sum(launches(device).values())
+    shape, split = bench.learner.model.shape, bench.split
+    seconds = marks[-1][2].since(marks[0][0]) / 1e3
+    pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.flops, split.devices)
+    predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows))
+    return {
+        "tokens_per_second": round(pace.tokens_per_second),
+        "mfu": None if pace.mfu is None else round(pace.mfu, 4),
+        "step_ms": round(seconds * 1e3 / steps, 3),
+        "forward_backward_ms": round(sum(b.since(a) for a, b, _ in marks) / steps, 3),
+        "optimizer_ms": round(sum(c.since(b) for _, b, c in marks) / steps, 3),
+        "memory_peak_gib": round(device.memory().peak / 2**30, 3),
+        "memory_planned_gib": round(predicted / 2**30, 3),
+        **({"launches_per_step": (after - before) // steps} if after else {}),
+    }
+
+
+def run(config: BenchTrainConfig) -> int:
+    """The command."""
+    device = pick(config.device_type, compiled=config.compile)
+    world = dist.init(device)
+    place = device.bind(world.local_rank)
+    say = print if world.rank == 0 else lambda text: None
+    say(describe(device))
+    shape = Shape.from_depth(
+        config.depth, vocab=config.vocab_size, seq_len=config.max_seq_len, window_pattern=config.window_pattern,
+        dim=config.dim, head_dim=config.head_dim,
+    )  # fmt: skip
+    total = config.total_batch_size or 2**19
+    split = fit_split(shape, device.chip, world.size, total, rows=config.device_batch_size)
+    learner = build(config, shape, device, place, split.total // split.devices, say)
+    found = measure(Bench(learner, split, config.seed), config.steps_to_time, device)
+    facts = {"depth": config.depth, "chip": device.chip.name, "devices": world.size, "fp8": config.fp8}
+    facts |= {"window_pattern": config.window_pattern, "attention": learner.kernel.name, "torch": torch.__version__}
+    facts |= {"rows": split.rows, "accumulation": split.accumulation, "total_batch": split.total}
+    for name, value in found.items():
+        say(f"{name:<22} {value}")
+    say(json.dumps({**facts, **found}))
+    dist.teardown()
+    return 0

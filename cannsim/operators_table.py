@@ -1,0 +1,118 @@
+"""Writes cannsim/OPERATORS.md: every simulated operator, whether a test runs it, what it checks, where its
+signature comes from.
+
+    python -m cannsim run -- python cannsim/operators_table.py
+
+The operators, parameters and checks are read from the library itself (the OP lines of cannsim/src/ops), the
+executed ones by running the cases of tests/npu and from the operators that other tests there name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+TESTS = ROOT.parent / "tests" / "npu"
+TABLE = ROOT / "OPERATORS.md"
+
+# Parameter types of the OP lines -> words of signatures.txt.
+WORDS = {
+    "In": "tensor", "Out": "tensor", "OptIn": "tensor", "OptOut": "tensor", "Num": "scalar", "OptNum": "scalar",
+    "Ints": "ints", "OptInts": "ints", "Bools": "bools", "Floats": "floats", "InList": "tensors", "OutList": "tensors",
+    "OptInList": "tensors", "NumList": "scalars", "Text": "text", "int64_t": "int64", "uint64_t": "uint64", "int": "int",
+    "int8_t": "int8", "bool": "bool", "float": "float", "double": "double", "aclDataType": "dtype",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str  # aclnnAdd
+    types: str  # "tensor tensor scalar tensor"
+    checks: tuple[str, ...]
+    family: str  # the file that defines it, without .cpp
+
+
+def calls(text: str) -> tuple[str, ...]:
+    """The outermost calls of a check list: "(dtype(a, kReal), rank(b, 1, 2))" -> ("dtype(a, kReal)", ...)."""
+    found, depth, word = [], 0, ""
+    for letter in text.strip()[1:-1]:
+        depth += (letter in "({[") - (letter in ")}]")
+        if letter == "," and depth == 0:
+            found.append(word.strip())
+            word = ""
+        else:
+            word += letter
+    return tuple(part for part in (*found, word.strip()) if part)
+
+
+def operators() -> list[Operator]:
+    """Every OP line of the built library."""
+    library = ctypes.CDLL(str(ROOT / "build" / "lib64" / "libopapi.so"))
+    library.cannsimOperators.restype = ctypes.c_char_p
+    found = []
+    for line in library.cannsimOperators().decode().splitlines():
+        name, parameters, checks, file = line.split("\t")
+        types = [WORDS[parameter.split()[0]] for parameter in parameters.strip("()").split(", ")]
+        found.append(Operator(name, " ".join(types), calls(checks), file.removesuffix(".cpp")))
+    return sorted(found, key=lambda o: (o.family, o.name))
+
+
+def signatures() -> dict[str, tuple[str, str]]:
+    """Operator -> (types, source) of the public prototypes."""
+    lines = (ROOT / "signatures.txt").read_text().splitlines()
+    rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
+    return {name: (types, source) for name, types, source in rows}
+
+
+def executed() -> set[str]:
+    """Operators launched by the cases of tests/npu, and those that other tests there demand by name."""
+    import cannsim
+
+    sys.path.insert(0, str(TESTS))
+    import test_ops_all
+    import torch
+
+    cannsim.reset()
+    for case in test_ops_all.CASES:
+        test_ops_all.run_on(case, "npu", getattr(torch, case.dtypes[0]))
+    named = {name for file in TESTS.glob("test_*.py") for name in re.findall(r'"(aclnn[A-Z]\w+)"', file.read_text())}
+    return {name for name in cannsim.launches() if name.startswith("aclnn")} | named
+
+
+def summary(check: str) -> str:
+    """A check without its message texts: require(x > 0, "...") -> x > 0."""
+    if check.startswith("require("):
+        return check[len("require(") :].split(', "')[0].strip()
+    return check
+
+
+def render() -> str:
+    """The text of OPERATORS.md."""
+    run, public, rows = executed(), signatures(), operators()
+    ran = sum(o.name in run for o in rows)
+    lines = [
+        "# Simulated operators",
+        "",
+        "Made by `python -m cannsim run -- python cannsim/operators_table.py`; a test fails when it is out of date.",
+        "",
+        f"{len(rows)} operators, {ran} of them executed by a test against the CPU, "
+        f"{sum(bool(o.checks) for o in rows)} with checks, {sum(o.name in public for o in rows)} with a signature equal to "
+        "a public prototype (`signatures.txt`). Every operator also refuses a null required argument (161001) and "
+        "bfloat16 on a chip without it (161002). *executed*: a test runs it and compares the result.",
+    ]
+    for family in sorted({o.family for o in rows}):
+        lines += ["", f"## {family}.cpp", "", "| operator | executed | checked | signature |", "|---|---|---|---|"]
+        for o in (o for o in rows if o.family == family):
+            checks = "; ".join(summary(c) for c in o.checks).replace("|", "\\|")
+            source = public[o.name][1] if o.name in public else "not public"
+            lines.append(f"| {o.name} | {'yes' if o.name in run else ''} | {checks} | {source} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(render())
+    print(f"wrote {TABLE}")

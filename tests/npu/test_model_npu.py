@@ -1,0 +1,127 @@
+"""The model on the simulated NPU: the fused kernels run, few launches, and the losses are those of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cannsim
+from ascendchat.device import Device, pick
+from ascendchat.nn.attention import KERNELS, Attention, Reference, choose
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.schedule import lr_scale, rates
+from ascendchat.plan.shape import Shape
+
+MOST_FORWARD_BACKWARD, MOST_OPTIMIZER = 1000, 150  # launches, 12 layers
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    found = pick("npu")
+    found.bind(0)
+    return found
+
+
+def learner(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object = None) -> tuple[GPT, MuonAdamW]:
+    model = GPT(shape, ops)  # type: ignore[arg-type]
+    model.initialise(0)
+    model = model.to_compute(dtype).to(place)
+    return model, MuonAdamW(groups(model, rates(shape.dim, 4096)), compute_dtype=dtype)
+
+
+def losses(shape: Shape, place: torch.device, kernel: Attention, ops: object, steps: int) -> list[float]:
+    model, optimizer = learner(shape, place, torch.float32, ops)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, shape.vocab, (8, shape.seq_len + 1), generator=generator)
+    attend, found = dense(model, kernel), []
+    for step in range(steps):
+        batch = data[torch.randint(0, 8, (2,), generator=generator)].to(place)
+        loss = head_loss(model(batch[:, :-1], attend), model.head, batch[:, 1:], shape.vocab)
+        loss.backward()
+        optimizer.step(lr_scale=0.3 * lr_scale(step, steps, warmup=5), momentum=0.9, matrix_decay=0.1)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"kv_heads": 2, "window_pattern": "S", "seq_len": 256}], ids=["full", "grouped-window"]
+)
+def test_fifty_steps_have_the_losses_of_the_cpu(device: Device, sizes: dict[str, object]) -> None:
+    shape = Shape.from_depth(3, **{"vocab": 120, "seq_len": 64, "dim": 64, "head_dim": 16, **sizes})  # type: ignore[arg-type]
+    steps = 50 if not sizes else 10
+    kernel, _ = choose("npu", torch.float32, shape.head_dim)
+    cannsim.reset()
+    found = losses(shape, torch.device("npu:0"), kernel, device.operators(), steps)
+    counts = cannsim.launches()
+    assert counts["aclnnFlashAttentionScore"] == counts["aclnnFlashAttentionScoreGrad"] == 3 * steps
+    assert counts["aclnnRmsNormGrad"] > 0
+    expected = losses(shape, torch.device("cpu"), Reference(), None, steps)
+    assert found == pytest.approx(expected, abs=5e-4)
+    assert found[-1] < found[0] - 0.01 * steps / 10, "it learns, so the updates are compared too"
+
+
+def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> None:
+    shape = Shape.from_depth(12, vocab=256, seq_len=64, dim=128, head_dim=64)
+    place = torch.device("npu:0")
+    model, optimizer = learner(shape, place, torch.bfloat16, device.operators())
+    kernel, reason = choose("npu", torch.bfloat16, 64)
+    assert reason == "attention: npu_fusion"
+    attend, rope = dense(model, kernel), model.rope(64, torch.bfloat16, place)
+    tokens = torch.randint(0, 256, (2, 65)).to(place)
+    weight = torch.tensor(1 / 128, device=place)
+
+    def forward_backward() -> None:
+        hidden = model(tokens[:, :-1], attend, rope)
+        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight).backward()
+
+    def launched(run: object) -> int:
+        torch.npu.synchronize()
+        cannsim.reset()
+        run()  # type: ignore[operator]
+        torch.npu.synchronize()
+        return sum(n for name, n in cannsim.launches().items() if name.startswith("aclnn"))
+
+    step = lambda: optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.1)  # noqa: E731
+    forward_backward(), step()
+    assert launched(forward_backward) <= MOST_FORWARD_BACKWARD
+    assert cannsim.launches()["aclnnFlashAttentionScore"] == 12
+    assert launched(step) <= MOST_OPTIMIZER
+
+
+@pytest.mark.parametrize("window", [5, 64, 300])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_fused_kernel_equals_the_reference(device: Device, window: int, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    host = [torch.randn(2, 100, heads, 16, generator=generator) for heads in (4, kv_heads, kv_heads)]
+    there = [x.npu().requires_grad_() for x in host]
+    here = [x.clone().requires_grad_() for x in host]
+    kernel = KERNELS["npu_fusion"]
+    found, expected = kernel.dense(*there, window, 0.4), Reference().dense(*here, window, 0.4)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
+    found.square().sum().backward(), expected.square().sum().backward()
+    for a, b in zip(there, here):
+        torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("window", [3, 64])
+def test_packed_documents_do_not_see_each_other(device: Device, window: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, 4, 16, generator=generator) for _ in range(3))
+    found = KERNELS["npu_fusion"].packed(q.npu(), k.npu(), v.npu(), [7, 1, 20, 12], window, 0.4)
+    torch.testing.assert_close(
+        found.cpu(), Reference().packed(q, k, v, [7, 1, 20, 12], window, 0.4), atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decoding_behind_a_cache_equals_the_reference(device: Device, queries: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, h, 16, generator=generator).half() for n, h in ((queries, 4), (20, 2), (20, 2)))
+    lengths = torch.tensor([20, 9, 4])
+    cannsim.reset()
+    found = KERNELS["npu_fusion"].cached(q.npu(), k.npu(), v.npu(), lengths.npu(), 6, 0.4)
+    expected = Reference().cached(q, k, v, lengths, 6, 0.4)
+    torch.testing.assert_close(found.cpu().float(), expected.float(), atol=3e-3, rtol=1e-2)
+    assert any("FusedInferAttentionScore" in name for name in cannsim.launches())

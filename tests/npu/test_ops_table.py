@@ -1,0 +1,32 @@
+"""The table of operators is current, signatures equal the public prototypes, and enough of them are executed.
+
+python -m cannsim run -- pytest tests/npu/test_ops_table.py
+"""
+
+from __future__ import annotations
+
+from cannsim import operators_table
+
+
+def test_table_is_current() -> None:
+    """If this fails: python -m cannsim run -- python cannsim/operators_table.py"""
+    assert operators_table.TABLE.read_text() == operators_table.render()
+
+
+def test_every_signature_equals_its_public_prototype() -> None:
+    public = operators_table.signatures()
+    differ = [
+        (o.name, o.types, public.get(o.name, ("no public prototype", ""))[0])
+        for o in operators_table.operators()
+        if o.types != public.get(o.name, ("", ""))[0]
+    ]
+    assert not differ
+
+
+def test_every_public_prototype_in_the_list_is_simulated() -> None:
+    names = {o.name for o in operators_table.operators()}
+    assert names == set(operators_table.signatures())
+
+
+def test_at_least_150_operators_are_executed() -> None:
+    assert len(operators_table.executed() & {o.name for o in operators_table.operators()}) >= 150

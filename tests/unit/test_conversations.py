@@ -1,0 +1,220 @@
+"""Readers of chat and instruction files: every published format becomes the same kind of conversation."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascendchat.config import UserError
+from ascendchat.data.chat import canonical, text_of
+from ascendchat.data.conversations import conversations
+
+
+def write(folder: Path, rows: list[Any], name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(folder: Path, row: Any, **options: Any) -> list[dict[str, Any]]:
+    found = list(conversations(write(folder, [row]), **options))
+    assert len(found) == 1
+    return found[0]
+
+
+USER = {"role": "user", "content": "hi"}
+REPLY = {"role": "assistant", "content": "hello"}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [SYSTEM, USER, REPLY]},
+        {"messages": [{"role": "developer", "content": "be brief"}, USER, REPLY]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "be brief"},
+        {"conversations": [SYSTEM, USER, REPLY]},
+        {"instruction": "hi", "input": "", "output": "hello", "system": "be brief"},
+        {"instruction": "hi", "response": "hello", "system": "be brief", "history": []},
+        {"query": "hi", "response": "hello", "system": "be brief"},
+        {"text": "### System: be brief ### Human: hi ### Assistant: hello"},
+        {
+            "conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"}],
+            "chosen": {"from": "gpt", "value": "hello"},
+            "rejected": {"from": "gpt", "value": "go away"},
+        },
+        {"prompt": "hi", "chosen": "hello", "rejected": "go away", "system": "be brief"},
+        {"prompt": [SYSTEM, USER], "chosen": [SYSTEM, USER, REPLY], "rejected": [SYSTEM, USER]},
+    ],
+    ids=lambda row: "+".join(row),
+)
+def test_the_same_exchange_in_every_format_is_the_same_conversation(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert read(tmp_path, row) == [SYSTEM, USER, REPLY]
+
+
+def test_earlier_exchanges_and_the_input_of_alpaca_rows_come_before_the_reply(tmp_path: Path) -> None:
+    row = {"instruction": "add", "input": "1 and 2", "output": "3", "history": [["a", "b"], ["c", "d"]]}
+    assert [m["content"] for m in read(tmp_path, row)] == ["a", "b", "c", "d", "add\n1 and 2", "3"]
+
+
+def test_a_function_call_is_a_tool_part_of_the_assistants_turn_and_its_result_an_output_part(tmp_path: Path) -> None:
+    sharegpt = [
+        {"from": "human", "value": "weather?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Rome"}}'},
+        {"from": "observation", "value": "sunny"},
+        {"from": "gpt", "value": "It is sunny."},
+    ]
+    found = read(tmp_path, {"conversations": sharegpt, "tools": '[{"name": "weather"}]'})
+    call = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    openai = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+    assert found[0] == {"role": "system", "content": 'You can call these tools:\n[{"name": "weather"}]'}
+    assert canonical(found[1:]) == canonical(read(tmp_path, {"messages": openai}))
+    assert canonical(found)[-1]["content"] == [
+        {"type": "tool", "text": '{"name": "weather", "arguments": {"city": "Rome"}}'},
+        {"type": "output", "text": "sunny"},
+        {"type": "text", "text": "It is sunny."},
+    ]
+
+
+def test_gsm8k_annotations_become_calls_of_the_calculator_and_the_text_stays_readable(tmp_path: Path) -> None:
+    row = {"question": "half of 48?", "answer": "It is 48/2 = $<<48/2=24>>24.\n#### 24"}
+    reply = read(tmp_path, row)[1]["content"]
+    assert [(p["type"], p["text"]) for p in reply] == [
+        ("text", "It is 48/2 = $"),
+        ("tool", "48/2"),
+        ("output", "24"),
+        ("text", "24.\n#### 24"),
+    ]
+    assert text_of(reply) == "It is 48/2 = $24.\n#### 24"
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        {"choices": ["x", "y"], "gold": 1},
+        {"choices": ["x", "y"], "answer": 1},
+        {"choices": ["x", "y"], "answer": "B"},
+        {"choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
+    ],
+)
+def test_multiple_choice_answers_with_the_letter_however_the_answer_is_written(
+    tmp_path: Path, gold: dict[str, Any]
+) -> None:
+    user, reply = read(tmp_path, {"question": "which?", **gold})
+    assert user["content"].startswith("which?\n- x=A\n- y=B\n")
+    assert reply["content"] == "B"
+
+
+def test_bilingual_rows_give_a_conversation_in_each_language(tmp_path: Path) -> None:
+    row = {"en_instruction": "hi", "en_input": "", "en_output": "hello", "zh_instruction": "你好", "zh_output": "您好"}
+    found = list(conversations(write(tmp_path, [row])))
+    assert [[m["content"] for m in c] for c in found] == [["hi", "hello"], ["你好", "您好"]]
+
+
+def test_slots_are_filled(tmp_path: Path) -> None:
+    row = {"instruction": "who?", "output": "I am {{name}} by {{author}}."}
+    assert read(tmp_path, row, slots={"name": "Ada", "author": "us"})[1]["content"] == "I am Ada by us."
+
+
+def test_containers_and_line_breaks_inside_texts(tmp_path: Path) -> None:
+    rows = [{"query": "a\u2028b", "response": "c\rd"}, {"query": "e", "response": "f"}]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    (tmp_path / "c.tsv").write_text("why?\\nsay\tyes\tbecause\n", encoding="utf-8")
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    expected = [[m["content"] for m in c] for c in conversations(tmp_path / "b.json")]
+    assert expected == [["a\u2028b", "c\rd"], ["e", "f"]]
+    for name in ("a.jsonl.gz", "d.parquet"):
+        assert [[m["content"] for m in c] for c in conversations(tmp_path / name)] == expected
+    assert [m["content"] for m in next(conversations(tmp_path / "c.tsv"))] == [
+        "why?\nsay",
+        "because\nThe answer is yes.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"foo": 1, "bar": 2}\n', "columns foo, bar"),
+        ('{"query": "a", "response": "b"}\n{"query": \n', "row 2"),
+        ('{"query": "a", "response": "b"}\n{"query": "a"}\n', "column 'response' is missing"),
+        ('{"query": "a", "response": 5}\n', "row 1"),
+        ('{"conversations": [{"from": "martian", "value": "a"}]}\n', "'martian' is unknown"),
+        ('{"question": "a", "choices": ["x"], "gold": 3}\n', "none of the 1 choices"),
+        ("", "empty"),
+    ],
+)
+def test_an_unreadable_file_is_named_with_its_row_and_what_was_found(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"bad\.jsonl") as caught:
+        list(conversations(path))
+    assert words in str(caught.value)
+
+
+def test_a_truncated_archive_is_an_error(tmp_path: Path) -> None:
+    packed = gzip.compress(("\n".join(json.dumps({"query": str(i), "response": "b"}) for i in range(5000))).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(UserError, match="cut"):
+        list(conversations(tmp_path / "cut.jsonl.gz"))
+
+
+COUNTS = {
+    "sft/dolly_open_qa.jsonl.xz": 3742, "sft/gpteacher_codegen.json.xz": 4535, "sft/gpteacher_roleplay.json.xz": 1923,
+    "sft/oasst1_en_val_threads.jsonl.xz": 338, "sft/llamafactory/alpaca_en_demo.json.xz": 999,
+    "sft/llamafactory/alpaca_zh_demo.json.xz": 1000, "sft/llamafactory/dpo_en_demo.json.xz": 300,
+    "sft/llamafactory/dpo_zh_demo.json.xz": 300, "sft/llamafactory/glaive_toolcall_en_demo.json.xz": 300,
+    "sft/llamafactory/glaive_toolcall_zh_demo.json.xz": 300, "sft/llamafactory/identity.json": 91,
+    "sft/llamafactory/oaast_sft_zh.json.xz": 689, "eval/gsm8k/train.jsonl.xz": 7473, "eval/gsm8k/test.jsonl.xz": 1319,
+}  # fmt: skip
+SUMS = {"sft/flan_cot/*.tsv.xz": 33443, "sft/mc_train/*.jsonl.xz": 27495}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
+def test_every_row_of_the_real_files_is_a_conversation_that_ends_with_a_reply(
+    real_data: Path, name: str, count: int
+) -> None:
+    found = list(conversations(real_data / name))
+    assert len(found) == count
+    for messages in found:
+        turns = canonical(messages)
+        assert turns[-1]["role"] == "assistant"
+        assert any(turn["role"] == "user" for turn in turns)
+
+
+@pytest.mark.parametrize(("pattern", "count"), SUMS.items())
+def test_the_real_sets_of_many_files_have_their_published_size(real_data: Path, pattern: str, count: int) -> None:
+    assert sum(sum(1 for _ in conversations(path)) for path in real_data.glob(pattern)) == count
+
+
+def test_the_real_bilingual_set_has_two_conversations_per_row(real_data: Path) -> None:
+    path = real_data / "sft" / "alpaca_en_zh_52k.jsonl.xz"
+    first = list(conversations(path, limit=3))
+    assert len(first) == 6
+    assert first[1][0]["content"] == "给出保持健康的三个建议。"
+
+
+@pytest.mark.slow
+def test_the_real_bilingual_set_is_whole(real_data: Path) -> None:
+    assert sum(1 for _ in conversations(real_data / "sft" / "alpaca_en_zh_52k.jsonl.xz")) == 2 * 52002
+
+
+def test_every_calculation_of_the_real_gsm8k_is_found(real_data: Path) -> None:
+    calls = 0
+    for _, reply in conversations(real_data / "eval" / "gsm8k" / "test.jsonl.xz"):
+        assert "<<" not in text_of(reply["content"])
+        calls += sum(part["type"] == "tool" for part in reply["content"]) if isinstance(reply["content"], list) else 0
+    assert calls > 3 * 1319

@@ -1,0 +1,338 @@
+"""CORE: the batched evaluation against the one-at-a-time reference, and the rules that make the number comparable."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import random
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core_reference import Judged
+from core_reference import run as run_reference
+
+from ascendchat.config import UserError
+from ascendchat.eval import core, scorer
+from ascendchat.eval.bundle import Task, load_bundle
+from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches, padded
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.plan.shape import Shape
+
+CPU = torch.device("cpu")
+KERNEL = choose("cpu", torch.float32, 16)[0]
+WORDS = [
+    "the",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "red",
+    "blue",
+    "on",
+    "mat",
+    "tree",
+    "and",
+    "saw",
+    "one",
+    "two",
+    "big",
+    "old",
+]
+
+
+class Hashed:
+    """A tokenizer with the split rule of GPT-style patterns and 40 ids: pieces fall on ids by their bytes."""
+
+    SPLIT = re.compile(r" ?\w+| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+")
+    specials = {"<|bos|>": 40}  # noqa: RUF012
+
+    def encode(self, text: str) -> list[int]:
+        return [sum(piece.encode()) % 40 for piece in self.SPLIT.findall(text)]
+
+
+class Letters(Hashed):
+    """One token per character: the encoding of a text is that of its parts."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 40 for letter in text]
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    """Small, random, but with every part of the network at work."""
+    model = GPT(Shape.from_depth(4, vocab=41, dim=32, head_dim=16, seq_len=512))
+    model.initialise(seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.rsplit(".", 1)[-1] in ("out", "down", "smear", "head"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def write_bundle(folder: Path, rows: int = 16) -> Path:
+    """Five tasks of all three types; `gone` has no file, `part` has 12 of 40 rows, `choice` is packed."""
+    rng = random.Random(0)
+    data = folder / "eval_data" / "words"
+    data.mkdir(parents=True)
+    choice = [{"query": f"{sentence(rng, 9)}.\nWhich?", "choices": [sentence(rng, rng.randint(1, 4)) for _ in range(4)],
+               "gold": rng.randrange(4)} for _ in range(rows)]  # fmt: skip
+    choice[3]["choices"][2] = choice[3]["choices"][0]  # equal options: the first must win
+    choice[4]["choices"][1] = choice[4]["choices"][0] + " and the cat"  # one begins like another
+    schema = [{"context_options": [sentence(rng, 5), sentence(rng, 7)], "continuation": sentence(rng, 3),
+               "gold": rng.randrange(2)} for _ in range(rows)]  # fmt: skip
+    lm = [{"context": f" {sentence(rng, 12)}  ", "continuation": rng.choice(WORDS)} for _ in range(rows)]
+    files = {"choice.jsonl.xz": choice, "schema.jsonl": schema, "lm.jsonl": lm, "part.subset12.jsonl": lm[:12]}
+    for name, content in files.items():
+        text = "".join(json.dumps(row) + "\n" for row in content).encode()
+        (data / name).write_bytes(lzma.compress(text) if name.endswith(".xz") else text)
+    tasks = [("choice", "multiple_choice", 6, "\\nAnswer: ", rows, 25), ("schema", "schema", 2, " ", rows, 50),
+             ("lm", "language_modeling", 2, " ", rows, 0), ("part", "language_modeling", 0, " ", 40, 0),
+             ("gone", "schema", 0, " ", 9, 50)]  # fmt: skip
+    yaml = "icl_tasks:\n" + "".join(
+        f'- {{label: {label}, dataset_uri: words/{label}.jsonl, num_fewshot: [{shots}], icl_task_type: {kind}, '
+        f'continuation_delimiter: "{between}"}}\n' for label, kind, shots, between, _, _ in tasks
+    )  # fmt: skip
+    (folder / "core.yaml").write_text(yaml)
+    lines = [f"{label},x,{kind},{shots},{count},{chance},,words" for label, kind, shots, _, count, chance in tasks]
+    header = "Eval Task,Task Category,Task Type,#shots,#datapoints,Random baseline,Centered Metric?,Description"
+    (folder / "eval_meta_data.csv").write_text("\n".join([header, *lines]) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture(scope="module")
+def tasks(folder: Path) -> list[Task]:
+    return load_bundle(folder)
+
+
+class Recorder:
+    """Passes everything on, and keeps what was scored."""
+
+    def __init__(self, inner: scorer.Scorer) -> None:
+        self.inner = inner
+        self.scored: list[list[Scored]] = []
+
+    def submit(self, examples: Sequence[Example]) -> Pending:
+        pending = self.inner.submit(examples)
+
+        def result() -> list[list[Scored]]:
+            found = pending()
+            self.scored += found
+            return found
+
+        return result
+
+
+def agree(model: GPT, tokenizer: Any, tasks: list[Task], *, max_len: int, max_tokens: int, max_rows: int | None) -> int:
+    """Assert that every example is judged alike, down to the nats; returns how many there were."""
+    expected = run_reference(model, dense(model, KERNEL), tokenizer, tasks, CPU, max_rows=max_rows, max_len=max_len)
+    compared = 0
+    for task in tasks:
+        if task.missing:
+            continue
+        recorder = Recorder(ModelScorer(model, KERNEL, CPU, max_tokens=max_tokens, max_len=max_len))
+        outcome = core.evaluate_task(task, recorder, tokenizer, max_len=max_len, max_rows=max_rows)
+        reference: list[Judged] = expected[task.label]
+        assert outcome.cropped == sum(judged.cropped for judged in reference), task.label
+        assert len(outcome.correct) == len(recorder.scored) == len(reference)
+        for i, (judged, scored) in enumerate(zip(reference, recorder.scored)):
+            if task.kind == "language_modeling":
+                assert scored[0].greedy.tolist() == judged.hits, (task.label, i)
+            else:
+                means = [row.nats.mean() if len(row.nats) else math.nan for row in scored]
+                np.testing.assert_allclose(means, judged.means, rtol=0, atol=2e-5, err_msg=f"{task.label} {i}")
+            assert outcome.correct[i] == judged.correct, (task.label, i, judged)
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("max_tokens", [64, 700, 100_000])
+def test_batches_of_any_size_agree_with_one_example_at_a_time(model: GPT, tasks: list[Task], max_tokens: int) -> None:
+    assert agree(model, Hashed(), tasks, max_len=512, max_tokens=max_tokens, max_rows=None) == 3 * 16 + 12
+
+
+def test_cropped_prompts_agree_and_are_counted(model: GPT, tasks: list[Task]) -> None:
+    agree(model, Hashed(), tasks, max_len=90, max_tokens=700, max_rows=None)
+    outcome = core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=90)
+    assert outcome.cropped == 16
+    assert core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512).cropped == 0
+
+
+def test_the_shared_beginning_is_run_once(model: GPT, tasks: list[Task]) -> None:
+    seen: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].numel()))
+    core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512)
+    shared, seen[:] = sum(seen), []
+    one = ModelScorer(model, KERNEL, CPU)
+    rows = [[40, *Hashed().encode(text)] for i in range(16) for text in core.prompts(
+        tasks[0], tasks[0].rows[i], [tasks[0].rows[j] for j in core.demonstrations(16, i, 6)])]  # fmt: skip
+    one.submit([Example([row], [len(row) - 1]) for row in rows])()
+    hook.remove()
+    assert shared < sum(seen) / 3  # four options each
+
+
+@pytest.fixture(scope="module")
+def real_tasks(real_data: Path) -> list[Task]:
+    return load_bundle(real_data / "eval" / "eval_bundle")
+
+
+def test_the_real_bundle_agrees_with_one_example_at_a_time(model: GPT, real_tasks: list[Task]) -> None:
+    some = [task for task in real_tasks if task.label in ("copa", "winograd", "arc_easy", "jeopardy", "squad")]
+    assert agree(model, Hashed(), some, max_len=400, max_tokens=4096, max_rows=11) == 55
+
+
+def test_the_real_bundle_has_22_tasks_and_every_row_but_those_of_squad(real_tasks: list[Task]) -> None:
+    assert len(real_tasks) == 22
+    assert [task.label for task in real_tasks if not task.complete] == ["squad"]
+
+
+class Oracle:
+    """Knows the answer: the gold option costs nothing, the rest a lot; continuations are always guessed."""
+
+    def __init__(self, golds: Sequence[int | None]) -> None:
+        self.golds = list(golds)
+
+    def submit(self, examples: Sequence[Example]) -> Pending:
+        golds, self.golds = self.golds[: len(examples)], self.golds[len(examples) :]
+
+        def scores(example: Example, gold: int | None) -> list[Scored]:
+            lengths = [len(row) - start for row, start in zip(example.rows, example.starts)]
+            costs = [0.0 if gold in (None, i) else 9.0 for i in range(len(lengths))]
+            return [Scored(np.full(n, cost), np.full(n, gold is None)) for n, cost in zip(lengths, costs)]
+
+        return lambda: [scores(example, gold) for example, gold in zip(examples, golds)]
+
+
+class Uniform:
+    """Every token costs the same; nothing is ever the first choice but by the rule for equals."""
+
+    def submit(self, examples: Sequence[Example]) -> Pending:
+        def score(row: Any, start: int) -> Scored:
+            return Scored(np.full(len(row) - start, 4.0), np.zeros(len(row) - start, bool))
+
+        return lambda: [[score(row, start) for row, start in zip(e.rows, e.starts)] for e in examples]
+
+
+def test_a_scorer_that_knows_the_answers_is_always_right(tasks: list[Task]) -> None:
+    for task in tasks[:4]:
+        # Of equal options the first is chosen, so a gold one behind its equal cannot be found.
+        rows = [r for r in task.rows if "choices" not in r or r["choices"].index(r["choices"][r["gold"]]) == r["gold"]]
+        clean = Task(**{**vars(task), "rows": rows})
+        outcome = core.evaluate_task(clean, Oracle([row.get("gold") for row in rows]), Hashed(), max_len=512)
+        assert (outcome.accuracy, outcome.centred) == (1.0, 1.0)
+
+
+def test_a_scorer_that_knows_nothing_takes_the_first_option(tasks: list[Task]) -> None:
+    for task in tasks[:3]:
+        outcome = core.evaluate_task(task, Uniform(), Letters(), max_len=512)
+        firsts = [row.get("gold") == 0 for row in task.rows]
+        assert outcome.correct == (firsts if task.kind != "language_modeling" else [False] * len(firsts))
+
+
+def test_chance_is_centred_to_zero_and_perfection_to_one() -> None:
+    assert core.centre(0.25, 0.25) == 0.0
+    assert core.centre(1.0, 0.62) == 1.0
+    assert core.centre(0.4, 0.2) == pytest.approx(0.25)
+    assert core.centre(0.0, 0.5) == -1.0
+
+
+def test_missing_tasks_and_subsets_are_reported_and_never_hidden(tasks: list[Task]) -> None:
+    said: list[str] = []
+    report = core.evaluate(tasks, Uniform(), Hashed(), max_len=512, say=said.append)
+    found = report.to_dict()
+    assert found["missing"] == {"gone": "no file words/gone.jsonl"}
+    assert found["subsets"] == {"part": "12 of 40 rows"}
+    assert (found["core_tasks"], found["core_with_subsets_tasks"], found["tasks_in_bundle"]) == (3, 4, 5)
+    centred = {task["label"]: task["centred"] for task in found["tasks"]}
+    assert found["core"] == pytest.approx(sum(centred[name] for name in ("choice", "schema", "lm")) / 3)
+    assert found["core_with_subsets"] == pytest.approx(sum(centred.values()) / 4)
+    assert any("gone" in line and "MISSING" in line for line in said)
+    assert any("part" in line and "SUBSET 12 of 40 rows" in line for line in said)
+    assert any("over the 3 complete of 5 tasks" in line for line in core.summary(report))
+    assert any("gone" in line for line in core.summary(report))
+
+
+def test_a_cut_task_draws_its_demonstrations_from_the_cut_rows(model: GPT, tasks: list[Task]) -> None:
+    assert agree(model, Hashed(), tasks[:1], max_len=512, max_tokens=700, max_rows=8) == 8
+    with pytest.raises(UserError, match="--max-per-task 7 or more"):
+        core.evaluate_task(tasks[0], Uniform(), Hashed(), max_len=512, max_rows=6)
+
+
+def test_demonstrations_never_show_the_row_itself_and_follow_the_published_draw() -> None:
+    for index in range(50):
+        others = [i for i in range(50) if i != index]
+        assert core.demonstrations(50, index, 10) == random.Random(1234 + index).sample(others, 10)
+
+
+def test_a_context_that_ends_inside_a_token_is_counted_and_scored_from_where_it_differs() -> None:
+    counts = core.Counts()
+    example = core.build("language_modeling", [[9, 1, 2, 3], [9, 1, 2, 7, 8]], 512, counts)
+    assert (list(example.starts), counts.unclean) == ([3], 1)
+    core.build("language_modeling", [[9, 1, 2], [9, 1, 2, 7, 8]], 512, counts)
+    assert counts.unclean == 1
+
+
+def test_lines_are_encoded_once_and_a_tokenizer_that_crosses_them_is_used_whole() -> None:
+    class Crossing(Hashed):
+        def encode(self, text: str) -> list[int]:
+            return [len(text) % 40]
+
+    crossing = core.Lines(Crossing())
+    assert [crossing.encode("a\nb"), crossing.encode("abc\nbc")] == [[3], [6]]
+    calls: list[str] = []
+
+    class Counted(Hashed):
+        def encode(self, text: str) -> list[int]:
+            calls.append(text)
+            return super().encode(text)
+
+    lines = core.Lines(Counted(), checks=1)
+    text = "the cat.\nsat on\n\n  a mat\nAnswer: red"
+    assert lines.encode(text) == lines.encode(text) == Hashed().encode(text)
+    assert calls == ["the cat.\n", "sat on\n\n  a mat\n", "Answer: red", text]
+
+
+def test_the_fetched_archive_is_read_in_place(folder: Path, tmp_path: Path, tasks: list[Task]) -> None:
+    with zipfile.ZipFile(tmp_path / "eval_bundle.zip", "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                archive.write(path, f"eval_bundle/{path.relative_to(folder)}")
+    assert load_bundle(tmp_path) == load_bundle(tmp_path / "eval_bundle.zip") == tasks
+
+
+def test_a_missing_or_broken_bundle_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ascendchat data fetch core"):
+        load_bundle(tmp_path / "nothing")
+    broken = write_bundle(tmp_path / "broken")
+    packed = broken / "eval_data" / "words" / "choice.jsonl.xz"
+    packed.write_bytes(packed.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"choice\.jsonl\.xz cannot be read"):
+        load_bundle(broken)
+
+
+def test_batches_hold_every_row_once_within_the_budget_longest_first() -> None:
+    rng = random.Random(3)
+    lengths = [rng.randint(1, 700) for _ in range(300)]
+    made = list(batches(lengths, 4096))
+    assert sorted(i for batch in made for i in batch) == list(range(300))
+    assert all(len(batch) * padded(max(lengths[i] for i in batch)) <= 4096 for batch in made)
+    assert lengths[made[0][0]] == max(lengths)
+    assert list(batches([9000], 4096)) == [[0]]  # a row larger than the budget still runs, alone
+    assert all(n <= padded(n) <= max(16, n + n // 8 + 16) for n in range(1, 3000))

@@ -1,0 +1,251 @@
+"""Rows use every token exactly once per epoch, batches depend on nothing but (data, seed, step), damage is named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascendchat.config import UserError
+from ascendchat.data.arrange import arrange, shuffled
+from ascendchat.data.corpus import FORMAT, IGNORE, Batches, Corpus, Rows, evaluation_rows, open_mixture
+from ascendchat.data.shards import write_shard
+
+BOS = 0
+
+
+def store(folder: Path, shards: list[list[list[int]]], dtype: str = "uint16", split: str = "train") -> Path:
+    """A prepared folder that holds these documents (token ids without bos), shard by shard."""
+    folder.mkdir(exist_ok=True)
+    about: dict = {"documents": 0, "tokens": 0, "text_bytes": 0, "parts": []}
+    files: dict = {}
+    for number, documents in enumerate(shards):
+        name = f"{split}-{number:016x}-00000"
+        tokens = np.concatenate([[BOS, *document] for document in documents]).astype(dtype)
+        files |= write_shard(folder, name, tokens, [len(document) + 1 for document in documents], BOS)
+        about["parts"].append(name)
+        about["documents"] += len(documents)
+        about["tokens"] += len(tokens)
+        about["text_bytes"] += 3 * (len(tokens) - len(documents))
+    manifest = {
+        "format": FORMAT, "tokenizer": "t", "vocab_size": 70_000 if dtype == "uint32" else 1000, "bos": BOS,
+        "dtype": dtype, "splits": {split: about}, "files": files,
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def numbered(lengths: list[int], first: int = 1) -> list[list[int]]:
+    """Documents whose tokens are all different, so that a token says where it came from."""
+    edges = np.cumsum([first, *lengths])
+    return [list(range(a, b)) for a, b in itertools.pairwise(edges)]
+
+
+def corpus_of(lengths: list[list[int]], folder: Path) -> tuple[Corpus, list[list[int]]]:
+    flat = numbered([n for shard in lengths for n in shard])
+    left = iter(flat)
+    return Corpus.open(store(folder, [[next(left) for _ in shard] for shard in lengths], "uint32")), flat
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=25), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(LENGTHS, st.integers(1, 40), st.integers(0, 2**63), st.integers(0, 3))
+def test_the_rows_of_an_epoch_hold_the_documents_exactly(
+    lengths: list[list[int]], seq_len: int, seed: int, epoch: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, documents = corpus_of(lengths, Path(folder))
+        rows = Rows(corpus, seq_len, seed)
+        following = {a: b for document in documents for a, b in zip(document, [*document[1:], BOS])}
+        opening = {BOS: {document[0] for document in documents}}
+        seen: list[int] = []
+        pieces: list[list[int]] = []
+        padding = 0
+        for row in range(rows.per_epoch):
+            inputs, targets = np.full(seq_len, -7), np.full(seq_len, -7)
+            parts, _ = rows.fill(epoch * rows.per_epoch + row, inputs[None], targets[None])
+            assert parts.sum() == seq_len
+            for piece, goal in zip(np.split(inputs, np.cumsum(parts)[:-1]), np.split(targets, np.cumsum(parts)[:-1])):
+                if (goal == IGNORE).any():
+                    assert (goal == IGNORE).all()
+                    assert (piece == BOS).all()
+                    padding += len(piece)
+                    continue
+                pieces.append(piece.tolist())
+                seen += piece.tolist()
+                for token, target in zip(piece.tolist(), goal.tolist()):
+                    assert target == following[token] if token != BOS else target in opening[BOS]
+        # Every piece is a run of one document; sorted by their last token the pieces concatenate to the documents.
+        assert padding == rows.per_epoch * seq_len - corpus.tokens
+        assert padding < seq_len
+        whole = [token for document in documents for token in [BOS, *document]]
+        assert sorted(seen) == sorted(whole)
+        nonzero = sorted((p for p in pieces if p != [BOS]), key=lambda p: p[-1])
+        lone = sum(p == [BOS] for p in pieces)  # a row may end after the bos of a document
+        assert [t for p in nonzero for t in p if t != BOS] == [t for t in whole if t != BOS]
+        assert sum(p[0] == BOS for p in nonzero) + lone == len(documents)
+        assert all(BOS not in p[1:] for p in nonzero)
+
+
+@settings(deadline=None, max_examples=20)
+@given(LENGTHS, st.integers(2, 30), st.integers(0, 1000))
+def test_every_world_size_and_every_resume_sees_the_same_global_batches(
+    lengths: list[list[int]], seq_len: int, seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, _ = corpus_of(lengths, Path(folder))
+        other, _ = corpus_of([[5, 9], [31]], Path(folder) / "other")
+        data = [(corpus, 0.7), (other, 0.3)]
+        whole = Batches(data, seq_len, 8, seed)
+        steps = 2 * whole.steps_per_epoch + 3  # over several epochs
+        expected = [whole.batch(step) for step in range(steps)]
+        for world in (1, 2, 4, 8):
+            each = 8 // world
+            resumed = Batches(data, seq_len, 8, seed)  # as a new process would
+            for step in np.random.default_rng(seed + world).permutation(steps)[:5].tolist():
+                ranks = [resumed.batch(step, rank * each, (rank + 1) * each) for rank in range(world)]
+                for name in ("inputs", "targets", "lengths"):
+                    joined = np.concatenate([getattr(rank, name) for rank in ranks])
+                    assert joined.tobytes() == getattr(expected[step], name).tobytes()
+
+
+def test_every_epoch_and_every_seed_has_its_own_order(tmp_path: Path) -> None:
+    corpus, _ = corpus_of([[7, 30, 12, 5] * 8], tmp_path)
+    assert corpus.tokens % 16 == 0  # so that batches and epochs end together
+    orders = set()
+    for seed in (0, 1):
+        batches = Batches([(corpus, 1.0)], 16, corpus.tokens // 16, seed)
+        assert batches.steps_per_epoch == 1
+        for epoch in range(3):
+            inputs = batches.batch(epoch).inputs
+            assert len(np.unique(inputs)) == corpus.tokens - corpus.documents + 1
+            orders.add(inputs.tobytes())
+        assert batches.epochs(3) == [3.0]
+    assert len(orders) == 6
+
+
+def test_most_rows_begin_with_a_document_and_no_more_documents_are_cut_than_by_concatenation(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).lognormal(4.5, 1, 3000).astype(int) + 1
+    corpus, _ = corpus_of([lengths.tolist()], tmp_path)
+    rows = Rows(corpus, 512, seed=1)
+    layout = rows.layout(0)
+    starts = np.cumsum(corpus.lengths) - corpus.lengths
+    aligned = np.isin(layout.position[layout.first[:-1]], starts).mean()
+    plain = np.isin(np.arange(0, corpus.tokens, 512), starts).mean()
+    assert plain < 0.05
+    assert aligned > 0.9
+    assert (layout.position >= 0).sum() - corpus.documents <= rows.per_epoch
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=5), st.integers(0, 10**10))
+def test_a_mixture_follows_its_weights_at_every_row(weights: list[float], rows: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, _ = corpus_of([[5, 6]], Path(folder))
+        batches = Batches([(corpus, weight) for weight in weights], 4, 2, seed=0)
+        counts = batches.counts(rows)
+        assert sum(counts) == rows
+        for count, weight in zip(counts, weights):
+            assert abs(count - rows * weight / sum(weights)) < len(weights) + 1e-6 * rows**0.5
+        which, number = batches.locate(rows)
+        assert number == counts[which]
+        counts[which] += 1
+        assert batches.counts(rows + 1) == counts
+
+
+def test_a_mixture_takes_rows_from_both_corpora_in_their_own_order(tmp_path: Path) -> None:
+    a, _ = corpus_of([[10, 20, 30]], tmp_path / "a")
+    store(tmp_path / "b", [[[5000 + i] * 9 for i in range(8)]], "uint32")
+    data = open_mixture([f"{tmp_path / 'a'}=3", f"{tmp_path / 'b'}=1"])
+    assert [weight for _, weight in data] == [3.0, 1.0]
+    mixed = Batches(data, 7, 8, seed=5)
+    inputs = np.concatenate([mixed.batch(step).inputs for step in range(3)])
+    from_b = (inputs >= 5000).any(axis=1)
+    assert from_b.sum() == 6
+    alone = Batches([(a, 1.0)], 7, 18, seed=5).batch(0).inputs
+    assert (inputs[~from_b] == alone).all()
+
+
+def test_mixtures_are_opened_by_size_by_flag_or_from_a_mixture_folder(tmp_path: Path) -> None:
+    corpus_of([[10, 20, 30]], tmp_path / "a")
+    corpus_of([[9]], tmp_path / "b")
+    assert [weight for _, weight in open_mixture([tmp_path / "a", tmp_path / "b"])] == [63.0, 10.0]
+    listed = [{"folder": "a", "weight": 1.0}, {"folder": "b", "weight": 3.0}]
+    (tmp_path / "mixture.json").write_text(json.dumps({"corpora": listed}))
+    assert [weight for _, weight in open_mixture([tmp_path])] == [1.0, 3.0]
+    assert [weight for _, weight in open_mixture([f"{tmp_path}=0.5", f"{tmp_path / 'a'}=1"])] == [0.125, 0.375, 1.0]
+    with pytest.raises(UserError, match="every corpus a weight, or none"):
+        open_mixture([tmp_path / "a", f"{tmp_path / 'b'}=1"])
+    with pytest.raises(UserError, match="'heavy' is not a weight"):
+        open_mixture([f"{tmp_path / 'a'}=heavy"])
+
+
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.integers(1, 40))
+def test_evaluation_covers_every_token_of_text_once(lengths: list[list[int]], seq_len: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, documents = corpus_of(lengths, Path(folder))
+        rows = list(evaluation_rows(corpus, seq_len))
+        targets = np.concatenate([t for _, t in rows])
+        assert targets[targets != IGNORE].tolist() == [token for document in documents for token in document]
+        stream = [token for document in documents for token in [BOS, *document]]
+        assert np.concatenate([i for i, _ in rows])[: len(stream) - 1].tolist() == stream[:-1]
+        assert all(len(i) == len(t) == seq_len for i, t in rows)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_both_token_types_give_the_same_documents(dtype: str, tmp_path: Path) -> None:
+    documents = numbered([3, 8, 1, 20])
+    corpus = Corpus.open(store(tmp_path, [documents[:1], documents[1:]], dtype), verify=True)
+    assert corpus.token_dtype == np.dtype(dtype)
+    assert [corpus.document(i).tolist() for i in range(4)] == [[BOS, *d] for d in documents]
+    assert (corpus.tokens, corpus.documents, corpus.text_bytes) == (36, 4, 96)
+
+
+def test_a_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
+    folder = store(tmp_path, [numbered([50]), numbered([60], 51)])
+    for path in sorted(folder.glob("train-*")):
+        good = path.read_bytes()
+        path.write_bytes(
+            good[:20] + bytes([good[20] ^ 4]) + good[21:] if len(good) > 20 else bytes([good[0] ^ 1]) + good[1:]
+        )
+        with pytest.raises(UserError, match=f"{path.name} is damaged"):
+            Corpus.open(folder, verify=True)
+        path.write_bytes(good)
+    Corpus.open(folder, verify=True)
+
+
+def test_a_missing_or_short_file_is_found_without_verify(tmp_path: Path) -> None:
+    folder = store(tmp_path, [numbered([50])])
+    path = next(folder.glob("*.tokens"))
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"\.tokens has 102 bytes instead of 104"):
+        Corpus.open(folder)
+    path.unlink()
+    with pytest.raises(UserError, match=r"\.tokens is missing"):
+        Corpus.open(folder)
+
+
+def test_a_folder_that_is_not_prepared_says_how_to_prepare_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ascendchat data prepare --source"):
+        Corpus.open(tmp_path)
+    with pytest.raises(UserError, match=r"no val documents \(it has: train\)"):
+        Corpus.open(store(tmp_path, [numbered([5])]), "val")
+    (tmp_path / "manifest.json").write_text("{half")
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        Corpus.open(tmp_path)
+
+
+def test_the_order_of_an_epoch_never_changes_between_versions() -> None:
+    # A change here means that no run started before can be resumed exactly.
+    assert shuffled(8, seed=42, epoch=3, salt=1).tolist() == [6, 7, 4, 5, 2, 0, 1, 3]
+    layout = arrange(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=0)
+    assert layout.position.tolist() == [52, 101, 0, 45, 37, 84, 5, 68, 21, 39, 100, -1]

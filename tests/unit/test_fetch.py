@@ -1,0 +1,249 @@
+"""`ascendchat data fetch` from servers that misbehave: files end bit-correct, or an error names file and remedy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_server import Server
+
+from ascendchat.config import UserError, home
+from ascendchat.data import fetch as fetching
+from ascendchat.data.fetch import Policy, fetch
+from ascendchat.data.fetch.partfile import PartFile
+from ascendchat.data.fetch.transfer import range_answer
+from ascendchat.data.fetch.web import retry_after
+
+CHUNK = 64 << 10
+FAST = Policy(chunk=CHUNK, attempts=4, connect_attempts=2, backoff=0.01, backoff_most=0.05, timeout=0.5)
+
+
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+DATA = noise(0, 10 * CHUNK + 123)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DOWNLOAD_TIMEOUT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with Server() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("MODELSCOPE_DOMAIN", running.url)
+        yield running
+
+
+def clean(folder: Path, names: list[str]) -> bool:
+    """Nothing is in the folder but these files and our own two."""
+    have = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    return have == {*names, "manifest.json", ".lock"}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [],
+        ["truncate"] * 3,
+        ["truncate", "500", "truncate", "503"],
+        ["500", "502", "504"],
+        ["stall"],
+        ["stall", "truncate"],
+        ["long-length"],
+        ["short-length"],
+        ["429:1"],
+        ["redirect:/other.bin"],
+        ["wrong-range"],
+        ["whole"],
+        ["whole", "truncate", "whole"],
+        ["html"],
+        ["chunked"],
+    ],
+    ids=lambda faults: "+".join(faults) or "good",
+)
+def test_a_file_ends_bit_correct_whatever_the_server_does(server: Server, faults: list[str]) -> None:
+    server.add("/other.bin", DATA)
+    url = server.add("/a.zip", b"PK" + DATA, *faults)
+    if any(f.startswith("redirect") for f in faults):
+        server.files["/other.bin"].content = b"PK" + DATA
+    folder = fetch(url, policy=FAST, workers=3)
+    assert (folder / "a.zip").read_bytes() == b"PK" + DATA
+    assert clean(folder, ["a.zip"])
+    entry = json.loads((folder / "manifest.json").read_text())["files"]["a.zip"]
+    assert entry == {"bytes": len(DATA) + 2, "sha256": hashlib.sha256(b"PK" + DATA).hexdigest()}
+
+
+@pytest.mark.parametrize("always", ["whole", "chunked", "no-tag", "wrong-range"])
+def test_servers_without_ranges_lengths_or_validators_are_fetched_from_in_one_stream(
+    server: Server, always: str
+) -> None:
+    url = server.add("/a.bin", DATA, "truncate", always=always)
+    folder = fetch(url, policy=FAST, workers=4)
+    assert (folder / "a.bin").read_bytes() == DATA
+
+
+@pytest.mark.parametrize(
+    ("always", "says"),
+    [
+        ("500", "answered 500"),
+        ("truncate", "gave up"),
+        ("stall", "ReadTimeout"),
+        ("drip", "bytes in"),
+        ("403", "HF_TOKEN"),
+        ("404", "no such file"),
+        ("html", "web page"),
+        ("redirect:/a.parquet", "TooManyRedirects"),
+    ],
+)
+def test_a_server_that_never_recovers_gives_an_error_with_file_and_remedy(
+    server: Server, always: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = server.add("/a.parquet", noise(1, 400), always=always)
+    policy = Policy(chunk=CHUNK, attempts=2, backoff=0.01, backoff_most=0.02, timeout=0.1, slowest=1000)
+    with pytest.raises(UserError, match=says) as caught:
+        fetch(url, policy=policy)
+    assert "a.parquet" in str(caught.value)
+    assert "ascendchat data fetch" in str(caught.value)
+    assert not (home() / "data" / "a" / "a.parquet").exists()
+    assert says in capsys.readouterr().err
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_of_the_hub_and_fetched_again(server: Server) -> None:
+    server.hugging_face("o/n", {"x.parquet": DATA, "README.md": b"hello"}, small=("README.md",))
+    server.files["/cdn/o/n/x.parquet"].faults = ["", "flip"]
+    server.files["/cdn/o/n/README.md"].faults = ["flip"]
+    folder = fetch("o/n", policy=FAST)
+    assert (folder / "x.parquet").read_bytes() == DATA
+    assert (folder / "README.md").read_bytes() == b"hello"
+
+
+def test_a_file_that_is_always_corrupt_is_named_and_never_visible(server: Server) -> None:
+    server.hugging_face("o/n", {"good.bin": DATA, "x.bin": DATA})
+    server.files["/cdn/o/n/x.bin"].always = "flip"
+    with pytest.raises(UserError, match=r"x\.bin: the file received is corrupt \(sha256 .*--source DIR"):
+        fetch("o/n", policy=FAST)
+    assert not (home() / "data" / "o--n" / "x.bin").exists()
+
+
+def test_a_file_that_changes_half_way_is_never_mixed(server: Server) -> None:
+    new = noise(2, len(DATA))
+    url = server.add("/a.bin", DATA, "", "", "change", changed=new)
+    folder = fetch(url, policy=FAST, workers=2)
+    assert (folder / "a.bin").read_bytes() == new
+    assert any(asked.headers.get("if-range") for asked in server.asked)
+
+
+def test_a_change_between_two_runs_starts_the_file_anew(server: Server) -> None:
+    url = server.add("/a.bin", DATA, "", "", "404")
+    with pytest.raises(UserError):
+        fetch(url, policy=FAST, workers=1)
+    part = home() / "data" / "a" / "a.bin.part"
+    assert part.read_bytes()[:CHUNK] == DATA[:CHUNK]
+    server.files["/a.bin"].content = new = noise(3, len(DATA))
+    assert (fetch(url, policy=FAST, workers=1) / "a.bin").read_bytes() == new
+
+
+def test_an_interrupted_file_continues_with_the_missing_bytes_only(server: Server) -> None:
+    url = server.add("/a.bin", DATA, *[""] * 4, "404")
+    with pytest.raises(UserError):
+        fetch(url, policy=FAST, workers=1)
+    assert server.sent() == 4 * CHUNK
+    assert (fetch(url, policy=FAST, workers=3) / "a.bin").read_bytes() == DATA
+    assert server.sent() == len(DATA)
+
+
+def test_bytes_of_a_part_file_that_rotted_are_fetched_again(server: Server) -> None:
+    url = server.add("/a.bin", DATA, *[""] * 4, "404")
+    with pytest.raises(UserError):
+        fetch(url, policy=FAST, workers=1)
+    part = home() / "data" / "a" / "a.bin.part"
+    content = bytearray(part.read_bytes())
+    content[CHUNK + 5] ^= 1
+    part.write_bytes(content)
+    assert (fetch(url, policy=FAST) / "a.bin").read_bytes() == DATA
+    assert server.sent() == len(DATA) + CHUNK  # the one range whose CRC was wrong
+
+
+def test_a_part_without_validator_or_checksum_is_not_trusted_by_the_next_run(server: Server) -> None:
+    url = server.add("/a.bin", DATA, "no-tag", "no-tag", "404", always="no-tag")
+    with pytest.raises(UserError):
+        fetch(url, policy=FAST, workers=1)
+    server.files["/a.bin"].content = new = noise(4, len(DATA))
+    assert (fetch(url, policy=FAST, workers=1) / "a.bin").read_bytes() == new
+
+
+def test_an_empty_file_is_fetched(server: Server) -> None:
+    assert (fetch(server.add("/none.bin", b""), policy=FAST) / "none.bin").read_bytes() == b""
+
+
+def test_what_is_there_is_not_asked_for_again_and_damage_is_mended(server: Server) -> None:
+    url = server.add("/a.bin", DATA)
+    folder = fetch(url, policy=FAST)
+    asked = len(server.asked)
+    assert fetch(url, policy=FAST) == fetch(url, policy=FAST, check=True) == folder
+    assert len(server.asked) == asked
+    content = bytearray(DATA)
+    content[17] ^= 1
+    (folder / "a.bin").write_bytes(content)  # same size: only the checksum knows
+    assert (fetch(url, policy=FAST, check=True) / "a.bin").read_bytes() == DATA
+    (folder / "a.bin").write_bytes(DATA[:-1])  # another size is seen without hashing
+    assert (fetch(url, policy=FAST) / "a.bin").read_bytes() == DATA
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.hugging_face("o/n", {"x.bin": DATA})
+    usage = fetching.shutil.disk_usage(home())
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: usage._replace(free=fetching.SPARE + len(DATA) - 1))
+    with pytest.raises(UserError, match=r"needs 640\.1 KiB .*--out"):
+        fetch("o/n", policy=FAST)
+    assert server.sent() == 0
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _: usage._replace(free=fetching.SPARE + len(DATA)))
+    assert (fetch("o/n", policy=FAST) / "x.bin").read_bytes() == DATA
+
+
+def test_the_timeout_variable_of_the_hub_is_respected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "0.2")
+    url = server.add("/a.bin", DATA, "stall")
+    slow = Policy(chunk=CHUNK, backoff=0.01, timeout=600)
+    assert (fetch(url, policy=slow, workers=1) / "a.bin").read_bytes() == DATA
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "soon")
+    with pytest.raises(UserError, match="HF_HUB_DOWNLOAD_TIMEOUT"):
+        fetch(server.add("/b.bin", DATA))
+
+
+def test_headers_are_read_as_the_standard_says() -> None:
+    assert range_answer("bytes 0-99/1000") == (0, 1000)
+    assert range_answer("bytes 5-9/*") == (5, None)
+    assert range_answer("items 0-1/2") is None
+    assert retry_after("7") == 7
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert retry_after("soon") == 0
+
+
+def test_a_torn_journal_line_is_not_believed(tmp_path: Path) -> None:
+    part = PartFile(tmp_path / "f")
+    part.open("sha", "u")
+    part.begin(300, "sha", "u", "")
+    part.write(0, b"a" * 100)
+    part.flush()
+    part.commit(0, 100, __import__("zlib").crc32(b"a" * 100))
+    part.close()
+    with part.journal.open("a") as journal:
+        journal.write("100 200 12")  # killed in the middle of a line
+    again = PartFile(tmp_path / "f")
+    again.open("sha", "u")
+    assert again.gaps(150) == [(100, 250), (250, 300)]
+    again.close()
+    other = PartFile(tmp_path / "f")
+    other.open("another", "u")
+    assert other.size is None
+    other.close()

@@ -1,0 +1,222 @@
+"""Where `ascendchat data fetch` gets things from: hub APIs, mirrors in order, a local folder, or only the disk."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from http_server import COMMIT, Server
+from test_fetch import CHUNK, DATA, FAST, noise, server  # noqa: F401 (a fixture)
+
+from ascendchat.config import UserError, home, parse
+from ascendchat.config.data import DataFetchConfig
+from ascendchat.data.fetch import SETS, fetch, folder_of, hubs, run
+from ascendchat.data.fetch.hubs import fixed_folder
+from ascendchat.data.fetch.sources import resolve
+
+
+def shards(count: int) -> dict[str, bytes]:
+    return {f"shard_{i:05d}.parquet": noise(i, 1000 + i) for i in range(count)}
+
+
+def test_a_named_set_comes_from_the_hub_with_its_validation_shard(server: Server) -> None:  # noqa: F811
+    files = {**shards(12), "shard_06542.parquet": noise(99, 777), "README.md": b"# hi"}
+    server.hugging_face("karpathy/climbmix-400b-shuffle", files, page=5)
+    folder = fetch("climbmix", shards=3, policy=FAST)
+    assert folder == home() / "data" / "climbmix"
+    names = ["shard_00000.parquet", "shard_00001.parquet", "shard_00002.parquet", "shard_06542.parquet"]
+    assert sorted(p.name for p in folder.glob("*.parquet")) == names
+    assert all((folder / n).read_bytes() == files[n] for n in names)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert sorted(manifest["files"]) == names
+    assert manifest["source"] == f"hf:karpathy/climbmix-400b-shuffle at {server.url}"
+    sent = server.sent()
+    fetch("climbmix", shards=4, policy=FAST)  # one more: only that one is fetched
+    assert server.sent() == sent + len(files["shard_00003.parquet"])
+    assert all(COMMIT in a.path for a in server.asked if "/resolve/" in a.path)
+
+
+def test_only_the_folder_of_the_set_is_listed(server: Server) -> None:  # noqa: F811
+    files = {"sample/10BT/000_00000.parquet": DATA, "sample/100BT/x.parquet": b"1", "data/y.parquet": b"2"}
+    server.hugging_face("HuggingFaceFW/fineweb-edu", files)
+    folder = fetch("fineweb-edu", policy=FAST)
+    assert (folder / "sample/10BT/000_00000.parquet").read_bytes() == DATA
+    assert [a.path for a in server.asked if "/tree/" in a.path][0].endswith("/sample/10BT")
+    assert fixed_folder("a/b/*.x,a/c/*.x") == ""
+    assert fixed_folder("data/*_head_*/x.json") == "data"
+
+
+def test_patterns_choose_files_of_any_repository(server: Server) -> None:  # noqa: F811
+    server.hugging_face("o/n", {"data/train-0.parquet": DATA, "data/test-0.parquet": b"t", "b c/é.txt": b"odd"})
+    folder = fetch("o/n", files="data/train-*,*.txt", policy=FAST)
+    assert {p.name for p in folder.rglob("*") if p.is_file()} == {"train-0.parquet", "é.txt", "manifest.json", ".lock"}
+    assert (folder / "b c" / "é.txt").read_bytes() == b"odd"
+    with pytest.raises(UserError, match=r"has no file that matches \*\.zip"):
+        fetch("o/n", files="*.zip", policy=FAST)
+
+
+def test_a_listing_cannot_write_outside_the_folder(server: Server) -> None:  # noqa: F811
+    server.hugging_face("o/n", {"../../evil.txt": b"x"})
+    with pytest.raises(UserError, match="unsafe name"):
+        fetch("o/n", policy=FAST)
+    assert not (home() / "evil.txt").exists()
+
+
+def closed_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_the_mirror_is_tried_when_the_hub_cannot_be_reached_and_never_gets_the_token(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server.hugging_face("o/n", {"x.bin": DATA})
+    monkeypatch.delenv("HF_ENDPOINT")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(hubs, "HUGGING_FACE", closed_port())
+    monkeypatch.setattr(hubs, "MIRROR", server.url)
+    assert (fetch("o/n", policy=FAST) / "x.bin").read_bytes() == DATA
+    assert not any("authorization" in a.headers for a in server.asked)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)  # chosen by the user: now it may have it
+    fetch("o/n", files="x.*", out=home() / "again", policy=FAST)
+    assert server.asked[-1].path.startswith("/cdn/")
+    assert {a.headers.get("authorization") for a in server.asked if "/tree/" in a.path} == {None, "Bearer hf_secret"}
+
+
+def test_modelscope_is_next_when_the_hub_fails(
+    server: Server,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = {"main/train-00000-of-00001.parquet": DATA, "main/test-00000-of-00001.parquet": b"PAR1", "a.md": b"#"}
+    server.modelscope("AI-ModelScope/gsm8k", files)
+    folder = fetch("gsm8k", policy=FAST)
+    assert (folder / "main/train-00000-of-00001.parquet").read_bytes() == DATA
+    assert not (folder / "a.md").exists()
+    assert json.loads((folder / "manifest.json").read_text())["source"].startswith("modelscope:AI-ModelScope/gsm8k")
+    assert "404" in capsys.readouterr().err
+
+
+def test_a_download_begun_at_one_source_is_finished_from_another(server: Server) -> None:  # noqa: F811
+    files = {"main/train-00000-of-00001.parquet": DATA}
+    server.hugging_face("openai/gsm8k", files)
+    server.modelscope("AI-ModelScope/gsm8k", files)
+    server.files["/cdn/openai/gsm8k/main/train-00000-of-00001.parquet"].faults = ["", "", "", "403"]
+    folder = fetch("gsm8k", workers=1, policy=FAST)
+    assert (folder / "main/train-00000-of-00001.parquet").read_bytes() == DATA
+    assert server.sent() == len(DATA)  # the same sha256 on both hubs: no byte twice
+    assert server.sent("/cdn/openai/gsm8k/main/train-00000-of-00001.parquet") == 3 * CHUNK
+
+
+def test_when_every_source_fails_the_error_names_each_and_the_way_out(server: Server) -> None:  # noqa: F811
+    with pytest.raises(UserError) as caught:
+        fetch("gsm8k", policy=FAST)
+    text = str(caught.value)
+    for part in ("openai/gsm8k", "AI-ModelScope/gsm8k", "HF_ENDPOINT=", "--source DIR", "HTTPS_PROXY"):
+        assert part in text
+
+
+def test_proxies_of_the_environment_are_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    server.add("/x.bin", DATA)  # as a proxy the server is asked for the absolute URL of another host
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    folder = fetch("http://data.example/x.bin", policy=FAST)
+    assert (folder / "x.bin").read_bytes() == DATA
+    assert {a.headers["host"] for a in server.asked} == {"data.example"}
+
+
+def test_offline_uses_what_is_there_and_says_what_is_missing(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UserError, match=r"offline, and .*climbmix.*ascendchat data fetch climbmix"):
+        fetch("climbmix", offline=True)
+    server.hugging_face("o/n", {"a.bin": DATA, "b.bin": b"2"})
+    folder = fetch("o/n", policy=FAST)
+    asked = len(server.asked)
+    assert fetch("o/n", offline=True) == fetch("o/n", offline=True, files="a.*") == folder
+    (folder / "b.bin").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"1 of 2 files of o/n are missing in .*: b\.bin; .*ascendchat data fetch o/n"):
+        fetch("o/n")
+    assert len(server.asked) == asked
+
+
+def test_a_local_folder_is_a_source_and_is_verified(tmp_path: Path) -> None:
+    usb = tmp_path / "usb"
+    for path, content in {"gsm8k/train.jsonl": b"{}", "gsm8k/sub/test.jsonl": b"[]", "mmlu.zip": b"PK1"}.items():
+        (usb / path).parent.mkdir(parents=True, exist_ok=True)
+        (usb / path).write_bytes(content)
+    folder = fetch("gsm8k", source=str(usb), offline=True)
+    assert (folder / "train.jsonl").read_bytes() == b"{}"
+    assert (folder / "sub" / "test.jsonl").read_bytes() == b"[]"
+    assert fetch("gsm8k", offline=True) == folder
+    assert (fetch("mmlu", source=str(usb)) / "mmlu.zip").read_bytes() == b"PK1"
+    with pytest.raises(UserError, match=r"has no files of arc: looked for a folder arc/"):
+        fetch("arc", source=str(usb))
+    (usb / "ceval.zip").write_bytes(b"not a zip")
+    with pytest.raises(UserError, match=r"ceval\.zip is damaged: it is not a whole zip file"):
+        fetch("ceval", source=str(usb))
+    (folder / "manifest.json").rename(tmp_path / "kept.json")
+    fetch("gsm8k", source=str(folder))  # a folder copied without its manifest is taken as it is
+    assert sorted(json.loads((folder / "manifest.json").read_text())["files"]) == ["sub/test.jsonl", "train.jsonl"]
+
+
+def test_a_damaged_file_in_a_local_folder_is_named(tmp_path: Path) -> None:
+    usb = tmp_path / "corpus"
+    usb.mkdir()
+    (usb / "a.jsonl").write_bytes(b"damaged")
+    (usb / "manifest.json").write_text(json.dumps({"files": {"a.jsonl": {"bytes": 7, "sha256": "0" * 64}}}))
+    with pytest.raises(UserError, match=r"a\.jsonl is damaged: its sha256 is"):
+        fetch("corpus", source=str(tmp_path))
+    assert not (home() / "data" / "corpus" / "a.jsonl").exists()
+
+
+def test_the_real_evaluation_sets_come_from_their_folder(real_data: Path) -> None:
+    for name in ("gsm8k", "mmlu", "ceval", "cmmlu", "humaneval", "core"):
+        folder = fetch(name, source=str(real_data / "eval"))
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        assert files
+        assert all((folder / n).stat().st_size == e["bytes"] > 0 for n, e in files.items())
+
+
+def test_words_name_sets_repositories_models_and_urls() -> None:
+    assert resolve("smol-smoltalk").name == "smoltalk"
+    assert resolve("models/Qwen/Qwen3-0.6B").sources[0].model
+    assert folder_of("o/n") == home() / "data" / "o--n"
+    page = resolve("https://huggingface.co/datasets/o/n/tree/main/data")
+    assert (page.name, page.sources[0].hub, page.sources[0].files) == ("o--n", "hf", "data/*")
+    assert resolve("https://www.modelscope.cn/datasets/o/n/files").sources[0].where == "o/n"
+    assert resolve("https://example.org/x/wiki.jsonl.gz?sig=1").name == "wiki"
+    for bad in ("climbmux", "../etc", "o/n/x/y", "https://example.org/"):
+        with pytest.raises(UserError):
+            resolve(bad)
+    with pytest.raises(UserError, match="did you mean climbmix"):
+        resolve("climbmux")
+    with pytest.raises(UserError, match="it is on: hf"):
+        fetch("climbmix", source="modelscope")
+
+
+def test_every_named_set_has_sources_that_can_be_asked() -> None:
+    assert {s.use for s in SETS.values()} == {"pretrain", "chat", "eval"}
+    for name, dataset in SETS.items():
+        assert name == dataset.name == name.lower()
+        assert dataset.sources
+        for source in dataset.sources:
+            assert source.where.startswith("https://") == (source.hub == "http")
+            assert source.hub == "http" or source.where.count("/") == 1
+
+
+def test_the_command_lists_names_and_reports_what_it_fetched(
+    server: Server,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(parse(DataFetchConfig, [])) == 0
+    assert "chinese-fineweb-edu" in capsys.readouterr().out
+    url = server.add("/a.bin", DATA)
+    assert run(parse(DataFetchConfig, [url, "--workers", "2"])) == 0
+    assert f"{url}: 1 files, 640.1 KiB, verified, in {home()}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--workers 0"):
+        run(parse(DataFetchConfig, [url, "--workers", "0"]))

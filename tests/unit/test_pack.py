@@ -1,0 +1,127 @@
+"""Packing of conversations: nothing lost, no row without a target, the same batches for any world and any resume."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_chat import TOKENIZER, exchange
+
+from ascendchat.config import UserError
+from ascendchat.data.chat import Counts, Rendered, render
+from ascendchat.data.corpus import IGNORE, Batches
+from ascendchat.data.pack import ChatBatches, ChatRows, best_fit
+
+PAD = TOKENIZER.specials["<|pad|>"]
+
+
+def talk(count: int, longest: int = 60, seed: int = 0) -> list[list[dict[str, Any]]]:
+    draw = random.Random(seed)
+    return [exchange(draw.randint(0, 9), draw.randint(1, longest), draw.randint(1, longest)) for _ in range(count)]
+
+
+def read(rows: ChatRows, first: int, last: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
+    found = []
+    for number in range(first, last):
+        inputs, targets = np.zeros(rows.seq_len, np.int64), np.zeros(rows.seq_len, np.int64)
+        found.append((inputs, targets, rows.fill(number, inputs, targets).tolist()))
+    return found
+
+
+@given(st.lists(st.integers(1, 50), max_size=120), st.integers(1, 40))
+def test_every_conversation_is_in_one_row_and_no_row_overflows(lengths: list[int], window: int) -> None:
+    rows = best_fit(lengths, 50, window)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= 50 for row in rows)
+
+
+def test_best_fit_fills_rows_that_first_come_first_served_would_waste() -> None:
+    assert len(best_fit([6, 5, 4, 5], 10)) == 2
+    assert sorted(map(sorted, best_fit([6, 5, 4, 5], 10))) == [[0, 2], [1, 3]]
+
+
+def test_an_epoch_holds_every_conversation_once_with_targets_only_where_the_assistant_speaks() -> None:
+    conversations, counts = talk(200), Counts()
+    rows = ChatRows.build(TOKENIZER, conversations, 128, 0, counts)
+    assert counts.whole == 200
+    seen = []
+    for inputs, targets, lengths in read(rows, 0, rows.per_epoch):
+        assert sum(lengths) == 128
+        at = 0
+        for length in lengths:
+            part, goal = inputs[at : at + length], targets[at : at + length]
+            at += length
+            if (part == PAD).all():
+                assert (goal == IGNORE).all()
+                continue
+            shown = [(int(i), int(t)) for i, t in zip(part, goal)]
+            seen.append(tuple(shown))
+        assert (targets != IGNORE).any()
+    expected = []
+    for messages in conversations:
+        ids, mask = render(TOKENIZER, messages)
+        goals = [token if on else IGNORE for token, on in zip(ids[1:], mask[1:])]
+        expected.append(tuple(zip(ids[:-1], goals)))
+    assert sorted(seen) == sorted(expected)
+
+
+def test_rows_are_almost_full_and_mostly_not_padding() -> None:
+    assert ChatRows.build(TOKENIZER, talk(2000, 40), 256, 0, Counts()).filled > 0.97
+
+
+def test_conversations_far_longer_than_a_row_neither_clog_the_packer_nor_vanish() -> None:
+    counts = Counts()
+    rows = ChatRows.build(TOKENIZER, [exchange(1, 1000, 1000) for _ in range(20)] + talk(20), 256, 0, counts)
+    assert (counts.whole, counts.split, counts.pieces) == (20, 20, 40)
+    assert counts.lost_tokens == 20 * (1 + 2 + 1000 + 2 + 1000 - 257)
+    for _, targets, _ in read(rows, 0, rows.per_epoch):
+        assert (targets != IGNORE).any()
+
+
+def test_a_piece_that_does_not_fit_or_teaches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer than a row"):
+        ChatRows([Rendered([1] * 12, [1] * 12)], 10, 0, PAD)
+    with pytest.raises(ValueError, match="nothing to learn"):
+        ChatRows([Rendered([1, 2], [0, 0])], 10, 0, PAD)
+    with pytest.raises(UserError, match="no conversation"):
+        ChatRows.build(TOKENIZER, [[{"role": "user", "content": "x"}]], 64, 0, Counts())
+
+
+def test_epochs_hold_the_same_rows_in_another_order_and_seeds_pack_differently() -> None:
+    rows = ChatRows.build(TOKENIZER, talk(100), 128, 0, Counts())
+    n = rows.per_epoch
+    first = [row[0].tolist() for row in read(rows, 0, n)]
+    second = [row[0].tolist() for row in read(rows, n, 2 * n)]
+    assert first != second
+    assert sorted(first) == sorted(second)
+    other = ChatRows.build(TOKENIZER, talk(100), 128, 1, Counts())
+    assert sorted(row[0].tolist() for row in read(other, 0, other.per_epoch)) != sorted(first)
+
+
+ROWS = [ChatRows.build(TOKENIZER, talk(60, seed=i), 128, 0, Counts()) for i in range(2)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 200), st.sampled_from([1, 2, 4, 8]))
+def test_any_number_of_ranks_and_any_resumed_step_see_the_same_global_batch(step: int, world: int) -> None:
+    straight = ChatBatches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 128, 8, 0)
+    whole = straight.batch(step)
+    fresh = ChatBatches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 128, 8, 0)  # as after a restart
+    share = 8 // world
+    parts = [fresh.batch(step, rank * share, (rank + 1) * share) for rank in reversed(range(world))][::-1]
+    assert np.array_equal(whole.inputs, np.concatenate([part.inputs for part in parts]))
+    assert np.array_equal(whole.targets, np.concatenate([part.targets for part in parts]))
+    assert np.array_equal(whole.lengths, np.concatenate([part.lengths for part in parts]))
+    assert whole.lengths.sum() == 8 * 128
+
+
+def test_a_mixture_takes_rows_by_weight_and_is_a_source_of_batches_like_text() -> None:
+    batches = ChatBatches([(ROWS[0], 3.0), (ROWS[1], 1.0)], 128, 8, 0)
+    assert isinstance(batches, Batches)
+    assert batches.counts(80) == [60, 20]
+    with pytest.raises(ValueError, match="seq_len"):
+        ChatBatches([(ROWS[0], 1.0)], 64, 8, 0)

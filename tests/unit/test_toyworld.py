@@ -1,0 +1,212 @@
+"""The embedded corpus: consistent, deterministic, in two languages, with splits that do not overlap."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from ascendchat.data import toyworld
+from ascendchat.data.chat import canonical, text_of
+from ascendchat.data.toyworld import Question, chats, correct, documents, problems, questions, world
+from ascendchat.data.toyworld.phrases import PHRASES
+from ascendchat.data.toyworld.stories import sentence
+from ascendchat.data.toyworld.text import POLITE
+from ascendchat.data.toyworld.work import evaluate
+from ascendchat.data.toyworld.world import asked
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAM = {split: questions(split) for split in toyworld.SPLITS}
+
+
+def plain(text: str) -> str:
+    """A user's text without the polite words around it."""
+    for pattern in [p for language in POLITE.values() for p in language if p != "{q}"]:
+        before, after = pattern.split("{q}")
+        if text.startswith(before) and text.endswith(after):
+            text = text[len(before) : len(text) - len(after)]
+    return text
+
+
+def asked_in(split: str, kind: str, count: int) -> set[str]:
+    return {plain(m["content"]) for c in chats(split, kind, count=count) for m in c if m["role"] == "user"}
+
+
+def fingerprint() -> str:
+    parts = [
+        *islice(documents("train"), 50),
+        *map(str, islice(chats("train", "sft"), 50)),
+        *map(str, problems("test", count=9)),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def test_everything_follows_from_the_seed_in_any_process() -> None:
+    code = "import sys; sys.path.insert(0, 'tests/unit'); from test_toyworld import fingerprint; print(fingerprint())"
+    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
+    assert other.stdout.strip() == fingerprint()
+
+
+def test_another_seed_is_another_world() -> None:
+    values = [[fact.value["en"] for fact in world(seed).facts.values()] for seed in (0, 1)]
+    assert values[0] != values[1]
+    assert list(documents("train", seed=1, count=5)) != list(documents("train", seed=0, count=5))
+
+
+def test_documents_of_different_splits_do_not_overlap_and_none_is_told_twice() -> None:
+    found = {split: list(documents(split, count=400)) for split in toyworld.SPLITS}
+    assert [len(set(texts)) for texts in found.values()] == [400, 400, 400]
+    assert len(set().union(*map(set, found.values()))) == 1200
+
+
+def test_no_question_of_an_examination_is_asked_in_training() -> None:
+    trained = asked_in("train", "mid", 4000) | asked_in("train", "sft", 4000)
+    assert len(trained) > 3000
+    exams = {split: {q.text for q in EXAM[split]} for split in ("validation", "test")}
+    assert not trained & exams["validation"]
+    assert not trained & exams["test"]
+    assert not exams["validation"] & exams["test"]
+    hard = {split: {q.text for q in problems(split, count=300)} for split in toyworld.SPLITS}
+    assert not hard["train"] & (hard["validation"] | hard["test"])
+    assert not trained & hard["test"]
+
+
+def test_training_asks_for_some_facts_never_for_some_in_one_language_and_for_no_fact_in_every_way() -> None:
+    seen = Counter((q.text, q.language) for q in EXAM["train"] if q.topic == "fact")
+    ways = Counter()
+    for fact in world().facts.values():
+        by_language = []
+        for language in toyworld.LANGUAGES:
+            asks = PHRASES[fact.attribute][language].ask
+            by_language.append(sum((sentence(ask, fact, language), language) in seen for ask in asks))
+        ways[tuple(by_language)] += 1
+    assert set(ways) == {(0, 0), (4, 0), (0, 4), (3, 3)}
+    assert min(ways.values()) > 20
+
+
+def test_every_fact_is_told_often_in_both_languages_by_the_training_text() -> None:
+    text = "\n".join(documents("train", count=4000))
+    for fact in world().facts.values():
+        for language in toyworld.LANGUAGES:
+            told = sum(text.count(sentence(tell, fact, language)) for tell in PHRASES[fact.attribute][language].tell)
+            assert told >= 5, (fact.entity.key, fact.attribute, language, told)
+
+
+def test_the_text_never_contradicts_a_fact() -> None:
+    text = "\n".join(documents("train", count=1500))
+    here = world()
+    for fact in here.facts.values():
+        for value in here.values[fact.attribute]:
+            wrong = type(fact)(fact.entity, fact.attribute, value)
+            if value != fact.value:
+                assert sentence(PHRASES[fact.attribute]["zh"].tell[0], wrong, "zh") not in text
+
+
+@pytest.mark.parametrize("split", toyworld.SPLITS)
+def test_every_answer_is_correct_and_the_answer_to_another_question_is_not(split: str) -> None:
+    draw = random.Random(0)
+    for topic in toyworld.TOPICS:
+        pool = [q for q in EXAM[split] if q.topic.split(":")[0] == topic]
+        assert {q.language for q in pool} == set(toyworld.LANGUAGES), topic
+        for q in pool:
+            assert correct(q, q.answer), q
+            other = draw.choice(pool)
+            if topic in ("choice", "arithmetic", "instruction") and other.answer != q.answer:
+                assert not correct(q, other.answer)
+            if topic == "fact":
+                assert not correct(q, q.answer.replace(q.accept[0], draw.choice(q.reject)))
+            if topic != "unknown":
+                assert not correct(q, "I do not know.")
+                assert not correct(q, "我不知道。")
+
+
+def one(text: str, topic: str, split: str = "train") -> Question:
+    return next(q for q in EXAM[split] if q.topic == topic and text in q.text)
+
+
+def test_a_reply_with_a_wrong_value_beside_the_right_one_is_not_correct() -> None:
+    q = one("", "fact")
+    assert correct(q, f"Surely it is {q.accept[0]}!")
+    assert not correct(q, f"It is {q.accept[0]} or {q.reject[0]}.")
+    assert not correct(q, "")
+
+
+def test_numbers_are_compared_as_numbers_and_only_the_last_counts() -> None:
+    q = next(q for q in EXAM["test"] if q.topic == "arithmetic")
+    value = q.accept[0]
+    assert correct(q, f"3 things and 4 make {value}.0")
+    assert not correct(q, f"{value}1")
+    assert not correct(q, f"{value} or 123456")
+
+
+def test_not_to_know_is_only_right_where_the_world_is_silent() -> None:
+    q = next(q for q in EXAM["test"] if q.topic == "unknown")
+    assert correct(q, "Sorry, I do not know.")
+    assert correct(q, "我不知道。")
+    assert not correct(q, "It is red.")
+
+
+def test_arithmetic_and_problems_ask_the_calculator_for_what_it_answers() -> None:
+    for q in [*EXAM["test"], *problems("test", count=100)]:
+        if q.topic.split(":")[0] in ("arithmetic", "problem"):
+            assert isinstance(q.content, list)
+            assert [part["type"] for part in q.content] == ["tool", "output", "text"]
+            assert q.expression is not None
+            assert evaluate(q.expression) == eval(q.expression) == int(q.content[1]["text"])
+            assert q.content[1]["text"] in q.answer
+            assert int(q.accept[0]) >= 0
+            numbers = [word for word in q.expression.replace("-", "+").replace("*", "+").split("+")]
+            assert all(word in q.text for word in numbers)
+        else:
+            assert q.expression is None
+
+
+def test_conversations_are_well_formed_and_cover_all_topics_of_their_kind() -> None:
+    for kind in ("mid", "sft"):
+        found = list(chats("train", kind, count=600))
+        assert len(found) == 600
+        for conversation in found:
+            assert canonical(conversation) == conversation
+            assert [m["role"] for m in conversation] == ["user", "assistant"] * (len(conversation) // 2)
+        replies = " ".join(text_of(m["content"]) for c in found for m in c if m["role"] == "assistant")
+        assert ("I do not know." in replies) == (kind == "sft")
+        assert (toyworld.NAME in replies) == (kind == "sft")
+    assert list(chats("train", "sft", count=20)) == list(islice(chats("train", "sft", count=50), 20))
+
+
+def test_the_name_of_the_assistant_can_be_chosen() -> None:
+    (english,) = questions("test", "en", "identity", name="Nova")
+    assert correct(english, "I am Nova.")
+    assert not correct(english, f"I am {toyworld.NAME}.")
+    assert any("Nova" in str(c) for c in chats("train", "sft", count=300, name="Nova"))
+
+
+def test_strangers_are_in_no_text_of_the_world() -> None:
+    text = "\n".join(documents("train", count=3000))
+    known = {entity.name[language] for entity in world().entities for language in toyworld.LANGUAGES}
+    for split in toyworld.SPLITS:
+        for q in questions(split, topic="unknown")[:400]:
+            if not any(name in q.text for name in known):
+                assert q.text not in text
+
+
+def test_an_examination_can_be_taken_by_language_and_topic() -> None:
+    chosen = questions("test", "zh", "instruction")
+    assert chosen
+    assert {q.language for q in chosen} == {"zh"}
+    assert {q.topic.split(":")[0] for q in chosen} == {"instruction"}
+    sizes = Counter((q.topic.split(":")[0], q.language) for q in EXAM["test"])
+    assert all(count >= 50 for (topic, _), count in sizes.items() if topic != "identity"), sizes
+
+
+def test_asked_gives_each_wording_to_exactly_one_split() -> None:
+    fact = next(iter(world().facts.values()))
+    assert all(asked(fact, language, i, 4) in toyworld.SPLITS for language in toyworld.LANGUAGES for i in range(4))
