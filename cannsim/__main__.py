@@ -1,6 +1,6 @@
 """Run a command on the simulated CANN.
 
-    python -m cannsim run --devices 8 --chip Ascend910B3 --memory-gb 64 -- python train.py
+python -m cannsim run --devices 8 --chip Ascend910B3 --memory-gb 64 -- python train.py
 """
 
 from __future__ import annotations

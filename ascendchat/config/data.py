@@ -8,6 +8,42 @@ from ascendchat.config import option
 
 
 @dataclass(frozen=True)
+class TokenizerTrainConfig:
+    """Learn a vocabulary: byte-level BPE, saved for ascendchat and for Hugging Face tokenizers."""
+
+    paths: tuple[str, ...] = option((), words="each")
+    "files or folders of text (jsonl, parquet, txt, compressed or not); by default the embedded corpus"
+    source: tuple[str, ...] = ()
+    "the same, as a flag"
+    vocab_size: int = 32768
+    "ids, the special tokens included"
+    out: str = ""
+    "folder to write; by default $ASCENDCHAT_HOME/tokenizer"
+    max_chars: int | None = None
+    "read this many characters at most"
+    mix: tuple[float, ...] = ()
+    "one weight per source, its share of the bytes (1,1 is half and half); ends when one source is used up"
+
+
+@dataclass(frozen=True)
+class TokenizerEvalConfig:
+    """Bytes per token of a tokenizer on files or folders, beside GPT-2, Qwen or any other tokenizer.json."""
+
+    paths: tuple[str, ...] = option((), words="each")
+    "files or folders of text; each is measured on its own"
+    source: tuple[str, ...] = ()
+    "the same, as a flag"
+    tokenizer: str = ""
+    "folder of the tokenizer; by default $ASCENDCHAT_HOME/tokenizer"
+    against: tuple[str, ...] = ()
+    "others, as NAME=PATH of a tokenizer.json (or its folder), or names of the hub: gpt2,qwen"
+    max_chars: int | None = None
+    "read this many characters of each source at most"
+    json: bool = False
+    "print JSON"
+
+
+@dataclass(frozen=True)
 class DataPrepareConfig:
     """Turn documents into token shards that training maps into memory. Run it again to continue, or to add sources."""
 

@@ -25,7 +25,7 @@ class EvalBaseConfig(DeviceConfig):
     bundle: str = ""
     "folder of the CORE bundle; by default what `ascendchat data fetch core` stored"
     max_per_task: int | None = None
-    "CORE: only so many rows of each task, for a quick look; by default all"
+    "CORE: only so many rows of each task, for a quick look; by default, and with -1, all"
     max_seq_len: int | None = None
     "tokens per row; longer CORE prompts lose their beginning; by default the length the model was trained with"
     tokens_per_batch: int = 32768

@@ -75,6 +75,8 @@ class BaseConfig(TrainConfig):
     "horizon in minutes instead: the speed is measured first, then steps and batch follow"
     target_param_data_ratio: float = 12.0
     "horizon in tokens per scaling parameter"
+    lr_multiplier: float = 1.0
+    "factor on every learning rate; the rates themselves follow width and batch"
     eval_tokens: int | None = None
     "validation tokens; by default the whole split up to ten million"
 

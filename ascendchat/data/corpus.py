@@ -162,7 +162,9 @@ def check(folder: Path, manifest: dict[str, Any], split: str | None = None, *, c
             if not checksums or sha256_of(path) == expected["sha256"]:
                 continue
             wrong = "is damaged (its checksum differs)"
-        raise UserError(f"{path} {wrong}; run the same `ascendchat data prepare` again: only this part is made anew")
+        raise UserError(
+            f"{path} {wrong}; delete it and run the same `ascendchat data prepare` again: only that part is made anew"
+        )
 
 
 def open_mixture(data: Sequence[str | Path], split: str = "train", verify: bool = False) -> list[tuple[Corpus, float]]:

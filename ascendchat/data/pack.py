@@ -86,21 +86,28 @@ class ChatRows(Rows):
         """Share of the places that hold a token and not padding."""
         return (len(self.ids) - (len(self.starts) - 1)) / (self.per_epoch * self.seq_len)
 
-    def fill(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Write row `number` of the run into two arrays (T,); returns the lengths of its segments, padding last."""
-        epoch, row = divmod(number, self.per_epoch)
+    def fill(
+        self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Write rows `number`, `number` + 1 ... of the run into two arrays (n, T).
+
+        Returns the lengths of all segments, padding as the last of its row, and how many of them each row has."""
         inputs[:], targets[:] = self.pad, IGNORE
-        lengths, at = [], 0
-        for i in self.members[self._order(epoch)[row]]:
-            begin, end = self.starts[i], self.starts[i + 1]
-            length = int(end - begin) - 1
-            inputs[at : at + length] = self.ids[begin : end - 1]
-            targets[at : at + length] = np.where(self.mask[begin + 1 : end], self.ids[begin + 1 : end], IGNORE)
-            lengths.append(length)
-            at += length
-        if at < self.seq_len:
-            lengths.append(self.seq_len - at)
-        return np.array(lengths, dtype=np.int64)
+        lengths, counts = list[int](), list[int]()
+        for n in range(len(inputs)):
+            epoch, row = divmod(number + n, self.per_epoch)
+            at, before = 0, len(lengths)
+            for i in self.members[self._order(epoch)[row]]:
+                begin, end = self.starts[i], self.starts[i + 1]
+                length = int(end - begin) - 1
+                inputs[n, at : at + length] = self.ids[begin : end - 1]
+                targets[n, at : at + length] = np.where(self.mask[begin + 1 : end], self.ids[begin + 1 : end], IGNORE)
+                lengths.append(length)
+                at += length
+            if at < self.seq_len:
+                lengths.append(self.seq_len - at)
+            counts.append(len(lengths) - before)
+        return np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """The order of the rows in an epoch; the last one used is kept."""

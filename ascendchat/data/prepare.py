@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer
 
 TOYWORLD = "toyworld"
-SHARD = re.compile(r"(train|val)-[0-9a-f]{16}-\d{5}\.(tokens|lengths)(\.tmp)?")
+SHARD = re.compile(r"\.?(train|val)-[0-9a-f]{16}-\d{5}\.(tokens|lengths)(\.\d+\.tmp)?")  # finished or left half-written
 
 
 def _read(source: Source, tally: Tally) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _work_part(source: Source, number: int, texts: list[str]) -> None:
 def _work_source(source: Source) -> None:
     """A whole file in one worker: read, encode, record."""
     tally, number = Tally(), -1
-    for number, texts in enumerate(parts_of(_read(source, tally))):
+    for number, texts in enumerate(parts_of(_read(source, tally), source.part)):
         if load_record(_worker["out"], record_path(_worker["out"], source, number)) is None:
             _work_part(source, number, texts)
     finish(_worker["out"], source, number + 1, tally)
@@ -134,7 +134,7 @@ def _parts(pool: ProcessPoolExecutor, pending: Sequence[Source], out: Path, work
     ended: dict[str, tuple[Source, int, Tally]] = {}
     for source in pending:
         tally, number = Tally(), -1
-        for number, texts in enumerate(parts_of(_read(source, tally))):
+        for number, texts in enumerate(parts_of(_read(source, tally), source.part)):
             if load_record(out, record_path(out, source, number)) is None:
                 settle(workers)
                 running[pool.submit(_work_part, source, number, texts)] = source
@@ -160,10 +160,12 @@ def _identity(path: Path, known: dict[str, Any]) -> str:
 
 
 def _key(*facts: object) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, PART, *facts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([FORMAT, *facts]).encode()).hexdigest()[:16]
 
 
-def find_sources(given: Sequence[str], field: str, val_fraction: float, tokenizer: str, out: Path) -> list[Source]:
+def find_sources(
+    given: Sequence[str], field: str, val_fraction: float, part: int, tokenizer: str, out: Path
+) -> list[Source]:
     """The files behind the names a user gave; `tokenizer` is its fingerprint."""
     remembered = out / "progress" / "sources.json"
     known: dict[str, Any] = {}
@@ -171,36 +173,41 @@ def find_sources(given: Sequence[str], field: str, val_fraction: float, tokenize
         known = json.loads(remembered.read_text(encoding="utf-8"))
     found: list[Source] = []
     for name in given:
-        if name == TOYWORLD:
-            for split, fraction in (("train", 0.0), ("validation", 1.0)):
-                if val_fraction == 1.0 and split == "train":
-                    continue
-                found.append(Source(f"{TOYWORLD}/{split}", _toyworld_key(split, tokenizer), field, fraction))
+        if name == TOYWORLD:  # it has its own splits
+            splits = [("train", 0.0)] * (val_fraction < 1) + [("validation", 1.0)] * (val_fraction > 0)
+            for split, fraction in splits:
+                content = _toyworld_content(split)
+                key = _key(content, fraction, part, tokenizer)
+                found.append(Source(f"{TOYWORLD}/{split}", content, key, field, fraction, part))
             continue
-        fetched = home() / "data" / name
+        fetched = home() / "data" / name.replace("/", "--")  # as data fetch names it
         path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
         for file in files([path]):
-            facts = (_identity(file, known), format_of(file.name), field, val_fraction, tokenizer)
-            found.append(Source(str(file), _key(*facts), field, val_fraction))
+            content = _identity(file, known)
+            key = _key(content, format_of(file.name), field, val_fraction, part, tokenizer)
+            found.append(Source(str(file), content, key, field, val_fraction, part))
     write_atomic(remembered, json.dumps(known))
-    seen: dict[str, str] = {}
-    for source in found:
-        if source.key in seen:
-            raise UserError(
-                f"{source.path} and {seen[source.key]} have the same content; name one of them (a source that shall "
-                "count more gets a greater weight: --weights)"
-            )
-        seen[source.key] = source.path
     return found
 
 
-def _toyworld_key(split: str, tokenizer: str) -> str:
+def _refuse_copies(sources: Sequence[Source]) -> None:
+    seen: dict[str, str] = {}
+    for source in sources:
+        if source.content in seen:
+            raise UserError(
+                f"{source.path} and {seen[source.content]} have the same content; name it once (a source that shall "
+                "count more gets a greater weight: --weights)"
+            )
+        seen[source.content] = source.path
+
+
+def _toyworld_content(split: str) -> str:
     from ascendchat.data import toyworld
 
     digest = hashlib.sha256()
     for text in toyworld.documents(split):
         digest.update(text.encode() + b"\0")
-    return _key(digest.hexdigest(), split, tokenizer)
+    return digest.hexdigest()
 
 
 def build_manifest(sources: Sequence[Source], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -234,7 +241,7 @@ def _tidy(out: Path, sources: Sequence[Source], manifest: dict[str, Any]) -> Non
         if SHARD.fullmatch(path.name) and path.name not in manifest["files"]:
             path.unlink()
     for path in (out / "progress").iterdir():
-        if path.name.endswith(".tmp") or (path.name != "sources.json" and path.name[:16] not in keys):
+        if path.name.endswith(".tmp") or (path.name not in ("lock", "sources.json") and path.name[:16] not in keys):
             path.unlink()
 
 
@@ -259,6 +266,7 @@ def prepare(
     val_fraction: float = 0.01,
     val_given: Sequence[str] = (),
     workers: int | None = None,
+    part: int = PART,
 ) -> dict[str, Any]:
     """Prepare sources into one folder; returns its manifest."""
     from ascendchat.data.tokenizer import Tokenizer
@@ -268,8 +276,9 @@ def prepare(
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with _alone(out):
         fraction = 0.0 if val_given else val_fraction
-        sources = find_sources([*given], field, fraction, loaded.fingerprint, out)
-        sources += find_sources([*val_given], field, 1.0, loaded.fingerprint, out) if val_given else []
+        sources = find_sources([*given], field, fraction, part, loaded.fingerprint, out)
+        sources += find_sources([*val_given], field, 1.0, part, loaded.fingerprint, out) if val_given else []
+        _refuse_copies(sources)
         encode_all(sources, out, str(tokenizer), workers)
         manifest = build_manifest(sources, out, loaded)
         text = json.dumps(manifest, indent=1)

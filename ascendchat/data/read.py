@@ -86,6 +86,7 @@ def files(paths: Sequence[str | Path]) -> list[Path]:
         path = Path(given)
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            inside = [p for p in inside if p.name != "manifest.json"]  # what `data fetch` knows of the folder
             matches = [p for p in inside if format_of(p.name)[0]]
             missing = f"the folder {path} holds no file of a known format"
         elif path.exists():

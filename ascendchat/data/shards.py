@@ -31,10 +31,12 @@ PART = 16 << 20  # characters of text per shard
 class Source:
     """One file to prepare, or the embedded corpus."""
 
-    path: str  # a file, or "toyworld/train", "toyworld/val"
+    path: str  # a file, or "toyworld/train", "toyworld/validation"
+    content: str  # sha256 of its bytes
     key: str  # hash of content, tokenizer and settings: the name of its shards
     field: str
     val_fraction: float  # 1.0: all of it is for validation
+    part: int  # characters of text per shard
 
 
 def is_validation(text: bytes, fraction: float) -> bool:
@@ -42,7 +44,7 @@ def is_validation(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") < fraction * 2.0**64
 
 
-def parts_of(texts: Iterable[str], size: int = PART) -> Iterator[list[str]]:
+def parts_of(texts: Iterable[str], size: int) -> Iterator[list[str]]:
     """Groups of documents of at least `size` characters (the last may have fewer)."""
     held, characters = [], 0
     for text in texts:
@@ -56,7 +58,7 @@ def parts_of(texts: Iterable[str], size: int = PART) -> Iterator[list[str]]:
 
 
 def _write(path: Path, data: bytes | memoryview) -> dict[str, Any]:
-    beside = path.with_name(path.name + ".tmp")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with beside.open("wb") as file:
         file.write(data)
         file.flush()

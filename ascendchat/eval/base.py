@@ -162,7 +162,8 @@ def corpora_of(config: EvalBaseConfig, found: Checkpoint) -> list[Corpus]:
 
 def run(config: EvalBaseConfig) -> int:
     """The command."""
-    if config.tokens_per_batch < 1 or (config.max_per_task or 1) < 1 or config.eval_tokens < 0:
+    most = None if config.max_per_task == -1 else config.max_per_task
+    if config.tokens_per_batch < 1 or config.eval_tokens < 0 or (most is not None and most < 1):
         raise UserError("--tokens-per-batch and --max-per-task must be at least 1, --eval-tokens at least 0")
     device = pick(config.device_type)
     world = dist.init(device)
@@ -198,7 +199,7 @@ def run(config: EvalBaseConfig) -> int:
     correct: dict[str, str] = {}
     if tasks:
         say(f"  {'task':<34}{'accuracy':>8}{'centred':>9}{'rows':>7}")
-        report = core.evaluate(tasks, scorer, tokenizer, max_len=limit, max_per_task=config.max_per_task, say=say)
+        report = core.evaluate(tasks, scorer, tokenizer, max_len=limit, max_per_task=most, say=say)
         for text in core.summary(report):
             say(text)
         result["core"] = report.to_dict()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,6 @@ from ascendchat.eval.scorer import Example, Pending, Scored, Scorer
 
 DEMONSTRATION_SEED = 1234
 CHUNK = 512  # examples written, and their tokens held, at a time
-LINE = re.compile(r"(?<=\n)(?=\S)")  # where a line begins with something visible, no token crosses
 
 
 class Encoder(Protocol):
@@ -64,47 +62,72 @@ def demonstrations(count: int, index: int, shots: int) -> list[int]:
     return [i + (i >= index) for i in drawn]
 
 
-def prompts(task: Task, row: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The texts of one row: one per option, or without and with the continuation for language modelling."""
+def shown_before(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The demonstrations: each row with its right answer and an empty line behind it."""
     between = task.delimiter
     if task.kind == "multiple_choice":
-        head = "".join(f"{r['query']}{between}{r['choices'][r['gold']]}\n\n" for r in shown)
-        return [f"{head}{row['query']}{between}{choice}" for choice in row["choices"]]
+        return [f"{row['query']}{between}{row['choices'][row['gold']]}\n\n" for row in rows]
     if task.kind == "schema":
-        head = "".join(f"{r['context_options'][r['gold']]}{between}{r['continuation']}\n\n" for r in shown)
-        return [f"{head}{context}{between}{row['continuation']}" for context in row["context_options"]]
-    head = "".join(f"{r['context'].strip()}{between}{r['continuation']}\n\n" for r in shown)
-    context = f"{head}{row['context'].strip()}{between}"
+        return [f"{row['context_options'][row['gold']]}{between}{row['continuation']}\n\n" for row in rows]
+    return [f"{row['context'].strip()}{between}{row['continuation']}\n\n" for row in rows]
+
+
+def asked(task: Task, row: Mapping[str, Any]) -> list[str]:
+    """What stands behind the demonstrations: a text per option, or without and with the continuation."""
+    between = task.delimiter
+    if task.kind == "multiple_choice":
+        return [f"{row['query']}{between}{choice}" for choice in row["choices"]]
+    if task.kind == "schema":
+        return [f"{context}{between}{row['continuation']}" for context in row["context_options"]]
+    context = f"{row['context'].strip()}{between}"
     # A blank at the end of the context would be a token of its own, but belongs to the continuation's first token.
-    return [context.strip(), f"{context}{row['continuation']}"]
+    return [context.rstrip(), f"{context}{row['continuation']}"]
 
 
-class Lines:
-    """Encodes line by line and remembers the lines: the same demonstrations return in thousands of prompts.
+class Prompts:
+    """Encodes prompts part by part and remembers the parts: the same demonstrations return in thousands of prompts.
 
-    Exact for split patterns in which no piece runs from a line break into visible text; the first prompts of a task
-    are encoded whole as well, and a tokenizer that disagrees is used whole from then on.
+    Parts are joined where a line break is followed by something visible. No piece of our split pattern crosses such a
+    place, so the ids are those of the whole text; the first prompts are encoded whole as well, and a tokenizer that
+    disagrees is used whole from then on.
     """
 
     def __init__(self, tokenizer: Encoder, checks: int = 4) -> None:
         self.tokenizer, self.checks, self.exact = tokenizer, checks, True
+        self.bos = tokenizer.specials["<|bos|>"]
         self.known: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
-        if not self.exact:
-            return self.tokenizer.encode(text)
-        ids: list[int] = []
-        for line in LINE.split(text):
-            found = self.known.get(line)
-            if found is None:
-                found = self.known[line] = self.tokenizer.encode(line)
-            ids += found
+    def encode(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
+        """Token rows, one per end: <|bos|>, the parts of the head, the end."""
+        if not self.exact or not all(part[:1].strip() for part in (*head[1:], *ends)):
+            return self.whole(head, ends)
+        begin = [self.bos]
+        for part in head:
+            begin += self.part(part)
+        rows = []
+        for end in ends:
+            cut = end.rfind("\n") + 1  # what stands before the last line is the same for all options
+            if cut and end[cut : cut + 1].strip():
+                rows.append([*begin, *self.part(end[:cut]), *self.tokenizer.encode(end[cut:])])
+            else:
+                rows.append([*begin, *self.tokenizer.encode(end)])
         if self.checks:
             self.checks -= 1
-            whole = self.tokenizer.encode(text)
-            self.exact = whole == ids
+            whole = self.whole(head, ends)
+            self.exact = whole == rows
             return whole
-        return ids
+        return rows
+
+    def part(self, text: str) -> list[int]:
+        """The ids of a part, encoded once."""
+        found = self.known.get(text)
+        if found is None:
+            found = self.known[text] = self.tokenizer.encode(text)
+        return found
+
+    def whole(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
+        """The same rows, each encoded as one text."""
+        return [[self.bos, *self.tokenizer.encode("".join(head) + end)] for end in ends]
 
 
 def common_prefix(rows: Sequence[list[int]]) -> int:
@@ -166,16 +189,15 @@ def evaluate_task(
             f"{task.label} shows {task.shots} other rows before each, but only {len(rows)} are there; "
             f"give --max-per-task {task.shots + 1} or more"
         )
-    encoder, counts, world = Lines(tokenizer), Counts(), dist.world()
-    bos = tokenizer.specials["<|bos|>"]
+    prompts, counts, world = Prompts(tokenizer), Counts(), dist.world()
     mine = range(world.rank, len(rows), world.size)
     pending: list[Pending] = []
     for first in range(0, len(mine), CHUNK):
         examples = []
         for index in mine[first : first + CHUNK]:
             shown = [rows[i] for i in demonstrations(len(rows), index, task.shots)] if task.shots else []
-            texts = prompts(task, rows[index], shown)
-            examples.append(build(task.kind, [[bos, *encoder.encode(text)] for text in texts], max_len, counts))
+            tokens = prompts.encode(shown_before(task, shown), asked(task, rows[index]))
+            examples.append(build(task.kind, tokens, max_len, counts))
         pending.append(scorer.submit(examples))
     scored = [result for chunk in pending for result in chunk()]
     own = {index: verdict(task.kind, rows[index], result) for index, result in zip(mine, scored)}

@@ -15,6 +15,7 @@ REFERENCE_DIM = 768
 BATCH_EXPONENT = 0.383  # optimal batch grows as horizon ** 0.383
 
 MATRIX_DECAY = 0.28
+MAX_SHRINK = 0.02  # of a matrix per step: in a run of a few hundred steps the rule would shrink faster than it learns
 WARMUP_STEPS = 40
 WARMDOWN = 0.65  # share of the run that lowers the learning rate
 FINAL_LR = 0.05  # of the full rate
@@ -38,8 +39,10 @@ def rates(dim: int, total_batch: int) -> dict[str, float]:
 
 
 def full_decay(total_batch: int, tokens: int) -> float:
-    """Weight decay of the matrices at step 0: the total shrinking over a run is the same at every batch and horizon."""
-    return MATRIX_DECAY * math.sqrt(total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
+    """Weight decay of the matrices at step 0: the total shrinking over a run is the same at every batch and horizon,
+    and no step shrinks by more than MAX_SHRINK."""
+    batch = math.sqrt(total_batch / REFERENCE_BATCH)
+    return min(MATRIX_DECAY * batch * (REFERENCE_TOKENS / tokens), MAX_SHRINK / (MATRIX_RATE * batch))
 
 
 def warmdown_start(steps: int, warmdown: float = WARMDOWN) -> int:

@@ -87,7 +87,7 @@ class BaseStage:
 
     def __init__(
         self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], seed: int,
-        validation: list[Corpus], eval_tokens: int | None, tokenizer: Tokenizer | None,
+        validation: list[Corpus], eval_tokens: int | None, tokenizer: Tokenizer | None, lr_multiplier: float = 1.0,
     ) -> None:  # fmt: skip
         self.learner, self.split, self.steps = learner, split, steps
         self.model = learner.model
@@ -96,9 +96,10 @@ class BaseStage:
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = schedule.full_decay(split.total, steps * split.total)
+        rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
         compile = learner.device.compile if learner.device.compiles else None
         self.optimizer = MuonAdamW(
-            groups(learner.model, schedule.rates(shape.dim, split.total)),
+            groups(learner.model, rates),
             compute_dtype=learner.device.dtype,
             compile=compile,
         )
@@ -262,7 +263,9 @@ def run(config: BaseConfig) -> int:
     if config.minutes is not None:
         known = found.state["steps"] * found.state["total_batch"] if found else 0
         split, steps = share_out(config, shape, device, known or measured_horizon(learner, split, config.minutes))
-    stage = BaseStage(learner, split, steps, corpora, config.seed, validation, config.eval_tokens, tokenizer)
+    stage = BaseStage(
+        learner, split, steps, corpora, config.seed, validation, config.eval_tokens, tokenizer, config.lr_multiplier
+    )
     expected = {name: value for name, value in stage.state_dict().items() if name in SAME}
     start = load_state(stage, found, expected) if found else 0
     if start >= stage.steps:

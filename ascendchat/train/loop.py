@@ -212,14 +212,14 @@ class Progress:
 
     def read(self, keep: int) -> bool:
         """Look at all queued losses but the newest `keep`; True when some rank wants to stop."""
-        stop = False
-        while len(self.pending) > keep:
-            step, report = self.pending.popleft()
-            loss, wish = report.tolist()
-            stop |= wish > 0
+        ready = [self.pending.popleft() for _ in range(max(0, len(self.pending) - keep))]
+        rows = [(step, report.tolist()) for step, report in ready]  # waits until the last of them is done
+        now = time.perf_counter()
+        for step, (loss, _) in rows:
             self.check(step, loss)
-            self.show(step + 1, loss)
-        return stop
+            self.show(step + 1, loss, (now - self.clock) / len(rows))
+        self.clock = now if rows else self.clock
+        return any(wish > 0 for _, (_, wish) in rows)
 
     def check(self, step: int, loss: float) -> None:
         if not math.isfinite(loss) or (step > self.first + 50 and loss > self.mean + SPIKE):
@@ -227,23 +227,21 @@ class Progress:
             raise Diverged(f"{seen}; batch {step} of this data and seed; the last checkpoint is before it")
         self.mean = self.smooth.add(loss)
 
-    def show(self, step: int, loss: float) -> None:
-        now = time.perf_counter()
+    def show(self, step: int, loss: float, seconds: float) -> None:
         pace = speed(
             self.stage.tokens_per_step,
-            now - self.clock,
+            seconds,
             self.stage.flops_per_token,
             self.device.chip.flops,
             dist.world().size,
         )
         memory = self.device.memory()
-        left = eta(step - self.first, self.stage.steps - self.first, now - self.started)
-        metrics = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "seconds": now - self.clock}
+        left = eta(step - self.first, self.stage.steps - self.first, time.perf_counter() - self.started)
+        metrics = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "seconds": seconds}
         rates = self.stage.rates(step - 1)
         self.run.log(step, loss=loss, memory_peak=memory.peak, **metrics, **rates)
         shown = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "memory": (memory.peak, memory.total)}
         self.console.update(step, loss=self.mean, seconds_left=left, **shown)
-        self.clock = now
 
 
 def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "") -> Result:

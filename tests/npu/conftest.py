@@ -89,7 +89,8 @@ def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
     numbers = itertools.count()
 
     def new(
-        code: str, ranks: int = 1, *, devices: int | None = None, chip: str = "Ascend910B3", timeout: float = 60, **env: object
+        code: str, ranks: int = 1, *, devices: int | None = None, chip: str = "Ascend910B3", timeout: float = 60,
+        **env: object,
     ) -> dict[str, object]:  # fmt: skip
         folder = tmp_path / f"job{next(numbers)}"
         folder.mkdir()

@@ -60,6 +60,15 @@ def inplace(name: str, method: str, *arguments: Any, x: torch.Tensor = X, launch
     return Case(name, lambda x, *a: getattr(x.clone(), method)(*a), (x, *arguments), launches or name, grad=False)
 
 
+IN_PLACE = {
+    "LeakyRelu": F.leaky_relu,
+    "Elu": F.elu,
+    "Hardtanh": F.hardtanh,
+    "Hardswish": F.hardswish,
+    "Hardsigmoid": F.hardsigmoid,
+    "Mish": F.mish,
+}
+
 UNARY = [
     unary("Abs", torch.abs),
     unary("Neg", torch.neg),
@@ -131,6 +140,19 @@ UNARY = [
             "Erf",
         )
     ),
+    *(
+        Case(f"Inplace{name}", lambda x, f=f: f(x.clone(), inplace=True), (X,), f"Inplace{name}", grad=False)
+        for name, f in {
+            "LeakyRelu": F.leaky_relu,
+            "Elu": F.elu,
+            "Hardtanh": F.hardtanh,
+            "Hardswish": F.hardswish,
+            "Mish": F.mish,
+            "Hardsigmoid": F.hardsigmoid,
+        }.items()
+    ),
+    Case("InplaceNanToNum", lambda x: x.log().nan_to_num_(1.0, 2.0, 3.0), (X,), "InplaceNanToNum", grad=False),
+    Case("in-place threshold", lambda x: F.threshold_(x.clone(), 0.1, 2.0), (X,), "InplaceThreshold", grad=False),
     inplace("InplaceReciprocal", "reciprocal_", x=POSITIVE),
 ]
 
@@ -145,12 +167,21 @@ BINARY = [
     Case("Muls", lambda a: a * 3, (X,), "Muls"),
     Case("Div", torch.div, (X, POSITIVE), "Div"),
     Case("Divs", lambda a: a / 3, (X,), "Divs"),
-    Case("DivMod", lambda a, b: torch.div(a, b, rounding_mode="floor"), (X, POSITIVE), "DivMod", grad=False, dtypes=ONE),
+    Case(
+        "DivMod", lambda a, b: torch.div(a, b, rounding_mode="floor"), (X, POSITIVE), "DivMod", grad=False, dtypes=ONE
+    ),
     Case("DivMods", lambda a: torch.div(a, 2, rounding_mode="trunc"), (INTS,), "DivMods", grad=False, dtypes=ONE),
     Case("FloorDivide", lambda a, b: a // b, (INTS, SMALL), "FloorDivide", grad=False, dtypes=ONE),
     Case("FloorDivides", lambda a: a // 2, (INTS,), "FloorDivides", grad=False, dtypes=ONE),
     Case("int and float", lambda a: (a * 2, a / 4, a + 0.5, a % 3), (INTS,), "Muls Divs Adds", grad=False, dtypes=ONE),
-    Case("Remainder", lambda a, b: (a % b, a % 3), (INTS, SMALL), "RemainderTensorTensor RemainderTensorScalar", False, ONE),
+    Case(
+        "Remainder",
+        lambda a, b: (a % b, a % 3),
+        (INTS, SMALL),
+        "RemainderTensorTensor RemainderTensorScalar",
+        False,
+        ONE,
+    ),
     Case("RemainderScalarTensor", lambda a: torch.remainder(7, a), (SMALL,), "RemainderScalarTensor", False, ONE),
     Case("Fmod", lambda a, b: (torch.fmod(a, b), torch.fmod(a, 3)), (INTS, SMALL), "FmodTensor FmodScalar", False, ONE),
     Case("PowTensorScalar", lambda a: a**2, (X,), "PowTensorScalar"),
@@ -173,20 +204,55 @@ BINARY = [
     Case("ClampMinTensor", lambda a, b: torch.clamp_min(a, b), (X, Y), "ClampMinTensor", grad=False),
     Case("ClampMaxTensor", lambda a, b: torch.clamp_max(a, b), (X, Y), "ClampMaxTensor", grad=False),
     Case("SWhere", lambda a, b: torch.where(a > b, a, b), (X, Y), "SWhere GtTensor"),
-    Case("compare tensors", lambda a, b: (a == b, a != b, a < b, a <= b, a > b, a >= b), (X, Y),
-         "EqTensor NeTensor LtTensor LeTensor GtTensor GeTensor", grad=False),
-    Case("compare scalars", lambda a: (a == 0, a != 0, a < 0, a <= 0, a > 0, a >= 0), (X,),
-         "EqScalar NeScalar LtScalar LeScalar GtScalar GeScalar", grad=False),
-    Case("compare in place", lambda a, b: (a.clone().eq_(b), a.clone().gt_(0), a.clone().le_(b)), (X, Y),
-         "InplaceEqTensor InplaceGtScalar InplaceLeTensor", grad=False),
-    Case("bits", lambda a, b: (a & b, a | b, a ^ b, a & 3, a | 1, a ^ 2), (INTS, SMALL),
-         "BitwiseAndTensor BitwiseOrTensor BitwiseXorTensor BitwiseAndScalar BitwiseOrScalar BitwiseXorScalar", False, ONE),
-    Case("logic", lambda a, b: (a.logical_and(b), a.logical_or(b), a.logical_xor(b)), (BOOLS, OTHER_BOOLS),
-         "LogicalAnd LogicalOr LogicalXor", False, ONE),
-    Case("logic in place", lambda a, b: (a.clone().logical_and_(b), a.clone().logical_or_(b)), (BOOLS, OTHER_BOOLS),
-         "InplaceLogicalAnd InplaceLogicalOr", False, ONE),
+    Case(
+        "compare tensors",
+        lambda a, b: (a == b, a != b, a < b, a <= b, a > b, a >= b),
+        (X, Y),
+        "EqTensor NeTensor LtTensor LeTensor GtTensor GeTensor",
+        grad=False,
+    ),
+    Case(
+        "compare scalars",
+        lambda a: (a == 0, a != 0, a < 0, a <= 0, a > 0, a >= 0),
+        (X,),
+        "EqScalar NeScalar LtScalar LeScalar GtScalar GeScalar",
+        grad=False,
+    ),
+    Case(
+        "compare in place",
+        lambda a, b: (a.clone().eq_(b), a.clone().gt_(0), a.clone().le_(b)),
+        (X, Y),
+        "InplaceEqTensor InplaceGtScalar InplaceLeTensor",
+        grad=False,
+    ),
+    Case(
+        "bits",
+        lambda a, b: (a & b, a | b, a ^ b, a & 3, a | 1, a ^ 2),
+        (INTS, SMALL),
+        "BitwiseAndTensor BitwiseOrTensor BitwiseXorTensor BitwiseAndScalar BitwiseOrScalar BitwiseXorScalar",
+        False,
+        ONE,
+    ),
+    Case(
+        "logic",
+        lambda a, b: (a.logical_and(b), a.logical_or(b), a.logical_xor(b)),
+        (BOOLS, OTHER_BOOLS),
+        "LogicalAnd LogicalOr LogicalXor",
+        False,
+        ONE,
+    ),
+    Case(
+        "logic in place",
+        lambda a, b: (a.clone().logical_and_(b), a.clone().logical_or_(b)),
+        (BOOLS, OTHER_BOOLS),
+        "InplaceLogicalAnd InplaceLogicalOr",
+        False,
+        ONE,
+    ),
     Case("IsClose", lambda a, b: (torch.isclose(a, b), torch.isclose(a, a)), (X, Y), "IsClose", grad=False),
-    Case("Equal", lambda a, b: (torch.tensor(torch.equal(a, b)), torch.tensor(torch.equal(a, a))), (X, Y), "Equal", False),
+    Case(
+        "Equal", lambda a, b: (torch.tensor(torch.equal(a, b)), torch.tensor(torch.equal(a, a))), (X, Y), "Equal", False
+    ),
     inplace("InplaceAdd", "add_", Y),
     inplace("InplaceAdds", "add_", 2.5),
     inplace("InplaceSub", "sub_", Y),
@@ -201,7 +267,7 @@ BINARY = [
     inplace("InplaceAddcdiv", "addcdiv_", Y, POSITIVE),
     inplace("InplacePowTensorScalar", "pow_", 2),
     inplace("InplaceClampMax", "clamp_max_", 0.1),
-]  # fmt: skip
+]
 
 REDUCE = [
     Case("ReduceSum", lambda x: (x.sum(), x.sum(-1), x.sum((0, 2), keepdim=True)), (X,), "ReduceSum"),
@@ -217,8 +283,13 @@ REDUCE = [
     Case("ArgMax", lambda x: (x.argmax(), x.argmax(-1), x.argmax(0, keepdim=True)), (distinct(4, 8),), "ArgMax", False),
     Case("ArgMin", lambda x: (x.argmin(), x.argmin(-1)), (distinct(4, 8),), "ArgMin", grad=False),
     Case("AnyAll", lambda x: ((x > 0).any(), (x > 0).all(-1), (x > -9).all(), (x > 2).any(0)), (X,), "Any All", False),
-    Case("LinalgVectorNorm", lambda x: (torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1, -1)), (X,),
-         "LinalgVectorNorm", grad=False),
+    Case(
+        "LinalgVectorNorm",
+        lambda x: (torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1, -1)),
+        (X,),
+        "LinalgVectorNorm",
+        grad=False,
+    ),
     Case("norm", lambda x: x.norm(), (X,), "LinalgVectorNorm"),
     Case("LogSumExp", lambda x: x.logsumexp(-1), (X,), "LogSumExp"),
     Case("Var", lambda x: (x.var(-1), x.std(-1)), (X,), "VarCorrection Std", grad=False),
@@ -231,6 +302,6 @@ REDUCE = [
     Case("Bincount", lambda x: torch.bincount(x), (torch.tensor([1, 4, 1, 0]),), "Bincount", False, ONE),
     Case("Histc", lambda x: torch.histc(x, 4, -1, 1), (UNIT,), "Histc", False, ONE),
     Case("Trace", lambda x: torch.trace(x), (X[0, :, :3],), "Trace", False, ONE),
-]  # fmt: skip
+]
 
 CASES = [*UNARY, *BINARY, *REDUCE]

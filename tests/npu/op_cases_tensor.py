@@ -17,13 +17,20 @@ MASK = X > 0.2
 UNSORTED = randn(5, seed=15) + 4
 
 MATMUL = [
+    Case("Svd", lambda a: torch.linalg.svdvals(a), (randn(5, 3),), "Svd", False, ONE),
+    Case("LinalgQr", lambda a: torch.linalg.qr(a)[1].abs(), (randn(5, 3),), "LinalgQr", False, ONE),
     Case("Mm", lambda a, b: a @ b, (A, B), "Matmul", loose=4),
     Case("linear", F.linear, (A, B.t().contiguous(), BIAS), "Addmm", loose=4),
     Case("linear 3d", lambda x, w: F.linear(x, w), (X, TABLE), "Matmul", loose=4),
     Case("transposed", lambda a, b: a.t() @ b, (A.t().contiguous(), B), "Matmul", loose=4),
     Case("BatchMatMul", torch.bmm, (BATCH_A, BATCH_B), "BatchMatMul", loose=4),
-    Case("Baddbmm", lambda s, a, b: torch.baddbmm(s, a, b, beta=0.5, alpha=2), (randn(3, 5, 4), BATCH_A, BATCH_B),
-         "Baddbmm", loose=8),
+    Case(
+        "Baddbmm",
+        lambda s, a, b: torch.baddbmm(s, a, b, beta=0.5, alpha=2),
+        (randn(3, 5, 4), BATCH_A, BATCH_B),
+        "Baddbmm",
+        loose=8,
+    ),
     Case("Addmm", lambda s, a, b: torch.addmm(s, a, b, beta=0.5, alpha=2), (BIAS, A, B), "Addmm", loose=8),
     Case("InplaceAddmm", lambda s, a, b: s.clone().addmm_(a, b), (randn(6, 10), A, B), "InplaceAddmm", False, loose=4),
     Case("Mv", torch.mv, (A, randn(16)), "Mv", grad=False, loose=4),
@@ -35,7 +42,7 @@ MATMUL = [
     Case("matmul broadcast", lambda a, b: a @ b, (randn(2, 3, 4, 8), randn(8, 5)), "Matmul", loose=4),
     Case("newton schulz", lambda g: _newton_schulz(g), (randn(2, 6, 4),), "Baddbmm Matmul", grad=False, loose=20),
     Case("Inverse", torch.inverse, (randn(4, 4) + 4 * torch.eye(4),), "Inverse", False, ONE),
-]  # fmt: skip
+]
 
 
 def _newton_schulz(g: torch.Tensor) -> torch.Tensor:
@@ -56,28 +63,73 @@ INDEX = [
     Case("Take", lambda x: torch.take(x, PICK.to(x.device)), (X,), "Take", grad=False),
     Case("MaskedSelect", lambda x: x.masked_select(MASK.to(x.device)), (X,), "MaskedSelect", grad=False),
     Case("Nonzero", lambda x: (x > 0).nonzero(), (X,), "Nonzero", grad=False),
-    Case("index_put", lambda x, v: x.index_put((PICK[:2].to(x.device),), v), (randn(4, 8), randn(2, 8)), "IndexPutImpl"),
-    Case("index_put accumulate", lambda x, v: x.index_put((PICK.to(x.device),), v, accumulate=True),
-         (randn(4, 8), randn(3, 8)), "IndexPutImpl", grad=False),
-    Case("IndexAdd", lambda x, v: x.index_add(0, PICK.to(x.device), v, alpha=2), (randn(4, 8), randn(3, 8)), "IndexAdd"),
-    Case("IndexCopy", lambda x, v: x.clone().index_copy_(0, PICK[:2].to(x.device), v), (randn(4, 8), randn(2, 8)),
-         "InplaceIndexCopy", grad=False),
-    Case("IndexFill", lambda x: x.clone().index_fill_(0, PICK.to(x.device), 3.0), (randn(4, 8),), "InplaceIndexFill",
-         grad=False, dtypes=ONE),
-    Case("Scatter", lambda x, v: x.scatter(-1, GATHER[..., :1].to(x.device), v), (X, Y[..., :1]), "Scatter", grad=False),
+    Case(
+        "index_put", lambda x, v: x.index_put((PICK[:2].to(x.device),), v), (randn(4, 8), randn(2, 8)), "IndexPutImpl"
+    ),
+    Case(
+        "index_put accumulate",
+        lambda x, v: x.index_put((PICK.to(x.device),), v, accumulate=True),
+        (randn(4, 8), randn(3, 8)),
+        "IndexPutImpl",
+        grad=False,
+    ),
+    Case(
+        "IndexAdd", lambda x, v: x.index_add(0, PICK.to(x.device), v, alpha=2), (randn(4, 8), randn(3, 8)), "IndexAdd"
+    ),
+    Case(
+        "IndexCopy",
+        lambda x, v: x.clone().index_copy_(0, PICK[:2].to(x.device), v),
+        (randn(4, 8), randn(2, 8)),
+        "InplaceIndexCopy",
+        grad=False,
+    ),
+    Case(
+        "IndexFill",
+        lambda x: x.clone().index_fill_(0, PICK.to(x.device), 3.0),
+        (randn(4, 8),),
+        "InplaceIndexFill",
+        grad=False,
+        dtypes=ONE,
+    ),
+    Case(
+        "Scatter", lambda x, v: x.scatter(-1, GATHER[..., :1].to(x.device), v), (X, Y[..., :1]), "Scatter", grad=False
+    ),
     Case("ScatterValue", lambda x: x.scatter(-1, GATHER[..., :1].to(x.device), 2.0), (X,), "ScatterValue", grad=False),
-    Case("InplaceScatter", lambda x, v: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), v), (X, Y[..., :1]),
-         "InplaceScatter", grad=False),
-    Case("InplaceScatterValue", lambda x: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), 2.0), (X,),
-         "InplaceScatterValue", grad=False),
-    Case("ScatterAdd", lambda x, v: x.scatter_add(-1, GATHER.to(x.device), v), (X, Y[..., :2]), "ScatterAdd", grad=False),
+    Case(
+        "InplaceScatter",
+        lambda x, v: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), v),
+        (X, Y[..., :1]),
+        "InplaceScatter",
+        grad=False,
+    ),
+    Case(
+        "InplaceScatterValue",
+        lambda x: x.clone().scatter_(-1, GATHER[..., :1].to(x.device), 2.0),
+        (X,),
+        "InplaceScatterValue",
+        grad=False,
+    ),
+    Case(
+        "ScatterAdd", lambda x, v: x.scatter_add(-1, GATHER.to(x.device), v), (X, Y[..., :2]), "ScatterAdd", grad=False
+    ),
     Case("masked_fill", lambda x: x.masked_fill(MASK.to(x.device), -1.5), (X,), "InplaceMaskedFillScalar"),
-    Case("masked_fill tensor", lambda x, v: x.masked_fill(MASK.to(x.device), v), (X, torch.tensor(2.0)),
-         "InplaceMaskedFillTensor", grad=False),
-    Case("masked_scatter", lambda x, v: x.clone().masked_scatter_(MASK.to(x.device), v), (X, Y), "InplaceMaskedScatter",
-         False, ONE),
+    Case(
+        "masked_fill tensor",
+        lambda x, v: x.masked_fill(MASK.to(x.device), v),
+        (X, torch.tensor(2.0)),
+        "InplaceMaskedFillTensor",
+        grad=False,
+    ),
+    Case(
+        "masked_scatter",
+        lambda x, v: x.clone().masked_scatter_(MASK.to(x.device), v),
+        (X, Y),
+        "InplaceMaskedScatter",
+        False,
+        ONE,
+    ),
     Case("OneHot", lambda x: F.one_hot(TOKENS.to(x.device), 12), (X,), "OneHot", False, ONE),
-]  # fmt: skip
+]
 
 
 def _pieces(x: torch.Tensor) -> list[torch.Tensor]:
@@ -90,10 +142,17 @@ SHAPE = [
     Case("split and unbind", lambda x: torch.stack([piece.sum() for piece in _pieces(x)]), (X,), "Stack", loose=4),
     Case("Repeat", lambda x: x.repeat(2, 1, 3), (X,), "Repeat"),
     Case("RepeatInterleave", lambda x: x.repeat_interleave(2, 1), (X,), "RepeatInterleaveIntWithDim"),
-    Case("RepeatInterleave tensor", lambda x: x.repeat_interleave(torch.tensor([1, 0, 2], device=x.device), 1), (X,),
-         "RepeatInterleaveWithDim", grad=False),
+    Case(
+        "RepeatInterleave tensor",
+        lambda x: x.repeat_interleave(torch.tensor([1, 0, 2], device=x.device), 1),
+        (X,),
+        "RepeatInterleaveWithDim",
+        grad=False,
+    ),
     Case("ConstantPadNd", lambda x: F.pad(x, (1, 2), value=0.5), (X,), "ConstantPadNd"),
-    Case("ReflectionPad1d", lambda x: F.pad(x, (1, 2), mode="reflect"), (X,), "ReflectionPad1d ReflectionPad1dBackward"),
+    Case(
+        "ReflectionPad1d", lambda x: F.pad(x, (1, 2), mode="reflect"), (X,), "ReflectionPad1d ReflectionPad1dBackward"
+    ),
     Case("Flip", lambda x: x.flip(-1), (X,), "Flip"),
     Case("Roll", lambda x: x.roll(1, 0), (X,), "Roll"),
     Case("Triu", lambda x: x.triu(1), (X,), "Triu"),
@@ -104,9 +163,10 @@ SHAPE = [
     Case("strided copy", lambda x: x.clone()[:, ::2].copy_(x[:, ::2] * 2), (X,), "InplaceCopy", grad=False),
     Case("unfold", lambda x: x.unfold(-1, 4, 2) * 1, (X,), "UnfoldGrad"),
     Case("diag", lambda x: x.clone().fill_diagonal_(2.0), (randn(4, 4),), "InplaceFillDiagonal", False, ONE),
-]  # fmt: skip
+]
 
 SORT = [
+    Case("UniqueConsecutive", torch.unique_consecutive, (TOKENS.flatten(),), "UniqueConsecutive", False, ONE),
     Case("Sort", lambda x: tuple(x.sort(-1)), (distinct(4, 8),), "Sort", grad=False),
     Case("Sort descending", lambda x: tuple(x.sort(0, descending=True)), (distinct(4, 8),), "Sort", grad=False),
     Case("argsort", lambda x: x.argsort(-1), (distinct(4, 8),), "Sort", grad=False),
@@ -117,26 +177,64 @@ SORT = [
     Case("SearchSorted", torch.searchsorted, (torch.arange(8.0), UNSORTED), "SearchSorted", False, ONE),
     Case("bucketize", lambda x, v: torch.bucketize(v, x), (torch.arange(8.0), UNSORTED), "SearchSorted", False, ONE),
     Case("Unique2", lambda x: x.unique(return_inverse=True, return_counts=True), (TOKENS,), "Unique2", False, ONE),
-]  # fmt: skip
+]
 
-_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-          torch.bool)  # fmt: skip
+_TYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 COPY = [
     *(
-        Case(f"cast {source} to all".replace("torch.", ""), lambda x, s=source: [x.to(s).to(t).float() for t in _TYPES],
-             ((X * 3).abs(),), "InplaceCopy", False, ONE)
+        Case(
+            f"cast {source} to all".replace("torch.", ""),
+            lambda x, s=source: [x.to(s).to(t).float() for t in _TYPES],
+            ((X * 3).abs(),),
+            "InplaceCopy",
+            False,
+            ONE,
+        )
         for source in _TYPES
     ),
-    Case("autograd casts", lambda x: x.float() * 2 + x.to(torch.float16).float(), (X,), "InplaceCopy", dtypes=("float32", "bfloat16"), loose=200),
-    Case("Arange", lambda x: (torch.arange(10, device=x.device), torch.arange(1, 3, 0.5, device=x.device)), (X,), "Arange",
-         False, ONE),
+    Case(
+        "autograd casts",
+        lambda x: x.float() * 2 + x.to(torch.float16).float(),
+        (X,),
+        "InplaceCopy",
+        dtypes=("float32", "bfloat16"),
+        loose=200,
+    ),
+    Case(
+        "Arange",
+        lambda x: (torch.arange(10, device=x.device), torch.arange(1, 3, 0.5, device=x.device)),
+        (X,),
+        "Arange",
+        False,
+        ONE,
+    ),
     Case("Linspace", lambda x: torch.linspace(0, 1, 7, device=x.device), (X,), "Linspace", False, ONE),
     Case("Eye", lambda x: torch.eye(3, 5, device=x.device), (X,), "Eye", False, ONE),
-    Case("fills", lambda x: (torch.zeros(3, device=x.device), torch.ones(3, device=x.device), torch.full((2,), 2.5, device=x.device),
-                             torch.zeros_like(x), torch.full_like(x, 3)), (X,), "InplaceZero InplaceOne InplaceFillScalar",
-         grad=False),
+    Case(
+        "fills",
+        lambda x: (
+            torch.zeros(3, device=x.device),
+            torch.ones(3, device=x.device),
+            torch.full((2,), 2.5, device=x.device),
+            torch.zeros_like(x),
+            torch.full_like(x, 3),
+        ),
+        (X,),
+        "InplaceZero InplaceOne InplaceFillScalar",
+        grad=False,
+    ),
     Case("fill_ tensor", lambda x: x.clone().fill_(x[0, 0, 0]), (X,), "InplaceFillTensor", grad=False),
-]  # fmt: skip
+]
 
 CASES = [*MATMUL, *INDEX, *SHAPE, *SORT, *COPY]

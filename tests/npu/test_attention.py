@@ -21,7 +21,7 @@ except ImportError:  # the tests of this folder are skipped then
 B, N, NKV, SQ, SK, D = 2, 4, 2, 6, 9, 16
 SCALE = 0.25
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-I, J = torch.arange(SQ)[:, None], torch.arange(SK)[None]
+ROWS, J = torch.arange(SQ)[:, None], torch.arange(SK)[None]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -86,23 +86,28 @@ MODES = {
     "no mask": (None, {}),
     "0 full mask": (FULL, {"atten_mask": FULL}),
     "0 per batch": (PER_BATCH, {"atten_mask": PER_BATCH}),
-    "0 band": (FULL | (J > I + 1) | (J < I - 2), {"atten_mask": FULL, "pre_tockens": 2, "next_tockens": 1}),
+    "0 band": (FULL | (J > ROWS + 1) | (J < ROWS - 2), {"atten_mask": FULL, "pre_tockens": 2, "next_tockens": 1}),
     "1 full mask": (FULL, {"atten_mask": FULL, "sparse_mode": 1, "pre_tockens": 0}),
-    "2 left-up causal": (J > I, {"atten_mask": COMPRESSED, "sparse_mode": 2}),
-    "3 right-down causal": (J > I + RIGHT, {"atten_mask": COMPRESSED, "sparse_mode": 3}),
+    "2 left-up causal": (J > ROWS, {"atten_mask": COMPRESSED, "sparse_mode": 2}),
+    "3 right-down causal": (J > ROWS + RIGHT, {"atten_mask": COMPRESSED, "sparse_mode": 3}),
     "4 band": (
-        (J > I + RIGHT) | (J < I + RIGHT - 2),
+        (J > ROWS + RIGHT) | (J < ROWS + RIGHT - 2),
         {"atten_mask": COMPRESSED, "sparse_mode": 4, "pre_tockens": 2, "next_tockens": 0},
     ),
     "5 prefix": (
-        torch.stack([(J > I + RIGHT) & (p <= J) for p in (4, 8)])[:, None],
+        torch.stack([(J > ROWS + RIGHT) & (p <= J) for p in (4, 8)])[:, None],
         {"atten_mask": PER_BATCH, "sparse_mode": 5, "prefix": [4, 8]},
     ),
     "6 prefix compressed": (
-        torch.stack([(J > I + RIGHT) & (p <= J) for p in (5, 9)])[:, None],
+        torch.stack([(J > ROWS + RIGHT) & (p <= J) for p in (5, 9)])[:, None],
         {"atten_mask": torch.ones(3072, 2048, dtype=torch.bool), "sparse_mode": 6, "prefix": [5, 9]},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _count_from_here() -> None:
+    cannsim.reset()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,6 +128,23 @@ def test_rows_that_see_nothing_give_zeros_and_no_nan() -> None:
     """Right-down causal with more queries than keys: the first rows see nothing."""
     i, j = torch.arange(SK)[:, None], torch.arange(SQ)[None]
     compare("BNSD", inputs(sq=SK, sk=SQ), j > i + SQ - SK, atten_mask=COMPRESSED, sparse_mode=3)
+
+
+@pytest.mark.parametrize("pse_type", [0, 1])
+def test_second_version_takes_the_order_of_scale_and_pse(pse_type: int) -> None:
+    """pse_type 0: scale * qk + pse, 1: scale * (qk + pse)."""
+    pse = torch.randn(B, N, SQ, SK, generator=torch.Generator().manual_seed(4))
+    tensors = inputs()
+    exact = [x.double().requires_grad_() for x in tensors]
+    expected = reference(*exact, pse=(pse / SCALE if pse_type == 0 else pse).double())
+    expected.square().sum().backward()
+    found_in = [x.npu().requires_grad_() for x in tensors]
+    found = torch_npu.npu_fusion_attention_v2(*found_in, N, "BNSD", pse=pse.npu(), scale=SCALE, pse_type=pse_type)[0]
+    found.square().sum().backward()
+    assert {"aclnnFlashAttentionScoreV2", "aclnnFlashAttentionScoreGradV2"} <= set(cannsim.launches())
+    torch.testing.assert_close(found.cpu().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for f, e in zip(found_in, exact):
+        torch.testing.assert_close(f.grad.cpu().double(), e.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_scale_defaults_to_one() -> None:
@@ -194,6 +216,7 @@ def test_packed_sequences(mode: str) -> None:
         *found_in, N, "TND", scale=SCALE, actual_seq_qlen=ends[0], actual_seq_kvlen=ends[1], **arguments
     )[0]
     (found * weight.npu()).sum().backward()
+    assert {"aclnnFlashAttentionVarLenScore", "aclnnFlashAttentionUnpaddingScoreGrad"} <= set(cannsim.launches())
     torch.testing.assert_close(found.cpu().double(), expected.detach(), rtol=1e-5, atol=1e-5)
     for f, e in zip(found_in, exact):
         torch.testing.assert_close(f.grad.cpu().double(), e.grad, rtol=1e-4, atol=1e-5)
@@ -228,7 +251,6 @@ def test_torch_sdpa_runs_the_fused_kernel_and_agrees(kind: str, dtype: torch.dty
         arguments["attn_mask"] = ~FULL[:, :SQ] | torch.eye(SQ, dtype=torch.bool)
     exact = [x.float().clone().requires_grad_() for x in (q, k, v)]
     F.scaled_dot_product_attention(*exact, **arguments).square().sum().backward()
-    cannsim.reset()
     found_in = [x.npu().requires_grad_() for x in (q, k, v)]
     if kind == "mask":
         arguments["attn_mask"] = arguments["attn_mask"].npu()
@@ -267,6 +289,7 @@ def test_incremental_attention_with_lengths(layout: str) -> None:
         input_layout=layout,
         actual_seq_lengths=KV_LENGTHS,
     )
+    assert "aclnnIncreFlashAttentionV4" in cannsim.launches()
     assert_half(found, to_layout(reference(q, k, v, SHORT), layout))
 
 
@@ -278,6 +301,7 @@ def test_prompt_attention_is_causal_with_the_compressed_mask(layout: str) -> Non
         *args, num_heads=N, num_key_value_heads=NKV, scale_value=SCALE, input_layout=layout, sparse_mode=3,
         atten_mask=COMPRESSED.npu(),
     )  # fmt: skip
+    assert "aclnnPromptFlashAttentionV3" in cannsim.launches()
     hidden = torch.ones(SQ, SQ, dtype=torch.bool).triu(1)
     assert_half(found, to_layout(reference(q, k, v, hidden), layout))
 
@@ -294,7 +318,9 @@ def test_fused_inference_decode_and_prefill(version: int) -> None:
     assert_half(found, reference(q, k, v, SHORT))
     q, k, v = (x.half() for x in inputs())
     found, lse = run(*half(q, k, v), **common, sparse_mode=3, atten_mask=COMPRESSED.npu(), **{names[3]: True})
-    hidden = J > I + RIGHT
+    wanted = {1: "aclnnFusedInferAttentionScoreV3", 2: "aclnnFusedInferAttentionScoreV4"}
+    assert wanted[version] in cannsim.launches()
+    hidden = J > ROWS + RIGHT
     assert_half(found, reference(q, k, v, hidden))
     scores = torch.einsum("bnsd,bntd->bnst", q.double(), k.double().repeat_interleave(N // NKV, 1)) * SCALE
     assert_half(lse, scores.masked_fill(hidden, -torch.inf).logsumexp(-1, keepdim=True))

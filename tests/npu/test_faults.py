@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 
 import pytest
 
@@ -106,7 +107,7 @@ import datetime, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 rank = int(os.environ["RANK"])
 torch.npu.set_device(rank)
-dist.init_process_group("hccl", timeout=datetime.timedelta(seconds=15))
+dist.init_process_group("hccl", timeout=datetime.timedelta(seconds=10))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).npu()
 model = DistributedDataParallel(model, device_ids=[rank])
@@ -158,17 +159,17 @@ def problems_of(fault: str, ranks: list) -> list[str]:
 @pytest.mark.slow
 def test_fifty_random_faults_end_in_time_with_a_message_that_explain_knows(many_on_npu):
     before = set(os.listdir("/dev/shm"))
-    limits = {"CANNSIM_TIME_SCALE": "0.003", "HCCL_CONNECT_TIMEOUT": "1500", "HCCL_EXEC_TIMEOUT": "700"}
+    limits = {"CANNSIM_TIME_SCALE": "0.003", "HCCL_CONNECT_TIMEOUT": "2400", "HCCL_EXEC_TIMEOUT": "1200"}
     happened, problems = 0, []
-    for first in range(0, 50, 10):
-        faults = [random_fault(seed) for seed in range(first, first + 10)]
+    for first in range(0, 51, 17):  # 17 jobs at a time: most of them wait
+        faults = [random_fault(seed) for seed in range(first, first + 17)]
         jobs = many_on_npu(TRAINING, 2, [{"CANNSIM_FAULT": fault, **limits} for fault in faults], timeout=90)
         for fault, ranks in zip(faults, jobs):
             happened += any(not rank.ok for rank in ranks)
             problems += problems_of(fault, ranks)
     assert not problems, "\n\n".join(problems)
     assert happened >= 40  # the others named a call that the training does not make
-    assert {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp-")} == set()
+    assert [name for name in set(os.listdir("/dev/shm")) - before if re.search("cannsim|hccl|torch", name)] == []
 
 
 def test_the_training_without_a_fault_ends_well(on_npu):

@@ -9,6 +9,7 @@ from typing import Any
 
 import op_cases
 import op_cases_fused
+import op_cases_more
 import op_cases_tensor
 import pytest
 import torch
@@ -16,7 +17,7 @@ from op_cases import Case
 
 import cannsim
 
-CASES = [*op_cases.CASES, *op_cases_tensor.CASES, *op_cases_fused.CASES]
+CASES = [*op_cases.CASES, *op_cases_tensor.CASES, *op_cases_fused.CASES, *op_cases_more.CASES]
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of values of the order of 1
 
 

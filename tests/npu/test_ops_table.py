@@ -5,6 +5,9 @@ python -m cannsim run -- pytest tests/npu/test_ops_table.py
 
 from __future__ import annotations
 
+import test_ops_training as training
+
+import cannsim
 from cannsim import operators_table
 
 
@@ -30,3 +33,12 @@ def test_every_public_prototype_in_the_list_is_simulated() -> None:
 
 def test_at_least_150_operators_are_executed() -> None:
     assert len(operators_table.executed() & {o.name for o in operators_table.operators()}) >= 150
+
+
+def test_training_launches_only_operators_that_have_a_test() -> None:
+    tested = operators_table.executed()
+    cannsim.reset()
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
+        training.train("npu", training.adamw(**options), 2)
+    untested = {name for name in cannsim.launches() if name.startswith("aclnn")} - tested
+    assert not untested

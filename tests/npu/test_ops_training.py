@@ -225,6 +225,12 @@ def test_compiled_with_aot_eager_agrees() -> None:
 # ---- random numbers -------------------------------------------------------------------------------
 
 
+RANDOM = {
+    "aclnnInplaceNormal", "aclnnInplaceUniform", "aclnnInplaceRandom", "aclnnInplaceBernoulli",
+    "aclnnInplaceBernoulliTensor", "aclnnRandperm", "aclnnDropoutGenMaskV2", "aclnnDropoutDoMask",
+}  # fmt: skip
+
+
 def test_random_fills_follow_the_seed_and_their_distribution() -> None:
     def draw(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
@@ -237,6 +243,7 @@ def test_random_fills_follow_the_seed_and_their_distribution() -> None:
             F.dropout(torch.ones(n, device=dev), 0.25),
         ]  # fmt: skip
 
+    cannsim.reset()
     first, again, other = ([x.cpu() for x in draw(seed)] for seed in (1, 1, 2))
     means = (0, 0.5, 0.5, 1, 1, 0.3, 4.5, 0.7, 0.5, 1)
     deviations = (1, 0.289, 0.5, 3, 1.732, 0.458, 2.872, 0.458, 0.289, 0.577)
@@ -246,12 +253,15 @@ def test_random_fills_follow_the_seed_and_their_distribution() -> None:
         assert abs(x.mean() - mean) < 5 * deviation / math.sqrt(x.numel()), (x.mean(), mean)
         assert abs(x.std() / deviation - 1) < 0.05, (x.std(), deviation)
     assert first[8].unique().numel() == 20000
+    assert set(cannsim.launches()) >= RANDOM
 
 
 def test_multinomial_draws_by_weight_and_without_repetition() -> None:
     torch.manual_seed(0)
     weights = torch.tensor([[0.1, 0.0, 0.9], [0.5, 0.5, 0.0]], device="npu")
+    cannsim.reset()
     drawn = torch.multinomial(weights, 4000, replacement=True).cpu()
+    assert "aclnnMultinomial" in cannsim.launches()
     assert set(drawn[0].tolist()) == {0, 2}
     assert abs((drawn[0] == 2).float().mean() - 0.9) < 0.03
     assert set(drawn[1].tolist()) == {0, 1}

@@ -10,15 +10,43 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import random
 import re
 import socket
+import ssl
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import pytest
+
+from ascendchat.data.fetch import Policy
+
+CHUNK = 64 << 10
+FAST = Policy(chunk=CHUNK, attempts=4, connect_attempts=2, backoff=0.01, backoff_most=0.05, timeout=0.5)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+DATA = noise(0, 10 * CHUNK + 123)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """For a fixture: a running server that is both hubs, and an environment without proxies and tokens."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DOWNLOAD_TIMEOUT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with Server() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("MODELSCOPE_DOMAIN", running.url)
+        yield running
 
 
 @dataclass
@@ -50,6 +78,7 @@ class Server:
         self.json: dict[str, tuple[Any, dict[str, str]]] = {}
         self.asked: list[Asked] = []
         self.rate = 0.0  # bytes per second of one connection; 0: no limit
+        self.answering: set[int] = set()  # threads that are sending content
         self.closing = threading.Event()
         self._http = _Listener(("127.0.0.1", 0), _Handler)
         self._http.owner = self
@@ -68,6 +97,11 @@ class Server:
         self.files[path] = File(content, list(faults), always, changed)
         return self.url + quote(path)
 
+    def encrypt(self, context: ssl.SSLContext) -> None:
+        """From here on https://localhost."""
+        self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+        self.url = f"https://localhost:{self._http.server_address[1]}"
+
     def sent(self, path: str = "") -> int:
         """Bytes of content sent, over all requests or those for one path."""
         return sum(a.sent for a in self.asked if not path or a.path == path)
@@ -75,9 +109,12 @@ class Server:
     def spans(self) -> list[str]:
         return [a.span for a in self.asked if a.path in self.files]
 
-    def hugging_face(
-        self, repo: str, files: dict[str, bytes], *, small: tuple[str, ...] = (), page: int = 1000
-    ) -> None:
+    def settle(self) -> None:
+        """Wait until no answer is under way any more: those to a killed process end when a write fails."""
+        while self.answering:
+            time.sleep(0.002)
+
+    def hugging_face(self, repo: str, files: dict[str, bytes], *, small: tuple[str, ...] = (), page: int = 99) -> None:
         """The API of the Hugging Face hub for one data set; files in `small` are plain git blobs, the rest is LFS.
         Files are served from a second path after a redirect, as the hub does."""
         api = f"/api/datasets/{repo}"
@@ -123,6 +160,9 @@ class _Listener(http.server.ThreadingHTTPServer):
     request_queue_size = 64
     owner: Server
 
+    def handle_error(self, *_: Any) -> None:
+        return  # a client that hangs up, or does not trust us, is what these tests are about
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -134,7 +174,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def handle(self) -> None:
         try:
             super().handle()
-        except (ConnectionError, TimeoutError):
+        except (ConnectionError, TimeoutError, ssl.SSLError):
             self.close_connection = True
 
     def do_GET(self) -> None:
@@ -204,7 +244,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if kind not in ("no-tag", "chunked"):
             self.send_header("ETag", tag)
         self.end_headers()
-        self._send(asked, bytes(body), kind)
+        me = threading.get_ident()
+        self.server.owner.answering.add(me)
+        try:
+            self._send(asked, bytes(body), kind)
+        finally:
+            self.server.owner.answering.discard(me)
 
     def _send(self, asked: Asked, body: bytes, kind: str) -> None:
         owner = self.server.owner

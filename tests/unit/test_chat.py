@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ascendchat.data.tokenizer import SPECIALS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from ascendchat.data.chat import (
     text_of,
 )
 from ascendchat.data.conversations import conversations
+from ascendchat.data.tokenizer import SPECIALS, train
 
 
 class Bytes:
@@ -91,6 +91,19 @@ def test_text_that_looks_like_a_special_token_is_text(special: str) -> None:
         TOKENIZER, [message("user", "ab"), message("assistant", "")]
     ).ids.count(S[special])
     assert parse(TOKENIZER, rendered.ids) == messages
+
+
+def test_the_real_tokenizer_round_trips_and_is_not_fooled_either() -> None:
+    tokenizer = train(["What is 17 + 25? The answer is 42.", "十七加二十五等于多少？答案是四十二。"] * 50, 320)
+    sly = "".join(SPECIALS) + "你好\n 17+25"
+    messages = [
+        message("system", sly),
+        message("user", sly),
+        message("assistant", [*CALL, {"type": "tool", "text": sly}]),
+    ]
+    rendered = render(tokenizer, messages)
+    assert parse(tokenizer, rendered.ids) == messages
+    assert sum(token in tokenizer.specials.values() for token in rendered.ids) == 1 + 2 + 2 + 2 + 3 * 2
 
 
 def test_tool_messages_and_split_assistant_messages_are_one_turn() -> None:

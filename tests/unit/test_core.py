@@ -17,8 +17,11 @@ import pytest
 import torch
 from core_reference import Judged
 from core_reference import run as run_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ascendchat.config import UserError
+from ascendchat.data.tokenizer import train
 from ascendchat.eval import core, scorer
 from ascendchat.eval.bundle import Task, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches, padded
@@ -46,6 +49,10 @@ WORDS = [
     "big",
     "old",
 ]
+
+
+OURS = train(["the cat.\n\nsat on 12 mats\n", "it's  a\n b's\t\n猫坐在垫子上。\n"] * 4, 320)
+PART = st.text(st.sampled_from("ab '’.\n\r\t 12猫。\u3000\u2028\x1c\xa0"), max_size=12)
 
 
 class Hashed:
@@ -181,8 +188,9 @@ def test_the_shared_beginning_is_run_once(model: GPT, tasks: list[Task]) -> None
     core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512)
     shared, seen[:] = sum(seen), []
     one = ModelScorer(model, KERNEL, CPU)
-    rows = [[40, *Hashed().encode(text)] for i in range(16) for text in core.prompts(
-        tasks[0], tasks[0].rows[i], [tasks[0].rows[j] for j in core.demonstrations(16, i, 6)])]  # fmt: skip
+    shown = [[tasks[0].rows[j] for j in core.demonstrations(16, i, 6)] for i in range(16)]
+    rows = [row for i in range(16) for row in core.Prompts(Hashed()).encode(
+        core.shown_before(tasks[0], shown[i]), core.asked(tasks[0], tasks[0].rows[i]))]  # fmt: skip
     one.submit([Example([row], [len(row) - 1]) for row in rows])()
     hook.remove()
     assert shared < sum(seen) / 3  # four options each
@@ -289,13 +297,13 @@ def test_a_context_that_ends_inside_a_token_is_counted_and_scored_from_where_it_
     assert counts.unclean == 1
 
 
-def test_lines_are_encoded_once_and_a_tokenizer_that_crosses_them_is_used_whole() -> None:
+def test_parts_are_encoded_once_and_a_tokenizer_that_crosses_them_is_used_whole() -> None:
     class Crossing(Hashed):
         def encode(self, text: str) -> list[int]:
             return [len(text) % 40]
 
-    crossing = core.Lines(Crossing())
-    assert [crossing.encode("a\nb"), crossing.encode("abc\nbc")] == [[3], [6]]
+    crossing = core.Prompts(Crossing())
+    assert [crossing.encode(["a\n\n"], ["b"]), crossing.encode(["ab\n\n"], ["c"])] == [[[40, 4]], [[40, 5]]]
     calls: list[str] = []
 
     class Counted(Hashed):
@@ -303,10 +311,23 @@ def test_lines_are_encoded_once_and_a_tokenizer_that_crosses_them_is_used_whole(
             calls.append(text)
             return super().encode(text)
 
-    lines = core.Lines(Counted(), checks=1)
-    text = "the cat.\nsat on\n\n  a mat\nAnswer: red"
-    assert lines.encode(text) == lines.encode(text) == Hashed().encode(text)
-    assert calls == ["the cat.\n", "sat on\n\n  a mat\n", "Answer: red", text]
+    prompts = core.Prompts(Counted(), checks=0)
+    head, ends = ["the cat.\n\n", "sat on\n a mat\n\n"], ["who?\nAnswer: red", "who?\nAnswer: blue"]
+    for _ in range(2):
+        rows = prompts.encode(head, ends)
+        assert rows == [[40, *Hashed().encode("".join(head) + end)] for end in ends]
+    assert calls == [*head, "who?\n", "Answer: red", "Answer: blue", "Answer: red", "Answer: blue"]
+    blank = prompts.encode(head, [" red"])  # a blank may belong to the line break before it: no cut there
+    assert blank == [[40, *Hashed().encode("".join(head) + " red")]]
+    assert calls[-1] == "".join(head) + " red"
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(PART, max_size=3), st.lists(PART, min_size=1, max_size=2))
+def test_our_tokenizer_gives_the_same_ids_part_by_part(head: list[str], ends: list[str]) -> None:
+    prompts = core.Prompts(OURS, checks=0)
+    parts = [f"{part}\n\n" for part in head]
+    assert prompts.encode(parts, ends) == prompts.whole(parts, ends)
 
 
 def test_the_fetched_archive_is_read_in_place(folder: Path, tmp_path: Path, tasks: list[Task]) -> None:

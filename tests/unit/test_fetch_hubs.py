@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from http_server import COMMIT, Server
-from test_fetch import CHUNK, DATA, FAST, noise, server  # noqa: F401 (a fixture)
+from http_server import CHUNK, COMMIT, DATA, FAST, Server, noise, serve
 
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import DataFetchConfig
@@ -17,11 +18,16 @@ from ascendchat.data.fetch.hubs import fixed_folder
 from ascendchat.data.fetch.sources import resolve
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    yield from serve(monkeypatch)
+
+
 def shards(count: int) -> dict[str, bytes]:
     return {f"shard_{i:05d}.parquet": noise(i, 1000 + i) for i in range(count)}
 
 
-def test_a_named_set_comes_from_the_hub_with_its_validation_shard(server: Server) -> None:  # noqa: F811
+def test_a_named_set_comes_from_the_hub_with_its_validation_shard(server: Server) -> None:
     files = {**shards(12), "shard_06542.parquet": noise(99, 777), "README.md": b"# hi"}
     server.hugging_face("karpathy/climbmix-400b-shuffle", files, page=5)
     folder = fetch("climbmix", shards=3, policy=FAST)
@@ -38,17 +44,17 @@ def test_a_named_set_comes_from_the_hub_with_its_validation_shard(server: Server
     assert all(COMMIT in a.path for a in server.asked if "/resolve/" in a.path)
 
 
-def test_only_the_folder_of_the_set_is_listed(server: Server) -> None:  # noqa: F811
+def test_only_the_folder_of_the_set_is_listed(server: Server) -> None:
     files = {"sample/10BT/000_00000.parquet": DATA, "sample/100BT/x.parquet": b"1", "data/y.parquet": b"2"}
     server.hugging_face("HuggingFaceFW/fineweb-edu", files)
     folder = fetch("fineweb-edu", policy=FAST)
     assert (folder / "sample/10BT/000_00000.parquet").read_bytes() == DATA
-    assert [a.path for a in server.asked if "/tree/" in a.path][0].endswith("/sample/10BT")
+    assert next(a.path for a in server.asked if "/tree/" in a.path).endswith("/sample/10BT")
     assert fixed_folder("a/b/*.x,a/c/*.x") == ""
     assert fixed_folder("data/*_head_*/x.json") == "data"
 
 
-def test_patterns_choose_files_of_any_repository(server: Server) -> None:  # noqa: F811
+def test_patterns_choose_files_of_any_repository(server: Server) -> None:
     server.hugging_face("o/n", {"data/train-0.parquet": DATA, "data/test-0.parquet": b"t", "b c/é.txt": b"odd"})
     folder = fetch("o/n", files="data/train-*,*.txt", policy=FAST)
     assert {p.name for p in folder.rglob("*") if p.is_file()} == {"train-0.parquet", "é.txt", "manifest.json", ".lock"}
@@ -57,7 +63,7 @@ def test_patterns_choose_files_of_any_repository(server: Server) -> None:  # noq
         fetch("o/n", files="*.zip", policy=FAST)
 
 
-def test_a_listing_cannot_write_outside_the_folder(server: Server) -> None:  # noqa: F811
+def test_a_listing_cannot_write_outside_the_folder(server: Server) -> None:
     server.hugging_face("o/n", {"../../evil.txt": b"x"})
     with pytest.raises(UserError, match="unsafe name"):
         fetch("o/n", policy=FAST)
@@ -87,6 +93,15 @@ def test_the_mirror_is_tried_when_the_hub_cannot_be_reached_and_never_gets_the_t
     assert {a.headers.get("authorization") for a in server.asked if "/tree/" in a.path} == {None, "Bearer hf_secret"}
 
 
+def test_the_token_does_not_follow_a_redirect_to_another_host(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.hugging_face("o/n", {"x.bin": DATA})
+    elsewhere = server.url.replace("127.0.0.1", "localhost")
+    server.files[f"/datasets/o/n/resolve/{COMMIT}/x.bin"].always = f"redirect:{elsewhere}/cdn/o/n/x.bin"
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert (fetch("o/n", policy=FAST) / "x.bin").read_bytes() == DATA
+    assert all(("authorization" in a.headers) == ("/cdn/" not in a.path) for a in server.asked)
+
+
 def test_modelscope_is_next_when_the_hub_fails(
     server: Server,
     capsys: pytest.CaptureFixture[str],
@@ -100,7 +115,7 @@ def test_modelscope_is_next_when_the_hub_fails(
     assert "404" in capsys.readouterr().err
 
 
-def test_a_download_begun_at_one_source_is_finished_from_another(server: Server) -> None:  # noqa: F811
+def test_a_download_begun_at_one_source_is_finished_from_another(server: Server) -> None:
     files = {"main/train-00000-of-00001.parquet": DATA}
     server.hugging_face("openai/gsm8k", files)
     server.modelscope("AI-ModelScope/gsm8k", files)
@@ -111,7 +126,7 @@ def test_a_download_begun_at_one_source_is_finished_from_another(server: Server)
     assert server.sent("/cdn/openai/gsm8k/main/train-00000-of-00001.parquet") == 3 * CHUNK
 
 
-def test_when_every_source_fails_the_error_names_each_and_the_way_out(server: Server) -> None:  # noqa: F811
+def test_when_every_source_fails_the_error_names_each_and_the_way_out(server: Server) -> None:
     with pytest.raises(UserError) as caught:
         fetch("gsm8k", policy=FAST)
     text = str(caught.value)
@@ -119,12 +134,20 @@ def test_when_every_source_fails_the_error_names_each_and_the_way_out(server: Se
         assert part in text
 
 
-def test_proxies_of_the_environment_are_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_proxies_of_the_environment_are_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.add("/x.bin", DATA)  # as a proxy the server is asked for the absolute URL of another host
     monkeypatch.setenv("HTTP_PROXY", server.url)
     folder = fetch("http://data.example/x.bin", policy=FAST)
     assert (folder / "x.bin").read_bytes() == DATA
     assert {a.headers["host"] for a in server.asked} == {"data.example"}
+
+
+def test_a_proxy_that_needs_a_missing_package_is_explained(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("socksio"):
+        pytest.skip("socksio is installed")
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    with pytest.raises(UserError, match="pip install socksio"):
+        fetch(server.add("/x.bin", DATA), policy=FAST)
 
 
 def test_offline_uses_what_is_there_and_says_what_is_missing(

@@ -7,19 +7,25 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from http_server import Server
-from test_fetch import CHUNK, FAST, noise, server  # noqa: F401 (a fixture)
+from http_server import CHUNK, FAST, Server, noise, serve
 
 from ascendchat.config import home
 from ascendchat.data.fetch import fetch
-from ascendchat.data.fetch.lock import Lock
+from ascendchat.data.fetch import lock as locking
+from ascendchat.data.fetch.lock import Lock, Progress
 from ascendchat.data.fetch.partfile import PartFile
 
 WORKERS = 4
 fork = multiprocessing.get_context("fork")  # cheap, and nothing here touches a device
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    yield from serve(monkeypatch)
 
 
 def start(url: str, **options: object) -> multiprocessing.process.BaseProcess:
@@ -28,7 +34,7 @@ def start(url: str, **options: object) -> multiprocessing.process.BaseProcess:
     return process
 
 
-def test_eight_processes_together_download_each_byte_once(server: Server) -> None:  # noqa: F811
+def test_eight_processes_together_download_each_byte_once(server: Server) -> None:
     files = {f"data/{i}.bin": noise(i, 3 * CHUNK + i) for i in range(3)}
     server.hugging_face("o/n", files)
     server.rate = 2e6
@@ -42,7 +48,7 @@ def test_eight_processes_together_download_each_byte_once(server: Server) -> Non
     assert sum("/tree/" in a.path for a in server.asked) == 1
 
 
-def test_those_who_wait_are_told_who_downloads(server: Server, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_those_who_wait_are_told_who_downloads(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     with Lock(home() / "data" / "x", "x") as held:
         held.note(", 40 %")
         other = Lock(home() / "data" / "x", "x")
@@ -54,7 +60,29 @@ def test_those_who_wait_are_told_who_downloads(server: Server, capsys: pytest.Ca
     os.close(other._handle)
 
 
-def kill_and_resume(server: Server, points: int, seed: int) -> int:  # noqa: F811
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locking, "EVERY", 0.0)
+    with Lock(home() / "data" / "x", "x") as lock:
+        with Progress("climbmix", 9, 4 << 20, lock) as progress:
+            progress.show(1 << 20, 2)
+        line = capsys.readouterr().err
+        assert line.startswith("climbmix: 2 of 9 files, 1.0 MiB of 4.0 MiB, ")
+        monkeypatch.setattr(locking, "is_live", lambda _: True)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        with Progress("climbmix", 9, 4 << 20, lock) as progress:
+            progress.show(1 << 20, 2)
+        bar = capsys.readouterr().err
+        assert "climbmix 2/9" in bar
+        assert "1.0/4.2 MB" in bar or "1.0/4.0 MiB" in bar
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        with Progress("climbmix", 9, 4 << 20, lock) as progress:
+            progress.show(1 << 20, 2)
+        assert capsys.readouterr().err == ""
+
+
+def kill_and_resume(server: Server, points: int, seed: int) -> int:
     """Kill a download at random moments and take it up again; returns how many kills hit it half-way."""
     rng = random.Random(seed)
     half_way = 0
@@ -71,6 +99,7 @@ def kill_and_resume(server: Server, points: int, seed: int) -> int:  # noqa: F81
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
         server.rate = 0.0
+        server.settle()
         final = home() / "data" / str(point) / f"{point}.bin"
         kept = journalled(final, url)
         wasted = server.sent(path) - kept
@@ -97,16 +126,16 @@ def journalled(final: Path, url: str) -> int:
     return sum(end - start for start, end in part.ranges)
 
 
-def test_after_kill_9_only_the_missing_bytes_are_fetched_again(server: Server) -> None:  # noqa: F811
+def test_after_kill_9_only_the_missing_bytes_are_fetched_again(server: Server) -> None:
     assert kill_and_resume(server, points=3, seed=1) >= 1
 
 
 @pytest.mark.slow
-def test_after_kill_9_at_20_random_points_only_the_missing_bytes_are_fetched_again(server: Server) -> None:  # noqa: F811
+def test_after_kill_9_at_20_random_points_only_the_missing_bytes_are_fetched_again(server: Server) -> None:
     assert kill_and_resume(server, points=20, seed=7) >= 10
 
 
-def test_a_killed_download_gives_the_lock_back(server: Server) -> None:  # noqa: F811
+def test_a_killed_download_gives_the_lock_back(server: Server) -> None:
     url = server.add("/a.bin", noise(5, 20 * CHUNK))
     server.rate = 1e6
     process = start(url)

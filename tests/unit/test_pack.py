@@ -27,8 +27,10 @@ def talk(count: int, longest: int = 60, seed: int = 0) -> list[list[dict[str, An
 def read(rows: ChatRows, first: int, last: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
     found = []
     for number in range(first, last):
-        inputs, targets = np.zeros(rows.seq_len, np.int64), np.zeros(rows.seq_len, np.int64)
-        found.append((inputs, targets, rows.fill(number, inputs, targets).tolist()))
+        inputs, targets = np.zeros((1, rows.seq_len), np.int64), np.zeros((1, rows.seq_len), np.int64)
+        lengths, counts = rows.fill(number, inputs, targets)
+        assert counts.tolist() == [len(lengths)]
+        found.append((inputs[0], targets[0], lengths.tolist()))
     return found
 
 

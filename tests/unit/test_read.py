@@ -109,7 +109,7 @@ def test_a_large_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Pat
 
 def test_folders_patterns_and_files_are_expanded_in_a_fixed_order_without_repeats(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name in ["b.txt", "a.jsonl", "sub/c.parquet", ".hidden.txt", "notes.md"]:
+    for name in ["b.txt", "a.jsonl", "sub/c.parquet", ".hidden.txt", "notes.md", "manifest.json"]:
         (tmp_path / name).write_bytes(b"x")
     assert [p.name for p in files([tmp_path])] == ["a.jsonl", "b.txt", "c.parquet"]
     assert [p.name for p in files([tmp_path / "b.txt", tmp_path])] == ["b.txt", "a.jsonl", "c.parquet"]

@@ -143,13 +143,13 @@ SETS: dict[str, DataSet] = {
             "ceval",
             "eval",
             "52 Chinese subjects, multiple choice",
-            _hubs("ceval/ceval-exam", "*.zip", "evalscope/ceval", "*.zip,*.parquet,*.csv,*.jsonl"),
+            _hubs("ceval/ceval-exam", "*.zip,*.parquet", "evalscope/ceval", "*.zip,*.parquet,*.csv,*.jsonl"),
         ),
         DataSet(
             "cmmlu",
             "eval",
             "67 Chinese subjects, multiple choice",
-            _hubs("haonan-li/cmmlu", "*.zip", "evalscope/cmmlu", "*.zip,*.parquet,*.csv,*.jsonl"),
+            _hubs("haonan-li/cmmlu", "*.zip,*.parquet", "evalscope/cmmlu", "*.zip,*.parquet,*.csv,*.jsonl"),
         ),
         DataSet(
             "humaneval",

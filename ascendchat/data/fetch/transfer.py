@@ -154,13 +154,13 @@ class Engine:
         gaps = job.part.gaps(self.policy.chunk)
         job.received = job.part.size - sum(end - start for start, end in gaps)
         if not gaps:
-            return self._opened(job, [])
+            return self._opened(job, generation, [])
         job.pending = gaps[1:]
         return self._range(job, generation, *gaps[0])
 
-    def _opened(self, job: Job, pending: list[tuple[int, int]]) -> None:
+    def _opened(self, job: Job, generation: int, pending: list[tuple[int, int]]) -> None:
         with self.change:
-            if job.state == "opening":
+            if job.state == "opening" and job.generation == generation:
                 job.state, job.pending = "ready", pending
                 self.change.notify_all()
 
@@ -186,8 +186,10 @@ class Engine:
                 if position < end:
                     raise Retry(f"{job.remote.name}: the connection ended early")
             except Retry as error:
-                if job.streaming:  # no ranges: only from the start again
-                    with job.lock:
+                with job.lock:
+                    if job.generation != generation:
+                        raise Restarted from None
+                    if job.streaming:  # no ranges: only from the start again
                         job.received, position, crc = 0, 0, 0
                 failures, rounds = (1 if position > before else failures + 1), rounds + 1
                 most = self.policy.connect_attempts if error.unreachable else self.policy.attempts
@@ -207,7 +209,7 @@ class Engine:
                 job.part.begin(end, job.remote.digest, job.remote.url, job.part.tag)
             job.part.commit(start, end, crc)
         if job.streaming:
-            self._opened(job, [])
+            self._opened(job, generation, [])
 
     def _stream(self, job: Job, generation: int, start: int, end: int) -> Generator[bytes, None, None]:
         """The bytes [start, end) (all of them when streaming), from one request."""
@@ -235,45 +237,51 @@ class Engine:
                     mark, since = time.monotonic(), 0
 
     def _accept(self, job: Job, generation: int, response: Any, start: int) -> None:
-        """Decide from the headers whether this body is what was asked for."""
+        """Decide from the headers whether this body is what was asked for. Nothing may happen to the file between the
+        question and the answer: a late response to an abandoned generation must not decide about the new one."""
+        with job.lock:
+            if job.generation != generation or self.web.stopped.is_set():
+                raise Restarted
+            why, streaming = self._judge(job, response, start)
+        if why:
+            self._restart(job, generation, why, streaming)
+        if not job.streaming:
+            self._opened(job, generation, job.pending)
+
+    def _judge(self, job: Job, response: Any, start: int) -> tuple[str, bool]:
+        """Under the job's lock: ("", False) to go on, or why to start anew, and whether without ranges."""
         tag = response.headers.get("etag") or response.headers.get("last-modified") or ""
         known = job.part.size if job.part.size is not None else job.remote.bytes
         if job.part.tag and tag and tag != job.part.tag and job.trust_tag:
-            self._restart(job, generation, "it changed on the server")
+            return "it changed on the server", False
         if response.status_code == 416:
-            self._restart(job, generation, "the server has fewer bytes than expected", streaming=known is None)
-        if response.status_code == 206 and not job.streaming:
+            return "the server has fewer bytes than expected", known is None
+        if response.status_code == 206 and job.streaming:
+            raise Retry(f"{job.remote.name}: the server sent a part when asked for the whole file")
+        if response.status_code == 206:
             answer = range_answer(response.headers.get("content-range", ""))
             if answer is None or answer[0] != start or answer[1] is None:
-                self._restart(job, generation, "the server sends other ranges than asked for", streaming=True)
-            assert answer is not None
+                return "the server sends other ranges than asked for", True
             if known is not None and answer[1] != known:
-                self._restart(job, generation, f"the server has {answer[1]} bytes, expected {known}")
-            if job.part.size is None and job.state == "opening":
+                return f"the server has {answer[1]} bytes, expected {known}", False
+            if job.part.size is None:
                 self._learn(job, answer[1], tag)
-            self._opened(job, job.pending)
-            return
-        if response.status_code == 206:
-            raise Retry(f"{job.remote.name}: the server sent a part when asked for the whole file")
+            return "", False
         if not job.streaming and (start > 0 or job.part.ranges or job.state != "opening"):
-            self._restart(job, generation, "the server changed it, or stopped serving ranges")
-        with job.lock:
-            if job.generation != generation:
-                raise Restarted
-            job.streaming = True
-            length = response.headers.get("content-length", "")
-            if length.isdigit() and job.remote.bytes not in (None, int(length)):
-                raise Retry(f"{job.remote.name}: the server announces {length} bytes, expected {job.remote.bytes}")
-            job.part.begin(None, job.remote.digest, job.remote.url, tag)
+            return "the server changed it, or stopped serving ranges", False
+        job.streaming = True
+        length = response.headers.get("content-length", "")
+        if length.isdigit() and job.remote.bytes not in (None, int(length)):
+            raise Retry(f"{job.remote.name}: the server announces {length} bytes, expected {job.remote.bytes}")
+        job.part.begin(None, job.remote.digest, job.remote.url, tag)
+        return "", False
 
-    def _learn(self, job: Job, size: int | None, tag: str) -> None:
-        assert size is not None
-        if job.remote.bytes is None:
-            free = os.statvfs(job.part.final.parent)
-            if size > free.f_bavail * free.f_frsize:
-                raise disk_error(OSError(errno.ENOSPC, "too large"), job.part.path)
-        with job.lock:
-            job.part.begin(size, job.remote.digest, job.remote.url, tag)
+    def _learn(self, job: Job, size: int, tag: str) -> None:
+        """The first answer: how large the file is, and under which validator."""
+        disk = os.statvfs(job.part.final.parent)
+        if job.remote.bytes is None and size > disk.f_bavail * disk.f_frsize:
+            raise disk_error(OSError(errno.ENOSPC, "too large"), job.part.path)
+        job.part.begin(size, job.remote.digest, job.remote.url, tag)
         job.pending = job.part.gaps(self.policy.chunk)[1:]
 
     def _restart(self, job: Job, generation: int, why: str, streaming: bool = False) -> None:
@@ -354,8 +362,9 @@ def download(
     finally:
         web.stopped.set()
         engine.settle()
+        patience = time.monotonic() + 1.0
         for thread in threads:  # one that waits for a silent server ends by itself, and writes nothing any more
-            thread.join(timeout=0.5)
+            thread.join(timeout=max(0.0, patience - time.monotonic()))
         if not any(thread.is_alive() for thread in threads):
             for job in jobs:
                 job.part.close()

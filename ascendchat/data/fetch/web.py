@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import functools
 import os
 import random
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -66,6 +68,12 @@ def read_timeout(policy: Policy) -> float:
         raise UserError(f"HF_HUB_DOWNLOAD_TIMEOUT={text!r} is not a number of seconds; try: 300") from None
 
 
+@functools.lru_cache(maxsize=4)
+def _tls(*_: str) -> ssl.SSLContext:
+    """Trusted certificates; made once (reading them takes 0.1 s) for each value of the variables that choose them."""
+    return httpx.create_ssl_context()
+
+
 def host_of(url: str) -> str:
     return httpx.URL(url).host
 
@@ -81,6 +89,7 @@ class Web:
         try:
             self._client = httpx.Client(
                 follow_redirects=True,
+                verify=_tls(os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", "")),
                 timeout=httpx.Timeout(self.timeout, connect=min(10.0, self.timeout)),
                 limits=httpx.Limits(max_connections=connections + 2, max_keepalive_connections=connections),
                 # identity: a compressed transfer has neither the length nor the ranges of the file

@@ -71,7 +71,10 @@ class Tokenizer:
             special_tokens=self.specials,
             explicit_n_vocab=self.vocab_size,  # two ids with the same bytes would be an error here
         )
-        self.encode = self._encoding.encode_ordinary  # bound directly: a wrapper costs time on short texts
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text to ids; what looks like a special token is ordinary text."""
+        return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: list[str], threads: int = min(8, os.cpu_count() or 1)) -> list[list[int]]:
         """Encode many texts at once, in threads that do not hold Python's lock."""
@@ -95,9 +98,18 @@ class Tokenizer:
         """(vocab_size,) bytes of every id, 0 for specials: the measure under bits per byte."""
         return self._token_bytes
 
-    def save(self, folder: Path | str) -> None:
-        """Write bpe.json, the Hugging Face files and manifest.json."""
-        storage.save(self.pattern, self.merges, self.tokens, self.specials, self.fingerprint, Path(folder))
+    def save(self, folder: Path | str, command: str = "") -> None:
+        """Write bpe.json, the Hugging Face files and manifest.json, which keeps the command that made it."""
+        own = {
+            "fingerprint": self.fingerprint,
+            "vocab_size": self.vocab_size,
+            "pattern": self.pattern,
+            "specials": list(self.specials),
+            "merges": self.merges,
+        }
+        storage.save(
+            Path(folder), own, storage.hf_tokenizer(self.pattern, self.merges, self.tokens, self.specials), command
+        )
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
@@ -107,7 +119,7 @@ class Tokenizer:
         try:
             tokenizer = cls(content["merges"], content["pattern"], content["specials"])
         except (KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
-            raise UserError(storage.damaged(folder, storage.OWN, f"its content makes no sense: {error!r}")) from None
+            raise UserError(storage.damaged(folder, storage.OWN, f"its content makes no sense ({error!r})")) from None
         if tokenizer.fingerprint != content.get("fingerprint"):
             raise UserError(storage.damaged(folder, storage.OWN, "its content does not match its own checksum"))
         return tokenizer

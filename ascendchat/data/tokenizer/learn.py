@@ -5,6 +5,7 @@ Used by `ascendchat tokenizer train`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -72,7 +73,7 @@ def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
     """Plain BPE: merge the leftmost pair of lowest id until nothing merges. Tokens are short, so squares are fine."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 1:
-        found = [(ids[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in ids]
+        found = [(ids[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]
         if not found:
             break
         _, i = min(found)

@@ -21,9 +21,7 @@ nearly every clause and still keeps pathological input linear.
 from __future__ import annotations
 
 # Radicals, 々, 〇, numerals, extension A, unified, compatibility, and the two planes kept for Han (now and in future).
-HAN = (
-    "\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-)
+HAN = "\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 # Letters and combining marks of every other script; written as what they are not, which every engine understands.
 LETTER = rf"[^\s\p{{N}}\p{{P}}\p{{S}}\p{{C}}{HAN}]"
 

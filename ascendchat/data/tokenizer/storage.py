@@ -1,13 +1,14 @@
 """The folder of a tokenizer: what `ascendchat tokenizer train --out DIR` writes and everything else reads.
 
-    bpe.json               ours: pattern, merges as pairs of ids, special tokens, fingerprint
-    tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids
-    tokenizer_config.json  names of the special tokens and the chat template
-    manifest.json          size and sha256 of each, and the command that mends the folder; written last
+bpe.json               ours: pattern, merges as pairs of ids, special tokens, fingerprint
+tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids
+tokenizer_config.json  names of the special tokens and the chat template
+manifest.json          size and sha256 of each, and the command that mends the folder; written last
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, home
+from ascendchat.config import UserError
 from ascendchat.record import write_atomic
 
 OWN, MANIFEST = "bpe.json", "manifest.json"
@@ -117,26 +118,12 @@ def hf_config(specials: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def save(
-    pattern: str,
-    merges: Sequence[tuple[int, int]],
-    tokens: Sequence[bytes],
-    specials: Mapping[str, int],
-    fingerprint: str,
-    folder: Path,
-) -> None:
+def save(folder: Path, own: dict[str, Any], hf: dict[str, Any], command: str = "") -> None:
     """Write the folder; the manifest comes last, so a folder half replaced does not load."""
-    own = {
-        "format": FORMAT,
-        "fingerprint": fingerprint,
-        "vocab_size": len(tokens) + len(specials),
-        "pattern": pattern,
-        "specials": list(specials),
-        "merges": merges,
-    }
-    contents: dict[str, Any] = {
-        OWN: own,
-        "tokenizer.json": hf_tokenizer(pattern, merges, tokens, specials),
+    specials = {token["content"]: token["id"] for token in hf["added_tokens"]}
+    contents = {
+        OWN: {"format": FORMAT, **own},
+        "tokenizer.json": hf,
         "tokenizer_config.json": hf_config(specials),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,19 +132,22 @@ def save(
         text = json.dumps(content, ensure_ascii=False, indent=1 if name == "tokenizer_config.json" else None) + "\n"
         write_atomic(folder / name, text)
         entries[name] = {"bytes": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    manifest = {"files": entries, "kind": "tokenizer", "mend": _train_again(folder)}
+    manifest = {"files": entries, "kind": "tokenizer", "mend": command or _train(folder)}
     write_atomic(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False, indent=1) + "\n")
 
 
-def _train_again(folder: Path) -> str:
-    return f"ascendchat tokenizer train --out {folder}"
+def _train(folder: Path) -> str:
+    return f"ascendchat tokenizer train --source DIR --out {folder}"
 
 
 def damaged(folder: Path, name: str, why: str) -> str:
     """The sentence for a file that cannot be used."""
+    command = _train(folder)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the manifest itself may be the damaged file
+        command = str(json.loads((folder / MANIFEST).read_bytes())["mend"])
     return (
         f"{folder / name} is damaged: {why}; copy the folder again from where it came, or train it again on the same "
-        f"sources: {_train_again(folder)}"
+        f"texts: {command}"
     )
 
 
@@ -167,10 +157,7 @@ def load(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        out = "" if folder == home() / "tokenizer" else f" --out {folder}"
-        raise UserError(
-            f"there is no tokenizer in {folder}; train one: ascendchat tokenizer train --source DIR{out}"
-        ) from None
+        raise UserError(f"there is no tokenizer in {folder}; train one: {_train(folder)}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(damaged(folder, MANIFEST, f"it cannot be read ({type(error).__name__})")) from None
     if OWN not in entries:

@@ -19,14 +19,14 @@ TOPICS = ("fact", "check", "choice", "unknown", "identity", "arithmetic", "instr
 # Mid-training teaches the form of a conversation, the calculator and multiple choice; SFT adds manners: who the
 # assistant is, what it does not know, to follow instructions. Two-step problems are rare: RL has them to improve.
 WEIGHTS = {
-    "mid": {"fact": 50, "choice": 20, "arithmetic": 18, "problem": 6, "instruction": 6},
+    "mid": {"fact": 34, "choice": 20, "find": 14, "check": 8, "arithmetic": 8, "problem": 3, "instruction": 13},
     "sft": {
-        "fact": 34, "check": 10, "choice": 10, "unknown": 16, "identity": 3, "arithmetic": 10, "instruction": 10,
-        "problem": 6, "hard": 1,
+        "fact": 30, "check": 10, "choice": 14, "find": 3, "unknown": 16, "identity": 3, "arithmetic": 8,
+        "instruction": 10, "problem": 5, "hard": 1,
     },
 }  # fmt: skip
 COUNT = {"mid": 12_000, "sft": 12_000}
-ASKED = {"arithmetic": 100, "instruction": 100, "problem": 60}  # questions per language in an examination
+ASKED = {"arithmetic": 100, "instruction": 100, "find": 30, "problem": 60}  # questions per language in an examination
 
 
 def pools(here: World, split: str, name: str) -> dict[tuple[str, str], list[Question]]:
@@ -48,6 +48,8 @@ def made(here: World, draw: random.Random, topic: str, language: str, split: str
         return work.arithmetic(here, draw, language, split)
     if topic == "instruction":
         return work.instruction(here, draw, language, split)
+    if topic == "find":
+        return work.finding(here, draw, language, split)
     return work.problem(here, draw, language, split, hard=topic == "hard")
 
 

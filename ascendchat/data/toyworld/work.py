@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 
+from ascendchat.data.chat import render_choice
 from ascendchat.data.toyworld.ask import Question
+from ascendchat.data.toyworld.text import CHOOSE
 from ascendchat.data.toyworld.world import FOODS, GOODS, HOBBIES, PETS, Words, World, split_of
 
 OPERATIONS = ("+", "-", "*")
@@ -87,6 +89,20 @@ def instruction(here: World, draw: random.Random, language: str, split: str) -> 
     }[name]  # fmt: skip
     text = INSTRUCTIONS[name][language == "zh"].format(l=comma.join(words))
     return Question(text, answer, (answer,), language, f"instruction:{name}", "exact")
+
+
+FIND = {"en": "Which one is {w}?", "zh": "哪一个是{w}？"}
+
+
+def finding(here: World, draw: random.Random, language: str, split: str) -> Question:
+    """Which letter stands behind a word: the first half of answering a multiple-choice question."""
+    while True:
+        words = draw.sample(WORDS[language], 4)
+        if split_of("words", *sorted(words)) == split:
+            break
+    at = draw.randrange(4)
+    text = render_choice(FIND[language].format(w=words[at]), words, "ABCD", CHOOSE[language])
+    return Question(text, "ABCD"[at], ("ABCD"[at],), language, "instruction:find", "exact")
 
 
 THINGS = {

@@ -1,0 +1,49 @@
+"""Evaluation on several ranks: each scores its share, and all of them know the whole result."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Host, run_ranks
+
+from ascendchat import dist
+from ascendchat.eval.base import bits_per_byte, text_rows
+from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.core import evaluate
+from ascendchat.eval.scorer import ModelScorer
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan.shape import Shape
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+from test_core import Hashed, write_bundle  # noqa: E402
+
+TEXTS = [f"{'the cat sat ' * n}on the mat." for n in range(13)]
+
+
+def score(rank: int, folder: str) -> dict[str, Any]:
+    dist.init(Host())
+    model = GPT(Shape.from_depth(2, vocab=41, dim=32, head_dim=16, seq_len=256))
+    model.initialise(seed=0)
+    scorer = ModelScorer(model, choose("cpu", torch.float32, 16)[0], torch.device("cpu"))
+    report = evaluate(load_bundle(Path(folder)), scorer, Hashed(), max_len=128, say=lambda text: None)
+    bits = bits_per_byte(scorer, text_rows(Hashed(), TEXTS, 16), np.full(41, 2))
+    dist.teardown()
+    tasks = {task.label: (task.correct, task.cropped) for task in report.tasks}
+    return {"tasks": tasks, "core": report.to_dict()["core"], "bits": (bits.tokens, bits.bytes, bits.nats)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_gives_the_result_of_one(size: int, tmp_path: Path) -> None:
+    folder = str(write_bundle(tmp_path / "bundle"))
+    alone = run_ranks(score, 1, folder)[0]
+    assert alone["tasks"]["choice"][1] > 0  # some prompts were cut, so that the count is worth comparing
+    for found in run_ranks(score, size, folder, seconds=120):
+        assert found["tasks"] == alone["tasks"]
+        assert found["core"] == alone["core"]
+        assert found["bits"] == pytest.approx(alone["bits"], rel=1e-6)

@@ -1,0 +1,97 @@
+"""One rank, two, three, or micro-batches: the same training; and state saved by some ranks is read by any others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from ranks import Host, run_ranks
+
+from ascendchat import dist
+from ascendchat.checkpoint import Writer, newest
+from ascendchat.nn.attention import Sdpa
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.schedule import lr_scale, rates
+from ascendchat.plan.shape import Shape
+
+SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
+Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
+ROWS = 12  # of the global batch: divides among 1, 2, 3, 4 and 6
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 60, (ROWS, 25), generator=torch.Generator().manual_seed(step % 4))
+
+
+def train(first: int, last: int, micro: int, load: str | None, save: str | None) -> Trained:
+    world = dist.world()
+    model = GPT(SHAPE)
+    model.initialise(0)
+    optimizer = MuonAdamW(groups(model, rates(SHAPE.dim, 4096)), compute_dtype=torch.float32)
+    if load:
+        found = newest(Path(load))
+        assert found is not None
+        optimizer.load(found.reader(), found.step)
+    mine = ROWS // world.size
+    attend, losses = dense(model, Sdpa()), []
+    for step in range(first, last):
+        rows = batch(step)[world.rank * mine : (world.rank + 1) * mine]
+        total = torch.zeros(())
+        for part in rows.split(micro):
+            weight = torch.tensor(1.0 / (mine * SHAPE.seq_len))
+            loss = head_loss(model(part[:, :-1], attend), model.head, part[:, 1:], SHAPE.vocab, weight=weight)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total, "mean")
+        optimizer.step(lr_scale=lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
+        losses.append(total.item())
+    if save:
+        writer = Writer(Path(save))
+        writer.save(last, model=model.state_dict(), shards=optimizer.shards(), state={})
+        writer.wait()
+        dist.barrier()
+    return losses, model.blocks[1].up.detach().numpy().copy()
+
+
+def rank_main(rank: int, *arguments: object) -> Trained:
+    dist.init(Host())
+    try:
+        return train(*arguments)  # type: ignore[arg-type]
+    finally:
+        dist.teardown()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Trained:
+    return train(0, 10, ROWS, None, None)
+
+
+def test_micro_batches_train_like_one_batch(alone: Trained) -> None:
+    losses, weights = train(0, 10, 2, None, None)
+    assert losses == pytest.approx(alone[0], abs=1e-4)
+    np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_trains_like_one(ranks: int, alone: Trained) -> None:
+    results = run_ranks(rank_main, ranks, 0, 10, ROWS, None, None)
+    for losses, weights in results:
+        assert losses == pytest.approx(alone[0], abs=1e-4)
+        assert np.array_equal(weights, results[0][1]), "the ranks have different weights"
+        np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_one_two_four_and_one_ranks(alone: Trained, tmp_path: Path) -> None:
+    whole, _ = train(0, 12, ROWS, None, None)
+    places = [str(tmp_path / str(i)) for i in range(3)]
+    found, _ = train(0, 3, ROWS, None, places[0])
+    found += run_ranks(rank_main, 2, 3, 6, ROWS, places[0], places[1])[0][0]
+    found += run_ranks(rank_main, 4, 6, 9, ROWS, places[1], places[2])[0][0]
+    found += train(9, 12, ROWS, places[2], None)[0]
+    assert found == pytest.approx(whole, abs=2e-4)

@@ -1,0 +1,127 @@
+"""Operator cases (see op_cases.py): in-place and rarely used variants of the operators in the other lists."""
+
+from __future__ import annotations
+
+import torch
+from op_cases import BOOLS, INTS, ONE, OTHER_BOOLS, POSITIVE, SMALL, UNIT, Case, X, Y, distinct, inplace, randn
+from op_cases_tensor import PICK, TOKENS
+
+try:
+    import torch_npu
+except ImportError:  # the tests of this folder are skipped then
+    torch_npu = None
+
+INSIDE = UNIT.abs() * 0.9 + 0.05  # in (0, 1)
+SQUARE = randn(4, 4, seed=30)
+PROPER = SQUARE @ SQUARE.T + 4 * torch.eye(4)  # positive definite
+HEADS = randn(1, 3, 2, 64, seed=31)  # (B, S, N, D)
+ANGLE = randn(1, 3, 1, 64, seed=32)
+
+
+def integers(name: str, method: str, *arguments: object) -> Case:
+    run = lambda x, *a: getattr(x.clone(), method)(*a)  # noqa: E731
+    return Case(name, run, (INTS, *arguments), name, grad=False, dtypes=ONE)
+
+
+def _embed(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return x * ANGLE.cos() + torch.cat([-b, a], -1) * ANGLE.sin()
+
+
+def _apply_rotary(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch_npu.npu_apply_rotary_pos_emb(q.clone(), k.clone(), ANGLE.cos().to(q), ANGLE.sin().to(q))
+
+
+UNARY = [
+    *(
+        inplace(f"Inplace{name}", f"{name.lower()}_", x=INSIDE)
+        for name in ["Exp2", "Expm1", "Log10", "Log1p", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Erfc", "Frac"]
+    ),
+    Case("RoundDecimals", lambda x: torch.round(x, decimals=1), (X,), "RoundDecimals", False, ONE),
+    Case("InplaceLogicalNot", lambda x: x.clone().logical_not_(), (BOOLS,), "InplaceLogicalNot", False, ONE),
+]
+
+BINARY = [
+    integers("InplaceBitwiseAndTensor", "bitwise_and_", SMALL),
+    integers("InplaceBitwiseAndScalar", "bitwise_and_", 3),
+    integers("InplaceBitwiseXorTensor", "bitwise_xor_", SMALL),
+    integers("InplaceBitwiseXorScalar", "bitwise_xor_", 3),
+    integers("InplaceFloorDivide", "floor_divide_", SMALL),
+    integers("InplaceFloorDivides", "floor_divide_", 2),
+    integers("InplaceRemainderTensorTensor", "remainder_", SMALL),
+    integers("InplaceRemainderTensorScalar", "remainder_", 3),
+    integers("InplaceFmodTensor", "fmod_", SMALL),
+    integers("InplaceFmodScalar", "fmod_", 3),
+    inplace("InplaceDivMod", "div_", POSITIVE, launches="InplaceDiv"),
+    inplace("InplaceEqScalar", "eq_", 0),
+    inplace("InplaceNeScalar", "ne_", 0),
+    inplace("InplaceNeTensor", "ne_", Y),
+    inplace("InplaceLtScalar", "lt_", 0),
+    inplace("InplaceLtTensor", "lt_", Y),
+    inplace("InplaceLeScalar", "le_", 0),
+    inplace("InplaceGtTensor", "gt_", Y),
+    inplace("InplaceGeScalar", "ge_", 0),
+    inplace("InplaceGeTensor", "ge_", Y),
+    inplace("InplaceClampMinTensor", "clamp_min_", Y),
+    inplace("InplaceClampMaxTensor", "clamp_max_", Y),
+    inplace("InplacePowTensorTensor", "pow_", Y, x=POSITIVE),
+    Case("XLogYScalarOther", lambda a: torch.special.xlogy(a, 2.0), (X,), "XLogYScalarOther", False),
+    Case("XLogYScalarSelf", lambda a: torch.special.xlogy(2.0, a), (POSITIVE,), "XLogYScalarSelf", False),
+    Case("Rsub", lambda a, b: torch.rsub(a, b), (X, Y), "Rsub", False),
+    Case(
+        "div rounding in place",
+        lambda a, b: (a.clone().div_(b, rounding_mode="floor"), a.clone().div_(2, rounding_mode="trunc")),
+        (INTS, SMALL),
+        "InplaceDivMod InplaceDivMods",
+        False,
+        ONE,
+    ),
+    Case("bool and", lambda a, b: (a & b, a | b, a ^ b), (BOOLS, OTHER_BOOLS), "BitwiseAndTensor", False, ONE),
+]
+
+TENSOR = [
+    Case("StdMeanCorrection", lambda x: torch.std_mean(x, -1), (X,), "StdMeanCorrection", False),
+    Case("index_copy", lambda x, v: x.index_copy(0, PICK[:2].to(x.device), v), (SQUARE, SQUARE[:2]), "IndexCopy", False),
+    Case("index_fill", lambda x: x.index_fill(0, PICK.to(x.device), 2.0), (SQUARE,), "IndexFill", False, ONE),
+    Case(
+        "InplacePut",
+        lambda x, v: x.clone().put_(PICK[:2].to(x.device), v),
+        (SQUARE, X[0, 0, :2]),
+        "InplacePut",
+        False,
+        ONE,
+    ),
+    Case("LinalgCholesky", torch.linalg.cholesky, (PROPER,), "LinalgCholesky", False, ONE),
+    Case(
+        "TriangularSolve",
+        lambda a, b: torch.triangular_solve(b, a.tril() + 4 * torch.eye(4, device=a.device), upper=False)[0],
+        (SQUARE, SQUARE),
+        "TriangularSolve",
+        False,
+        ONE,
+    ),
+    Case("RepeatInterleaveInt", lambda x: x.repeat_interleave(2), (X,), "RepeatInterleaveInt", False),
+    Case("IsInTensorScalar", lambda x: torch.isin(x, 5), (TOKENS,), "IsInTensorScalar", False, ONE),
+    Case("SearchSorteds", lambda x: torch.searchsorted(x, 3.5), (torch.arange(8.0),), "SearchSorteds", False, ONE),
+    Case("Sort stable", lambda x: tuple(torch.sort(x, stable=True)), (distinct(3, 8),), "Sort", False),
+    Case(
+        "Cast", lambda x: torch_npu.npu_dtype_cast(x, torch.float16), (X,), "Cast", False, ONE, lambda x: x.half(), 200
+    ),
+    Case(
+        "ApplyRotaryPosEmb",
+        _apply_rotary,
+        (HEADS, -HEADS),
+        "ApplyRotaryPosEmbV2",
+        False,
+        reference=lambda q, k: (_embed(q), _embed(k)),
+    ),
+    Case(
+        "ScaledMaskedSoftmax",
+        lambda x: torch_npu.npu_scaled_masked_softmax(x, torch.ones(2, 2, 32, 32, device=x.device).triu(1).bool(), 0.5),
+        (randn(2, 2, 32, 32),),
+        "ScaledMaskedSoftmax ScaledMaskedSoftmaxBackward",
+        reference=lambda x: torch.softmax((x * 0.5).masked_fill(torch.ones(32, 32).triu(1).bool(), -10000), -1),
+    ),
+]
+
+CASES = [*UNARY, *BINARY, *TENSOR]

@@ -1,0 +1,103 @@
+"""Captured graphs (torch.npu.NPUGraph) on the simulated runtime.
+
+python -m cannsim run -- pytest tests/npu/test_graphs.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+GRAPH = """
+import torch, cannsim
+static = torch.zeros(4, device="npu")
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    result = static * 2 + 1
+before = cannsim.launches()
+for value in (1.0, 5.0, -3.0):
+    static.fill_(value)
+    graph.replay()
+    torch.npu.synchronize()
+    assert result.cpu().tolist() == [value * 2 + 1] * 4, (value, result.cpu())
+after = cannsim.launches()
+assert after.get("aclnnMuls") == before.get("aclnnMuls"), "a replay must not launch operators one by one"
+assert cannsim.counters()["aclmdlRIExecuteAsync"][0] == 3
+"""
+
+
+@pytest.mark.parametrize("queue", [0, 1])  # torch_npu refuses to capture in mode 2
+def test_a_captured_graph_replays_with_new_inputs(on_npu, queue):
+    on_npu(GRAPH, TASK_QUEUE_ENABLE=queue)
+
+
+def test_a_graph_may_fork_and_join_streams(on_npu):
+    on_npu(
+        """
+        import torch
+        static, side = torch.zeros(4, device="npu"), torch.npu.Stream()
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            side.wait_stream(torch.npu.current_stream())
+            with torch.npu.stream(side):
+                doubled = static * 2
+            torch.npu.current_stream().wait_stream(side)
+            result = doubled + 1
+        static.fill_(4.0)
+        graph.replay()
+        torch.npu.synchronize()
+        assert result.cpu().tolist() == [9.0] * 4
+        """
+    )
+
+
+def test_synchronising_a_stream_that_is_captured_is_refused(on_npu):
+    (rank,) = on_npu(
+        """
+        import torch
+        static = torch.zeros(4, device="npu")
+        with torch.npu.graph(torch.npu.NPUGraph()):
+            print((static + 1).cpu())
+        """,
+        check=False,
+    )
+    assert not rank.ok
+    assert "captur" in rank.output
+
+
+def test_a_captured_training_step_equals_the_eager_one(on_npu):
+    on_npu(
+        """
+        import copy, torch
+        torch.manual_seed(0)
+        eager = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).npu()
+        captured = copy.deepcopy(eager)
+
+        def step(model, x):
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad.zero_()
+            return loss
+
+        for parameter in (*eager.parameters(), *captured.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+        static, start = torch.zeros(4, 8, device="npu"), copy.deepcopy(captured.state_dict())
+        side = torch.npu.Stream()
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            step(captured, static)  # warm up
+        torch.npu.current_stream().wait_stream(side)
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            loss = step(captured, static)
+        captured.load_state_dict(start)
+        for seed in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).npu()
+            wanted = step(eager, x).item()
+            static.copy_(x)
+            graph.replay()
+            assert abs(loss.item() - wanted) < 1e-6, (seed, loss.item(), wanted)
+        """
+    )

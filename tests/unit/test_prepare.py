@@ -1,0 +1,264 @@
+"""Prepared shards hold every document exactly; runs are idempotent, survive kill -9, and end with the same bytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ascendchat.config import UserError, parse
+from ascendchat.config.data import DataPrepareConfig
+from ascendchat.data import toyworld
+from ascendchat.data.corpus import IGNORE, Batches, Corpus, open_mixture
+from ascendchat.data.prepare import prepare, run
+from ascendchat.data.read import documents
+from ascendchat.data.shards import dtype_for, is_validation
+from ascendchat.data.tokenizer import Tokenizer, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Different documents in two languages, from a few words to some hundred."""
+    draw = random.Random(seed)
+    words = ["river", "mountain", "the", "of", "and", "stone", "山", "水", "很大。", "Zürich", "42", "—", "\n"]
+    return [f"{seed}-{i} " + " ".join(draw.choices(words, k=draw.randint(1, 300))) for i in range(count)]
+
+
+def write(path: Path, items: list[str]) -> Path:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in items).encode()
+    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train(iter(texts(50)), vocab_size=400).save(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything a reader sees: name -> bytes."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def decoded(folder: Path, split: str, tokenizer: Path) -> list[str]:
+    corpus, loaded = Corpus.open(folder, split, verify=True), Tokenizer.load(tokenizer)
+    found = [corpus.document(i).tolist() for i in range(corpus.documents)]
+    assert all(document[0] == loaded.bos for document in found)
+    return [loaded.decode(document[1:]) for document in found]
+
+
+def test_shards_hold_every_document_and_the_split_follows_the_hash(tokenizer: Path, tmp_path: Path) -> None:
+    first, second = texts(300, 1), texts(200, 2)
+    sources = [str(write(tmp_path / "a.jsonl.gz", first)), str(write(tmp_path / "b.jsonl", second))]
+    out = tmp_path / "out"
+    manifest = prepare(sources, tokenizer, out, val_fraction=0.1, workers=2, part=20_000)
+    every = first + second
+    expected = {"val": [t for t in every if is_validation(t.encode(), 0.1)]}
+    expected["train"] = [t for t in every if t not in expected["val"]]
+    assert 25 <= len(expected["val"]) <= 75
+    for split, wanted in expected.items():
+        assert decoded(out, split, tokenizer) == wanted
+        about = manifest["splits"][split]
+        assert len(about["parts"]) > 5
+        assert about["documents"] == len(wanted)
+        assert about["text_bytes"] == sum(len(t.encode()) for t in wanted)
+    assert set(manifest["files"]) == set(contents(out)) - {"manifest.json"}
+    assert Corpus.open(out).tokenizer == Tokenizer.load(tokenizer).fingerprint
+
+
+def test_the_validation_split_does_not_depend_on_files_or_order(tokenizer: Path, tmp_path: Path) -> None:
+    items = texts(200, 3)
+    shuffled = random.Random(0).sample(items, len(items))
+    prepare([str(write(tmp_path / "a.jsonl", items))], tokenizer, tmp_path / "1", val_fraction=0.2, workers=1)
+    halves = [write(tmp_path / "b.jsonl", shuffled[:70]), write(tmp_path / "c.jsonl", shuffled[70:])]
+    prepare([str(h) for h in halves], tokenizer, tmp_path / "2", val_fraction=0.2, workers=1)
+    one, two = (decoded(tmp_path / n, "val", tokenizer) for n in "12")
+    assert sorted(one) == sorted(two)
+    assert one != two
+
+
+def test_validation_files_take_nothing_from_the_sources(tokenizer: Path, tmp_path: Path) -> None:
+    items, held_out = texts(60, 4), texts(20, 5)
+    a, v = write(tmp_path / "a.jsonl", items), write(tmp_path / "v.jsonl", held_out)
+    flags = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1"]
+    config = parse(DataPrepareConfig, ["--source", str(a), "--val-source", str(v), *flags])
+    assert run(config) == 0
+    assert decoded(tmp_path / "out", "train", tokenizer) == items
+    assert decoded(tmp_path / "out", "val", tokenizer) == held_out
+
+
+def test_a_second_run_does_no_work_and_a_new_source_is_the_only_work(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, a = tmp_path / "out", str(write(tmp_path / "a.jsonl", texts(50, 6)))
+    prepare([a], tokenizer, out, workers=1)
+    before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in out.iterdir() if p.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr("ascendchat.data.prepare.ProcessPoolExecutor", None)  # no worker may start
+        prepare([a], tokenizer, out, workers=1)
+    assert {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in out.iterdir() if p.is_file()} == before
+    copied = shutil.copy(a, tmp_path / "moved.jsonl")  # another name and time, the same content
+    b = str(write(tmp_path / "b.jsonl", texts(50, 7)))
+    manifest = prepare([str(copied), b], tokenizer, out, workers=1)
+    assert len(manifest["sources"]) == 2
+    kept = {name for name in before if name != "manifest.json"}
+    after = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in out.iterdir() if p.is_file()}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    prepare([b], tokenizer, out, workers=1)  # shards of a source that is gone are removed
+    assert not kept & set(contents(out))
+
+
+def test_a_damaged_shard_is_named_and_made_again_once_deleted(tokenizer: Path, tmp_path: Path) -> None:
+    out, a = tmp_path / "out", str(write(tmp_path / "a.jsonl", texts(80, 8)))
+    prepare([a], tokenizer, out, workers=1, part=5_000)
+    good = contents(out)
+    victim = out / sorted(name for name in good if name.endswith(".tokens"))[2]
+    victim.write_bytes(good[victim.name][:-3] + b"\x07" + good[victim.name][-2:])
+    with pytest.raises(UserError, match=f"{victim.name} is damaged"):
+        Corpus.open(out, victim.name.split("-")[0], verify=True)
+    victim.unlink()
+    prepare([a], tokenizer, out, workers=1, part=5_000)
+    assert contents(out) == good
+
+
+def test_the_bytes_do_not_depend_on_how_the_work_was_shared(tokenizer: Path, tmp_path: Path) -> None:
+    sources = [str(write(tmp_path / f"{i}.jsonl", texts(40, 10 + i))) for i in range(4)]
+    prepare(sources, tokenizer, tmp_path / "by_file", workers=1, part=4_000)  # 4 files, 1 worker: a file each time
+    prepare(sources, tokenizer, tmp_path / "by_part", workers=2, part=4_000)  # 4 files, 2 workers: parts
+    assert contents(tmp_path / "by_file") == contents(tmp_path / "by_part")
+
+
+def test_a_wrong_field_is_reported_by_the_worker_that_reads(tokenizer: Path, tmp_path: Path) -> None:
+    sources = [str(write(tmp_path / f"{i}.jsonl", texts(3, i))) for i in range(4)]
+    with pytest.raises(UserError, match="no field 'content'"):
+        prepare(sources, tokenizer, tmp_path / "out", field="content", workers=1)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_weights_make_one_corpus_per_source_and_a_mixture(tokenizer: Path, tmp_path: Path) -> None:
+    en, zh = write(tmp_path / "en.jsonl", texts(120, 20)), write(tmp_path / "zh.jsonl", texts(30, 21))
+    flags = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1", "--weights", "1,3"]
+    assert run(parse(DataPrepareConfig, ["--source", str(en), str(zh), *flags])) == 0
+    mixture = open_mixture([tmp_path / "out"])
+    assert [weight for _, weight in mixture] == [1.0, 3.0]
+    assert mixture[0][0].documents > 100 > mixture[1][0].documents
+    assert Batches(mixture, 32, 8, seed=0).counts(400) == [100, 300]
+
+
+def test_wrong_input_is_explained(tokenizer: Path, tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", texts(3, 1))
+    b = shutil.copy(a, tmp_path / "b.jsonl")
+    flags = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
+    for more, words in [
+        ([], "name what to prepare"),
+        ([str(a), "--weights", "1,2"], "2 weights for 1 sources"),
+        ([str(a), "--weights", "-1"], "greater than 0"),
+        ([str(a), "--val-fraction", "1.5"], "at least 0 and less than 1"),
+        ([str(a), str(b)], "have the same content"),
+        ([str(a), "--val-source", str(b)], "have the same content"),
+        ([str(tmp_path / "none.jsonl")], "no file or folder"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            run(parse(DataPrepareConfig, [*more, *flags]))
+
+
+def test_token_types_and_hash_split_have_the_right_edges() -> None:
+    assert (dtype_for(65_536), dtype_for(65_537)) == ("uint16", "uint32")
+    assert not any(is_validation(str(i).encode(), 0.0) for i in range(1000))
+    assert all(is_validation(str(i).encode(), 1.0) for i in range(1000))
+
+
+SCRIPT = (
+    "import sys\nfrom pathlib import Path\nfrom ascendchat.data.prepare import prepare\n"
+    "if __name__ == '__main__':\n"
+    "    prepare(sys.argv[3:], sys.argv[1], Path(sys.argv[2]), workers=2, part=10_000)\n"
+)
+
+
+def children(pid: int) -> list[int]:
+    """Living child processes."""
+    tasks = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in tasks.read_text().split()] if tasks.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see the workers")
+def test_kill_9_at_any_moment_then_a_rerun_gives_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
+    script = tmp_path / "go.py"
+    script.write_text(SCRIPT)
+    sources = [str(write(tmp_path / f"{i}.jsonl", texts(400, 30 + i))) for i in range(2)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(script), str(tokenizer), str(out), *sources]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert start(tmp_path / "whole").wait() == 0
+    duration = time.monotonic() - began
+    expected = contents(tmp_path / "whole")
+    draw = random.Random(1)
+    out, killed = tmp_path / "out", 0
+    while killed < 6:
+        process = start(out)
+        time.sleep(duration * draw.uniform(0.2, 0.95))
+        workers = children(process.pid)
+        if process.poll() is not None:
+            shutil.rmtree(out)  # it was faster this time: begin again
+            duration *= 0.8
+            continue
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        killed += 1
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() for pid in workers):
+            assert time.monotonic() < deadline, "workers outlive their parent"
+            time.sleep(0.05)
+        for path in out.glob("*.tokens"):  # nothing half-written has a final name
+            assert path.read_bytes() == expected[path.name]
+        if killed % 3 == 0:
+            assert start(out).wait() == 0
+            assert contents(out) == expected
+            shutil.rmtree(out)
+
+
+@pytest.mark.slow
+def test_every_token_of_real_text_is_used(tokenizer: Path, real_data: Path, tmp_path: Path) -> None:
+    source = real_data / "pretrain" / "en" / "wiki_val.jsonl.xz"
+    manifest = prepare([str(source)], tokenizer, tmp_path / "out", val_fraction=0.05, workers=2)
+    splits = manifest["splits"]
+    assert splits["train"]["documents"] + splits["val"]["documents"] == sum(1 for _ in documents([source])) == 223
+    corpus = Corpus.open(tmp_path / "out", verify=True)
+    rows = Batches([(corpus, 1.0)], 1024, 16, seed=0)
+    counts = np.zeros(corpus.vocab_size, dtype=np.int64)
+    used = 0
+    for step in range(rows.steps_per_epoch):
+        left = min(16, rows.rows[0].per_epoch - step * 16)
+        batch = rows.batch(step, 0, left)
+        real = batch.targets != IGNORE
+        used += int(real.sum())
+        counts += np.bincount(batch.inputs[real], minlength=corpus.vocab_size)
+    assert used == corpus.tokens
+    stored = sum(np.bincount(piece, minlength=corpus.vocab_size) for piece in corpus.stream())
+    assert (counts == stored).all()
+
+
+@pytest.mark.slow
+def test_the_embedded_corpus_keeps_its_own_splits(tokenizer: Path, tmp_path: Path) -> None:
+    flags = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert run(parse(DataPrepareConfig, ["toyworld", *flags])) == 0
+    assert decoded(tmp_path / "out", "train", tokenizer) == list(toyworld.documents("train"))
+    assert decoded(tmp_path / "out", "val", tokenizer) == list(toyworld.documents("validation"))
