@@ -9,8 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 LINUX := $(filter Linux,$(shell uname -s))
-NPU_EXTRA := $(if $(LINUX),$(comma)npu)
-comma := ,
+EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
 
 .PHONY: demo test test-fast lint cannsim clean
@@ -21,11 +20,17 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) -e '.[dev$(NPU_EXTRA)]'
+	$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m '' $(TEST_FLAGS)
+# The simulated CANN: needs a C++ compiler and the headers inside the torch and torch_npu wheels.
+cannsim: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -C cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)
+
+# Everything: first what runs on any machine, then the NPU tests on the simulator (Linux only, like torch_npu).
+test: $(VENV)/.dev $(if $(LINUX),cannsim)
+	$(BIN)/python -m pytest -m '' --ignore tests/npu $(TEST_FLAGS)
+	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)

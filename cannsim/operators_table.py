@@ -4,7 +4,7 @@ signature comes from.
     python -m cannsim run -- python cannsim/operators_table.py
 
 The operators, parameters and checks are read from the library itself (the OP lines of cannsim/src/ops), the
-executed ones by running the cases of tests/npu and from the operators that other tests there name.
+executed ones by running the operator cases of tests/npu and from the names that its operator tests demand.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def signatures() -> dict[str, tuple[str, str]]:
 
 
 def executed() -> set[str]:
-    """Operators launched by the cases of tests/npu, and those that other tests there demand by name."""
+    """Operators launched by the cases of tests/npu, and those that its operator tests demand by name."""
     import cannsim
 
     sys.path.insert(0, str(TESTS))
@@ -79,7 +79,8 @@ def executed() -> set[str]:
     cannsim.reset()
     for case in test_ops_all.CASES:
         test_ops_all.run_on(case, "npu", getattr(torch, case.dtypes[0]))
-    named = {name for file in TESTS.glob("test_*.py") for name in re.findall(r'"(aclnn[A-Z]\w+)"', file.read_text())}
+    files = [*TESTS.glob("test_ops_*.py"), TESTS / "test_attention.py"]
+    named = {name for file in files for name in re.findall(r'"(aclnn[A-Z]\w+)"', file.read_text())}
     return {name for name in cannsim.launches() if name.startswith("aclnn")} | named
 
 

@@ -25,6 +25,13 @@ class MicroBatch:
     lengths: NDArray[np.int32]  # tokens of each segment, row after row, on the host
 
 
+Joined = tuple[NDArray[np.int64], NDArray[np.int32]]  # inputs and targets (2, B, T): one copy to the device; lengths
+
+
+def _joined(batch: Batch) -> Joined:
+    return np.stack([batch.inputs, batch.targets]), batch.lengths
+
+
 class Prefetcher:
     """Gathers the batches of coming steps in a thread; `take(step)` uploads and returns one step's micro-batches.
 
@@ -45,7 +52,7 @@ class Prefetcher:
         self.batches, self.device, self.rows, self.micro_batch = batches, device, rows, micro_batch
         self.pin, self.depth = pin, depth
         self._next = -1  # the step that the queue yields next; -1: no thread yet
-        self._queue: queue.Queue[list[Batch] | BaseException] = queue.Queue()
+        self._queue: queue.Queue[list[Joined] | BaseException] = queue.Queue()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -58,7 +65,7 @@ class Prefetcher:
             self.close()
             raise found
         self._next = step + 1
-        return [self._upload(batch) for batch in found]
+        return [self._upload(joined) for joined in found]
 
     def _start(self, step: int) -> None:
         self.close()
@@ -68,13 +75,13 @@ class Prefetcher:
         )
         self._thread.start()
 
-    def _run(self, step: int, out: queue.Queue[list[Batch] | BaseException], stop: threading.Event) -> None:
-        found: list[Batch] | BaseException
+    def _run(self, step: int, out: queue.Queue[list[Joined] | BaseException], stop: threading.Event) -> None:
+        found: list[Joined] | BaseException
         start, end = self.rows
         while not stop.is_set():
             try:
                 edges = range(start, end, self.micro_batch)
-                found = [self.batches.batch(step, a, min(a + self.micro_batch, end)) for a in edges]
+                found = [_joined(self.batches.batch(step, a, min(a + self.micro_batch, end))) for a in edges]
             except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
                 found = error
             while not stop.is_set():
@@ -87,14 +94,14 @@ class Prefetcher:
                 return
             step += 1
 
-    def _upload(self, batch: Batch) -> MicroBatch:
+    def _upload(self, joined: Joined) -> MicroBatch:
         import torch
 
-        both = torch.from_numpy(np.stack([batch.inputs, batch.targets]))
+        both = torch.from_numpy(joined[0])
         if self.pin:
             both = both.pin_memory()
         both = both.to(self.device, non_blocking=self.pin)
-        return MicroBatch(both[0], both[1], batch.lengths)
+        return MicroBatch(both[0], both[1], joined[1])
 
     def close(self) -> None:
         """Stop the thread and wait for it."""

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,17 @@ from torch import Tensor
 from ascendchat import dist
 from ascendchat.checkpoint import newest
 from ascendchat.config import UserError, home
-from ascendchat.config.train import BaseConfig, TrainConfig
-from ascendchat.data.corpus import IGNORE, Batches, Corpus, Prefetcher, evaluation_rows, open_mixture
+from ascendchat.config.train import BaseConfig
+from ascendchat.data.corpus import IGNORE, Batches, Corpus, evaluation_rows, open_mixture
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device, describe, pick
-from ascendchat.nn.attention import Attention, choose
-from ascendchat.nn.fp8 import Fp8Ops
-from ascendchat.nn.gpt import GPT, Ops, dense
-from ascendchat.nn.loss import head_loss, score, softcap, token_nats
-from ascendchat.nn.optim import MuonAdamW, groups
-from ascendchat.plan import schedule
+from ascendchat.nn.loss import token_nats
 from ascendchat.plan.batch import Split, batch_for, fit_split, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.train.loop import Options, fit, load_state
+from ascendchat.train.rows import Learner, RowStage, build
 
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
@@ -44,98 +40,18 @@ SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps")  # what a 
 PROMPTS = ("", "The capital of", "北京")
 
 
-class Learner:
-    """A model on its device, with the kernel chosen for it, compiled where that is sound."""
-
-    def __init__(self, model: GPT, kernel: Attention, device: Device, place: torch.device) -> None:
-        self.model, self.kernel, self.device, self.place = model, kernel, device, place
-        self.attend = dense(model, kernel)
-        self._rope = model.rope(model.shape.seq_len, device.dtype, place)
-        self._forward = device.compile(model, dynamic=False, fullgraph=True)
-        self._score = device.compile(score, dynamic=False)
-
-    def loss(self, batch: MicroBatch, weight: Tensor) -> Tensor:
-        """`weight` times the sum of the nats of all targets."""
-        hidden = self._forward(batch.inputs, self.attend, self._rope)
-        vocab = self.model.shape.vocab
-        return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, scorer=self._score)
-
-
-def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops | None:
-    """The operators of a block: 8-bit, fused, or None for plain torch."""
-    if config.fp8 and device.chip.fp8 and device.compiles:
-        return Fp8Ops(tokens)
-    if config.fp8:
-        lacks = "is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit matrix products"
-        say(f"--fp8 is ignored: {lacks}")
-    return device.operators()
-
-
-def build(
-    config: TrainConfig, shape: Shape, device: Device, place: torch.device, tokens: int, say: Callable[[str], None]
-) -> Learner:
-    """Model and kernel; weights are drawn on the host, so every device starts alike."""
-    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
-    say(reason)
-    model = GPT(shape, operators(config, device, tokens, say), checkpoint_activations=config.activation_checkpointing)
-    model.initialise(config.seed)
-    return Learner(model.to_compute(device.dtype).to(place), kernel, device, place)
-
-
-class BaseStage:
-    """Next-token prediction over packed rows; see Stage in loop.py."""
+class BaseStage(RowStage):
+    """Next-token prediction over packed text."""
 
     def __init__(
-        self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], seed: int,
-        validation: list[Corpus], eval_tokens: int | None, tokenizer: Tokenizer | None, lr_multiplier: float = 1.0,
+        self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], config: BaseConfig,
+        validation: list[Corpus], tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
-        self.learner, self.split, self.steps = learner, split, steps
-        self.model = learner.model
-        self.corpora, self.seed, self.validation, self.eval_tokens = corpora, seed, validation, eval_tokens
-        self.tokenizer = tokenizer
-        shape = learner.model.shape
-        self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
-        self.decay = schedule.full_decay(split.total, steps * split.total)
-        rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
-        compile = learner.device.compile if learner.device.compiles else None
-        self.optimizer = MuonAdamW(
-            groups(learner.model, rates),
-            compute_dtype=learner.device.dtype,
-            compile=compile,
-        )
-        self._weight = torch.tensor(split.devices / split.total, device=learner.place)  # of a token in this rank's mean
-        self._feed = self._prefetcher()
+        self.corpora, self.validation, self.eval_tokens = corpora, validation, config.eval_tokens
+        super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
 
-    def _prefetcher(self) -> Prefetcher:
-        split, world = self.split, dist.world()
-        mine = split.rows * split.accumulation
-        batches = Batches(self.corpora, split.seq_len, mine * split.devices, self.seed)
-        return Prefetcher(
-            batches, self.learner.place, rows=(world.rank * mine, (world.rank + 1) * mine), micro_batch=split.rows,
-            pin=self.learner.device.pin,
-        )  # fmt: skip
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return self._feed.take(step)
-
-    def loss(self, batch: MicroBatch) -> Tensor:
-        return self.learner.loss(batch, self._weight)
-
-    def rates(self, step: int) -> dict[str, float]:
-        return {
-            "lr_scale": schedule.lr_scale(step, self.steps),
-            "momentum": schedule.momentum(step, self.steps),
-            "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
-        }
-
-    def smaller(self) -> bool:
-        split = self.split.smaller()
-        if split is None:
-            return False
-        self._feed.close()
-        self.split = split
-        self._feed = self._prefetcher()
-        return True
+    def batches(self, rows_per_step: int) -> Batches:
+        return Batches(self.corpora, self.split.seq_len, rows_per_step, self.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
         bits = [self.bits_per_byte(corpus) for corpus in self.validation]
@@ -146,11 +62,9 @@ class BaseStage:
     def bits_per_byte(self, corpus: Corpus) -> float:
         """Over the validation split, or its first eval_tokens with the bytes in proportion."""
         shape, world = self.model.shape, dist.world()
-        limit = min(corpus.tokens, self.eval_tokens or MOST_EVAL_TOKENS)
-        most = max(1, limit // shape.seq_len)
-        rows = itertools.islice(
-            evaluation_rows(corpus, shape.seq_len), world.rank, most if most > 1 else None, world.size
-        )
+        limit = self.eval_tokens or MOST_EVAL_TOKENS
+        most = None if limit >= corpus.tokens else max(1, limit // shape.seq_len)
+        rows = itertools.islice(evaluation_rows(corpus, shape.seq_len), world.rank, most, world.size)
         total = torch.zeros(2, device=self.learner.place)  # nats, targets
         for inputs, targets in _stack(rows, self.split.rows, self.learner.place):
             hidden = self.model(inputs, self.learner.attend)
@@ -161,20 +75,11 @@ class BaseStage:
         text_tokens = corpus.tokens - corpus.documents  # every document begins with bos, which has no bytes
         return nats / count * text_tokens / (math.log(2) * corpus.text_bytes)
 
-    @torch.no_grad()
     def sample(self, step: int) -> list[str]:
-        """Greedy continuations, by running the whole row for each token: slow, but short and without a cache."""
         if self.tokenizer is None:
             return []
-        texts = []
-        for prompt in PROMPTS:
-            row = [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
-            for _ in range(24):
-                tokens = torch.tensor([row[-self.model.shape.seq_len :]], device=self.learner.place)
-                hidden = self.model(tokens, self.learner.attend)[0, -1:]
-                row.append(int(softcap(hidden @ self.model.head[: self.model.shape.vocab].t()).argmax()))
-            texts.append(" ".join(self.tokenizer.decode(row[1:]).split()))
-        return texts
+        starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)] for prompt in PROMPTS]
+        return [f"{prompt} | {self.continue_text(start)}" for prompt, start in zip(PROMPTS, starts)]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -186,9 +91,6 @@ class BaseStage:
             "steps": self.steps,
             "seed": self.seed,
         }
-
-    def close(self) -> None:
-        self._feed.close()
 
 
 def _stack(rows: Iterator[Any], size: int, place: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -263,9 +165,7 @@ def run(config: BaseConfig) -> int:
     if config.minutes is not None:
         known = found.state["steps"] * found.state["total_batch"] if found else 0
         split, steps = share_out(config, shape, device, known or measured_horizon(learner, split, config.minutes))
-    stage = BaseStage(
-        learner, split, steps, corpora, config.seed, validation, config.eval_tokens, tokenizer, config.lr_multiplier
-    )
+    stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer)
     expected = {name: value for name, value in stage.state_dict().items() if name in SAME}
     start = load_state(stage, found, expected) if found else 0
     if start >= stage.steps:

@@ -20,7 +20,7 @@ from ascendchat.plan import memory, schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
 from ascendchat.record import speed
-from ascendchat.train.base import Learner, build
+from ascendchat.train.rows import Learner, build
 
 
 class Bench:

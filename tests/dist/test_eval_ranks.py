@@ -21,7 +21,7 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-from test_core import Hashed, write_bundle  # noqa: E402
+from test_core import Hashed, write_bundle
 
 TEXTS = [f"{'the cat sat ' * n}on the mat." for n in range(13)]
 
@@ -31,7 +31,7 @@ def score(rank: int, folder: str) -> dict[str, Any]:
     model = GPT(Shape.from_depth(2, vocab=41, dim=32, head_dim=16, seq_len=256))
     model.initialise(seed=0)
     scorer = ModelScorer(model, choose("cpu", torch.float32, 16)[0], torch.device("cpu"))
-    report = evaluate(load_bundle(Path(folder)), scorer, Hashed(), max_len=128, say=lambda text: None)
+    report = evaluate(load_bundle(Path(folder)), scorer, Hashed(), max_len=90, say=lambda text: None)
     bits = bits_per_byte(scorer, text_rows(Hashed(), TEXTS, 16), np.full(41, 2))
     dist.teardown()
     tasks = {task.label: (task.correct, task.cropped) for task in report.tasks}

@@ -81,7 +81,9 @@ BINARY = [
 
 TENSOR = [
     Case("StdMeanCorrection", lambda x: torch.std_mean(x, -1), (X,), "StdMeanCorrection", False),
-    Case("index_copy", lambda x, v: x.index_copy(0, PICK[:2].to(x.device), v), (SQUARE, SQUARE[:2]), "IndexCopy", False),
+    Case(
+        "index_copy", lambda x, v: x.index_copy(0, PICK[:2].to(x.device), v), (SQUARE, SQUARE[:2]), "IndexCopy", False
+    ),
     Case("index_fill", lambda x: x.index_fill(0, PICK.to(x.device), 2.0), (SQUARE,), "IndexFill", False, ONE),
     Case(
         "InplacePut",
@@ -114,13 +116,6 @@ TENSOR = [
         "ApplyRotaryPosEmbV2",
         False,
         reference=lambda q, k: (_embed(q), _embed(k)),
-    ),
-    Case(
-        "ScaledMaskedSoftmax",
-        lambda x: torch_npu.npu_scaled_masked_softmax(x, torch.ones(2, 2, 32, 32, device=x.device).triu(1).bool(), 0.5),
-        (randn(2, 2, 32, 32),),
-        "ScaledMaskedSoftmax ScaledMaskedSoftmaxBackward",
-        reference=lambda x: torch.softmax((x * 0.5).masked_fill(torch.ones(32, 32).triu(1).bool(), -10000), -1),
     ),
 ]
 

@@ -166,6 +166,7 @@ class _Listener(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every small answer waits 40 ms for an acknowledgement
     server: _Listener
 
     def log_message(self, *_: Any) -> None:

@@ -187,6 +187,19 @@ def test_a_local_folder_is_a_source_and_is_verified(tmp_path: Path) -> None:
     assert sorted(json.loads((folder / "manifest.json").read_text())["files"]) == ["sub/test.jsonl", "train.jsonl"]
 
 
+def test_a_set_shares_no_bytes_with_the_folder_it_came_from(tmp_path: Path) -> None:
+    origin = tmp_path / "gsm8k" / "train.jsonl"
+    origin.parent.mkdir()
+    origin.write_bytes(b"{}")
+    copy = fetch("gsm8k", source=str(tmp_path)) / "train.jsonl"
+    assert not copy.samefile(origin)
+    with copy.open("ab") as stream:
+        stream.write(b"damage")
+    assert origin.read_bytes() == b"{}"
+    fetch("gsm8k", source=str(tmp_path), check=True)  # and from there it is mended
+    assert copy.read_bytes() == b"{}"
+
+
 def test_a_damaged_file_in_a_local_folder_is_named(tmp_path: Path) -> None:
     usb = tmp_path / "corpus"
     usb.mkdir()

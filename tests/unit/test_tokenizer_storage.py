@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import lzma
 import random
@@ -82,10 +83,8 @@ def test_an_absent_folder_names_the_command_that_makes_it(tmp_path: Path) -> Non
 
 
 def test_merges_changed_together_with_their_manifest_still_fail_their_own_checksum(folder: Path) -> None:
-    import hashlib
-
     content = json.loads((folder / "bpe.json").read_text(encoding="utf-8"))
-    content["merges"][-1] = content["merges"][-1][::-1]
+    content["merges"].pop()
     text = json.dumps(content, ensure_ascii=False)
     (folder / "bpe.json").write_text(text, encoding="utf-8")
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))

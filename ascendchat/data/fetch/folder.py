@@ -1,12 +1,13 @@
 """A local folder as a source: `ascendchat data fetch gsm8k --source /mnt/usb/data`.
 
 The files of set NAME are looked for in DIR/NAME/, as DIR/NAME.* and, by the names they have on the hub, in DIR itself.
-They are linked where the file system allows it and copied where not; checksums of a manifest there are compared.
+They are copied, never linked: what happens to the set must not happen to the folder it came from. Checksums of a
+manifest there are compared. A folder that already is $ASCENDCHAT_HOME/data/NAME is taken as it is.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -57,7 +58,7 @@ def _below(folder: Path, patterns: str) -> list[str]:
 def copy_from(
     root: Path, dataset: DataSet, files: str, shards: int | None, folder: Path, manifest: dict[str, Any]
 ) -> list[str]:
-    """Link or copy the files into `folder`, verified; returns their names."""
+    """Copy the files into `folder`, verified; returns their names."""
     place, names = find(root, dataset, files)
     count = shards if shards is not None else 0
     always = [n for n in names if dataset.always and matches(n, dataset.always)]
@@ -97,17 +98,14 @@ def _part(final: Path) -> Path:
 
 
 def _take(origin: Path, final: Path) -> tuple[int, str]:
-    """Bring a file to FINAL.part by link or copy; its size and sha256."""
+    """Copy a file to FINAL.part; its size and sha256."""
     part = _part(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists() and final.samefile(origin):  # the folder is the set itself: only the manifest was missing
+    if final.exists() and final.resolve() == origin.resolve():  # the folder is the set itself: only the manifest is new
         return final.stat().st_size, sha256(final)
     part.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another disk, or a file system without hard links
-        os.link(origin.resolve(), part)
-        return part.stat().st_size, sha256(part)
     if origin.stat().st_size > shutil.disk_usage(final.parent).free:
-        raise disk_error(OSError(28, "no space"), part)
+        raise disk_error(OSError(errno.ENOSPC, "no space"), part)
     digest, count = hashlib.sha256(), 0
     try:
         with origin.open("rb") as source, part.open("wb") as target:

@@ -153,18 +153,32 @@ HARD = read("""
 """)
 
 
-def problem(here: World, draw: random.Random, language: str, split: str, hard: bool = False) -> Question:
-    """A word problem of one step, or of two; the numbers belong to one split."""
+# Never taught before RL: made of known steps in a new order.
+NEW = read("""
+{a}-{b}+{c}
+{n} has {a} {t}. {n} gives {b} of them to {m}. Then {n} finds {c} more. How many {t} does {n} have now?
+{n}有{a}个{t}，给了{m}{b}个，后来又找到{c}个。{n}现在有几个{t}？
+{a}+{b}*{c}
+{n} has {a} {t} and {b} boxes with {c} {t} in each box. How many {t} does {n} have?
+{n}有{a}个{t}，还有{b}个盒子，每个盒子里有{c}个{t}。{n}一共有几个{t}？
+{a}*{b}*{c}
+{n} has {a} rooms with {b} boxes in each room and {c} {t} in each box. How many {t} does {n} have?
+{n}有{a}个房间，每个房间里有{b}个盒子，每个盒子里有{c}个{t}。{n}一共有几个{t}？
+""")
+
+
+def problem(here: World, draw: random.Random, language: str, split: str, kind: str = "problem") -> Question:
+    """A word problem of one step (problem), of two (hard), or of two and perhaps never taught (new)."""
+    wordings = {"problem": EASY, "hard": HARD, "new": HARD + NEW}[kind]
     while True:
-        wording = draw.choice(HARD if hard else EASY)
+        wording = draw.choice(wordings)
         pattern = wording["expression"]
         a, b, c = draw.randint(2, 20), draw.randint(2, 20), draw.randint(2, 9)
         if "-{b}" in pattern:
             a += b + c
-        if split_of("problem", pattern, *sorted((a, b, c) if hard else (a, b))) == split:
+        if split_of("problem", pattern, *sorted((a, b, c) if "{c}" in pattern else (a, b))) == split:
             break
     n, m = draw.sample(here.people, 2)
     values = {"n": n.name[language], "m": m.name[language], "t": draw.choice(THINGS[language]), "a": a, "b": b, "c": c}
-    return calculated(
-        wording[language].format(**values), pattern.format(**values), language, "problem:hard" if hard else "problem"
-    )
+    topic = "problem" if kind == "problem" else "problem:hard"
+    return calculated(wording[language].format(**values), pattern.format(**values), language, topic)

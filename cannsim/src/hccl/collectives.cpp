@@ -62,14 +62,16 @@ int exchange(Comm& comm, const Call& call, size_t piece, const Part& publish, co
   return 0;
 }
 
-HcclResult launch(const char* name, HcclComm handle, aclrtStream stream, const Call& call, size_t piece, Part publish, Part take) {
+HcclResult launch(const char* name, HcclComm handle, aclrtStream stream, const Call& call, size_t piece,
+                  Part publish, Part take) {
   auto comm = comm_of(handle);
   count_bytes(name, call.bytes);
   enqueue(stream, name, [=] { return exchange(*comm, call, piece, publish, take); });
   return HCCL_SUCCESS;
 }
 
-HcclResult refuse(const char* name, const char* parameter, const std::string& value, const std::string& reason, HcclResult code) {
+HcclResult refuse(const char* name, const char* parameter, const std::string& value, const std::string& reason,
+                  HcclResult code) {
   set_error(std::string("EI0003: In [") + name + "], value [" + value + "] for parameter [" + parameter +
             "] is invalid. Reason: The collective communication operator has an invalid argument. Reason[" + reason + "]");
   return code;
@@ -87,7 +89,8 @@ HcclResult check_reduce(const char* name, HcclComm comm, HcclDataType type, Hccl
   if (can_reduce(type, op)) return HCCL_SUCCESS;
   static const char* const kOps[] = {"sum", "prod", "max", "min"};
   std::string op_name = op >= 0 && op < 4 ? kOps[op] : "unknown";
-  return refuse(name, "dataType", type_name(type), std::string(chip().name) + " does not reduce this type with " + op_name, HCCL_E_NOT_SUPPORT);
+  std::string reason = std::string(chip().name) + " does not reduce this type with " + op_name;
+  return refuse(name, "dataType", type_name(type), reason, HCCL_E_NOT_SUPPORT);
 }
 
 std::vector<const void*> slots_at(const Comm& comm, size_t offset) {
@@ -118,7 +121,8 @@ Part publish_ranges(const void* source, std::vector<Range> ranges) {
     const size_t part = part_bytes(comm);
     for (uint32_t to = 0; to < comm.size; to++) {
       if (offset >= ranges[to].bytes) continue;
-      memcpy(comm.slot(comm.rank) + to * part, bytes_of(source) + ranges[to].begin + offset, std::min(part, ranges[to].bytes - offset));
+      const char* from = bytes_of(source) + ranges[to].begin + offset;
+      memcpy(comm.slot(comm.rank) + to * part, from, std::min(part, ranges[to].bytes - offset));
     }
   };
 }
@@ -130,10 +134,10 @@ std::vector<Range> equal_ranges(uint32_t size, size_t bytes) {
 }
 
 std::vector<Range> ranges_from(const void* counts, const void* displacements, uint32_t size, size_t element) {
+  auto* begins = static_cast<const uint64_t*>(displacements);
+  auto* lengths = static_cast<const uint64_t*>(counts);
   std::vector<Range> ranges;
-  for (uint32_t rank = 0; rank < size; rank++) {
-    ranges.push_back({static_cast<const uint64_t*>(displacements)[rank] * element, static_cast<const uint64_t*>(counts)[rank] * element});
-  }
+  for (uint32_t rank = 0; rank < size; rank++) ranges.push_back({begins[rank] * element, lengths[rank] * element});
   return ranges;
 }
 
@@ -148,7 +152,8 @@ HcclResult reduce_scatter(const char* name, const void* input, std::vector<Range
   auto take = [=](Comm& comm, size_t offset, size_t) {
     const size_t part = part_bytes(comm), mine = ranges[comm.rank].bytes;
     if (offset >= mine) return;
-    reduce(bytes_of(output) + offset, slots_at(comm, comm.rank * part), std::min(part, mine - offset) / type_size(type), type, op);
+    const size_t elements = std::min(part, mine - offset) / type_size(type);
+    reduce(bytes_of(output) + offset, slots_at(comm, comm.rank * part), elements, type, op);
   };
   Call call = make_call(name, count, type, op, -1, largest(ranges));
   return launch(name, handle, stream, call, part_bytes(*comm_of(handle)), publish_ranges(input, ranges), take);
@@ -160,7 +165,8 @@ HcclResult all_to_all(const char* name, const void* input, std::vector<Range> se
     const size_t part = part_bytes(comm);
     for (uint32_t from = 0; from < comm.size; from++) {
       if (offset >= receives[from].bytes) continue;
-      memcpy(bytes_of(output) + receives[from].begin + offset, comm.slot(from) + comm.rank * part, std::min(part, receives[from].bytes - offset));
+      char* to = bytes_of(output) + receives[from].begin + offset;
+      memcpy(to, comm.slot(from) + comm.rank * part, std::min(part, receives[from].bytes - offset));
     }
   };
   Call call = make_call(name, kAnyCount, type, -1, -1, std::max(largest(sends), largest(receives)));
@@ -169,8 +175,8 @@ HcclResult all_to_all(const char* name, const void* input, std::vector<Range> se
 
 }  // namespace
 
-HCCL_API HcclResult HcclAllReduce(void* input, void* output, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
-                                  aclrtStream stream) {
+HCCL_API HcclResult HcclAllReduce(void* input, void* output, uint64_t count, HcclDataType type, HcclReduceOp op,
+                                  HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check_reduce(__func__, handle, type, op)) return error;
   auto take = [=](Comm& comm, size_t offset, size_t length) {
     reduce(bytes_of(output) + offset, slots_at(comm, 0), length / type_size(type), type, op);
@@ -179,8 +185,8 @@ HCCL_API HcclResult HcclAllReduce(void* input, void* output, uint64_t count, Hcc
   return launch(__func__, handle, stream, call, kSlotBytes, publish_all(input), take);
 }
 
-HCCL_API HcclResult HcclReduce(void* input, void* output, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root,
-                               HcclComm handle, aclrtStream stream) {
+HCCL_API HcclResult HcclReduce(void* input, void* output, uint64_t count, HcclDataType type, HcclReduceOp op,
+                               uint32_t root, HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check_reduce(__func__, handle, type, op)) return error;
   auto take = [=](Comm& comm, size_t offset, size_t length) {
     if (comm.rank == root) reduce(bytes_of(output) + offset, slots_at(comm, 0), length / type_size(type), type, op);
@@ -189,7 +195,8 @@ HCCL_API HcclResult HcclReduce(void* input, void* output, uint64_t count, HcclDa
   return launch(__func__, handle, stream, call, kSlotBytes, publish_all(input), take);
 }
 
-HCCL_API HcclResult HcclBroadcast(void* data, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle, aclrtStream stream) {
+HCCL_API HcclResult HcclBroadcast(void* data, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
+                                  aclrtStream stream) {
   if (HcclResult error = check(__func__, handle, type)) return error;
   auto publish = [=](Comm& comm, size_t offset, size_t length) {
     if (comm.rank == root && length) memcpy(comm.slot(root), bytes_of(data) + offset, length);
@@ -201,11 +208,14 @@ HCCL_API HcclResult HcclBroadcast(void* data, uint64_t count, HcclDataType type,
   return launch(__func__, handle, stream, call, kSlotBytes, publish, take);
 }
 
-HCCL_API HcclResult HcclAllGather(void* input, void* output, uint64_t count, HcclDataType type, HcclComm handle, aclrtStream stream) {
+HCCL_API HcclResult HcclAllGather(void* input, void* output, uint64_t count, HcclDataType type, HcclComm handle,
+                                  aclrtStream stream) {
   if (HcclResult error = check(__func__, handle, type)) return error;
   const size_t bytes = count * type_size(type);
   auto take = [=](Comm& comm, size_t offset, size_t length) {
-    for (uint32_t from = 0; from < comm.size && length; from++) memcpy(bytes_of(output) + from * bytes + offset, comm.slot(from), length);
+    for (uint32_t from = 0; from < comm.size && length; from++) {
+      memcpy(bytes_of(output) + from * bytes + offset, comm.slot(from), length);
+    }
   };
   Call call = make_call(__func__, count, type, -1, -1, bytes);
   return launch(__func__, handle, stream, call, kSlotBytes, publish_all(input), take);
@@ -222,15 +232,16 @@ HCCL_API HcclResult HcclAllGatherV(void* input, uint64_t count, void* output, co
   auto take = [=](Comm& comm, size_t offset, size_t) {
     for (uint32_t from = 0; from < comm.size; from++) {
       if (offset >= ranges[from].bytes) continue;
-      memcpy(bytes_of(output) + ranges[from].begin + offset, comm.slot(from), std::min(kSlotBytes, ranges[from].bytes - offset));
+      char* to = bytes_of(output) + ranges[from].begin + offset;
+      memcpy(to, comm.slot(from), std::min(kSlotBytes, ranges[from].bytes - offset));
     }
   };
   Call call = make_call(__func__, kAnyCount, type, -1, -1, largest(ranges));
   return launch(__func__, handle, stream, call, kSlotBytes, publish, take);
 }
 
-HCCL_API HcclResult HcclReduceScatter(void* input, void* output, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
-                                      aclrtStream stream) {
+HCCL_API HcclResult HcclReduceScatter(void* input, void* output, uint64_t count, HcclDataType type, HcclReduceOp op,
+                                      HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check_reduce(__func__, handle, type, op)) return error;
   auto ranges = equal_ranges(comm_of(handle)->size, count * type_size(type));
   return reduce_scatter(__func__, input, ranges, output, type, op, count, handle, stream);
@@ -258,11 +269,12 @@ HCCL_API HcclResult HcclScatter(void* input, void* output, uint64_t count, HcclD
   return launch(__func__, handle, stream, call, part_bytes(*comm_of(handle)), publish, take);
 }
 
-HCCL_API HcclResult HcclAlltoAll(const void* input, uint64_t send_count, HcclDataType type, const void* output, uint64_t receive_count,
-                                 HcclDataType receive_type, HcclComm handle, aclrtStream stream) {
+HCCL_API HcclResult HcclAlltoAll(const void* input, uint64_t send_count, HcclDataType type, const void* output,
+                                 uint64_t receive_count, HcclDataType receive_type, HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check(__func__, handle, type)) return error;
   const uint32_t size = comm_of(handle)->size;
-  auto sends = equal_ranges(size, send_count * type_size(type)), receives = equal_ranges(size, receive_count * type_size(receive_type));
+  auto sends = equal_ranges(size, send_count * type_size(type));
+  auto receives = equal_ranges(size, receive_count * type_size(receive_type));
   return all_to_all(__func__, input, sends, output, receives, type, handle, stream);
 }
 
@@ -279,5 +291,6 @@ HCCL_API HcclResult HcclAlltoAllV(const void* input, const void* send_counts, co
 HCCL_API HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check(__func__, handle, HCCL_DATA_TYPE_INT8)) return error;
   auto nothing = [](Comm&, size_t, size_t) {};
-  return launch(__func__, handle, stream, make_call(__func__, 0, HCCL_DATA_TYPE_INT8, -1, -1, 0), kSlotBytes, nothing, nothing);
+  Call call = make_call(__func__, 0, HCCL_DATA_TYPE_INT8, -1, -1, 0);
+  return launch(__func__, handle, stream, call, kSlotBytes, nothing, nothing);
 }

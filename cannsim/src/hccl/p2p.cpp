@@ -124,12 +124,14 @@ HcclResult submit(const char* name, const Message& message, HcclComm comm, aclrt
 
 }  // namespace
 
-HCCL_API HcclResult HcclSend(void* data, uint64_t count, HcclDataType type, uint32_t to, HcclComm comm, aclrtStream stream) {
+HCCL_API HcclResult HcclSend(void* data, uint64_t count, HcclDataType type, uint32_t to, HcclComm comm,
+                             aclrtStream stream) {
   if (int error = enter(__func__)) return HcclResult(error);
   return submit(__func__, {true, static_cast<char*>(data), count * type_size(type), to}, comm, stream);
 }
 
-HCCL_API HcclResult HcclRecv(void* data, uint64_t count, HcclDataType type, uint32_t from, HcclComm comm, aclrtStream stream) {
+HCCL_API HcclResult HcclRecv(void* data, uint64_t count, HcclDataType type, uint32_t from, HcclComm comm,
+                             aclrtStream stream) {
   if (int error = enter(__func__)) return HcclResult(error);
   return submit(__func__, {false, static_cast<char*>(data), count * type_size(type), from}, comm, stream);
 }
@@ -138,7 +140,8 @@ HCCL_API HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, H
   if (int error = enter(__func__)) return HcclResult(error);
   std::vector<Message> messages;
   for (const HcclSendRecvItem* item = items; item != items + count; item++) {
-    messages.push_back({item->sendRecvType == HCCL_SEND, static_cast<char*>(item->buf), item->count * type_size(item->dataType), item->remoteRank});
+    const size_t bytes = item->count * type_size(item->dataType);
+    messages.push_back({item->sendRecvType == HCCL_SEND, static_cast<char*>(item->buf), bytes, item->remoteRank});
   }
   launch(comm, stream, __func__, messages);
   return HCCL_SUCCESS;

@@ -36,6 +36,11 @@ int refuse(HcclResult code, const std::string& text) {
   return code;
 }
 
+int exhausted(const std::string& resource) {
+  return refuse(HCCL_E_MEMORY, "EI0007: Failed to allocate resource[" + resource +
+                                   "]. Reason: Memory resources are exhausted.");
+}
+
 // -1 and an EI0001 text when the value is outside the documented range.
 double timeout_from_environment(const char* name, double fallback, double low, double high) {
   const char* text = getenv(name);
@@ -72,7 +77,8 @@ int new_segment(RootInfo& info) {
     std::lock_guard lock(mutex);
     info.token = random() | 1;
   }
-  if (pwrite(fd, &info.token, sizeof info.token, offsetof(Header, token)) != ssize_t(sizeof info.token)) return HCCL_E_SYSCALL;
+  const ssize_t written = pwrite(fd, &info.token, sizeof info.token, offsetof(Header, token));
+  if (written != ssize_t(sizeof info.token)) return HCCL_E_SYSCALL;
   std::lock_guard lock(open_roots().mutex);
   open_roots().fd_by_token[info.token] = fd;
   return HCCL_SUCCESS;
@@ -120,7 +126,8 @@ int missing_ranks_error(const Comm& comm, const std::vector<uint32_t>& missing, 
   std::string list = join(missing), limit = std::to_string(int(seconds));
   if (comm.rank == 0) {
     return refuse(HCCL_E_TIMEOUT, "EI0015: Failed to collect cluster information of the communicator based on rootInfo "
-                  "detection. Reason: topo exchange server get socket timeout after " + limit + " s, ranks not connected: [" + list + "].");
+                  "detection. Reason: topo exchange server get socket timeout after " + limit +
+                  " s, ranks not connected: [" + list + "].");
   }
   return refuse(HCCL_E_TIMEOUT, "EI0006: Getting socket times out. Reason: wait socket establish timeout, rank [" +
                 std::to_string(comm.rank) + "] waited " + limit + " s for ranks [" + list + "].");
@@ -142,7 +149,7 @@ int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommCo
   }
   auto comm = Comm::attach(fd, rank, size, name);
   close(fd);
-  if (!comm) return refuse(HCCL_E_MEMORY, "EI0007: Failed to allocate resource[memory] with info [" + name + "]. Reason: Memory resources are exhausted.");
+  if (!comm) return exhausted("memory of " + name);
   comm->exec_timeout = exec_limit;
   if (config && config->hcclExecTimeOut >= 0) comm->exec_timeout = config->hcclExecTimeOut;
   auto missing = comm->wait_for_ranks(real_seconds(connect_limit));
@@ -157,7 +164,9 @@ int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommCo
 }
 
 std::string name_from(const HcclCommConfig* config, uint64_t token) {
-  if (config && config->hcclCommName[0]) return std::string(config->hcclCommName, strnlen(config->hcclCommName, COMM_NAME_MAX_LENGTH));
+  if (config && config->hcclCommName[0]) {
+    return std::string(config->hcclCommName, strnlen(config->hcclCommName, COMM_NAME_MAX_LENGTH));
+  }
   char name[32];
   snprintf(name, sizeof name, "hccl_%016llx", static_cast<unsigned long long>(token));
   return name;
@@ -197,7 +206,8 @@ HCCL_API HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo
 
 HCCL_API HcclResult HcclCommInitClusterInfoConfig(const char*, uint32_t, HcclCommConfig*, HcclComm*) {
   if (int error = enter(__func__)) return HcclResult(error);
-  return HcclResult(refuse(HCCL_E_NOT_SUPPORT, "EI0004: The ranktable or rank is invalid,Reason:[cannsim has no rank tables; unset RANK_TABLE_FILE]."));
+  return HcclResult(refuse(HCCL_E_NOT_SUPPORT, "EI0004: The ranktable or rank is invalid,Reason:[cannsim has no rank "
+                           "tables; unset RANK_TABLE_FILE]."));
 }
 
 // Rank 0 of the new group publishes its segment in the parent; the others look there.
@@ -215,7 +225,7 @@ HCCL_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t si
       sub.id = id + 1;
       return HcclResult(connect(info, size, rank, config, name_from(config, info.token), comm));
     }
-    return HcclResult(refuse(HCCL_E_MEMORY, "EI0007: Failed to allocate resource[sub communicator]. Reason: Memory resources are exhausted."));
+    return HcclResult(exhausted("sub communicator"));
   }
   double limit = connect_timeout();
   if (limit < 0) return HCCL_E_PARA;
@@ -226,7 +236,8 @@ HCCL_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t si
       return HcclResult(connect(info, size, rank, config, name_from(config, info.token), comm));
     }
   }
-  return HcclResult(refuse(HCCL_E_TIMEOUT, "EI0006: Getting socket times out. Reason: rank 0 of the sub communicator did not come."));
+  return HcclResult(refuse(HCCL_E_TIMEOUT, "EI0006: Getting socket times out. Reason: rank 0 of the sub communicator "
+                           "did not come."));
 }
 
 // All devices of one process.

@@ -32,7 +32,9 @@ struct Rule {
 };
 
 [[noreturn]] void bad_rule(const std::string& text) {
-  fprintf(stderr, "cannsim: CANNSIM_FAULT: cannot read '%s'; expected name:nth:action[@rank], action = error code, hang or kill\n",
+  fprintf(stderr,
+          "cannsim: CANNSIM_FAULT: cannot read '%s'; expected name:nth:action[@rank], action = error code, hang or "
+          "kill\n",
           text.c_str());
   _exit(2);
 }

@@ -318,10 +318,11 @@ API aclError aclrtReleaseMemAddress(void* address) {
   return ACL_SUCCESS;
 }
 
-API aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t bytes, const aclrtPhysicalMemProp* properties, uint64_t) {
+API aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t bytes, const aclrtPhysicalMemProp* properties,
+                                 uint64_t) {
   ENTER_WITH_DEVICE();
-  int index = properties && properties->location.type == ACL_MEM_LOCATION_TYPE_DEVICE ? int(properties->location.id)
-                                                                                        : current_device();
+  bool named = properties && properties->location.type == ACL_MEM_LOCATION_TYPE_DEVICE;
+  int index = named ? int(properties->location.id) : current_device();
   Memory& all = memory();
   std::lock_guard lock(all.mutex);
   if (aclError error = charge(index, bytes, __func__)) return error;

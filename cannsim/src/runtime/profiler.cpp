@@ -23,7 +23,8 @@ API aclError aclprofStop(const aclprofConfig*) {
   ENTER();
   return ACL_SUCCESS;
 }
-API aclprofConfig* aclprofCreateConfig(uint32_t*, uint32_t, aclprofAicoreMetrics, const aclprofAicoreEvents*, uint64_t) {
+API aclprofConfig* aclprofCreateConfig(uint32_t*, uint32_t, aclprofAicoreMetrics, const aclprofAicoreEvents*,
+                                       uint64_t) {
   return new aclprofConfig;
 }
 API aclError aclprofDestroyConfig(const aclprofConfig* config) {
@@ -39,7 +40,9 @@ API aclprofStepInfo* aclprofCreateStepInfo() { return new aclprofStepInfo; }
 API void aclprofDestroyStepInfo(aclprofStepInfo* info) { delete info; }
 
 // Reports of torch_npu itself to the profiler.
-API uint64_t MsprofGetHashId(const char* text, size_t length) { return std::hash<std::string>()(std::string(text, length)); }
+API uint64_t MsprofGetHashId(const char* text, size_t length) {
+  return std::hash<std::string>()(std::string(text, length));
+}
 API int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
 API int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; }
 API int32_t MsprofReportApi(uint32_t, const void*) { return 0; }

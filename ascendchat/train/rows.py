@@ -1,0 +1,136 @@
+"""A Stage over packed rows: what pretraining, mid-training and SFT have in common. See Stage in loop.py.
+
+learner = build(config, shape, device, place, tokens, say)       # model, kernel, compiled loss
+stage = BaseStage(learner, split, steps, ...)                    # base.py; or ChatStage of chat.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ascendchat import dist
+from ascendchat.config.train import TrainConfig
+from ascendchat.data.corpus import Batches, Prefetcher
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.device import Device
+from ascendchat.nn.attention import Attention, choose
+from ascendchat.nn.fp8 import Fp8Ops
+from ascendchat.nn.gpt import GPT, Ops, dense
+from ascendchat.nn.loss import head_loss, score, softcap
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan import schedule
+from ascendchat.plan.batch import Split
+from ascendchat.plan.shape import Shape
+
+SAMPLE_TOKENS = 24
+
+
+class Learner:
+    """A model on its device, with the kernel chosen for it, compiled where that is sound."""
+
+    def __init__(self, model: GPT, kernel: Attention, device: Device, place: torch.device) -> None:
+        self.model, self.kernel, self.device, self.place = model, kernel, device, place
+        self.attend = dense(model, kernel)
+        self._rope = model.rope(model.shape.seq_len, device.dtype, place)
+        self._forward = device.compile(model, dynamic=False, fullgraph=True)
+        self._score = device.compile(score, dynamic=False)
+
+    def loss(self, batch: MicroBatch, weight: Tensor) -> Tensor:
+        """`weight` times the sum of the nats of all targets."""
+        hidden = self._forward(batch.inputs, self.attend, self._rope)
+        vocab = self.model.shape.vocab
+        return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, scorer=self._score)
+
+
+def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops | None:
+    """The operators of a block: 8-bit, fused, or None for plain torch."""
+    if config.fp8 and device.chip.fp8 and device.compiles:
+        return Fp8Ops(tokens)
+    if config.fp8:
+        lacks = "is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit matrix products"
+        say(f"--fp8 is ignored: {lacks}")
+    return device.operators()
+
+
+def build(
+    config: TrainConfig, shape: Shape, device: Device, place: torch.device, tokens: int, say: Callable[[str], None]
+) -> Learner:
+    """Model and kernel; weights are drawn on the host, so every device starts alike."""
+    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    say(reason)
+    model = GPT(shape, operators(config, device, tokens, say), checkpoint_activations=config.activation_checkpointing)
+    model.initialise(config.seed)
+    return Learner(model.to_compute(device.dtype).to(place), kernel, device, place)
+
+
+class RowStage:
+    """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
+
+    def __init__(
+        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer | None, lr_multiplier: float, seed: int
+    ) -> None:
+        self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, seed
+        self.model = learner.model
+        shape = learner.model.shape
+        self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
+        self.decay = schedule.full_decay(split.total, steps * split.total)
+        rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
+        compile = learner.device.compile if learner.device.compiles else None
+        self.optimizer = MuonAdamW(groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile)
+        # of one token in this rank's mean; the ranks are averaged afterwards
+        self.weight = torch.tensor(split.devices / split.total, device=learner.place)
+        self._feed = self._prefetcher()
+
+    def batches(self, rows_per_step: int) -> Batches:
+        """Where the rows come from."""
+        raise NotImplementedError
+
+    def _prefetcher(self) -> Prefetcher:
+        split, world = self.split, dist.world()
+        mine = split.rows * split.accumulation
+        return Prefetcher(
+            self.batches(mine * split.devices), self.learner.place,
+            rows=(world.rank * mine, (world.rank + 1) * mine), micro_batch=split.rows, pin=self.learner.device.pin,
+        )  # fmt: skip
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        return self._feed.take(step)
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        return self.learner.loss(batch, self.weight)
+
+    def rates(self, step: int) -> dict[str, float]:
+        return {
+            "lr_scale": schedule.lr_scale(step, self.steps),
+            "momentum": schedule.momentum(step, self.steps),
+            "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
+        }
+
+    def smaller(self) -> bool:
+        split = self.split.smaller()
+        if split is None:
+            return False
+        self._feed.close()
+        self.split = split
+        self._feed = self._prefetcher()
+        return True
+
+    @torch.no_grad()
+    def continue_text(self, ids: list[int], stop: int | None = None) -> str:
+        """A greedy continuation, running the whole row for each token: slow, but short and without a cache."""
+        assert self.tokenizer is not None
+        row = list(ids)
+        for _ in range(SAMPLE_TOKENS):
+            tokens = torch.tensor([row[-self.model.shape.seq_len :]], device=self.learner.place)
+            hidden = self.model(tokens, self.learner.attend)[0, -1:]
+            row.append(int(softcap(hidden @ self.model.head[: self.model.shape.vocab].t()).argmax()))
+            if row[-1] == stop:
+                break
+        return " ".join(self.tokenizer.decode(row[len(ids) :]).split())
+
+    def close(self) -> None:
+        self._feed.close()

@@ -1,0 +1,83 @@
+"""On real text: bytes per token beside GPT-2 and Qwen2.5, the trainer's speed and the encoder's speed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rustbpe
+import tiktoken
+
+from ascendchat.config import parse
+from ascendchat.config.data import TokenizerEvalConfig
+from ascendchat.data.read import documents
+from ascendchat.data.tokenizer import PATTERN, Tokenizer, eval_command, train
+from ascendchat.data.tokenizer.commands import first_chars, mixed
+
+pytestmark = pytest.mark.slow
+MIX_CHARS = 10_000_000  # of 200 million: enough for the targets, and short
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    """Processor time of all threads: the machine may be busy with something else."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    work()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def text_of(real_data: Path, language: str, part: str) -> Iterator[str]:
+    return documents([real_data / "pretrain" / language / f"wiki_{part}.jsonl.xz"])
+
+
+@pytest.fixture(scope="module")
+def half_half(real_data: Path) -> Tokenizer:
+    streams = [text_of(real_data, language, "train_00") for language in ("en", "zh")]
+    return train(first_chars(mixed(streams, [1.0, 1.0]), MIX_CHARS))
+
+
+def test_a_half_half_vocabulary_serves_both_languages(
+    half_half: Tokenizer, real_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half_half.save(tmp_path / "mix")
+    files = [real_data / "pretrain" / language / "wiki_val.jsonl.xz" for language in ("en", "zh")]
+    others = [f"{name}={real_data / 'tokenizers' / name}" for name in ("gpt2", "qwen2_5")]
+    argv = [*map(str, files), "--tokenizer", str(tmp_path / "mix"), "--against", ",".join(others), "--json"]
+    eval_command(parse(TokenizerEvalConfig, [*argv, "--max-chars", "400000"]))
+    result = json.loads(capsys.readouterr().out)
+    english, chinese = (row["bytes_per_token"] for row in result["sources"])
+    assert result["vocab_size"]["ours"] == 32768
+    assert chinese["ours"] >= 0.85 * chinese["qwen2_5"]
+    assert chinese["ours"] >= 2 * chinese["gpt2"]
+    assert english["ours"] >= 0.90 * english["gpt2"]
+
+
+def test_training_costs_little_more_than_the_rust_trainer_alone(real_data: Path) -> None:
+    texts = list(first_chars(text_of(real_data, "en", "train_00"), 20_000_000))
+
+    def alone() -> None:
+        rustbpe.Tokenizer().train_from_iterator(iter(texts), 16_384, pattern=PATTERN)
+
+    ours, theirs = cpu_seconds(lambda: train(iter(texts), 16_384)), cpu_seconds(alone)
+    assert ours <= 1.2 * theirs, (ours, theirs)
+
+
+def test_encoding_is_as_fast_as_tiktoken_alone(half_half: Tokenizer, real_data: Path) -> None:
+    texts = list(itertools.islice(text_of(real_data, "en", "val"), 150))
+    texts += itertools.islice(text_of(real_data, "zh", "val"), 150)
+    ranks = {token: number for number, token in enumerate(half_half.tokens)}
+    raw = tiktoken.Encoding("raw", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    rounds = [
+        (
+            cpu_seconds(lambda: [half_half.encode(text) for text in texts]),
+            cpu_seconds(lambda: [raw.encode_ordinary(text) for text in texts]),
+        )
+        for _ in range(5)
+    ]
+    ours, theirs = min(pair[0] for pair in rounds), min(pair[1] for pair in rounds)
+    assert ours <= 1.1 * theirs, (ours, theirs)
