@@ -20,7 +20,7 @@ class TokenizerTrainConfig:
     out: str = ""
     "folder to write; by default $ASCENDCHAT_HOME/tokenizer"
     max_chars: int | None = None
-    "read this many characters at most"
+    "stop after so many characters, read source after source (with --mix: side by side); Chinese needs 80 bytes each"
     mix: tuple[float, ...] = ()
     "one weight per source, its share of the bytes (1,1 is half and half); ends when one source is used up"
 

@@ -119,15 +119,13 @@ def documents(paths: Sequence[str | Path], *, field: str = "text", tally: Tally 
 
 def file_documents(path: Path, field: str, tally: Tally) -> Iterator[str]:
     """The texts of one file's documents. The tally is complete, and checked, once the iterator has ended."""
-    import zstandard
-
     try:
         if format_of(path.name)[0] == ".zip":
             yield from _checked(_zip(path, field, tally), str(path), tally)
             return
         with path.open("rb") as file:
             yield from _checked(_values(file, path.name, field, tally), str(path), tally)
-    except (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError, zipfile.BadZipFile) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is damaged or incomplete ({_short(error)}); fetch it again") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({_short(error)}); convert it first, for example with iconv") from None
@@ -215,7 +213,10 @@ class _Zstd(io.RawIOBase):
                     raise EOFError("the file ends in the middle")
                 return 0
             self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
-            self.held, self.rest = self.frame.decompress(packed), b""
+            try:
+                self.held, self.rest = self.frame.decompress(packed), b""
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
             if self.frame.eof:
                 self.frame, self.rest = None, self.frame.unused_data
         count = min(len(buffer), len(self.held))

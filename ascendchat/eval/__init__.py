@@ -1,5 +1,5 @@
 """How good is a model? `ascendchat eval base` (bits per byte and CORE) and `ascendchat eval chat` (ChatCORE).
 
-core.py turns the tasks of the CORE bundle into token rows and judges them, scorer.py runs many rows per forward pass,
-base.py is the command. Nothing is imported here.
+base.py is the command; bundle.py reads the CORE tasks, core.py writes their prompts and judges the answers, scorer.py
+runs many rows per forward pass. Nothing is imported here.
 """

@@ -34,6 +34,7 @@ class Attention(Protocol):
     """One kernel."""
 
     name: str
+    slices: bool  # `cached` reads a slice of a longer cache in place; otherwise give it whole rows
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot run there, or None."""
@@ -56,6 +57,7 @@ class Reference:
     """Every score at once, softmax in float32: the definition the other kernels are tested against."""
 
     name = "reference"
+    slices = True
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
@@ -166,6 +168,32 @@ class Flash(Sdpa):
         bounds = bounds.pin_memory().to(q.device, non_blocking=True)
         return FlashWindow.apply(q, k, v, bounds, max(lengths), window, scale)
 
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+        if q.size(1) > 1 or window < k.size(1):
+            return super().cached(q, k, v, lengths, window, scale)
+        if torch.compiler.is_compiling():
+            return one_query(q, k, v, lengths, scale)
+        rows, stride = k.size(0), k.stride(0) // k.stride(1)  # places per row of the cache that k is a slice of
+        flat = [x.as_strided(((rows - 1) * stride + x.size(1), *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+        out = torch.ops.aten._flash_attention_forward(
+            q[:, 0].contiguous(), *flat, starts, starts * stride, 1, k.size(1), 0.0, False, False,
+            scale=scale, seqused_k=lengths.to(torch.int32),
+        )[0]  # fmt: skip
+        return out[:, None]
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """One query per row (B, 1, H, D) as products and sums, which a compiler turns into two passes over the memory of
+    the cache. A matrix unit would multiply 63 rows of nothing; the time is that of reading keys and values anyway."""
+    heads, groups = k.size(2), q.size(2) // k.size(2)
+    query = q.float().view(q.size(0), 1, heads, groups, q.size(3))
+    scores = (query * k.float()[:, :, :, None]).sum(-1) * scale  # (B, S, K, G)
+    there = torch.arange(k.size(1), device=k.device)[None, :] < lengths[:, None]
+    weights = scores.masked_fill(~there[:, :, None, None], float("-inf")).softmax(dim=1)
+    out = (weights[..., None] * v.float()[:, :, :, None]).sum(1)  # (B, K, G, D)
+    return out.view(q.shape).to(q.dtype)
+
 
 class FlashWindow(torch.autograd.Function):
     """torch's flash kernel with its window arguments, which scaled_dot_product_attention does not expose."""
@@ -203,6 +231,7 @@ class NpuFusion:
     """Ascend: npu_fusion_attention for training, npu_fused_infer_attention_score for decoding."""
 
     name = "npu_fusion"
+    slices = False  # the fused kernels want contiguous keys: a slice would be copied at every step
     FULL: ClassVar[int] = 2147483647
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:

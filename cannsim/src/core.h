@@ -21,7 +21,7 @@
 
 namespace cannsim {
 
-// What the simulated chip can do. The numbers come from the public chip tables, see README.md.
+// What the simulated chip can do. README.md says which numbers have a source and which are guesses.
 struct Chip {
   const char* name;     // what aclrtGetSocName returns, e.g. "Ascend910B3"
   int cube_cores;       // matrix cores ("AI core")

@@ -58,12 +58,13 @@ def test_a_half_half_vocabulary_serves_both_languages(
 
 
 def test_training_costs_little_more_than_the_rust_trainer_alone(real_data: Path) -> None:
-    texts = list(first_chars(text_of(real_data, "en", "train_00"), 20_000_000))
+    texts = list(first_chars(text_of(real_data, "en", "train_00"), 30_000_000))
 
     def alone() -> None:
         rustbpe.Tokenizer().train_from_iterator(iter(texts), 16_384, pattern=PATTERN)
 
-    ours, theirs = cpu_seconds(lambda: train(iter(texts), 16_384)), cpu_seconds(alone)
+    rounds = [(cpu_seconds(lambda: train(iter(texts), 16_384)), cpu_seconds(alone)) for _ in range(3)]
+    ours, theirs = min(pair[0] for pair in rounds), min(pair[1] for pair in rounds)
     assert ours <= 1.2 * theirs, (ours, theirs)
 
 
@@ -72,12 +73,16 @@ def test_encoding_is_as_fast_as_tiktoken_alone(half_half: Tokenizer, real_data: 
     texts += itertools.islice(text_of(real_data, "zh", "val"), 150)
     ranks = {token: number for number, token in enumerate(half_half.tokens)}
     raw = tiktoken.Encoding("raw", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-    rounds = [
-        (
-            cpu_seconds(lambda: [half_half.encode(text) for text in texts]),
-            cpu_seconds(lambda: [raw.encode_ordinary(text) for text in texts]),
-        )
-        for _ in range(5)
-    ]
-    ours, theirs = min(pair[0] for pair in rounds), min(pair[1] for pair in rounds)
+    ours = theirs = 0.0
+    for start in range(0, len(texts), 10):  # the least of several short turns: what other processes disturb least
+        part = texts[start : start + 10]
+        turns = [
+            (
+                cpu_seconds(lambda: [half_half.encode(text) for text in part]),  # noqa: B023 (called at once)
+                cpu_seconds(lambda: [raw.encode_ordinary(text) for text in part]),  # noqa: B023
+            )
+            for _ in range(7)
+        ]
+        ours += min(turn[0] for turn in turns)
+        theirs += min(turn[1] for turn in turns)
     assert ours <= 1.1 * theirs, (ours, theirs)

@@ -15,6 +15,7 @@ import pytest
 
 from ascendchat.data import toyworld
 from ascendchat.data.chat import canonical, text_of
+from ascendchat.data.tokenizer import train
 from ascendchat.data.toyworld import Question, chats, correct, documents, problems, questions, world
 from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.stories import sentence
@@ -210,3 +211,10 @@ def test_an_examination_can_be_taken_by_language_and_topic() -> None:
 def test_asked_gives_each_wording_to_exactly_one_split() -> None:
     fact = next(iter(world().facts.values()))
     assert all(asked(fact, language, i, 4) in toyworld.SPLITS for language in toyworld.LANGUAGES for i in range(4))
+
+
+def test_a_tokenizer_trained_on_the_texts_gives_every_letter_its_own_token() -> None:
+    tokenizer = train(islice(toyworld.texts(), 4500, 8000), 700)
+    q = next(q for q in EXAM["test"] if q.topic == "choice")
+    assert tokenizer.encode(q.text).count(tokenizer.encode(q.answer)[0]) == 1
+    assert len(tokenizer.encode(q.answer)) == 1

@@ -61,10 +61,12 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[Merge]:
     ids: dict[bytes, int] = {bytes([value]): value for value in range(256)}
     merges: list[Merge] = []
     for token in sorted((t for t in ranks if len(t) > 1), key=ranks.__getitem__):
-        parts = _encode(token, ids)
-        if len(parts) != 2:
-            raise RuntimeError(f"the token {token!r} is not the merge of two earlier tokens; its parts: {parts}")
-        merges.append((ids[parts[0]], ids[parts[1]]))
+        cuts = [at for at in range(1, len(token)) if token[:at] in ids and token[at:] in ids]
+        if len(cuts) > 1:
+            cuts = [len(part) for part in _encode(token, ids)[:-1]]
+        if len(cuts) != 1:
+            raise RuntimeError(f"the token {token!r} is not the merge of two earlier tokens")
+        merges.append((ids[token[: cuts[0]]], ids[token[cuts[0] :]]))
         ids[token] = len(ids)  # numbered again: a rank used twice leaves no hole
     return merges
 

@@ -15,7 +15,8 @@ ids on 30 MB each of English and Chinese Wikipedia (bytes per token on held-out 
     no bound, Han alone       4.188     4.234     0.73
 
 Short bounds cut words at arbitrary places, so the same word gets different ids at different offsets; 16 is longer than
-nearly every clause and still keeps pathological input linear.
+nearly every clause and still keeps pathological input linear. (From 3 up the bound hardly changes the memory of
+training: most pieces are new however they are cut. More than about 30 MB of Chinese changes the vocabulary little.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A small world in English and Chinese, made by code: texts, conversations, questions and problems, with no download.
 
     from ascendchat.data import toyworld
+    toyworld.texts()                                 # what to train the tokenizer on
     toyworld.documents("train")                      # pretraining text
     toyworld.chats("train", kind="sft")              # conversations for data/chat.py
     toyworld.questions("test", language="zh")        # questions that training never saw; toyworld.correct(q, reply)
@@ -17,10 +18,10 @@ from __future__ import annotations
 
 from ascendchat.data.toyworld.ask import Question, correct
 from ascendchat.data.toyworld.stories import documents
-from ascendchat.data.toyworld.talk import NAME, TOPICS, chats, problems, questions
+from ascendchat.data.toyworld.talk import NAME, TOPICS, chats, problems, questions, texts
 from ascendchat.data.toyworld.world import LANGUAGES, SPLITS, world
 
 __all__ = [
     "LANGUAGES", "NAME", "SPLITS", "TOPICS", "Question", "chats", "correct", "documents", "problems", "questions",
-    "world",
+    "texts", "world",
 ]  # fmt: skip

@@ -110,7 +110,7 @@ def facts(here: World, split: str) -> Iterator[Question]:
 
 
 def checks(here: World, split: str) -> Iterator[Question]:
-    """Yes-or-no questions: one with the true value, two with a wrong one; the reply recalls the fact, then judges."""
+    """Yes-or-no questions: one with the true value, one with a wrong one; the reply recalls the fact, then judges."""
     for fact in here.facts.values():
         for language in LANGUAGES:
             if (
@@ -121,7 +121,7 @@ def checks(here: World, split: str) -> Iterator[Question]:
             told = sentence(phrases.tell[0], fact, language)
             draw = random.Random(f"check {fact.entity.key} {fact.attribute}")
             others = [value for value in here.values[fact.attribute] if value not in (fact.value, fact.entity.name)]
-            for value in (fact.value, *draw.sample(others, 2)):
+            for value in (fact.value, draw.choice(others)):
                 text = sentence(phrases.check, Fact(fact.entity, fact.attribute, value), language)
                 verdict = CHECKED[language][value is not fact.value].format(a=told)
                 accept, reject = (("yes",), ("no",)) if language == "en" else (("是对",), ("不对",))

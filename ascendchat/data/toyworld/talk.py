@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ascendchat.data.chat import Conversation
+from ascendchat.data.chat import Conversation, text_of
 from ascendchat.data.toyworld import ask, work
 from ascendchat.data.toyworld.ask import Question
+from ascendchat.data.toyworld.stories import documents
 from ascendchat.data.toyworld.text import POLITE
 from ascendchat.data.toyworld.world import LANGUAGES, World, world
 
@@ -99,3 +100,16 @@ def problems(split: str, seed: int = 0, count: int = 1000) -> list[Question]:
         question = made(here, draw, "new", LANGUAGES[len(found) % 2], split)
         found.setdefault(question.text, question)
     return list(found.values())
+
+
+def texts(seed: int = 0, name: str = NAME) -> Iterator[str]:
+    """What a tokenizer for this world should be trained on: documents, and what is said in conversations.
+
+    The lines of choices are left out: there "=A" would become one token, and a letter must be the token of its answer.
+    """
+    yield from documents("train", seed, 5000)
+    for kind in ("mid", "sft"):
+        for conversation in chats("train", kind, seed, 3000, name):
+            for message in conversation:
+                lines = text_of(message["content"]).split("\n")
+                yield "\n".join(line for line in lines if not line.startswith("- "))

@@ -1,0 +1,71 @@
+"""Configs of the commands that generate: chat, bench decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ascendchat.config import option
+from ascendchat.config.commands import DeviceConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig(DeviceConfig):
+    """Which model to load."""
+
+    run: str = option("", also=("model_tag", "g"))
+    "name of the run; by default the one written last"
+    stage: Literal["base", "mid", "sft", "rl"] | None = option(None, also=("source", "i"))
+    "stage of the run; by default the last one it has reached"
+    checkpoint: str = ""
+    "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
+    tokenizer: str = ""
+    "folder of the model's tokenizer; by default that of $ASCENDCHAT_HOME"
+    attention: str | None = None
+    "attention kernel by name; by default the best that runs here"
+
+
+@dataclass(frozen=True)
+class ChatConfig(ModelConfig):
+    """Talk to a model. Without --prompt: line by line from the terminal, or one prompt per line from a pipe."""
+
+    prompt: str = option("", also=("p",))
+    "answer this and end"
+    system: str = ""
+    "system message that opens the conversation"
+    temperature: float = option(0.6, also=("t",))
+    "0 always takes the likeliest token"
+    top_k: int = option(50, also=("k",))
+    "choose among this many tokens; 0: all"
+    max_tokens: int = 512
+    "tokens of an answer at most"
+    seed: int | None = None
+    "the same seed gives the same answers; by default they differ each time"
+
+
+@dataclass(frozen=True)
+class BenchDecodeConfig(DeviceConfig):
+    """Time the generation of a random model: tokens per second, milliseconds per step, share of memory bandwidth."""
+
+    depth: int = 12
+    "number of layers"
+    batch_sizes: tuple[int, ...] = (1, 64, 256)
+    "requests at a time, each size timed on its own"
+    context: int = 1024
+    "tokens that the cache of a request holds"
+    prompt_tokens: int = 128
+    "tokens of each prompt"
+    new_tokens: int = 128
+    "tokens to generate per request"
+    vocab_size: int = 32768
+    "size of the vocabulary"
+    window_pattern: str = "L"
+    "attention windows: S sees a quarter of the training row of 2048, L all of it"
+    temperature: float = 1.0
+    "0 is greedy"
+    top_k: int = 0
+    "sort the tokens and choose among this many; 0: all"
+    attention: str | None = None
+    "attention kernel by name; by default the best that runs here"
+    compile: bool | None = None
+    "torch.compile on or off; by default on where it is sound"

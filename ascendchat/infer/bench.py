@@ -1,0 +1,117 @@
+"""`ascendchat bench decode --depth 12 --batch-sizes 1,64,256`: how fast the engine generates on this device.
+
+A random model answers random prompts through the real engine: cache, sampling, text and bookkeeping included. The
+prompts are read and everything is compiled and recorded before the clock starts; what is timed are decoding steps with
+all rows busy. The share of bandwidth counts the bytes a step must read, weights and the keys and values of the mean
+length, against the chip's peak. The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+
+from ascendchat.config import UserError
+from ascendchat.config.infer import BenchDecodeConfig
+from ascendchat.data.tokenizer import SPECIALS, Tokenizer
+from ascendchat.device import Device, describe, pick
+from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan.shape import Shape
+
+WARM_STEPS = 2  # passes of the timed round before the clock starts: the prompts, and one step behind them
+
+
+def two_byte_tokenizer(vocab: int) -> Tokenizer:
+    """A tokenizer of the wanted size, made of pairs of bytes."""
+    extra = vocab - 256 - len(SPECIALS)
+    if not 0 <= extra <= 65536:
+        raise UserError(f"--vocab-size {vocab} must lie between {256 + len(SPECIALS)} and {65792 + len(SPECIALS)}")
+    return Tokenizer([(pair // 256, pair % 256) for pair in range(extra)])
+
+
+def requests_of(config: BenchDecodeConfig, batch: int) -> list[Request]:
+    """Random prompts, a seed each, that end only at their length."""
+    generator = torch.Generator().manual_seed(batch)
+    prompts = torch.randint(0, config.vocab_size, (batch, config.prompt_tokens), generator=generator).tolist()
+    return [
+        Request(
+            prompt,
+            Sampling(
+                max_tokens=config.new_tokens, temperature=config.temperature, top_k=config.top_k, seed=seed,
+                stop_tokens=(), tools=False,
+            ),
+        )
+        for seed, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def measure(engine: Engine, requests: list[Request], device: Device) -> tuple[float, int]:
+    """Seconds and steps of decoding with all rows busy."""
+    engine.generate(requests)  # compiles, and records every graph that the timed round needs
+    jobs = [engine.add(request) for request in requests]
+    while min(job.launched for job in jobs) < WARM_STEPS:
+        engine.step()
+    device.synchronize()
+    before, began = jobs[0].launched, time.perf_counter()
+    while not all(job.done for job in jobs):
+        engine.step()
+    device.synchronize()
+    return time.perf_counter() - began, jobs[0].launched - before
+
+
+def read_bytes(shape: Shape, batch: int, length: float, size: int) -> float:
+    """Bytes that one step must read: the weights once, keys and values of every row."""
+    return size * (shape.read_parameters(batch) + batch * shape.kv_elements(max(1, round(length))))
+
+
+def run(config: BenchDecodeConfig) -> int:
+    """The command."""
+    if config.prompt_tokens + config.new_tokens > config.context:
+        raise UserError("--prompt-tokens and --new-tokens together must not exceed --context")
+    if config.new_tokens <= WARM_STEPS or config.prompt_tokens < 1 or not config.batch_sizes:
+        raise UserError(f"give --batch-sizes, --prompt-tokens of at least 1 and --new-tokens above {WARM_STEPS}")
+    device = pick(config.device_type, compiled=config.compile)
+    place = device.bind(0)
+    print(describe(device))
+    shape = Shape.from_depth(config.depth, vocab=config.vocab_size, window_pattern=config.window_pattern)
+    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    print(reason)
+    model = GPT(shape, device.operators())
+    model.initialise(0)
+    model = model.requires_grad_(False).to_compute(device.dtype).to(place)
+    tokenizer, size = two_byte_tokenizer(config.vocab_size), model.head.element_size()
+    length = config.prompt_tokens + config.new_tokens / 2
+    rows: list[dict[str, Any]] = []
+    print(f"{'batch':>6} {'tok/s':>10} {'ms/step':>9} {'bandwidth':>10} {'memory GiB':>11}")
+    for batch in config.batch_sizes:
+        device.reset_peak()
+        engine = Engine(
+            model, kernel, tokenizer, device, place, slots=batch, context=config.context, compiled=device.compiles
+        )
+        seconds, steps = measure(engine, requests_of(config, batch), device)
+        share = read_bytes(shape, batch, length, size) * steps / seconds / device.chip.bandwidth
+        rows.append(
+            {
+                "batch": batch,
+                "tokens_per_second": round(batch * steps / seconds),
+                "step_ms": round(seconds / steps * 1e3, 4),
+                "bandwidth_share": round(share, 4),
+                "memory_peak_gib": round(device.memory().peak / 2**30, 3),
+            }
+        )
+        print(
+            f"{batch:>6} {rows[-1]['tokens_per_second']:>10,} {rows[-1]['step_ms']:>9.3f} {share:>10.1%} "
+            f"{rows[-1]['memory_peak_gib']:>11.2f}"
+        )
+        del engine
+        device.release()
+    facts = {"depth": config.depth, "chip": device.chip.name, "dtype": str(device.dtype).removeprefix("torch.")}
+    facts |= {"attention": kernel.name, "compiled": device.compiles, "torch": torch.__version__}
+    facts |= {name: getattr(config, name) for name in ("context", "prompt_tokens", "new_tokens", "window_pattern")}
+    print(json.dumps({**facts, "results": rows}))
+    return 0

@@ -1,0 +1,194 @@
+"""The two passes of generation on the device: `prefill` reads new prompts, `step` extends every running row by a token.
+
+All state of the running rows (last tokens, lengths, settings, cache) lives on the device, in slots. A step is one
+function of that state, from embedding to the sampled token, without a word to the host: so it is compiled where that is
+wanted and recorded as one graph per (rows, keys, mode) where the chip can replay. engine.py decides who runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ascendchat.device import Device
+from ascendchat.infer.cache import Cache
+from ascendchat.infer.request import Request
+from ascendchat.infer.sampling import Mode, Settings, fold_seed, sample
+from ascendchat.nn.attention import Attention
+from ascendchat.nn.gpt import GPT, attention_scale
+from ascendchat.nn.loss import softcap
+
+LEAST_SPAN = 128  # keys that a step reads at least; beyond, powers of two
+MOST_RECOMPILES = 64  # one per (rows, keys, mode)
+
+
+def power(value: int, least: int, most: int) -> int:
+    """`least` doubled until it holds the value, never above `most`."""
+    size = least
+    while size < value:
+        size *= 2
+    return min(size, most)
+
+
+def width_of(length: int) -> int:
+    """A prompt's length rounded up by at most an eighth: few distinct shapes, little padding."""
+    step = max(16, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+class Decoder:
+    """A model with `slots` rows of up to `context` tokens under way."""
+
+    def __init__(
+        self, model: GPT, kernel: Attention, device: Device, place: torch.device, *, slots: int, context: int,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.kernel, self.device, self.place = model, kernel, device, place
+        self.slots, self.context, self.compiled = slots, context, compiled and device.compiles
+        shape = model.shape
+        self.vocab, self.scale = shape.vocab, attention_scale(shape)
+        dtype = model.embed.weight.dtype
+        self.cache = Cache(shape, slots, context, dtype, place)
+        self.rope = model.rope(context, dtype, place)
+        whole, real = partial(torch.full, dtype=torch.int64, device=place), partial(torch.full, device=place)
+        self.token = whole((slots,), 0)  # the newest token of each row, not yet in the cache
+        self.previous = whole((slots,), 0)  # the one before it, which is smeared in
+        self.length = whole((slots,), 0)  # tokens in the cache: the position of `token`
+        self.override = whole((slots,), -1)  # a token that replaces `token` in the next step
+        self.advance = whole((), 1)  # 0 while a graph is recorded: the step then changes nothing
+        self.rows = torch.arange(slots, device=place)
+        self.settings = Settings(
+            temperature=real((slots,), 0.0), top_k=whole((slots,), 0), top_p=real((slots,), 1.0),
+            min_p=real((slots,), 0.0), penalty=real((slots,), 1.0), seed=whole((slots,), 0),
+        )  # fmt: skip
+        self.seen: Tensor | None = None  # (slots, V) bool: tokens of the row so far; made when first needed
+        self._steps: dict[tuple[int, int, Mode], Callable[[], Tensor]] = {}
+
+    def put(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Host values to the device, without waiting for it where memory can be pinned."""
+        tensor = torch.as_tensor(np.asarray(values)).to(dtype)
+        return (tensor.pin_memory() if self.device.pin else tensor).to(self.place, non_blocking=self.device.pin)
+
+    # ---- new prompts ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, requests: Sequence[Request], slots: Sequence[int], mode: Mode) -> Tensor:
+        """Read whole prompts into their slots; the first token of each: (2, R) float32, ids and log probabilities."""
+        prompts = [request.prompt for request in requests]
+        width = min(width_of(max(map(len, prompts))), self.context)
+        padded = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in zip(padded, prompts):
+            row[: len(prompt)] = prompt
+        tokens, slot, lengths = self.put(padded), self.put(slots), self.put([len(prompt) for prompt in prompts])
+        windows = self.cache.places
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.cache.put_prompts(layer, slot, k, v, lengths)
+            return self.kernel.dense(q, k, v, windows[layer], self.scale)
+
+        cos, sin = self.rope
+        hidden = self.model(tokens, attend, (cos[:width], sin[:width]))  # (R, T, C)
+        rows = torch.arange(len(prompts), device=self.place)
+        self._settle(requests, slot)
+        if mode.penalised:
+            self._remember(slot, tokens, lengths)
+        settings = Settings(*(tensor[slot] for tensor in self.settings))
+        seen = self.seen[slot] if mode.penalised and self.seen is not None else None
+        chosen, logprob = sample(self.logits(hidden[rows, lengths - 1]), settings, lengths - 1, mode, seen)
+        self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, lengths - 1], chosen, lengths
+        self.override[slot] = torch.full_like(chosen, -1)
+        return torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
+
+    def _settle(self, requests: Sequence[Request], slot: Tensor) -> None:
+        """The settings of the new rows."""
+        ways = [request.sampling for request in requests]
+        columns = (
+            [way.temperature for way in ways], [way.top_k for way in ways], [way.top_p for way in ways],
+            [way.min_p for way in ways], [way.repetition_penalty for way in ways],
+            [fold_seed(way.seed) for way in ways],
+        )  # fmt: skip
+        for tensor, column in zip(self.settings, columns):
+            tensor[slot] = self.put(column, tensor.dtype)
+
+    def _remember(self, slot: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+        """Mark the tokens of the prompts as seen."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.place)
+        inside = torch.arange(tokens.size(1), device=self.place) < lengths[:, None]
+        known = torch.where(inside, tokens, tokens[:, :1])  # padding counts as the first token
+        self.seen[slot] = torch.zeros_like(self.seen[slot]).scatter(1, known, True)
+
+    # ---- the next token of every row -----------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, rows: int, longest: int, mode: Mode) -> Tensor:
+        """Extend slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2, at least rows).
+
+        The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen.
+        """
+        count = power(rows, 1, self.slots) if self.device.chip.graphs else rows
+        span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
+        key = (count, span, mode)
+        if key not in self._steps:
+            self._steps[key] = self._record(*key)
+        result: Tensor = self._steps[key]()
+        return result
+
+    def _record(self, count: int, span: int, mode: Mode) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            return self._extend(count, span, mode)
+
+        if self.compiled:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_RECOMPILES)
+        compiled = self.device.compile(run, dynamic=False, fullgraph=True) if self.compiled else run
+        if not self.device.chip.graphs:
+            return compiled
+        self.advance.zero_()  # recording runs the step several times, and rows are under way
+        graph = self.device.graph(compiled)
+        self.advance.fill_(1)
+        return graph
+
+    def _extend(self, count: int, span: int, mode: Mode) -> Tensor:
+        model, rows = self.model, self.rows[:count]
+        override, length = self.override[:count], self.length[:count]
+        token = torch.where(override >= 0, override, self.token[:count])
+        position = length.clamp(max=self.context - 1)  # a row that is over may run once more, and idle rows do
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.cache.put_tokens(layer, rows, position, k, v)
+            places = self.cache.places[layer]
+            keys, values = (
+                tensor[:count] if span >= places else tensor[:count, :span]
+                for tensor in (self.cache.keys[layer], self.cache.values[layer])
+            )
+            there = (position + 1).clamp(max=places)  # a full ring is seen whole
+            return self.kernel.cached(q, keys, values, there, places, self.scale)
+
+        before = model.ops.rms_norm(model.embed(self.previous[:count]))[:, None]
+        cos, sin = self.rope
+        rope = cos[position][:, None], sin[position][:, None]  # (B, 1, 1, D)
+        hidden = model.layers(model.embedding(token[:, None], before), token[:, None], attend, rope)
+        seen = None
+        if mode.penalised and self.seen is not None:
+            seen = self.seen[:count]
+            seen.scatter_(1, token[:, None], True)
+        chosen, logprob = sample(self.logits(hidden[:, 0]), self.settings.rows(count), position, mode, seen)
+        moves = self.advance > 0
+        self.previous[:count] = torch.where(moves, token, self.previous[:count])
+        self.token[:count] = torch.where(moves, chosen, self.token[:count])
+        self.override[:count] = torch.where(moves, -1, override)
+        self.length[:count] = length + self.advance
+        return torch.stack((chosen.float(), logprob))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, C) -> (B, V) float32."""
+        return softcap(hidden @ self.model.head[: self.vocab].t())
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Rows that are over: short again, so that idle steps read little."""
+        self.length.index_fill_(0, self.put(slots), 0)

@@ -1,0 +1,117 @@
+"""A trained model ready to generate: `ascendchat chat --run NAME --stage sft` finds its checkpoint here.
+
+    loaded = load(device, place, run="d12", stage="sft")      # or checkpoint=FOLDER, or nothing: what was written last
+    loaded.model, loaded.tokenizer, loaded.state["stage"]
+
+Weights come in the device's compute dtype. The checkpoint says which tokenizer it was trained with; another one is an
+error here and not gibberish later.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
+from ascendchat.config import UserError, home
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.device import Device
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan.shape import Shape
+from ascendchat.record import run_folder
+
+STAGES = ("base", "mid", "sft", "rl")  # in the order of a run
+CHAT_STAGES = ("mid", "sft", "rl")  # those that have seen conversations
+
+
+class Loaded(NamedTuple):
+    """A model and what belongs to it."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    state: dict[str, Any]  # of the checkpoint: stage, shape, step, ...
+    folder: Path
+
+    @property
+    def chats(self) -> bool:
+        """Whether it was trained on conversations."""
+        return self.state.get("stage") in CHAT_STAGES
+
+
+def _notice(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def load(
+    device: Device, place: torch.device, *, run: str = "", stage: str | None = None, checkpoint: str = "",
+    tokenizer: str = "", say: Callable[[str], None] = _notice,
+) -> Loaded:  # fmt: skip
+    """Find, verify and load; everything that does not fit is a UserError."""
+    found = find(run, stage, checkpoint, say)
+    if "shape" not in found.state:
+        raise UserError(f"{found.folder / 'state.json'} names no model shape; name another --checkpoint")
+    shape = Shape.from_dict(found.state["shape"])
+    text = open_tokenizer(tokenizer, found, shape)
+    model = GPT(shape, device.operators())
+    weights = found.model()
+    expected = dict(model.state_dict())
+    wrong = [name for name, tensor in expected.items() if name not in weights or weights[name].shape != tensor.shape]
+    if wrong or len(weights) != len(expected):
+        odd = (wrong or sorted(set(weights) - set(expected)))[0]
+        raise UserError(f"{found.folder}: the weight {odd} does not fit its own state.json; name another --checkpoint")
+    model.load_state_dict(weights)
+    model.requires_grad_(False).eval()
+    return Loaded(model.to_compute(device.dtype).to(place), text, found.state, found.folder)
+
+
+def find(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint that was named; else the newest of the run and stage; else of whatever was written last."""
+    if checkpoint:
+        folder = Path(checkpoint)
+        if NAME.fullmatch(folder.name):
+            try:
+                return verify(folder)
+            except Damaged as damage:
+                raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
+    else:
+        run = run or last_run(stage)
+        folder = run_folder(run, stage or last_stage(run))
+    found = newest(folder, say=say)
+    if found is None:
+        raise UserError(f"no checkpoint in {folder}; train one first, or name another: --run, --stage or --checkpoint")
+    return found
+
+
+def last_run(stage: str | None = None) -> str:
+    """The run that saved a checkpoint last."""
+    saved = sorted((home() / "runs").glob(f"*/{stage or '*'}/latest"), key=lambda path: path.stat().st_mtime)
+    saved = [path for path in saved if path.parent.name in STAGES]
+    if not saved:
+        what = f"no {stage} model" if stage else "no model"
+        raise UserError(f"{what} in {home() / 'runs'}; make one: ascendchat speedrun --recipe recipes/tiny-cpu.yaml")
+    return saved[-1].parent.parent.name
+
+
+def last_stage(run: str) -> str:
+    """The latest stage of a run that has a checkpoint."""
+    there = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
+    if not there:
+        known = sorted({path.parent.parent.name for path in (home() / "runs").glob("*/*/latest")})
+        raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
+    return there[-1]
+
+
+def open_tokenizer(folder: str, found: Checkpoint, shape: Shape) -> Tokenizer:
+    """The tokenizer that the model was trained with, or an error."""
+    path = Path(folder) if folder else home() / "tokenizer"
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.fingerprint != found.state.get("tokenizer") or tokenizer.vocab_size != shape.vocab:
+        raise UserError(
+            f"{found.folder} was not trained with the tokenizer in {path}; give the one it was trained with: "
+            f"--tokenizer FOLDER"
+        )
+    return tokenizer

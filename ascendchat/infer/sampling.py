@@ -1,0 +1,116 @@
+"""Sampling maths as pure functions over a batch in which every row has its own settings.
+
+    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
+
+No generator is kept: the noise of a row is a hash of (its seed, the position, the token), so a row draws the same noise
+whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax of
+logit / temperature + Gumbel noise, which is exactly a draw from the softmax.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF  # hashes are 32 bits wide, kept in int64 so that no product overflows
+
+
+class Mode(NamedTuple):
+    """What any row of the batch needs; each combination is a captured graph of its own."""
+
+    random: bool = False  # some temperature is not 0
+    filtered: bool = False  # some top_k, top_p or min_p is set
+    penalised: bool = False  # some repetition penalty is not 1
+
+
+class Settings(NamedTuple):
+    """Per row (B,): what request.Sampling says, on the device."""
+
+    temperature: Tensor  # float32; 0 is greedy
+    top_k: Tensor  # int64; 0 keeps all
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    penalty: Tensor  # float32
+    seed: Tensor  # int64, 32 bits used
+
+    def rows(self, count: int) -> Settings:
+        """The first rows."""
+        return Settings(*(tensor[:count] for tensor in self))
+
+
+def fold_seed(seed: int) -> int:
+    """Any integer to 32 bits, so that neighbouring seeds and the same seed with another sign differ."""
+    bits = seed & ((1 << 128) - 1)
+    folded = 0x9E3779B9
+    while bits:
+        folded = ((folded ^ (bits & MASK)) * 0x7FEB352D + 0x2545F491) & MASK
+        folded ^= folded >> 15
+        bits >>= 32
+    return folded
+
+
+def scramble(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers in which every input bit moves about half of the output bits."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x297A2D39) & MASK
+    return x ^ (x >> 16)
+
+
+def uniform(seed: Tensor, position: Tensor, count: int) -> Tensor:
+    """(B, count) float32 in (0, 1), a pure function of (seed, position, column)."""
+    row = scramble(scramble(seed) ^ (position & MASK))  # (B,)
+    column = (torch.arange(count, device=seed.device) * 0x1E3779B1) & MASK
+    bits = scramble(scramble(row[:, None] ^ column))
+    return ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits and a half: exact in float32, never 0 or 1
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Make tokens of `seen` (B, V) less likely: logits shrink by the factor, or grow more negative."""
+    factor = penalty[:, None]
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """(B, V) bool: tokens that top-k, then top-p among those, then min-p leave. Never none; ties at the border stay.
+
+    All three keep a beginning of the tokens in order of likelihood, so a row is described by how many that are.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    rank = torch.arange(logits.size(-1), device=logits.device)
+    inside = (rank < torch.where(top_k > 0, top_k, logits.size(-1))[:, None]) | (rank == 0)
+    share = torch.softmax(torch.where(inside, ordered, float("-inf")), dim=-1)
+    before = share.cumsum(dim=-1) - share  # share of the tokens in front of this one
+    inside &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    inside &= share >= min_p[:, None] * share[:, :1]
+    last = inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    return logits >= ordered.gather(-1, last)
+
+
+def sample(
+    logits: Tensor, settings: Settings, position: Tensor, mode: Mode, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The chosen token of every row (B,) and its log probability (B,) float32.
+
+    logits (B, V) float32; `position` (B,) of the token whose successor is chosen. The probability is the model's own:
+    before penalty, temperature and filters.
+    """
+    scores = logits
+    if mode.penalised:
+        assert seen is not None
+        scores = penalise(scores, seen, settings.penalty)
+    if mode.random:
+        greedy = settings.temperature <= 0
+        scaled = scores / torch.where(greedy, 1.0, settings.temperature)[:, None]
+        noise = -torch.log(-torch.log(uniform(settings.seed, position, logits.size(-1))))
+        noisy = scaled + noise
+        if mode.filtered:
+            inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
+            noisy = torch.where(inside, noisy, float("-inf"))
+        scores = torch.where(greedy[:, None], scores, noisy)
+    chosen = scores.argmax(dim=-1)
+    picked = logits.gather(-1, chosen[:, None]).squeeze(-1)
+    return chosen, picked - torch.logsumexp(logits, dim=-1)

@@ -1,0 +1,214 @@
+"""Runs Python that nobody has read, such as what a model wrote, and says what came of it.
+
+    result = sandbox.run("print(6 * 7)", seconds=5.0)      # `ascendchat eval chat` judges HumanEval with it
+    result.ok, result.stdout, result.reason
+    sandbox.capabilities()                                 # which walls stand on this machine; `ascendchat doctor`
+
+Every program has its own process, group and empty folder, a scrubbed environment, and limits on time, memory, output,
+file sizes, open files and processes. On Linux three layers come on top, each tried before it is relied on:
+
+    namespaces   its own root folder (Python and nothing else, read-only), network (none), processes, message queues
+    seccomp      no sockets, no new processes, no signals to others, no tracing, no mounting; without namespaces it
+                 may not change any file either
+    user         when we are root, the program is a user that owns nothing
+
+`ok` means that the program came to its end: `sys.exit(0)` in the middle is not ok, for the tests behind it did not run.
+A program that is out to deceive can still imitate its own end from inside; it cannot leave. See inside.py for how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ascendchat.sandbox import seccomp
+
+__all__ = ["LAYERS", "Result", "capabilities", "run"]
+
+LAYERS = ("namespaces", "seccomp", "user")
+INSIDE = Path(__file__).with_name("inside.py")
+MIB = 1 << 20
+GRACE = 10.0  # seconds beyond the program's own, for starting and ending on a busy machine
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a program."""
+
+    ok: bool  # it came to its end
+    stdout: str
+    stderr: str
+    reason: str  # "" or: error, exit, time, memory, output, signal, sandbox (the sandbox itself failed)
+    detail: str = ""  # the last line of the traceback, the exit code, the signal
+    seconds: float = 0.0  # by the clock
+    cpu: float = 0.0  # seconds of processor time
+
+
+def run(
+    code: str, *, seconds: float = 5.0, memory: int = 256 * MIB, stdin: str = "",
+    files: Mapping[str, str] | None = None, output: int = 64 * 1024, disk: int = 16 * MIB, processes: int = 32,
+    layers: Sequence[str] | None = None,
+) -> Result:  # fmt: skip
+    """Run a program and wait for its end. `memory` and `disk` in bytes; `output` in bytes per stream; `files` are put
+    into its folder before it starts. `layers`: by default all that this machine has. Safe to call from many threads."""
+    for name in files or {}:
+        if not name or name != os.path.basename(name) or name in (".", ".."):
+            raise ValueError(f"{name!r} is not a plain file name")
+    chosen = tuple(layers) if layers is not None else _available()[0]
+    order = {
+        "code": code, "stdin": stdin, "files": dict(files or {}), "seconds": seconds, "memory": memory, "disk": disk,
+        "output": output, "processes": processes, "open_files": 64, "layers": chosen,
+    }  # fmt: skip
+    return _judge(_execute(order))
+
+
+def _execute(order: dict[str, Any]) -> dict[str, Any]:
+    """Start the watcher with its order, and return its report; whatever happens to it, nothing stays behind."""
+    word = secrets.token_hex(16)
+    folder = tempfile.mkdtemp(prefix="ascendchat-sandbox-")
+    python = os.path.realpath(sys.executable)
+    order = {
+        **order, "word": word, "folder": os.path.realpath(folder), "python": python,
+        "python_folders": sorted({os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}),
+        "number": secrets.randbelow(100_000_000),
+        "filter": seccomp.program(platform.machine(), read_only="namespaces" not in order["layers"]),
+    }  # fmt: skip
+    try:
+        with subprocess.Popen(
+            [python, "-I", "-S", "-B", "-X", "utf8", str(INSIDE)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, start_new_session=True,
+        ) as watcher:  # fmt: skip
+            try:
+                said, complaint = watcher.communicate(json.dumps(order).encode(), timeout=order["seconds"] + GRACE)
+            except subprocess.TimeoutExpired:
+                said, complaint = b"", b"the watcher did not answer"
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(watcher.pid, signal.SIGKILL)  # the program dies with its watcher
+        try:
+            report: dict[str, Any] = json.loads(said)
+        except ValueError:
+            lines = complaint.decode("utf-8", "replace").strip().splitlines()
+            report = {"setup": lines[-1] if lines else f"the watcher was killed ({watcher.returncode})"}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    done = report.pop("done", "")
+    report["finished"] = done == word
+    if done.startswith("!"):
+        report["setup"] = done[1:]
+    return report
+
+
+def _judge(report: dict[str, Any]) -> Result:
+    """From the watcher's report to a verdict."""
+    stdout, stderr = report.get("stdout", ""), report.get("stderr", "")
+    lines = stderr.strip().splitlines()
+    last = lines[-1] if lines else ""
+    status = report.get("status")
+    if "setup" in report:
+        reason, detail = "sandbox", report["setup"]
+    elif report.get("stopped"):
+        reason, detail = report["stopped"], ""
+    elif status is None:
+        reason, detail = "sandbox", "the program's end was not seen"
+    elif os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        reason, detail = "time" if number == signal.SIGXCPU else "signal", signal.Signals(number).name
+    elif os.WEXITSTATUS(status) == 0 and report["finished"]:
+        reason, detail = "", ""
+    elif last.startswith("MemoryError"):
+        reason, detail = "memory", last
+    elif os.WEXITSTATUS(status) == 1 and any(line.startswith("Traceback (most recent") for line in lines):
+        reason, detail = "error", last
+    else:
+        reason, detail = ("error", last) if "Error" in last else ("exit", f"exit code {os.WEXITSTATUS(status)}")
+    return Result(
+        not reason, stdout, stderr, reason, detail, float(report.get("seconds", 0.0)), float(report.get("cpu", 0.0))
+    )
+
+
+_lock = threading.Lock()
+_found: tuple[tuple[str, ...], dict[str, str]] | None = None
+
+
+def _available() -> tuple[tuple[str, ...], dict[str, str]]:
+    """The layers that work together here, and why each of the others does not; tried once per process."""
+    global _found
+    with _lock:
+        if _found is None:
+            _found = _try_layers()
+        return _found
+
+
+def _try_layers() -> tuple[tuple[str, ...], dict[str, str]]:
+    if sys.platform != "linux":
+        return (), dict.fromkeys(LAYERS, f"only Linux has this, not {sys.platform}")
+    root = os.geteuid() == 0
+    missing: dict[str, str] = {}
+    if not root:
+        missing["user"] = "not needed: we are not root"
+    if not seccomp.program(platform.machine(), read_only=False):
+        missing["seccomp"] = f"the system calls of {platform.machine()} are not known to it"
+    # Root may not stay root in a root folder of its own, so the two go together; from most to least.
+    tries: list[tuple[str, ...]] = [("namespaces", "user")] if root else [("namespaces",)]
+    tries += [("user",)] if root else []
+    kept: tuple[str, ...] = ()
+    for layers in tries:
+        failed = _fails(layers)
+        if not failed:
+            kept = layers
+            break
+        missing[layers[0]] = failed
+    if "user" in kept:
+        missing.pop("user", None)
+    if "seccomp" not in missing:
+        failed = _fails((*kept, "seccomp"))
+        if failed:
+            missing["seccomp"] = failed
+        else:
+            kept = (*kept, "seccomp")
+    return tuple(name for name in LAYERS if name in kept), missing
+
+
+def _fails(layers: Sequence[str]) -> str:
+    """Why a small program does not run behind these layers; empty if it does."""
+    result = run("import json, re\nassert json.loads('[1]') == [1]\nprint('here')", seconds=20.0, layers=layers)
+    return "" if result.ok and result.stdout == "here\n" else result.detail or result.stderr.strip() or result.reason
+
+
+def capabilities() -> dict[str, Any]:
+    """What holds a program here, found out by trying: the `layers` that stand, the `missing` ones with their reasons,
+    and for each danger whether it is contained: memory, processes, network, writing, reading, signals."""
+    layers, missing = _available()
+    outside = Path(tempfile.mkdtemp(prefix="ascendchat-sandbox-"))
+    try:
+        outside.chmod(0o777)  # only the sandbox can keep the program out
+        (outside / "secret").write_text("secret", encoding="utf-8")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            tries = {
+                "memory": "x = bytearray(1 << 30)",
+                "processes": "import os, time\nfor _ in range(64):\n    os.fork() or time.sleep(9)",
+                "network": f"import socket\nsocket.create_connection({server.getsockname()!r}, timeout=5)",
+                "writing": f"open({str(outside / 'written')!r}, 'w').close()",
+                "reading": f"open({str(outside / 'secret')!r}).read()",
+                "signals": f"import os\nos.kill({os.getpid()}, 0)",
+            }
+            found = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
+    finally:
+        shutil.rmtree(outside, ignore_errors=True)
+    held = {name: not result.ok and result.reason != "sandbox" for name, result in found.items()}
+    return {"layers": list(layers), "missing": missing, **held}

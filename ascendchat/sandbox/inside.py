@@ -1,0 +1,353 @@
+"""Runs one untrusted program and watches it: the process between the evaluator and the program.
+
+    python -I -S -B inside.py < order.json > result.json       # started by `ascendchat.sandbox.run`, never by hand
+
+This file stands alone: only the standard library, and none of our modules. The order says which layers to use; a layer
+that was ordered and cannot be had ends the run with a message, never without it.
+
+evaluator -> watcher (this process: clock, output) -> init (first of its process namespace) -> the program
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import struct
+import sys
+import time
+from typing import Any, NoReturn
+
+Order = dict[str, Any]
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
+KEPT = {
+    8: MS_NOEXEC,
+    1024: 1 << 10,
+    2048: 1 << 11,
+    4096: 1 << 21,
+}  # as statvfs names them: as mount does; no access times
+NEW_NAMESPACES = 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # host name, message queues, processes, network
+CLONE_NEWNS, CLONE_NEWUSER, MNT_DETACH = 0x00020000, 0x10000000, 2
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+INNER_USER = 1000  # the program's number inside a user namespace
+OUTER_USER = 2_000_000_000  # and without one, when we are root: nobody has it, each run its own
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/ld.so.conf.d")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+CODE_FD, DONE_FD = 3, 4
+
+# The program runs as __main__ of a fresh interpreter. Its end is told by a word it was not given: leaving early, with
+# whatever exit code, is not reaching the end.
+BOOT = f"""
+def start():
+    import builtins, os, sys, types
+    with open({CODE_FD}, encoding="utf-8", newline="") as file:
+        word, code = file.readline().strip().encode(), file.read()
+    main, write = types.ModuleType("__main__"), os.write
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.argv[:] = ["program"]
+    exec(compile(code, "<program>", "exec"), main.__dict__)
+    write({DONE_FD}, word)
+start()
+"""
+
+
+class Refused(Exception):
+    """A layer that was ordered cannot be had."""
+
+
+def libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> None:
+    if result != 0:
+        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    check(libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()),
+          f"mount {target}")  # fmt: skip
+
+
+def leave_namespaces() -> None:
+    """Away from the machine's network, processes and message queues; without privileges, as our own user."""
+    user, group = os.geteuid(), os.getegid()
+    if user != 0:
+        check(libc().unshare(CLONE_NEWUSER), "user namespace")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{INNER_USER} {user} 1"),
+                           ("gid_map", f"{INNER_USER} {group} 1")):  # fmt: skip
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    check(libc().unshare(NEW_NAMESPACES), "namespaces")
+
+
+def bind(source: str, root: str) -> None:
+    """Show a folder or file of the machine at the same place below `root`, read-only."""
+    target = root + source
+    os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.makedirs(target, mode=0o755, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    try:
+        mount(source, target, "", MS_BIND)
+    except Refused:  # in a user namespace, what is mounted below must stay where it is
+        mount(source, target, "", MS_BIND | MS_REC)
+    held = os.statvfs(target).f_flag
+    flags = sum(flag for bit, flag in KEPT.items() if held & bit)
+    device = source in DEVICES
+    mount("", target, "", MS_REMOUNT | MS_BIND | MS_NOSUID | flags | (0 if device else MS_RDONLY | MS_NODEV))
+
+
+def own_root(order: Order, user: int) -> None:
+    """A root folder that holds Python, its libraries, four devices and an empty /tmp, and nothing else."""
+    root = order["folder"]
+    check(libc().unshare(CLONE_NEWNS), "mount namespace")  # here: the watcher still needs the machine's /proc
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
+    shown: list[str] = []
+    for source in (*SYSTEM, *order["python_folders"]):
+        inside = any(source.startswith(before + "/") and not os.path.islink(before) for before in shown)
+        if os.path.lexists(source) and not inside:
+            bind(source, root)
+            shown.append(source)
+    for device in DEVICES:
+        bind(device, root)
+    os.mkdir(f"{root}/tmp")
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV,
+          f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}")  # fmt: skip
+    os.chdir(root)
+    number = PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise Refused("own root folder: not known for this processor")
+    check(libc().syscall(number, b".", b"."), "pivot_root")
+    check(libc().umount2(b".", MNT_DETACH), "leave the old root")
+    mount("", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir("/tmp")
+
+
+def write_files(order: Order, user: int) -> None:
+    """The files that were sent along, in the working folder."""
+    for name, text in order["files"].items():
+        with open(name, "x", encoding="utf-8", newline="") as file:
+            file.write(text)
+        if os.geteuid() == 0:
+            os.chown(name, user, user)
+
+
+def limit(order: Order, alone: bool) -> None:
+    """Hard limits. `alone`: no other process has our user number, so that their number can be limited too."""
+    seconds = int(order["seconds"]) + 2
+    wanted = {
+        "RLIMIT_AS": order["memory"], "RLIMIT_DATA": order["memory"], "RLIMIT_CPU": seconds,
+        "RLIMIT_FSIZE": order["disk"], "RLIMIT_NOFILE": order["open_files"], "RLIMIT_CORE": 0, "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }  # fmt: skip
+    if alone:
+        wanted["RLIMIT_NPROC"] = order["processes"]
+    for name, most in wanted.items():
+        kind = getattr(resource, name, None)
+        if kind is not None:
+            hard = resource.getrlimit(kind)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            with contextlib.suppress(ValueError, OSError):  # macOS refuses some; the evaluator tests what holds
+                resource.setrlimit(kind, (most, most))
+
+
+def forbid(instructions: list[list[int]]) -> None:
+    """Hand the filter of system calls to the kernel; it holds for this process and all it starts, for ever."""
+    own = os.getpid()
+    packed = b"".join(struct.pack("HBBI", code, jt, jf, own if k == -1 else k) for code, jt, jf, k in instructions)
+    held = ctypes.create_string_buffer(packed, len(packed))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    filled = Program(len(instructions), ctypes.cast(held, ctypes.c_void_p))
+    check(libc().prctl(PR_SET_SECCOMP, 2, ctypes.byref(filled), 0, 0), "seccomp")
+
+
+def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
+    """Give up everything, then turn into a fresh Python that runs the program."""
+    layers, linux = order["layers"], sys.platform == "linux"
+    os.setsid()
+    for number, name in enumerate(("stdin", "stdout", "stderr", "code", "done")):
+        os.dup2(fds[name], number)
+    limit(order, alone=linux and ("user" in layers or ("namespaces" in layers and os.geteuid() != 0)))
+    if "user" in layers:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    if linux:
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        check(libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    os.closerange(DONE_FD + 1, 4096)
+    if "seccomp" in layers:
+        forbid(order["filter"])
+    here = os.getcwd()
+    environment = {"HOME": here, "TMPDIR": here, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    os.execve(order["python"], ["python", "-I", "-S", "-B", "-X", "utf8", "-c", BOOT], environment)
+
+
+def init(order: Order, fds: dict[str, int]) -> NoReturn:
+    """Prepare the place, start the program, wait for it; the namespace ends with this process."""
+    user = OUTER_USER + order["number"] if "user" in order["layers"] else os.geteuid()
+    told = fds["told"]
+    try:
+        if sys.platform == "linux":
+            libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if "namespaces" in order["layers"]:
+            own_root(order, user)
+        else:
+            os.chdir(order["folder"])
+            if "user" in order["layers"]:
+                os.chown(".", user, user)
+        write_files(order, user)
+        program = os.fork()
+        if program == 0:
+            try:
+                become_program(order, user, fds)
+            except (OSError, Refused, ValueError) as error:
+                os.write(DONE_FD, f"!{error}".encode())
+                os._exit(126)
+        for name in ("stdin", "stdout", "stderr", "code", "done"):
+            os.close(fds[name])
+        os.write(told, json.dumps({"program": program}).encode() + b"\n")
+        _, status, usage = os.wait4(program, 0)
+        seconds, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
+        os.write(told, json.dumps({"status": status, "cpu": seconds, "resident": memory}).encode() + b"\n")
+        os._exit(0)
+    except (OSError, Refused, ValueError) as error:
+        os.write(told, json.dumps({"setup": str(error)}).encode() + b"\n")
+        os._exit(1)
+
+
+def descendants() -> list[int]:
+    """Processes whose parent we are: orphans come to us."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                    found.append(int(name))
+    return found
+
+
+def end_everything(first: int, program: int) -> None:
+    """Kill init, the program's group, and on Linux whatever was orphaned to us, until nothing is left."""
+    for number, kill in ((first, os.kill), (program, os.killpg)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number > 0:
+                kill(number, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(first, 0)
+    until = time.monotonic() + 2.0
+    while sys.platform == "linux" and (left := descendants()) and time.monotonic() < until:
+        for number in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(number, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(number, os.WNOHANG)
+        time.sleep(0.001)
+
+
+def watch(order: Order, first: int, streams: dict[str, int], stdin: int) -> dict[str, Any]:
+    """Read what the program says, until it ends, the time is up or it says too much; then end everything."""
+    began, most = time.monotonic(), order["output"]
+    said: dict[str, bytearray] = {name: bytearray() for name in streams}
+    given = memoryview(order["stdin"].encode(errors="replace"))
+    stopped = ""
+    with selectors.DefaultSelector() as ready:
+        for name, fd in streams.items():
+            os.set_blocking(fd, False)
+            ready.register(fd, selectors.EVENT_READ, name)
+        if len(given):
+            os.set_blocking(stdin, False)
+            ready.register(stdin, selectors.EVENT_WRITE, "stdin")
+        else:
+            os.close(stdin)
+        ended = 0.0
+        while ready.get_map() and not stopped:
+            left = began + order["seconds"] - time.monotonic()
+            if left <= 0 or (ended and time.monotonic() > ended + 0.2):  # an orphan may hold the pipes open
+                stopped = "" if ended else "time"
+                break
+            for key, _ in ready.select(min(left, 0.05) if ended else left):
+                if key.data == "stdin":
+                    try:
+                        given = given[os.write(key.fd, given[:65536]) :]
+                    except BrokenPipeError:
+                        given = given[:0]
+                    if not len(given):
+                        ready.unregister(key.fd)
+                        os.close(key.fd)
+                    continue
+                piece = os.read(key.fd, 65536)
+                said[key.data] += piece
+                if not piece:
+                    ready.unregister(key.fd)
+                    ended = ended or (time.monotonic() if key.data == "told" else 0.0)
+                elif len(said[key.data]) > most:
+                    stopped = "output"
+    told: dict[str, Any] = {}
+    for line in said.pop("told").splitlines():
+        told.update(json.loads(line))
+    end_everything(first, told.get("program", 0) if "namespaces" not in order["layers"] else 0)
+    texts = {name: bytes(text[:most]).decode("utf-8", "replace") for name, text in said.items()}
+    return {**texts, **told, "stopped": stopped, "seconds": time.monotonic() - began}
+
+
+def main() -> int:
+    order: Order = json.load(sys.stdin.buffer)
+    if sys.platform == "linux":
+        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    inner: dict[str, int] = {}
+    outer: dict[str, int] = {}
+    for name in ("stdin", "code"):
+        inner[name], outer[name] = os.pipe()
+    for name in ("stdout", "stderr", "done", "told"):
+        outer[name], inner[name] = os.pipe()
+    for name, fd in list(inner.items()):  # out of the way of the numbers the program will have
+        inner[name] = fd if fd > 20 else _above(fd)
+    try:
+        if "namespaces" in order["layers"]:
+            leave_namespaces()
+        first = os.fork()
+    except (OSError, Refused) as error:
+        print(json.dumps({"setup": str(error)}))
+        return 0
+    if first == 0:
+        for fd in outer.values():
+            os.close(fd)
+        init(order, inner)
+    for fd in inner.values():
+        os.close(fd)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(outer["code"], "wb") as file:
+        file.write(f"{order['word']}\n{order['code']}".encode(errors="replace"))
+    found = watch(order, first, {name: outer[name] for name in ("stdout", "stderr", "done", "told")}, outer["stdin"])
+    print(json.dumps(found))
+    return 0
+
+
+def _above(fd: int) -> int:
+    import fcntl
+
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 21)
+    os.close(fd)
+    return moved
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Talking to a model: terminal.py (`ascendchat chat`)."""

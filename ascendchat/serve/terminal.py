@@ -1,0 +1,210 @@
+"""Talk to a model in the terminal.
+
+    ascendchat chat --run d12 --stage sft        # line by line; /help lists the commands
+    ascendchat chat -p "What is 17 + 25?"        # one answer
+    cat questions.txt | ascendchat chat          # every line is a turn of one conversation; /reset begins anew
+
+Answers go to standard output, everything else to standard error. Ctrl-C stops the answer and not the program; at the
+prompt it clears the line. Ctrl-D ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ascendchat.config import UserError
+from ascendchat.config.infer import ChatConfig
+from ascendchat.data.chat import Conversation, parse_content
+from ascendchat.device import describe, pick
+from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.infer.load import load
+from ascendchat.nn.attention import choose
+from ascendchat.record import write_atomic
+
+HELP = """\
+/reset            forget the conversation
+/temperature X    0 always takes the likeliest token; higher is livelier
+/save FILE        write the conversation as JSON
+/help             this list
+Ctrl-C stops an answer, Ctrl-D ends."""
+BASE_NOTICE = "this is a base model: it has not learned to chat, so it continues your text"
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Interrupt:
+    """While an answer is under way Ctrl-C only sets a flag: no step of the engine is cut in the middle."""
+
+    def __enter__(self) -> Interrupt:
+        self.wanted = False
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.wanted = True
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+class Chat:
+    """A conversation with one model."""
+
+    def __init__(self, engine: Engine, config: ChatConfig, chats: bool, out: TextIO, colour: bool) -> None:
+        self.engine, self.config, self.chats, self.out, self.colour = engine, config, chats, out, colour
+        self.temperature, self.turn = config.temperature, 0
+        self.seed = secrets.randbits(31) if config.seed is None else config.seed
+        self.messages: Conversation = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Only the system message stays."""
+        self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
+
+    def request(self, text: str) -> Request:
+        """The prompt for the user's next turn: the conversation so far, or a plain text for a base model."""
+        tokenizer, config = self.engine.tokenizer, self.config
+        sampling = Sampling(
+            max_tokens=config.max_tokens, temperature=self.temperature, top_k=config.top_k,
+            seed=self.seed + self.turn, tools=self.chats,
+        )  # fmt: skip
+        if self.chats:
+            return Request(self.engine.chat_prompt(self.messages, sampling), sampling)
+        room = self.engine.context - min(sampling.max_tokens, self.engine.context // 2) - 1
+        return Request([tokenizer.bos, *tokenizer.encode(text)[-room:]], sampling)
+
+    def answer(self, text: str) -> bool:
+        """Print the answer as it comes and remember it; False when Ctrl-C stopped it."""
+        self.messages.append({"role": "user", "content": text})
+        job = self.engine.add(self.request(text))
+        self.turn += 1
+        kind, shown = "text", ""
+        with Interrupt() as interrupt:
+            while not job.done:
+                self.engine.step()
+                if interrupt.wanted:
+                    self.engine.cancel(job)
+                for piece in job.take():
+                    self._mark(kind, piece.kind)
+                    kind = piece.kind
+                    if piece.kind == "text" or self.colour:
+                        shown = self._write(piece.text)
+        self._mark(kind, "text")
+        self._write("" if shown.endswith("\n") else "\n")
+        if self.chats:
+            content = parse_content(self.engine.tokenizer, job.completion.ids)
+            self.messages.append({"role": "assistant", "content": content})
+        else:
+            self.messages.append({"role": "assistant", "content": job.completion.text})
+        return not interrupt.wanted
+
+    def _mark(self, before: str, now: str) -> None:
+        """On a terminal a tool call and its result are shown dim, in brackets: [17+25 = 42]."""
+        if self.colour and before != now:
+            between = {("text", "tool"): f"{DIM}[", ("tool", "output"): " = "}
+            self._write(between.get((before, now), f"]{PLAIN} " if now == "text" else ""))
+
+    def _write(self, text: str) -> str:
+        self.out.write(text)
+        self.out.flush()
+        return text
+
+    def command(self, line: str) -> None:
+        """A line that begins with a slash."""
+        name, _, value = line.partition(" ")
+        value = value.strip()
+        if name == "/reset":
+            self.reset()
+            say("the conversation is forgotten")
+        elif name == "/temperature":
+            self.set_temperature(value)
+        elif name == "/save":
+            self.save(value)
+        elif name == "/help":
+            say(HELP)
+        else:
+            say(f"there is no command {name}\n{HELP}")
+
+    def set_temperature(self, value: str) -> None:
+        """Between 0 and 10."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number <= 10:
+            return say(f"the temperature is {self.temperature}; set it like this: /temperature 0.8")
+        self.temperature = number
+        return say(f"temperature {number}")
+
+    def save(self, value: str) -> None:
+        """The conversation as JSON, in the format that `ascendchat sft` reads."""
+        if not value:
+            return say("name a file: /save talk.json")
+        try:
+            write_atomic(Path(value).expanduser(), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            return say(f"cannot write {value}: {error.strerror}")
+        return say(f"saved {len(self.messages)} messages to {value}")
+
+
+def say(text: str) -> None:
+    """Everything that is not the model's words."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines from the keyboard until Ctrl-D; Ctrl-C at the prompt clears the line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (editing and history of input())
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends)")
+
+
+def piped_lines() -> Iterator[str]:
+    """Lines of standard input."""
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")
+
+
+def run(config: ChatConfig) -> int:
+    """The command."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # Chinese whatever the locale says
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    if config.max_tokens < 1 or config.top_k < 0 or not 0 <= config.temperature <= 10:
+        raise UserError("--max-tokens must be at least 1, --top-k at least 0, --temperature between 0 and 10")
+    device = pick(config.device_type)
+    place = device.bind(0)
+    loaded = load(
+        device, place, run=config.run, stage=config.stage, checkpoint=config.checkpoint, tokenizer=config.tokenizer
+    )
+    shape = loaded.model.shape
+    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    engine = Engine(loaded.model, kernel, loaded.tokenizer, device, place, slots=1, context=shape.seq_len)
+    talking = not config.prompt and sys.stdin.isatty()
+    chat = Chat(engine, config, loaded.chats, sys.stdout, colour=sys.stdout.isatty())
+    if not loaded.chats:
+        say(BASE_NOTICE)
+    if config.prompt:
+        return 0 if chat.answer(config.prompt) else 130
+    if talking:
+        say(f"{loaded.folder}\n{describe(device)}; {reason}\n/help lists the commands, Ctrl-D ends")
+    for line in typed_lines() if talking else piped_lines():
+        if line.startswith("/"):
+            chat.command(line)
+        elif line.strip() and not chat.answer(line) and not talking:
+            return 130
+    return 0

@@ -1,0 +1,62 @@
+"""Tiny models with random weights in which every part matters, a tokenizer of bytes, and a plain reference decoder."""
+
+from __future__ import annotations
+
+import torch
+
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.device import Device
+from ascendchat.infer.engine import Engine
+from ascendchat.nn.attention import Attention, Reference
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import softcap
+from ascendchat.plan.shape import Shape
+
+MERGES = [(104, 101), (108, 108), (256, 257), (228, 189), (229, 165)]  # he, ll, hell, and first bytes of 你 and 好
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MERGES)
+
+
+def model(seed: int = 0, ops: object = None, **sizes: object) -> GPT:
+    """Random weights; output projections, smear and head are not the near-zero ones a training starts from."""
+    base = {"vocab": tokenizer().vocab_size, "seq_len": 256, "dim": 32, "head_dim": 8, "window_pattern": "SSL"}
+    shape = Shape.from_depth(3, **{**base, **sizes})  # type: ignore[arg-type]
+    made = GPT(shape, ops)  # type: ignore[arg-type]
+    made.initialise(seed)
+    generator = torch.Generator().manual_seed(seed + 1000)
+    with torch.no_grad():
+        for block in made.blocks:
+            block.out.normal_(0, 0.2, generator=generator)
+            block.down.normal_(0, 0.2, generator=generator)
+            if hasattr(block, "gate"):
+                block.gate.normal_(0, 0.5, generator=generator)
+        made.head.normal_(0, 0.6, generator=generator)
+        made.smear_gate.normal_(0, 0.5, generator=generator)
+        made.smear.fill_(0.7)
+    return made
+
+
+def engine(made: GPT, device: Device, kernel: Attention | None = None, *, slots: int = 4, context: int = 64) -> Engine:
+    place = device.bind(0)
+    return Engine(made.to(place), kernel or Reference(), tokenizer(), device, place, slots=slots, context=context)
+
+
+@torch.no_grad()
+def logits_of(made: GPT, row: list[int], context: int) -> torch.Tensor:
+    """Next-token logits (V,) after a row: no cache, everything computed again, reference attention."""
+    tokens = torch.tensor([row], device=made.head.device)
+    hidden = made(tokens, dense(made, Reference(), context))[0, -1]
+    return softcap(hidden @ made.head[: made.shape.vocab].t())
+
+
+def greedy(made: GPT, prompt: list[int], count: int, context: int, stops: tuple[int, ...] = ()) -> list[int]:
+    """One prompt at a time, the slow way."""
+    row = list(prompt)
+    while len(row) < min(len(prompt) + count, context):
+        token = int(logits_of(made, row, context).argmax())
+        if token in stops:
+            break
+        row.append(token)
+    return row[len(prompt) :]

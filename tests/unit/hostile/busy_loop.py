@@ -1,0 +1,5 @@
+"""Computes nothing, for ever."""
+
+# ends: time
+while True:
+    pass

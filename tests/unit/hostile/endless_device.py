@@ -1,0 +1,5 @@
+"""Reads a device that has no end."""
+
+# ends: memory
+with open("/dev/zero", "rb") as file:
+    file.read()

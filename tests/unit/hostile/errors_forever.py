@@ -1,0 +1,7 @@
+"""Complains without end."""
+
+# ends: output
+import sys
+
+while True:
+    sys.stderr.write("x" * 1000)

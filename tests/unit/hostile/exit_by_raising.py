@@ -1,0 +1,4 @@
+"""Leaves before the tests by raising."""
+
+# ends: exit
+raise SystemExit

@@ -1,0 +1,6 @@
+"""Reads where there is nothing."""
+
+# ends: signal
+import ctypes
+
+ctypes.string_at(0)

@@ -1,0 +1,5 @@
+"""Prints without end."""
+
+# ends: output
+while True:
+    print("x" * 1000)

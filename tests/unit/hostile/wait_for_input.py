@@ -1,0 +1,5 @@
+"""Waits for more than it is told."""
+
+# ends: error
+while True:
+    input()
