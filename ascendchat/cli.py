@@ -31,8 +31,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "tokenizer train": ("data:TokenizerTrainConfig", "data.tokenizer:train_command", "train a tokenizer"),
     "tokenizer eval": ("data:TokenizerEvalConfig", "data.tokenizer:eval_command", "bytes per token, against others"),
     "base": ("train:BaseConfig", "train.base:run", "pretrain a model from raw text"),
+    "mid": ("train:MidConfig", "train.mid:run", "teach a base model the form of conversations"),
+    "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
     "bench train": ("train:BenchTrainConfig", "train.bench:run", "time training steps on this device"),
+    "speedrun": ("speedrun:SpeedrunConfig", "speedrun:run", "every stage of a recipe, from text to a chat model"),
     "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),
 }
 

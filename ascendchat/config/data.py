@@ -14,7 +14,7 @@ class TokenizerTrainConfig:
     paths: tuple[str, ...] = option((), words="each")
     "files or folders of text (jsonl, parquet, txt, compressed or not); by default the embedded corpus"
     source: tuple[str, ...] = ()
-    "the same, as a flag"
+    "the same, as a flag: --source A B or --source A,B; these come before the others"
     vocab_size: int = 32768
     "ids, the special tokens included"
     out: str = ""

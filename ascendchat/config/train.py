@@ -82,6 +82,41 @@ class BaseConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
+class ChatTrainConfig(TrainConfig):
+    """What mid-training and SFT have in common."""
+
+    start: str = option("", also=("model_tag",))
+    "run or checkpoint folder to start from; by default the last earlier stage of --run, or of the newest run"
+    data: tuple[str, ...] = ("toyworld",)
+    "mixture, as NAME or NAME=WEIGHT: toyworld, files or folders of conversations, prepared corpora"
+    tokenizer: str = ""
+    "folder of the tokenizer; by default the one the model was trained with"
+    max_seq_len: int | None = None
+    "tokens per row; by default that of the model"
+    epochs: float = 1.0
+    "how often to read the conversations"
+    target_examples_per_step: int | None = None
+    "rows of conversations per step, instead of --total-batch-size"
+    lr_multiplier: float = 1.0
+    "factor on every learning rate of pretraining"
+    warm_start: bool = False
+    "also take over the moments of the optimizer"
+
+
+@dataclass(frozen=True)
+class MidConfig(ChatTrainConfig):
+    """Teach a base model the form of conversations, tools and choices, mixed with text."""
+
+
+@dataclass(frozen=True)
+class SftConfig(ChatTrainConfig):
+    """Fine-tune on conversations; the loss is on the replies only."""
+
+    lr_multiplier: float = 0.5
+    "factor on every learning rate of pretraining"
+
+
+@dataclass(frozen=True)
 class BenchTrainConfig(TrainConfig):
     """Time real training steps on random tokens; the last line is one JSON object."""
 

@@ -39,6 +39,35 @@ RULES = [
         ],
     ),
     Rule(
+        id="npu-stream-failed",
+        level=SYMPTOM,
+        patterns=[
+            r"ACL stream synchronize failed",
+        ],
+        en=Text(
+            title="Waiting for the NPU's queue of work failed",
+            cause=(
+                "Work is queued and runs later. Something queued earlier failed or never ended, and it shows only "
+                "here, where the program waits: the line in the traceback is not the one at fault."
+            ),
+            check=[
+                "Is there an error code (ERR..., EI..., EZ...) nearby, or in the log of another rank? It comes first.",
+                "Run again with --npu-debug: each operator is then waited for; the traceback names the right line.",
+            ],
+        ),
+        zh=Text(
+            title="等待 NPU 任务队列时失败",
+            cause="任务先入队、后执行。之前入队的某个任务失败或一直没有结束，到程序等待时才暴露：栈里这一行并不是出错的那一行。",
+            check=[
+                "附近或其他 rank 的日志里有没有错误码（ERR…、EI…、EZ…）？先看它。",
+                "加上 --npu-debug 重新运行：每个算子都会被等待，栈就会指向真正出错的那一行。",
+            ],
+        ),
+        commands=[
+            "export ASCEND_LAUNCH_BLOCKING=1   # what --npu-debug sets; slow, for this one run",
+        ],
+    ),
+    Rule(
         id="npu-fork",
         level=CAUSE,
         patterns=[

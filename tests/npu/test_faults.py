@@ -134,7 +134,7 @@ POINTS = [
     (["HcclCommInitRootInfoConfig"], 1, ["7", "9", "15", "24", "kill"]),
     (["aclrtMallocAlign32"], 2, ["207001", "207018"]),
     (["aclrtSetDevice"], 1, ["107001", "507033"]),
-    (["aclrtSynchronizeStreamWithTimeout"], 4, ["507046", "507011", "107020"]),
+    (["aclrtSynchronizeStreamWithTimeout"], 5, ["507046", "507011", "107020"]),
     (["aclrtMemcpy"], 4, ["507899", "507015"]),
 ]  # fmt: skip
 

@@ -131,6 +131,15 @@ def test_without_a_source_the_embedded_corpus_trains_into_the_home_folder(capsys
     assert Tokenizer.load(home() / "tokenizer").vocab_size == 400
 
 
+def test_weights_belong_to_the_sources_in_the_order_they_were_written(tmp_path: Path) -> None:
+    english, chinese = write_sources(tmp_path)
+    for words in (["--source", str(english), str(chinese)], [str(english), str(chinese)]):
+        argv = [*words, "--mix", "1,9", "--vocab-size", "300", "--out", str(tmp_path / "out")]
+        train_command(parse(TokenizerTrainConfig, argv))
+        tokenizer = Tokenizer.load(tmp_path / "out")
+        assert len(tokenizer.encode("一些中文的句子")) < len(tokenizer.encode("some words in English"))
+
+
 def test_weights_that_do_not_match_the_sources_are_refused(tmp_path: Path) -> None:
     english, _ = write_sources(tmp_path)
     with pytest.raises(UserError, match="1 sources, 2 weights"):

@@ -73,7 +73,7 @@ def train_command(config: TokenizerTrainConfig) -> int:
     """Learn a vocabulary and write its folder."""
     from ascendchat.data.tokenizer import train
 
-    sources = (*config.paths, *config.source)
+    sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     out = Path(config.out) if config.out else home() / "tokenizer"
     started = time.monotonic()
     meter = Meter(texts_of(sources, config.mix, config.max_chars))
@@ -178,7 +178,7 @@ def eval_command(config: TokenizerEvalConfig) -> int:
     """Bytes per token on each source, beside other tokenizers."""
     from ascendchat.data.tokenizer import Tokenizer
 
-    sources = (*config.paths, *config.source)
+    sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     if not sources:
         raise UserError("no text to measure; name files: ascendchat tokenizer eval FILE --against gpt2=PATH")
     folder = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"

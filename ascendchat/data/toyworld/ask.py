@@ -124,7 +124,7 @@ def checks(here: World, split: str) -> Iterator[Question]:
             for value in (fact.value, draw.choice(others)):
                 text = sentence(phrases.check, Fact(fact.entity, fact.attribute, value), language)
                 verdict = CHECKED[language][value is not fact.value].format(a=told)
-                accept, reject = (("yes",), ("no",)) if language == "en" else (("是对",), ("不对",))
+                accept, reject = (("yes",), ("no",)) if language == "en" else (("是的",), ("不是",))
                 if value is not fact.value:
                     accept, reject = reject, accept
                 yield Question(text, verdict, accept, language, "check", reject=reject)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 
 from ascendchat.data.toyworld.phrases import PHRASES
-from ascendchat.data.toyworld.world import LANGUAGES, TOWNS, Entity, Fact, World, split_of, world
+from ascendchat.data.toyworld.world import LANGUAGES, TOWNS, WORDS, Entity, Fact, World, split_of, world
 
 COUNT = {"train": 20_000, "validation": 500, "test": 500}
 OPENINGS = {
@@ -86,10 +86,20 @@ def walk(here: World, draw: random.Random, language: str) -> list[str]:
     return told + homes
 
 
+def labels(here: World, draw: random.Random, language: str) -> list[str]:
+    """Four words with their letters, and again in another order: how to read the choices of a question."""
+    while True:
+        words = draw.sample(WORDS[language], 4)
+        if split_of("words", *sorted(words)) == "train":  # the other combinations are for examinations
+            break
+    lines = [f"- {word}={letter}" for word, letter in zip(words, "ABCD")]
+    return ["\n".join([*lines, *draw.sample(lines, 4)])]
+
+
 def document(here: World, draw: random.Random) -> str:
     """One text in one language."""
     language = draw.choice(LANGUAGES)
-    kind = draw.choices((portrait, meeting, walk), weights=(5, 3, 2))[0]
+    kind = draw.choices((portrait, meeting, walk, labels), weights=(5, 3, 2, 1.5))[0]
     return join(kind(here, draw, language), language)
 
 

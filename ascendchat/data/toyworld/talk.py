@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 
 from ascendchat.data.chat import Conversation, text_of
 from ascendchat.data.toyworld import ask, work
@@ -107,9 +108,11 @@ def texts(seed: int = 0, name: str = NAME) -> Iterator[str]:
 
     The lines of choices are left out: there "=A" would become one token, and a letter must be the token of its answer.
     """
-    yield from documents("train", seed, 5000)
-    for kind in ("mid", "sft"):
-        for conversation in chats("train", kind, seed, 3000, name):
-            for message in conversation:
-                lines = text_of(message["content"]).split("\n")
-                yield "\n".join(line for line in lines if not line.startswith("- "))
+    said = (
+        text_of(message["content"])
+        for kind in ("mid", "sft")
+        for conversation in chats("train", kind, seed, 3000, name)
+        for message in conversation
+    )
+    for text in chain(documents("train", seed, 5000), said):
+        yield "\n".join(line for line in text.split("\n") if not line.startswith("- "))

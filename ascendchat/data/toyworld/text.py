@@ -13,8 +13,8 @@ POLITE = {
     "zh": ("{q}", "{q}", "{q}", "你好！{q}", "请告诉我：{q}", "再问一个问题。{q}"),
 }
 CHECKED = {
-    "en": ("{a} So the answer is yes.", "{a} So the answer is no."),
-    "zh": ("{a}所以答案是对。", "{a}所以答案是不对。"),
+    "en": ("{a} Yes.", "{a} No."),
+    "zh": ("{a}是的。", "{a}不是。"),
 }
 UNKNOWN = {"en": "I do not know.", "zh": "我不知道。"}
 CHOOSE = {"en": "Choose one letter.", "zh": "选一个字母。"}

@@ -11,7 +11,7 @@ import random
 from ascendchat.data.chat import render_choice
 from ascendchat.data.toyworld.ask import Question
 from ascendchat.data.toyworld.text import CHOOSE
-from ascendchat.data.toyworld.world import FOODS, GOODS, HOBBIES, PETS, Words, World, split_of
+from ascendchat.data.toyworld.world import WORDS, Words, World, split_of
 
 OPERATIONS = ("+", "-", "*")
 ARITHMETIC = {
@@ -68,10 +68,6 @@ INSTRUCTIONS = {
     "count": ("How many words are in this list: {l}", "下面有几个词：{l}"),
     "first": ("What is the first word: {l}", "第一个词是什么：{l}"),
     "last": ("What is the last word: {l}", "最后一个词是什么：{l}"),
-}
-WORDS = {
-    "en": [words["en"].split()[-1] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
-    "zh": [words["zh"] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
 }
 
 

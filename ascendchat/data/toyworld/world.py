@@ -60,6 +60,12 @@ GROUNDS = pairs(
 )
 GOODS = pairs("clocks 钟表, flowers 鲜花, tea 茶叶, boats 小船, silk 丝绸, bells 铃铛, honey 蜂蜜, lamps 灯笼")
 
+# For lists and labels.
+WORDS = {
+    "en": [words["en"].split()[-1] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
+    "zh": [words["zh"] for group in (FOODS, PETS, HOBBIES, GOODS) for words in group],
+}
+
 
 @dataclass(frozen=True)
 class Entity:

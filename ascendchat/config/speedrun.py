@@ -1,0 +1,24 @@
+"""Config of `ascendchat speedrun`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ascendchat.config import option
+
+
+@dataclass(frozen=True)
+class SpeedrunConfig:
+    """Run every stage of a recipe in order, from text to a chat model; finished stages are skipped."""
+
+    recipe: str = option("recipes/tiny-cpu.yaml", words="each")
+    "YAML file with the stages"
+    run: str = ""
+    "name of the run; by default that of the recipe"
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device for the training stages; by default the best one found"
+    devices: int = option(1, also=("npus", "gpus"))
+    "how many devices the training stages use"
+    fresh: bool = False
+    "run every stage again, even those that are done"

@@ -1,0 +1,125 @@
+"""`ascendchat speedrun --recipe recipes/tiny-cpu.yaml`: every stage of a recipe, in order, from text to a chat model.
+
+A recipe is a YAML file with a `run` name and a list of `stages`, each one command with its settings. A stage is skipped
+when it was finished with the same settings after the same stages; an interrupted one continues, because every command
+does. Nothing here trains: each stage is the command you could type yourself, and it is shown. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ascendchat import __version__
+from ascendchat.config import UserError, home, load_yaml, spelling
+from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.record import read_metrics, write_atomic
+
+TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
+RESUMED = "continues where it was"
+
+
+def read_recipe(path: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """Run name and stages of a recipe file."""
+    recipe = load_yaml(path)
+    unknown = set(recipe) - {"run", "about", "stages", "next"}
+    if unknown:
+        raise UserError(f"{path}: unknown setting {sorted(unknown)[0]}; a recipe has run, about, stages and next")
+    stages: list[tuple[str, dict[str, Any]]] = []
+    for entry in recipe.get("stages") or []:
+        if not isinstance(entry, dict) or len(entry) != 1:
+            raise UserError(f"{path}: a stage is written `- command: {{setting: value}}`, found {entry!r}")
+        ((command, settings),) = entry.items()
+        stages.append((str(command), dict(settings or {})))
+    if not stages:
+        raise UserError(f"{path} has no stages")
+    return str(recipe.get("run") or Path(path).stem), stages
+
+
+def arguments(settings: dict[str, Any]) -> list[str]:
+    """Settings as flags. `$HOME` inside a value is $ASCENDCHAT_HOME."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is True:
+            flags.append(spelling(name))
+        elif value is False:
+            flags.append(f"--no-{name.replace('_', '-')}")
+        elif isinstance(value, list):
+            flags += [spelling(name), ",".join(str(item) for item in value)]
+        else:
+            flags += [spelling(name), str(value)]
+    return [flag.replace("$HOME", str(home())) for flag in flags]
+
+
+def command_line(command: str, settings: dict[str, Any], run: str, config: SpeedrunConfig) -> list[str]:
+    """What is typed for a stage."""
+    words = [*command.split(), *arguments(settings)]
+    if command not in TRAINING:
+        return words
+    words += ["--run", run]
+    if config.device_type:
+        words += ["--device-type", config.device_type]
+    if config.devices > 1:
+        return ["launch", "--devices", str(config.devices), *words]
+    return words
+
+
+def stamp(before: str, words: list[str]) -> str:
+    """Identity of a finished stage: its command, all stages before it, and the version of the program."""
+    return hashlib.sha256("\0".join([before, __version__, *words]).encode()).hexdigest()[:16]
+
+
+def run(config: SpeedrunConfig) -> int:
+    """The command."""
+    name, stages = read_recipe(config.recipe)
+    name = config.run or name
+    ledger = home() / "runs" / name / "speedrun.json"
+    done: dict[str, Any] = json.loads(ledger.read_text()) if ledger.is_file() and not config.fresh else {}
+    started, before = time.monotonic(), ""
+    for number, (command, settings) in enumerate(stages, 1):
+        words = command_line(command, settings, name, config)
+        identity = stamp(before, words)
+        heading = f"[{number}/{len(stages)}] ascendchat {' '.join(words)}"
+        before = identity
+        if identity in done:
+            print(f"{heading}\n      done before, in {done[identity]['seconds']:.0f} s: skipped", flush=True)
+            continue
+        print(heading, flush=True)
+        begun = time.monotonic()
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        status = subprocess.run([sys.executable, "-m", "ascendchat", *words], env=environment, check=False).returncode
+        if status:
+            print(
+                f"stage {number} ended with status {status}; mend it and run the same command: it {RESUMED}", flush=True
+            )
+            return status
+        done[identity] = {"command": " ".join(words), "seconds": time.monotonic() - begun}
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(ledger, json.dumps(done, indent=1))
+    print(f"\n{summary(name)}\nall {len(stages)} stages done, {time.monotonic() - started:.0f} s in this session")
+    print(f"Talk to it: ascendchat chat --run {name}")
+    return 0
+
+
+def summary(run: str) -> str:
+    """One line per trained stage: steps, last loss, last validation."""
+    lines = [f"{'stage':<8} {'steps':>7} {'train loss':>11}  validation"]
+    for stage in ("base", "mid", "sft", "rl"):
+        path = home() / "runs" / run / stage / "metrics.jsonl"
+        if not path.is_file():
+            continue
+        rows = read_metrics(path)
+        losses = [row["loss"] for row in rows if "loss" in row][-20:]
+        scores = [{k: v for k, v in row.items() if k.startswith(("bpb", "val"))} for row in rows]
+        last: dict[str, Any] = next((score for score in reversed(scores) if score), {})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
+        mean = sum(losses) / len(losses) if losses else float("nan")
+        lines.append(f"{stage:<8} {rows[-1]['step'] if rows else 0:>7} {mean:>11.4f}  {shown}")
+    table = home() / "runs" / run / "table.txt"
+    return "\n".join(lines) + ("\n\n" + table.read_text(encoding="utf-8") if table.is_file() else "")

@@ -1,0 +1,116 @@
+"""Multiple choice: MMLU, ARC, C-Eval and CMMLU are rows of one table; a new examination is one more row.
+
+    Exam("mmlu", "test"); Exam("ceval", "val", source="DIR")          # `ascendchat eval chat --tasks mmlu,ceval`
+
+The model is asked as data.chat.render_choice writes it and answers with a letter: the letter whose logit is highest
+where the answer begins. Guessing is right in a quarter of the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ascendchat.config import UserError
+from ascendchat.data.chat import LETTERS, Conversation, render_choice
+from ascendchat.tasks.base import Task
+from ascendchat.tasks.files import SPLIT, rows
+
+ASK = {"en": None, "zh": "只回答一个字母：{letters}。"}  # None: as render_choice says it
+QUESTION = ("question", "Question", "query")
+ANSWER = ("gold", "answer", "Answer", "answerKey")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One examination: the data set it comes from, how its files are told, which splits have answers."""
+
+    set: str  # of `ascendchat data fetch`
+    language: str
+    pattern: str  # in the lower-case path of its files
+    splits: Mapping[str, str]  # name -> pattern
+    scored: str  # the split that models are examined on
+    baseline: float = 0.25
+
+
+def _splits(*names: str, **other: str) -> dict[str, str]:
+    return {**{name: SPLIT[name] for name in names}, **other}
+
+
+ARC = _splits("train", "val", test=SPLIT["test"] + "|/world_knowledge/")  # the CORE bundle holds the test questions
+EXAMS: dict[str, Facts] = {
+    "mmlu": Facts("mmlu", "en", r"(^|/)mmlu[^/]*/", _splits("train", "val", "dev", "test"), "test"),
+    "arc_easy": Facts("arc", "en", r"(^|/)arc[-_]easy[/.]", ARC, "test"),
+    "arc_challenge": Facts("arc", "en", r"(^|/)arc[-_]challenge[/.]", ARC, "test"),
+    "ceval": Facts("ceval", "zh", r"(^|/)ceval[^/]*/", _splits("val", "dev"), "val"),  # its test answers are secret
+    "cmmlu": Facts("cmmlu", "zh", r"(^|/)cmmlu[^/]*/", _splits("dev", "test"), "test"),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def item(row: Mapping[str, Any]) -> Item:
+    """A question from a row of any of the published tables."""
+    question = str(next(row[name] for name in QUESTION if name in row)).strip().removeprefix("Question: ")
+    given = next(row[name] for name in ANSWER if name in row)
+    labels: Sequence[str] = LETTERS
+    choices = row.get("choices")
+    if choices is None:
+        choices = [row[letter] for letter in LETTERS[:10] if row.get(letter) not in (None, "")]
+    elif isinstance(choices, Mapping):  # ARC on the hub: {"text": [...], "label": ["A", ...] or ["1", ...]}
+        choices, labels = choices["text"], [str(label) for label in choices["label"]]
+    answer = given if isinstance(given, int) else list(labels).index(str(given).strip())
+    if not 0 <= answer < len(choices):
+        raise ValueError(f"the answer {given!r} is none of the {len(choices)} choices of {question[:60]!r}")
+    return Item(question, tuple(str(choice).strip() for choice in choices), answer)
+
+
+class Exam(Task):
+    """The questions of one examination and split."""
+
+    kind = "choice"
+
+    def __init__(self, name: str, split: str = "", source: str = "") -> None:
+        facts = EXAMS[name]
+        self.name, self.split = name, split or facts.scored
+        self.language, self.baseline = facts.language, facts.baseline
+        if self.split not in facts.splits:
+            raise UserError(f"{name} has the splits {', '.join(facts.splits)}, not {self.split!r}")
+        try:
+            found = rows(facts.set, facts.pattern, facts.splits[self.split], source)
+            self.items = [item(row) for row in found]
+        except (StopIteration, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{name} {self.split} holds a row that is no question: {error!r}; fetch it again") from None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def question(self, index: int) -> str:
+        return self.items[index].question
+
+    def prompt(self, index: int) -> Conversation:
+        asked, ask = self.items[index], ASK[self.language]
+        close = ask.format(letters="、".join(self.letters(index))) if ask else None
+        return [{"role": "user", "content": render_choice(asked.question, asked.choices, ask=close)}]
+
+    def example(self, index: int) -> Conversation:
+        return [*self.prompt(index), {"role": "assistant", "content": LETTERS[self.items[index].answer]}]
+
+    def letters(self, index: int) -> Sequence[str]:
+        return LETTERS[: len(self.items[index].choices)]
+
+    def answer(self, index: int) -> int:
+        return self.items[index].answer
+
+    def correct(self, index: int, reply: str) -> bool:
+        """For replies in words: the letter alone, whatever follows it is not a letter."""
+        said = reply.strip()
+        return said[:1] == LETTERS[self.items[index].answer] and not said[1:2].isalnum()

@@ -1,0 +1,129 @@
+"""Rows of evaluation sets, wherever they are: fetched from a hub or a mirror, or in a folder of yours, packed or not.
+
+    rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="")         # what `ascendchat data fetch mmlu` stored
+    rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="DIR")      # `ascendchat eval chat --source DIR`
+
+Files are told by their names: below the folder, and inside its .zip archives, those that match the set's pattern and,
+behind it or before it, the split's. Tables are csv (with or without a header), json, jsonl or parquet.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ascendchat.config import UserError
+from ascendchat.data import conversations
+from ascendchat.data.fetch import fetch
+
+Row = dict[str, Any]
+
+# A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz
+SPLIT = {
+    split: rf"(?:^|[/._-])(?:{words})(?=[/._-])"
+    for split, words in {"train": "train", "val": "val|validation", "dev": "dev", "test": "test"}.items()
+}
+TABLES = (".parquet", ".jsonl", ".json", ".csv")  # the first of these that a folder has is read, never two
+PACKINGS = (".gz", ".xz", ".bz2", ".zst", "")
+
+
+class Found(NamedTuple):
+    """One table: its name from the folder on, the file, and the member if the file is an archive."""
+
+    name: str
+    path: Path
+    member: str = ""
+
+
+def listing(root: Path) -> Iterator[Found]:
+    """Every file below a folder, and every member of its archives."""
+    for path in sorted(root.rglob("*")):
+        name = f"{root.name}/{path.relative_to(root).as_posix()}".lower()
+        if not path.is_file():
+            continue
+        if path.suffix.lower() != ".zip":
+            yield Found(name, path)
+            continue
+        try:
+            with zipfile.ZipFile(path) as archive:
+                members = sorted(archive.namelist())
+        except (zipfile.BadZipFile, OSError) as error:
+            raise UserError(f"{path} is damaged ({error}); fetch it again: ascendchat data fetch") from None
+        yield from (Found(f"{name}/{member.lower()}", path, member) for member in members if not member.endswith("/"))
+
+
+def kind_of(name: str) -> int | None:
+    """The place of a file's format in TABLES."""
+    ends = [tuple(table + packing for packing in PACKINGS) for table in TABLES]
+    return next((i for i, end in enumerate(ends) if name.endswith(end)), None)
+
+
+def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
+    """The files of a split. A set that lies there twice, in two places or two formats, is read once."""
+    root = Path(source).expanduser() if source else fetch(set_name)
+    if not root.is_dir():
+        raise UserError(f"--source {root} is not a folder; give the one that holds the evaluation sets")
+    groups: dict[tuple[bool, int, str], list[Found]] = {}
+    for found in listing(root):
+        base, kind = re.search(pattern, found.name), kind_of(found.name)
+        if base and kind is not None and re.search(split, found.name):
+            groups.setdefault((bool(found.member), kind, found.name[: base.end()]), []).append(found)
+    if not groups:
+        raise UserError(
+            f"no files of {set_name} in {root}; get them: ascendchat data fetch {set_name}, or give their folder: "
+            "--source DIR"
+        )
+    return groups[min(groups)]
+
+
+def rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[Row]:
+    """All rows of a split, file after file in the order of their names."""
+    for found in tables(set_name, pattern, split, source):
+        try:
+            yield from _read(found)
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"{found.path} cannot be read ({error}); fetch it again: ascendchat data fetch {set_name}"
+            ) from None
+
+
+def _read(found: Found) -> Iterator[Row]:
+    if ".csv" in found.name[-8:]:
+        text = io.StringIO(_text(found), newline="")
+        yield from _csv(text)
+    elif not found.member:
+        yield from conversations.rows(found.path)
+    else:
+        for line in _text(found).split("\n"):
+            if line.strip():
+                yield json.loads(line)
+
+
+def _text(found: Found) -> str:
+    if found.member:
+        with zipfile.ZipFile(found.path) as archive:
+            return archive.read(found.member).decode("utf-8-sig")
+    with conversations.opened(found.path) as file:
+        return file.read().removeprefix("\ufeff")
+
+
+def _csv(text: io.StringIO) -> Iterator[Row]:
+    """With a header, if one of its cells is A; else question, A, B, C, D, answer."""
+    table = csv.reader(text)
+    first = next(table, None)
+    if first is None:
+        return
+    if "A" in first and "B" in first:
+        header = first
+    else:
+        header = ["question", *"ABCDEFGHIJ"[: len(first) - 2], "answer"]
+        yield dict(zip(header, first))
+    for cells in table:
+        if cells:
+            yield dict(zip(header, cells))

@@ -1,0 +1,54 @@
+"""GSM8K: word problems of primary school, solved with the calculator; the answer stands behind ####.
+
+Gsm8k("test", source="DIR").correct(0, "... 9 * 2 = 18\\n#### 18")           # `ascendchat eval chat --tasks gsm8k`
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from ascendchat.config import UserError
+from ascendchat.data.chat import Conversation
+from ascendchat.data.conversations import calculations
+from ascendchat.tasks.base import Task
+from ascendchat.tasks.files import SPLIT, rows
+
+FINAL = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
+
+
+def final_number(reply: str) -> Decimal | None:
+    """The number behind the last ####; 1,000 and 1000.00 are the same."""
+    found = FINAL.findall(reply)
+    if not found:
+        return None
+    try:
+        return Decimal(found[-1].replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+class Gsm8k(Task):
+    """7,473 problems to learn from, 1,319 to be examined with."""
+
+    name, kind, language = "gsm8k", "reply", "en"
+
+    def __init__(self, split: str = "test", source: str = "") -> None:
+        if split not in ("train", "test"):
+            raise UserError(f"gsm8k has the splits train and test, not {split!r}")
+        self.split = split
+        self.rows = [
+            (str(row["question"]).strip(), str(row["answer"]).strip())
+            for row in rows("gsm8k", r"(^|/)gsm8k[^/]*/", SPLIT[split], source)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int) -> Conversation:
+        question, answer = self.rows[index]
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": calculations(answer)}]
+
+    def correct(self, index: int, reply: str) -> bool:
+        right = final_number(self.rows[index][1])
+        return right is not None and final_number(reply) == right

@@ -1,0 +1,87 @@
+"""The toy world as tasks: conversations to learn from, and its examination by topic and language.
+
+ToyChats("train", "sft")                          # `ascendchat sft` of recipes/tiny-cpu.yaml
+ToyExam("fact", "zh", "test")                     # `ascendchat eval chat --tasks toy`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ascendchat.config import UserError
+from ascendchat.data import toyworld
+from ascendchat.data.chat import Conversation
+from ascendchat.tasks.base import Task
+from ascendchat.tasks.dialog import Stored
+
+LETTERS = "ABCD"
+EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
+SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+
+
+def _split(split: str) -> str:
+    if split not in SPLITS:
+        raise UserError(f"the toy world has the splits train, val and test, not {split!r}")
+    return SPLITS[split]
+
+
+class ToyChats(Task):
+    """Conversations of the kind `mid` or `sft`."""
+
+    def __init__(self, split: str = "train", kind: str = "sft", seed: int = 0, count: int | None = None) -> None:
+        self.name, self.split = f"toy_{kind}", split
+        self.stored = Stored(toyworld.chats(_split(split), kind=kind, seed=seed, count=count))
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def example(self, index: int) -> Conversation:
+        return self.stored[index]
+
+
+class ToyExam(Task):
+    """Questions of one topic and language."""
+
+    def __init__(self, topic: str, language: str, split: str = "test", seed: int = 0) -> None:
+        self.name, self.split, self.language = f"toy_{topic}_{language}", split, language
+        self.kind = "choice" if topic == "choice" else "reply"
+        self.baseline = 0.25 if topic == "choice" else 0.0
+        self.questions = toyworld.questions(_split(split), language=language, topic=topic, seed=seed)
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def prompt(self, index: int) -> Conversation:
+        return self.questions[index].prompt
+
+    def example(self, index: int) -> Conversation:
+        return [*self.prompt(index), {"role": "assistant", "content": self.questions[index].content}]
+
+    def letters(self, index: int) -> Sequence[str]:
+        return LETTERS
+
+    def answer(self, index: int) -> int:
+        return LETTERS.index(self.questions[index].answer)
+
+    def correct(self, index: int, reply: str) -> bool:
+        return toyworld.correct(self.questions[index], reply)
+
+
+class ToyProblems(Task):
+    """Word problems of two steps, for RL and its examination."""
+
+    name, kind = "toy_problems", "reply"
+
+    def __init__(self, split: str = "test", seed: int = 0, count: int = 1000) -> None:
+        self.split = split
+        self.questions = toyworld.problems(_split(split), seed=seed, count=count)
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def example(self, index: int) -> Conversation:
+        found = self.questions[index]
+        return [*found.prompt, {"role": "assistant", "content": found.content}]
+
+    def correct(self, index: int, reply: str) -> bool:
+        return toyworld.correct(self.questions[index], reply)

@@ -1,0 +1,266 @@
+"""Mid-training and SFT: `ascendchat mid --run demo`, `ascendchat sft --run demo`. Conversations, loss on the replies.
+
+Both start from the last checkpoint of an earlier stage and are Stages of the one loop; they differ in their defaults.
+A mixture is written NAME=WEIGHT,...: `toyworld` (embedded), a file of conversations in any known format, a prepared
+corpus of text (mid-training keeps reading it), or a set known to `ascendchat data fetch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascendchat import dist
+from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
+from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config.train import ChatTrainConfig
+from ascendchat.data.chat import Conversation, Counts, render_prompt
+from ascendchat.data.conversations import conversations
+from ascendchat.data.corpus import IGNORE, Corpus, Rows
+from ascendchat.data.pack import ChatBatches, ChatRows
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.toyworld import chats
+from ascendchat.device import describe, pick
+from ascendchat.nn.loss import token_nats
+from ascendchat.nn.optim import Piece
+from ascendchat.plan import schedule
+from ascendchat.plan.batch import Split, batch_for, fit_split
+from ascendchat.plan.shape import Shape
+from ascendchat.record import open_run, run_folder
+from ascendchat.train.loop import Options, fit, load_state
+from ascendchat.train.rows import Learner, RowStage, build
+
+EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
+WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
+VALIDATION = 0.02  # share of a file's conversations that is kept for validation
+ASKED = ("Who are you?", "What is 17 + 25?", "你是谁？")
+SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps", "start")
+
+Source = tuple[Rows, float]
+
+
+class ChatStage(RowStage):
+    """Cross-entropy on the assistant's tokens of packed conversations."""
+
+    def __init__(
+        self, name: str, learner: Learner, split: Split, steps: int, sources: list[Source], validation: list[ChatRows],
+        tokenizer: Tokenizer, config: ChatTrainConfig, facts: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.name, self.sources, self.validation, self.facts = name, sources, validation, facts
+        super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
+        self.decay = 0.0  # the weights are near where they should be
+
+    def batches(self, rows_per_step: int) -> ChatBatches:
+        return ChatBatches(self.sources, self.split.seq_len, rows_per_step, self.seed)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """The micro-batches; every reply token of the step weighs the same, whichever rank has it."""
+        found = super().micro_batches(step)
+        supervised = torch.stack([(batch.targets != IGNORE).sum() for batch in found]).sum().float()
+        dist.all_reduce(supervised, "sum")
+        self.weight = dist.world().size / supervised.clamp(min=1.0)
+        return found
+
+    def rates(self, step: int) -> dict[str, float]:
+        down = WARMDOWN[self.name]
+        return {
+            "lr_scale": schedule.lr_scale(step, self.steps, warmup=min(20, self.steps // 10), warmdown=down, final=0.0),
+            "momentum": schedule.momentum(step, self.steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=down),
+            "matrix_decay": 0.0,
+        }
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        total = torch.zeros(2, device=self.learner.place)  # nats, targets
+        for inputs, targets in self._validation_rows():
+            hidden = self.model(inputs, self.learner.attend)
+            nats = token_nats(hidden, self.model.head, targets, self.model.shape.vocab)
+            total += torch.stack((nats.sum(), (targets != IGNORE).sum().float()))
+        dist.all_reduce(total, "sum")
+        nats_sum, count = total.tolist()
+        return {"val_loss": nats_sum / max(count, 1.0)}
+
+    def _validation_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        world, size = dist.world(), self.split.rows
+        for rows in self.validation:
+            batches = ChatBatches([(rows, 1.0)], self.split.seq_len, rows.per_epoch, 0)
+            for first in range(world.rank * size, rows.per_epoch, world.size * size):
+                batch = batches.batch(0, first, min(first + size, rows.per_epoch))
+                yield tuple(torch.from_numpy(x).to(self.learner.place) for x in (batch.inputs, batch.targets))  # type: ignore[misc]
+
+    def sample(self, step: int) -> list[str]:
+        assert self.tokenizer is not None
+        end = self.tokenizer.specials["<|assistant_end|>"]
+        texts = []
+        for question in ASKED:
+            prompt = render_prompt(self.tokenizer, [{"role": "user", "content": question}])
+            texts.append(f"{question} | {self.continue_text(list(prompt), stop=end)}")
+        return texts
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.tokenizer is not None
+        return {
+            "stage": self.name,
+            "shape": self.model.shape.to_dict(),
+            "tokenizer": self.tokenizer.fingerprint,
+            "total_batch": self.split.total,
+            "steps": self.steps,
+            "seed": self.seed,
+            **self.facts,
+        }
+
+
+def starting_point(config: ChatTrainConfig, stage: str, say: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint to start from: a folder, a run (its last earlier stage), or this run's own earlier stage."""
+    named = config.start
+    if named and Path(named).is_dir():
+        folders = [Path(named)]
+    else:
+        runs = [named or config.run] if named or config.run else _runs()
+        folders = [run_folder(run, earlier) for run in runs for earlier in EARLIER[stage]]
+    for folder in folders:
+        if (folder / "manifest.json").is_file():
+            try:
+                return verify(folder)
+            except Damaged as damage:
+                raise UserError(f"{damage}; name another checkpoint with --start") from None
+        found = newest(folder, say=say)
+        if found is not None:
+            return found
+    tried = ", ".join(str(folder) for folder in folders) or str(home() / "runs")
+    raise UserError(f"no checkpoint to start from in {tried}; train one first: `ascendchat base --run NAME`")
+
+
+def _runs() -> list[str]:
+    """Runs with a base model, the newest first."""
+    saved = (home() / "runs").glob("*/base/latest")
+    return [path.parent.parent.name for path in sorted(saved, key=lambda path: -path.stat().st_mtime)]
+
+
+def open_tokenizer(config: ChatTrainConfig, found: Checkpoint) -> Tokenizer:
+    """The tokenizer of the model; another one is an error here and not a crash later."""
+    settings = found.folder.parent / "config.yaml"
+    trained_with = load_yaml(settings).get("tokenizer") if settings.is_file() else ""
+    folder = Path(config.tokenizer or trained_with or home() / "tokenizer")
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.fingerprint != found.state["tokenizer"]:
+        raise UserError(
+            f"{found.folder} was trained with another tokenizer than {folder}; give its folder: --tokenizer"
+        )
+    return tokenizer
+
+
+def read_source(name: str, stage: str, split: str, seed: int) -> Iterator[Conversation]:
+    """The conversations of one entry of the mixture."""
+    if name == "toyworld":
+        yield from chats("train" if split == "train" else "validation", kind=stage, seed=seed)
+        return
+    path = Path(name)
+    paths = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json") if path.is_dir() else [path]
+    for number, conversation in enumerate(c for p in paths for c in conversations(p)):
+        kept = int(hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:8], 16) < VALIDATION * 2**32
+        if kept == (split != "train"):
+            yield conversation
+
+
+def open_sources(
+    config: ChatTrainConfig, stage: str, tokenizer: Tokenizer, seq_len: int, say: Callable[[str], None]
+) -> tuple[list[Source], list[ChatRows], str]:
+    """Rows to train on with their weights, rows to validate on, and a fingerprint of them all."""
+    sources: list[Source] = []
+    validation: list[ChatRows] = []
+    identity = hashlib.sha256()
+    for entry in config.data:
+        name, _, text = entry.partition("=")
+        rows: Rows
+        if (Path(name) / "manifest.json").is_file() and not list(Path(name).glob("*.json*"))[1:]:
+            corpus = Corpus.open(name)
+            if corpus.tokenizer != tokenizer.fingerprint:
+                raise UserError(f"{name} was prepared with another tokenizer than the model's; prepare it again")
+            rows = Rows(corpus, seq_len, config.seed)
+            identity.update(corpus.fingerprint.encode())
+        else:
+            counts = Counts()
+            rows = ChatRows.build(
+                tokenizer, read_source(name, stage, "train", config.seed), seq_len, config.seed, counts
+            )
+            held = ChatRows.build(
+                tokenizer, read_source(name, stage, "validation", config.seed), seq_len, config.seed, Counts()
+            )
+            validation.append(held)
+            identity.update(rows.ids.tobytes())
+            say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
+        sources.append((rows, float(text) if text else float(rows.per_epoch)))
+    return sources, validation, identity.hexdigest()[:16]
+
+
+def share_out(config: ChatTrainConfig, shape: Shape, device: Any, sources: list[Source]) -> tuple[Split, int]:
+    """Batch and steps: `epochs` over all rows."""
+    rows = sum(source.per_epoch for source, _ in sources)
+    total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
+    if config.target_examples_per_step:
+        total = config.target_examples_per_step * shape.seq_len
+    split = fit_split(
+        shape, device.chip, dist.world().size, total, rows=config.device_batch_size,
+        checkpointing=config.activation_checkpointing,
+    )  # fmt: skip
+    per_step = split.devices * split.rows * split.accumulation
+    return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
+
+
+def only_weights(read: Callable[[Piece], Tensor]) -> Callable[[Piece], Tensor]:
+    """Weights from the checkpoint, moments from zero."""
+    return lambda piece: read(piece) if piece.kind == "weight" else torch.zeros(piece.stop - piece.start)
+
+
+def run_stage(config: ChatTrainConfig, stage: str) -> int:
+    """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
+    device = pick(config.device_type, compiled=config.compile)
+    world = dist.init(device)
+    place = device.bind(world.local_rank)
+    main = world.rank == 0
+    say = print if main else lambda text: None
+    say(describe(device))
+    origin = starting_point(config, stage, say)
+    say(f"starting from {origin.folder}")
+    tokenizer = open_tokenizer(config, origin)
+    shape = Shape.from_dict(origin.state["shape"])
+    if config.max_seq_len and config.max_seq_len != shape.seq_len:
+        shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+    sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say)
+    split, steps = share_out(config, shape, device, sources)
+    learner = build(config, shape, device, place, split.total // split.devices, say)
+    facts = {"data": [fingerprint, *config.data], "start": f"{origin.state.get('stage')} step {origin.step}"}
+    trained = ChatStage(stage, learner, split, steps, sources, validation, tokenizer, config, facts)
+    folder = run_folder(config.run or origin.folder.parent.parent.name, stage)
+    found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
+    if found:
+        start = load_state(trained, found, {k: v for k, v in trained.state_dict().items() if k in SAME})
+    else:
+        start = 0
+        read = origin.reader()
+        trained.optimizer.load(read if config.warm_start else only_weights(read), 0)
+    if start >= steps:
+        say(f"{folder} is finished: {start} steps; --resume never starts anew")
+        return 0
+    say(
+        f"{steps} steps of {split.total} tokens = {split.devices} device(s) x {split.rows} rows x {split.accumulation} "
+        f"micro-batch(es) x {shape.seq_len}" + (f"; continuing after step {start}" if start else "")
+    )
+    options = Options(
+        config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
+        (found.state.get("best") or math.inf) if found else math.inf,
+    )  # fmt: skip
+    about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)}
+    with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
+        result = fit(trained, device, record, options, title=stage)
+    trained.close()
+    dist.teardown()
+    return 128 + result.stopped_by if result.stopped_by else 0

@@ -1,0 +1,7 @@
+"""`python -m scripts.tok_train` is `ascendchat tokenizer train`; under torchrun too."""
+
+import sys
+
+from ascendchat.cli import main
+
+sys.exit(main(["tokenizer", "train", *sys.argv[1:]]))
