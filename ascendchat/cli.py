@@ -34,6 +34,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "mid": ("train:MidConfig", "train.mid:run", "teach a base model the form of conversations"),
     "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
+    "chat": ("infer:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
+    "bench decode": ("infer:BenchDecodeConfig", "infer.bench:run", "time the generation of text on this device"),
     "bench train": ("train:BenchTrainConfig", "train.bench:run", "time training steps on this device"),
     "speedrun": ("speedrun:SpeedrunConfig", "speedrun:run", "every stage of a recipe, from text to a chat model"),
     "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),

@@ -36,3 +36,41 @@ class EvalBaseConfig(DeviceConfig):
     "attention kernel by name; by default the best that runs here"
     json: bool = False
     "print one JSON object; progress goes to standard error"
+
+
+@dataclass(frozen=True)
+class EvalChatConfig(DeviceConfig):
+    """Examine a chat model: ChatCORE (0 = guessing, 1 = perfect), its Chinese counterpart, the toy world."""
+
+    run: str = ""
+    "name of the run; by default the one that saved a checkpoint last"
+    stage: Literal["base", "mid", "sft", "rl"] | None = None
+    "stage of the run; by default its latest"
+    checkpoint: str = ""
+    "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
+    tasks: tuple[str, ...] = ("chatcore", "chinese")
+    "tasks or groups: arc_easy, arc_challenge, mmlu, gsm8k, humaneval, ceval, cmmlu; chatcore, chinese, toy, all"
+    source: str = ""
+    "folder that holds the evaluation sets; by default they are fetched"
+    max_per_task: int | None = None
+    "only so many rows of each task, for a quick look; by default, and with -1, all"
+    samples: int = 1
+    "replies per question, for pass@k; more than one needs a temperature"
+    temperature: float = 0.0
+    "randomness of the replies; 0: always the likeliest token"
+    max_new_tokens: int = 512
+    "tokens of a reply at most"
+    context: int | None = None
+    "tokens of prompt and reply together; longer prompts lose their beginning; by default the model's row length"
+    slots: int = 64
+    "replies generated at the same time"
+    tokens_per_batch: int = 32768
+    "tokens per forward pass of multiple choice, padding included"
+    seed: int = 0
+    "of the samples"
+    tokenizer: str = ""
+    "folder of the model's tokenizer; by default that of $ASCENDCHAT_HOME"
+    attention: str | None = None
+    "attention kernel by name; by default the best that runs here"
+    json: bool = False
+    "print one JSON object; progress goes to standard error"

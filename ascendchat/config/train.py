@@ -13,7 +13,7 @@ from ascendchat.config.commands import DeviceConfig
 class TrainConfig(DeviceConfig):
     """What all training stages have in common."""
 
-    run: str = ""
+    run: str = option("", also=("run_name",))  # plain torchrun takes --run for its own --run-path
     "name of the run; its folder holds metrics, samples and checkpoints; by default d and the depth"
     resume: Literal["auto", "never"] = "auto"
     "auto continues from the last checkpoint of the run if there is one; never starts anew"

@@ -131,7 +131,7 @@ class Decoder:
 
         The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen.
         """
-        count = power(rows, 1, self.slots) if self.device.chip.graphs else rows
+        count = power(rows, 1, self.slots) if self.device.chip.graphs or self.compiled else rows
         span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
         key = (count, span, mode)
         if key not in self._steps:

@@ -76,7 +76,7 @@ def value(node: ast.expr, depth: int = 0) -> Number:
     """The number that a tree stands for."""
     if depth > MOST_DEPTH:
         raise Refused("the expression is nested too deeply")
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         inner = value(node.operand, depth + 1)

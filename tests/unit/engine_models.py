@@ -60,3 +60,38 @@ def greedy(made: GPT, prompt: list[int], count: int, context: int, stops: tuple[
             break
         row.append(token)
     return row[len(prompt) :]
+
+
+def scripted(follows: dict[int, int], seq_len: int = 256) -> GPT:
+    """A real model whose weights make it a table: after token t it is sure of follows[t], whatever came before."""
+    vocab = tokenizer().vocab_size
+    shape = Shape.from_depth(1, vocab=vocab, seq_len=seq_len, dim=128, head_dim=16, value_embeddings=False)
+    made = GPT(shape)
+    made.initialise(0)
+    with torch.no_grad():
+        made.head.zero_()
+        directions = torch.nn.functional.rms_norm(made.embed.weight, (128,))
+        for token, successor in follows.items():
+            made.head[successor] += directions[token] * 0.1
+    return made
+
+
+def script(*runs: list[int]) -> dict[int, int]:
+    """Runs of tokens, each after the other; a token may have one successor only."""
+    follows: dict[int, int] = {}
+    for run in runs:
+        for token, successor in zip(run, run[1:]):
+            assert follows.setdefault(token, successor) == successor, "a token has two successors"
+    return follows
+
+
+def calculator_script() -> tuple[dict[int, int], list[int]]:
+    """<|assistant_start|> -> 17+25 in the calculator, then 你好 and the end; and the tokens of the whole answer."""
+    text, special = tokenizer(), tokenizer().specials
+    call = [special["<|tool_start|>"], *text.encode("17+25"), special["<|tool_end|>"]]
+    result = [special["<|output_start|>"], *text.encode("42"), special["<|output_end|>"]]
+    last = text.encode("你好!")
+    follows = script(
+        [special["<|assistant_start|>"], *call], [special["<|output_end|>"], *last, special["<|assistant_end|>"]]
+    )
+    return follows, [*call, *result, *last]

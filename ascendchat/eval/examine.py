@@ -1,0 +1,213 @@
+"""Examines a chat model on one task: multiple choice by the letters' logits, everything else by what it replies.
+
+    examine(task, examiner)                     # -> Outcome; `ascendchat eval chat` does it for every task
+
+Multiple choice costs one forward pass over many prompts at a time: where the answer begins, the letter with the highest
+logit is the model's choice. Other tasks generate, and the task judges the text. With several ranks each takes every
+so-many-th row, and all of them learn all results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ascendchat import dist
+from ascendchat.data.chat import Counts, Encoder, render_prompt
+from ascendchat.eval.core import centre
+from ascendchat.eval.scorer import batches, padded, stack
+from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.nn.attention import Attention
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.tasks import Task, pass_at_k
+
+CHUNK = 1024  # prompts written and handed over at a time
+SHUFFLE_SEED = 1337  # which rows are taken when not all are: tables are sorted by subject
+JUDGES = 4  # programs of HumanEval that run at once, per rank
+
+Chosen = Callable[[], list[int]]
+
+
+class Chooser(Protocol):
+    """Whatever can choose between tokens."""
+
+    def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
+        """Begin; calling what it returns waits: for each prompt, which of its options comes next most likely."""
+
+
+class Writer(Protocol):
+    """Whatever can continue prompts."""
+
+    def generate(
+        self, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float, seeds: Sequence[int]
+    ) -> list[str]:
+        """The visible text of each reply. Temperature 0 is greedy."""
+
+
+class ModelChooser:
+    """Chooses with a GPT; the host waits for the device only when results are asked for."""
+
+    def __init__(
+        self, model: GPT, kernel: Attention, device: torch.device, *, max_tokens: int, max_len: int, pin: bool = False
+    ) -> None:
+        self.model, self.kernel, self.device, self.pin = model, kernel, device, pin
+        self.max_tokens, self.room = max_tokens, padded(max_len)
+
+    def put(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if self.pin else tensor).to(self.device, non_blocking=self.pin)
+
+    @torch.no_grad()
+    def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
+        order: list[int] = []
+        parts: list[Tensor] = []
+        for batch in batches([len(prompt) for prompt in prompts], self.max_tokens):
+            order += batch
+            parts.append(self.choose([prompts[i] for i in batch], [options[i] for i in batch]))
+
+        def collect() -> list[int]:
+            flat = torch.cat(parts).tolist() if parts else []
+            found = dict(zip(order, flat))
+            return [found[i] for i in range(len(prompts))]
+
+        return collect
+
+    def choose(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Tensor:
+        """(B,) number of the chosen option. Padding stands behind the prompts, where a causal model cannot see it."""
+        tokens = self.put(stack(prompts, padded(max(map(len, prompts)))))
+        hidden = self.model(tokens, dense(self.model, self.kernel, self.room))  # (B, T, C)
+        last = self.put(np.array([len(prompt) - 1 for prompt in prompts]))
+        picked = hidden[torch.arange(len(prompts), device=self.device), last]  # (B, C)
+        most = max(map(len, options))
+        ids = self.put(np.array([[*row, *[row[0]] * (most - len(row))] for row in options]))  # (B, options)
+        absent = self.put(np.array([[i >= len(row) for i in range(most)] for row in options]))
+        # The soft cap on logits keeps their order, so it can be left out.
+        logits = torch.einsum("bc,boc->bo", picked.float(), self.model.head[ids].float())
+        return logits.masked_fill(absent, -torch.inf).argmax(dim=1)
+
+
+class EngineWriter:
+    """Generates with the inference engine, calculator included."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def generate(
+        self, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float, seeds: Sequence[int]
+    ) -> list[str]:
+        ways = [Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in seeds]
+        return [done.text for done in self.engine.generate([Request(p, way) for p, way in zip(prompts, ways)])]
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """The model and how it is asked."""
+
+    tokenizer: Encoder
+    chooser: Chooser
+    writer: Writer
+    context: int  # tokens of prompt and reply together
+    max_tokens: int = 512  # of a reply
+    samples: int = 1  # replies per question
+    temperature: float = 0.0
+    seed: int = 0
+    max_rows: int | None = None  # per task
+
+
+@dataclass
+class Outcome:
+    """What came of one task."""
+
+    name: str
+    kind: str
+    split: str
+    rows: int  # examined
+    rows_in_task: int
+    accuracy: float  # of one answer: the mean over samples where several are drawn
+    baseline: float
+    centred: float
+    pass_at: dict[str, float]  # k -> chance that one of k answers is right; for tasks answered in words
+    cropped: int  # prompts that lost their beginning
+    seconds: float
+    right: list[int] = field(default_factory=list, repr=False)  # per row: answers that were right
+
+
+def selection(task: Task, most: int | None) -> list[int]:
+    """The rows to examine: all, or the first of a shuffled order that is the same in every run."""
+    rows = list(range(len(task)))
+    if most is None or most >= len(rows):
+        return rows
+    random.Random(SHUFFLE_SEED).shuffle(rows)
+    return rows[:most]
+
+
+def examine(task: Task, examiner: Examiner) -> Outcome:
+    """One task, over all ranks."""
+    began, world = time.perf_counter(), dist.world()
+    chosen, counts = selection(task, examiner.max_rows), Counts()
+    mine = chosen[world.rank :: world.size]
+    own = (_choices if task.kind == "choice" else _replies)(task, examiner, mine, counts)
+    gathered = dist.gather_objects((dict(zip(mine, own)), counts.cut_prompts))
+    every = {row: right for part, _ in gathered for row, right in part.items()}
+    right = [every[row] for row in chosen]
+    samples = 1 if task.kind == "choice" else examiner.samples
+    accuracy = sum(right) / (len(right) * samples) if right else float("nan")
+    pass_at = {}
+    if task.kind != "choice" and right:
+        for k in sorted({1, *(2**i for i in range(1, samples.bit_length())), samples}):
+            pass_at[str(k)] = sum(pass_at_k(samples, each, k) for each in right) / len(right)
+    return Outcome(
+        task.name, task.kind, task.split, len(chosen), len(task), accuracy, task.baseline,
+        centre(accuracy, task.baseline), pass_at, sum(cut for _, cut in gathered), time.perf_counter() - began, right,
+    )  # fmt: skip
+
+
+def _choices(task: Task, examiner: Examiner, rows: Sequence[int], counts: Counts) -> list[int]:
+    """1 for every row whose right letter was chosen, else 0."""
+    known: dict[str, int] = {}
+
+    def token(letter: str) -> int:
+        if letter not in known:
+            known[letter] = examiner.tokenizer.encode(letter)[0]
+        return known[letter]
+
+    pending: list[Chosen] = []
+    for first in range(0, len(rows), CHUNK):
+        part = rows[first : first + CHUNK]
+        prompts = [render_prompt(examiner.tokenizer, task.prompt(row), examiner.context, counts) for row in part]
+        pending.append(examiner.chooser.submit(prompts, [[token(x) for x in task.letters(row)] for row in part]))
+    answers = [answer for chosen in pending for answer in chosen()]
+    return [int(answer == task.answer(row)) for row, answer in zip(rows, answers)]
+
+
+def seed_of(*key: object) -> int:
+    """A seed that depends on the question and the sample only, not on rank or batch."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _replies(task: Task, examiner: Examiner, rows: Sequence[int], counts: Counts) -> list[int]:
+    """How many of the replies to each row are right. Replies are judged while the next ones are generated."""
+    limit = examiner.context - min(examiner.max_tokens, examiner.context // 2)
+    verdicts: list[Future[bool]] = []
+    with ThreadPoolExecutor(min(JUDGES, os.cpu_count() or 1)) as judges:
+        for first in range(0, len(rows), CHUNK):
+            part = rows[first : first + CHUNK]
+            prompts = [render_prompt(examiner.tokenizer, task.prompt(row), limit, counts) for row in part]
+            again = [(row, prompt, sample) for row, prompt in zip(part, prompts) for sample in range(examiner.samples)]
+            texts = examiner.writer.generate(
+                [prompt for _, prompt, _ in again], max_tokens=examiner.max_tokens, temperature=examiner.temperature,
+                seeds=[seed_of(examiner.seed, task.name, row, sample) for row, _, sample in again],
+            )  # fmt: skip
+            verdicts += [judges.submit(task.correct, row, text) for (row, _, _), text in zip(again, texts)]
+        flat = [verdict.result() for verdict in verdicts]
+    return [sum(flat[i : i + examiner.samples]) for i in range(0, len(flat), examiner.samples)]

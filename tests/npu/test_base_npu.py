@@ -1,0 +1,107 @@
+"""`ascendchat base` on simulated NPUs: four ranks under torchrun, and a run that moves from CPU to NPU and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cannsim
+from ascendchat.data.prepare import prepare
+from ascendchat.data.tokenizer import train
+from ascendchat.record import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
+SIZES = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 64 --total-batch-size 512 --eval-every 0 --sample-every 0"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("npu_base")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60))) + "." for _ in range(300)]
+    source = folder / "text.jsonl"
+    source.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    train(texts, 300).save(folder / "tokenizer")
+    prepare([str(source)], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
+    return folder
+
+
+def run(home: Path, command: list[str], *, npu: bool, **more: str) -> str:
+    environment = cannsim.environment(devices=4, state=str(home / "state")) if npu else dict(os.environ)
+    environment |= {"ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    if not npu:
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def base(home: Path, name: str, steps: int, *more: str) -> list[str]:
+    return [
+        "base",
+        *SIZES.split(),
+        "--data",
+        str(home / "words"),
+        "--run-name",
+        name,
+        "--num-iterations",
+        str(steps),
+        *more,
+    ]
+
+
+def losses(home: Path, name: str) -> list[float]:
+    return [row["loss"] for row in read_metrics(home / "runs" / name / "base") if "loss" in row]
+
+
+@pytest.mark.slow
+def test_four_ranks_under_torchrun_train_like_one_cpu(home: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "-m"]
+    flags = base(home, "four", 12, "--device-type=npu", "--device-batch-size=2")[1:]
+    output = run(home, [*torchrun, "scripts.base_train", *flags], npu=True, ASCENDCHAT_DTYPE="fp32")
+    assert "npu: Ascend910B3" in output
+    assert "attention: npu_fusion" in output
+    assert "4 device(s) x 2 rows x 1 micro-batch(es) x 64" in output
+    run(home, [sys.executable, "-m", "ascendchat", *base(home, "one", 12, "--device-type", "cpu")], npu=False)
+    assert losses(home, "four") == pytest.approx(losses(home, "one"), abs=2e-3)
+
+
+@pytest.mark.slow
+def test_a_run_moves_from_cpu_to_npu_and_back(home: Path) -> None:
+    """Stopped by a signal on one device, continued on the other: the losses are those of a run that never moved."""
+    program = [sys.executable, "-m", "ascendchat"]
+    run(home, [*program, *base(home, "stay", 24, "--device-type", "cpu")], npu=False)
+    for device, last in (("cpu", 8), ("npu", 16), ("cpu", 24)):
+        command = [*program, *base(home, "move", 24, "--device-type", device, "--log-every", "1", "--save-every", "8")]
+        environment = {"ASCENDCHAT_DTYPE": "fp32"}
+        output = run_until(home, command, last, npu=device == "npu", **environment)
+        assert re.search(rf"step {last}/24", output), output
+    assert losses(home, "move") == pytest.approx(losses(home, "stay"), abs=2e-3)
+
+
+def run_until(home: Path, command: list[str], last: int, *, npu: bool, **more: str) -> str:
+    """Run, and kill -9 once the checkpoint of step `last` is there."""
+    environment = cannsim.environment(devices=4, state=str(home / "state")) if npu else dict(os.environ)
+    environment |= {"ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+    if not npu:
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    seen, saved = "", home / "runs" / "move" / "base" / f"step_{last:06d}"
+    for line in process.stdout:
+        seen += line
+        if last < 24 and saved.is_dir():
+            process.kill()
+            break
+    process.wait()
+    return seen

@@ -1,0 +1,167 @@
+"""The engine equals a plain decoder without a cache, token by token, whoever shares the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import engine_models as make
+from ascendchat.device import Device, pick
+from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.nn.attention import Flash, Reference, Sdpa, one_query
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import softcap
+
+CONTEXT = 48
+MODELS = [
+    {"seq_len": 16},  # windows 16, 16, 48: the rings turn
+    {"seq_len": 12, "kv_heads": 2, "window_pattern": "SSL"},
+    {"seq_len": 64, "kv_heads": 1, "window_pattern": "L", "value_embeddings": False},
+    {"seq_len": 16, "kv_heads": 4, "window_pattern": "LS"},
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Device:
+    found = pick(request.param, dtype="fp32", compiled=False)
+    torch.set_float32_matmul_precision("highest")  # exact products: the tokens are compared, not a tolerance
+    return found
+
+
+def greedy_requests(draw: random.Random, vocab: int, count: int) -> list[Request]:
+    requests = []
+    for _ in range(count):
+        prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, CONTEXT - 2))]
+        way = Sampling(max_tokens=draw.randint(1, 24), temperature=0.0, stop_tokens=(), tools=False)
+        requests.append(Request(prompt, way))
+    return requests
+
+
+@torch.no_grad()
+def assert_greedy(model: GPT, request: Request, ids: list[int]) -> None:
+    """Without a cache and alone: every token is the likeliest one after all before it."""
+    expected = min(request.sampling.max_tokens, CONTEXT - len(request.prompt))
+    assert len(ids) == expected
+    row = torch.tensor([[*request.prompt, *ids]], device=model.head.device)
+    hidden = model(row, dense(model, Reference(), CONTEXT))[0]
+    best = softcap(hidden @ model.head[: model.shape.vocab].t()).argmax(dim=-1).tolist()
+    assert ids == best[len(request.prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=str)
+def test_fifty_random_batches_equal_the_reference(device: Device, sizes: dict[str, object]) -> None:
+    """Four models, so 200 batches: mixed lengths, more requests than slots, answers up to the end of the context."""
+    model = make.model(3, **sizes)
+    engine = make.engine(model, device, Sdpa(), slots=5, context=CONTEXT)
+    draw = random.Random(str(sizes))
+    different = set()
+    for _ in range(50):
+        requests = greedy_requests(draw, model.shape.vocab, draw.randint(1, 9))
+        for request, answer in zip(requests, engine.generate(requests)):
+            assert_greedy(model, request, answer.ids)
+            different.update(answer.ids)
+            assert answer.finish_reason == "length"
+    assert len(different) > 50, "the model says many things, so the comparison means something"
+
+
+def test_recomputing_every_token_gives_the_same_answer(device: Device) -> None:
+    model = make.model(4, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
+    requests = greedy_requests(random.Random(1), model.shape.vocab, 6)
+    for request, answer in zip(requests, engine.generate(requests)):
+        assert answer.ids == make.greedy(model, request.prompt, request.sampling.max_tokens, CONTEXT)
+
+
+def mixed_requests(vocab: int, count: int = 8) -> list[Request]:
+    draw = random.Random(7)
+    ways = [
+        Sampling(temperature=0.9, seed=1),
+        Sampling(temperature=1.3, top_k=20, seed=2),
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.0, top_p=0.8, repetition_penalty=1.3, seed=3),
+        Sampling(temperature=0.7, min_p=0.1, seed=-4),
+    ]
+    return [
+        Request(
+            [draw.randrange(vocab) for _ in range(draw.randint(1, 30))],
+            Sampling(**{**vars(ways[i % len(ways)]), "max_tokens": 12, "stop_tokens": (), "logprobs": True}),
+        )
+        for i in range(count)
+    ]
+
+
+def test_what_a_seed_gives_does_not_depend_on_the_rest_of_the_batch(device: Device) -> None:
+    model = make.model(5, seq_len=16)
+    requests = mixed_requests(model.shape.vocab)
+    together = make.engine(model, device, Sdpa(), slots=8, context=CONTEXT).generate(requests)
+    crowded = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT).generate(requests[::-1])[::-1]
+    lonely = make.engine(model, device, Sdpa(), slots=1, context=CONTEXT)
+    alone = [lonely.generate([request])[0] for request in requests]
+    for a, b, c in zip(together, crowded, alone):
+        assert a.ids == b.ids == c.ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    other = Request(requests[0].prompt, Sampling(**{**vars(requests[0].sampling), "seed": 99}))
+    assert lonely.generate([other])[0].ids != together[0].ids
+
+
+def test_log_probabilities_are_those_of_the_model(device: Device) -> None:
+    model = make.model(6, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=4, context=CONTEXT)
+    for request, answer in zip(requests := mixed_requests(model.shape.vocab, 5), engine.generate(requests)):
+        row = list(request.prompt)
+        for token, logprob in zip(answer.ids, answer.logprobs):
+            expected = make.logits_of(model, row, CONTEXT).log_softmax(-1)[token].item()
+            assert logprob == pytest.approx(expected, abs=1e-4)
+            row.append(token)
+
+
+def test_requests_can_join_while_others_run(device: Device) -> None:
+    model = make.model(8, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT)
+    requests = greedy_requests(random.Random(2), model.shape.vocab, 5)
+    jobs = []
+    for request in requests:
+        jobs.append(engine.add(request))
+        engine.step(), engine.step()
+    while not all(job.done for job in jobs):
+        engine.step()
+    for request, job in zip(requests, jobs):
+        assert_greedy(model, request, job.completion.ids)
+
+
+def test_a_prompt_that_cannot_be_answered_is_refused(device: Device) -> None:
+    engine = make.engine(make.model(), device, context=16)
+    for prompt in ([], [0] * 16, [-1], [100_000]):
+        with pytest.raises(ValueError, match="prompt"):
+            engine.add(Request(prompt))
+
+
+def test_one_query_as_products_equals_the_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, h, 8, generator=generator) for n, h in ((1, 4), (20, 2), (20, 2)))
+    lengths = torch.tensor([20, 1, 7])
+    torch.testing.assert_close(one_query(q, k, v, lengths, 0.4), Reference().cached(q, k, v, lengths, 20, 0.4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_flash_decoding_reads_only_the_tokens_that_are_there() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, n, h, 64, generator=generator).cuda().bfloat16() for n, h in ((1, 4), (48, 2), (48, 2)))
+    lengths = torch.tensor([32, 1, 7]).cuda()
+    found = Flash().cached(q, k[:, :32], v[:, :32], lengths, 32, 0.2)
+    expected = Reference().cached(q, k[:, :32], v[:, :32], lengths, 32, 0.2)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_gives_the_same_tokens() -> None:
+    device = pick("cpu", compiled=True)
+    model = make.model(9, seq_len=16, window_pattern="L", dim=16)
+    requests = greedy_requests(random.Random(3), model.shape.vocab, 2)
+    place = device.bind(0)
+    engine = Engine(model, Sdpa(), make.tokenizer(), device, place, slots=2, context=CONTEXT, compiled=True)
+    for request, answer in zip(requests, engine.generate(requests)):
+        assert_greedy(model, request, answer.ids)

@@ -1,0 +1,168 @@
+"""What becomes of the tokens: tool calls, endings, text that never splits a character, contexts that overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import engine_models as make
+from ascendchat.data.chat import parse_content
+from ascendchat.device import Device, pick
+from ascendchat.infer.engine import Engine, Piece, Request, Sampling
+from ascendchat.infer.text import TextStream
+
+TEXT = make.tokenizer()
+SPECIAL = TEXT.specials
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return pick("cpu", compiled=False)
+
+
+def scripted(device: Device, *runs: list[int], slots: int = 2, context: int = 64) -> Engine:
+    return make.engine(make.scripted(make.script(*runs)), device, slots=slots, context=context)
+
+
+def letters(text: str, end: bool = True) -> list[int]:
+    return [SPECIAL["<|assistant_start|>"], *TEXT.encode(text), *([SPECIAL["<|assistant_end|>"]] if end else [])]
+
+
+START = [SPECIAL["<|assistant_start|>"]]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_calculator_call_gets_its_result_forced_in(device: Device, late: int) -> None:
+    follows, answer = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device, slots=3)
+    engine.ahead = late  # results read at once, or one pass late as on accelerators
+    found = engine.generate([Request([0] * n + START, Sampling(**GREEDY, logprobs=True)) for n in (0, 5, 9, 2)])
+    for completion in found:
+        assert completion.ids == answer
+        assert (completion.text, completion.finish_reason) == ("你好!", "stop")
+        forced = [index for index, flag in enumerate(completion.forced) if flag]
+        assert TEXT.decode(answer[i] for i in forced) == "<|output_start|>42<|output_end|>"
+        assert [i for i, p in enumerate(completion.logprobs) if p is None] == forced
+    content = parse_content(TEXT, found[0].ids)
+    assert [part["text"] for part in content] == ["17+25", "42", "你好!"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("limit", range(1, 18))
+def test_an_answer_may_end_anywhere_in_a_tool_call(device: Device, limit: int, late: int) -> None:
+    follows, answer = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device, slots=1)
+    engine.ahead = late
+    (found,) = engine.generate([Request(START, Sampling(**GREEDY, max_tokens=limit))])
+    assert found.ids == answer[:limit]
+    assert found.finish_reason == ("length" if limit <= len(answer) else "stop")
+
+
+def test_tools_can_be_turned_off(device: Device) -> None:
+    follows, _ = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device)
+    (found,) = engine.generate([Request(START, Sampling(**GREEDY, tools=False, max_tokens=9))])
+    assert SPECIAL["<|output_start|>"] not in found.ids[:8]
+    assert not any(found.forced)
+
+
+def test_the_stream_shows_calls_and_results_apart_from_the_text(device: Device) -> None:
+    follows, _ = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device)
+    request = Request(START, Sampling(**GREEDY))
+    joined: dict[str, str] = {}
+    for kind, text in engine.pieces(request):
+        joined[kind] = joined.get(kind, "") + text
+    assert joined == {"tool": "17+25", "output": "42", "text": "你好!"}
+    assert list(engine.stream(request)) == ["你", "好", "!"], "each character when it is whole"
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [("cde", "ab"), ("e", "abcd"), ("hello", "abcdefg"), ("xyz", "abcdefghello"), ("a", "")]
+)
+def test_stop_texts_are_found_across_tokens_and_not_shown(device: Device, stop: str, expected: str) -> None:
+    run = [*START, *[ord(letter) for letter in "abcdefg"], *TEXT.encode("hello"), SPECIAL["<|assistant_end|>"]]
+    assert len(TEXT.encode("hello")) == 2, "hell and o: the stop text ends inside the answer's tokens"
+    engine = scripted(device, run)
+    request = Request(START, Sampling(**GREEDY, stop=("never", stop)))
+    (found,) = engine.generate([request])
+    assert (found.text, found.finish_reason) == (expected, "stop")
+    assert "".join(engine.stream(request)) == expected
+
+
+def test_what_might_become_a_stop_text_is_held_back_until_it_is_not() -> None:
+    stream = TextStream(TEXT, stop=("abcd",))
+    shown = [stream.feed(ord(letter)) for letter in "xababce"]
+    assert [[piece.text for piece in pieces] for pieces in shown] == [
+        ["x"],
+        [],
+        [],
+        ["ab"],
+        [],
+        [],
+        ["abce"][:0] or ["abce"],
+    ]
+    assert stream.close() == []
+    assert stream.text == "xababce"
+
+
+def test_a_text_is_never_cut_inside_a_character() -> None:
+    answer = "é 你好，世界 🙂 ok"
+    stream = TextStream(TEXT)
+    pieces = [piece for token in TEXT.encode(answer) for piece in stream.feed(token)]
+    assert "".join(piece.text for piece in pieces) == answer
+    assert all("\ufffd" not in piece.text for piece in pieces)
+
+
+def test_an_unfinished_character_at_the_end_is_marked_once() -> None:
+    stream = TextStream(TEXT)
+    for byte in "好".encode()[:2]:
+        assert stream.feed(byte) == []
+    assert stream.close() == [Piece("text", "\ufffd")]
+
+
+def test_the_context_ends_an_answer(device: Device) -> None:
+    engine = scripted(device, [ord("a"), ord("b"), ord("a")], context=20)
+    prompts = [[ord("a")] * n for n in (1, 10, 19)]
+    found = engine.generate([Request(prompt, Sampling(**GREEDY, max_tokens=100)) for prompt in prompts])
+    assert [len(answer.ids) for answer in found] == [19, 10, 1]
+    assert {answer.finish_reason for answer in found} == {"length"}
+
+
+def test_a_long_conversation_loses_its_oldest_turns_and_is_answered(device: Device) -> None:
+    engine = scripted(device, letters("ok"), context=64)
+    turns = [{"role": role, "content": f"{i} " + "x" * 12} for i in range(9) for role in ("user", "assistant")]
+    messages = [{"role": "system", "content": "S"}, *turns, {"role": "user", "content": "last"}]
+    prompt = engine.chat_prompt(messages, way := Sampling(**GREEDY, max_tokens=16))
+    assert len(prompt) <= 64 - 16
+    assert TEXT.decode(prompt).startswith("<|bos|><|system_start|>S<|system_end|><|user_start|>")
+    assert TEXT.decode(prompt).endswith("last<|user_end|><|assistant_start|>")
+    assert engine.generate([Request(prompt, way)])[0].text == "ok"
+
+
+def test_own_stop_tokens_replace_the_usual_ones(device: Device) -> None:
+    engine = scripted(device, letters("abc"))
+    (found,) = engine.generate([Request(START, Sampling(**GREEDY, stop_tokens=(ord("c"),)))])
+    assert (found.text, found.ids, found.finish_reason) == ("ab", [97, 98], "stop")
+
+
+def test_a_cancelled_request_frees_its_slot(device: Device) -> None:
+    engine = scripted(device, [*START, ord("a"), ord("b"), ord("a")], slots=1)
+    stream = engine.stream(Request(START, Sampling(**GREEDY, max_tokens=50)))
+    assert next(stream) == "a"
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.running == [None]
+    assert engine.generate([Request(START, Sampling(**GREEDY, max_tokens=3))])[0].text == "aba"
+
+
+def test_a_repetition_penalty_avoids_what_was_said(device: Device) -> None:
+    model = make.scripted(make.script([ord("a"), ord("b"), ord("a")]))
+    with torch.no_grad():
+        model.head[ord("z")] += 0.6 * model.head[ord("b")]  # the second choice after a
+    engine = make.engine(model, device)
+    plain, varied = engine.generate(
+        [Request([ord("a")], Sampling(**GREEDY, max_tokens=3, repetition_penalty=factor)) for factor in (1.0, 4.0)]
+    )
+    assert plain.text == "bab"
+    assert varied.text[0] == "b" and "a" not in varied.text, "the prompt counts as said"
