@@ -127,7 +127,8 @@ def _judge(report: dict[str, Any]) -> Result:
         reason, detail = "sandbox", "the program's end was not seen"
     elif os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        reason, detail = "time" if number == signal.SIGXCPU else "signal", signal.Signals(number).name
+        known = {member.value: member.name for member in signal.Signals}  # not all have a name
+        reason, detail = "time" if number == signal.SIGXCPU else "signal", known.get(number, f"signal {number}")
     elif os.WEXITSTATUS(status) == 0 and report["finished"]:
         reason, detail = "", ""
     elif last.startswith("MemoryError"):

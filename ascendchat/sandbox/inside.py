@@ -11,7 +11,6 @@ evaluator -> watcher (this process: clock, output) -> init (first of its process
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -21,6 +20,11 @@ import struct
 import sys
 import time
 from typing import Any, NoReturn
+
+try:
+    import ctypes
+except ImportError:  # a Python built without it still has the limits
+    ctypes = None  # type: ignore[assignment]
 
 Order = dict[str, Any]
 
@@ -64,12 +68,21 @@ class Refused(Exception):
 
 
 def libc() -> Any:
+    if ctypes is None:
+        raise Refused("this Python was built without ctypes")
     return ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
     if result != 0:
         raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def die_with_parent() -> None:
+    """Where the kernel can do it; elsewhere the evaluator and the watcher kill what they started."""
+    if sys.platform == "linux":
+        with contextlib.suppress(Refused):
+            check(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
@@ -189,8 +202,8 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    if linux:
-        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
+    if linux and (layers or ctypes is not None):
         check(libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     os.closerange(DONE_FD + 1, 4096)
     if "seccomp" in layers:
@@ -205,8 +218,7 @@ def init(order: Order, fds: dict[str, int]) -> NoReturn:
     user = OUTER_USER + order["number"] if "user" in order["layers"] else os.geteuid()
     told = fds["told"]
     try:
-        if sys.platform == "linux":
-            libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         if "namespaces" in order["layers"]:
             own_root(order, user)
         else:
@@ -310,8 +322,8 @@ def watch(order: Order, first: int, streams: dict[str, int], stdin: int) -> dict
 
 def main() -> int:
     order: Order = json.load(sys.stdin.buffer)
-    if sys.platform == "linux":
-        libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
+    if sys.platform == "linux" and ctypes is not None:
         libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     inner: dict[str, int] = {}
     outer: dict[str, int] = {}

@@ -3,8 +3,8 @@
     rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="")         # what `ascendchat data fetch mmlu` stored
     rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="DIR")      # `ascendchat eval chat --source DIR`
 
-Files are told by their names: below the folder, and inside its .zip archives, those that match the set's pattern and,
-behind it or before it, the split's. Tables are csv (with or without a header), json, jsonl or parquet.
+Files are told by their names: below the folder, and inside its .zip archives, those that match the set's pattern and
+the split's. Tables are csv (with or without a header), json, jsonl or parquet.
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ def kind_of(name: str) -> int | None:
     return next((i for i, end in enumerate(ends) if name.endswith(end)), None)
 
 
+def belongs(name: str, base: int, split: str) -> bool:
+    """Whether a file is of a split: by what its name says behind the set's, else by the folders before it, but not by
+    the folder that was given, whose name is none of ours."""
+    own, before = name[base:], name[:base].partition("/")[2]
+    says = any(re.search(pattern, own) for pattern in SPLIT.values())
+    return re.search(split, own if says else f"/{before}/{own}") is not None
+
+
 def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
     """The files of a split. A set that lies there twice, in two places or two formats, is read once."""
     root = Path(source).expanduser() if source else fetch(set_name)
@@ -72,7 +80,7 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
     groups: dict[tuple[bool, int, str], list[Found]] = {}
     for found in listing(root):
         base, kind = re.search(pattern, found.name), kind_of(found.name)
-        if base and kind is not None and re.search(split, found.name):
+        if base and kind is not None and belongs(found.name, base.start(), split):
             groups.setdefault((bool(found.member), kind, found.name[: base.end()]), []).append(found)
     if not groups:
         raise UserError(

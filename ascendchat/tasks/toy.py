@@ -7,6 +7,7 @@ ToyExam("fact", "zh", "test")                     # `ascendchat eval chat --task
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ascendchat.config import UserError
 from ascendchat.data import toyworld
@@ -23,6 +24,11 @@ def _split(split: str) -> str:
     if split not in SPLITS:
         raise UserError(f"the toy world has the splits train, val and test, not {split!r}")
     return SPLITS[split]
+
+
+@lru_cache(maxsize=4)
+def _questions(split: str, seed: int) -> list[toyworld.Question]:
+    return toyworld.questions(split, seed=seed)
 
 
 class ToyChats(Task):
@@ -46,7 +52,8 @@ class ToyExam(Task):
         self.name, self.split, self.language = f"toy_{topic}_{language}", split, language
         self.kind = "choice" if topic == "choice" else "reply"
         self.baseline = 0.25 if topic == "choice" else 0.0
-        self.questions = toyworld.questions(_split(split), language=language, topic=topic, seed=seed)
+        every = _questions(_split(split), seed)  # `instruction` names all its kinds: instruction:first, ...
+        self.questions = [q for q in every if q.language == language and q.topic.split(":")[0] == topic]
 
     def __len__(self) -> int:
         return len(self.questions)

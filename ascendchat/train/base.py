@@ -22,9 +22,12 @@ from ascendchat import dist
 from ascendchat.checkpoint import newest
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
+from ascendchat.data import toyworld
 from ascendchat.data.corpus import IGNORE, Batches, Corpus, evaluation_rows, open_mixture
 from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe, pick
 from ascendchat.nn.loss import token_nats
 from ascendchat.plan.batch import Split, batch_for, fit_split, horizon
@@ -37,6 +40,7 @@ MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
 OPTIMIZER_SHARE = 0.96  # of the time is forward and backward
 SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps")  # what a resumed run must have in common
+EMBEDDED_VOCAB = 1536  # tokens for the embedded corpus
 PROMPTS = ("", "The capital of", "北京")
 
 
@@ -189,8 +193,15 @@ def run(config: BaseConfig) -> int:
 
 
 def find_data(config: BaseConfig) -> tuple[list[str], Path | None]:
-    """The prepared corpora and their tokenizer."""
-    if not config.data:
-        raise UserError("no data given: --data FOLDER, as written by `ascendchat data prepare`")
-    named = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
-    return list(config.data), named if config.tokenizer or named.is_dir() else None
+    """The prepared corpora and their tokenizer; without any, the embedded corpus is made, once, by rank 0."""
+    tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
+    if config.data:
+        return list(config.data), tokenizer if config.tokenizer or tokenizer.is_dir() else None
+    corpus = home() / "data" / "toyworld"
+    if dist.world().rank == 0 and not (corpus / "manifest.json").is_file():
+        print("no --data given: preparing the embedded corpus", flush=True)
+        if not tokenizer.is_dir():
+            train_tokenizer(toyworld.texts(), EMBEDDED_VOCAB).save(tokenizer)
+        prepare(["toyworld"], tokenizer, corpus, workers=1)
+    dist.barrier()
+    return [str(corpus)], tokenizer

@@ -101,7 +101,7 @@ def test_what_might_become_a_stop_text_is_held_back_until_it_is_not() -> None:
         ["ab"],
         [],
         [],
-        ["abce"][:0] or ["abce"],
+        ["abce"],
     ]
     assert stream.close() == []
     assert stream.text == "xababce"
@@ -164,5 +164,4 @@ def test_a_repetition_penalty_avoids_what_was_said(device: Device) -> None:
     plain, varied = engine.generate(
         [Request([ord("a")], Sampling(**GREEDY, max_tokens=3, repetition_penalty=factor)) for factor in (1.0, 4.0)]
     )
-    assert plain.text == "bab"
-    assert varied.text[0] == "b" and "a" not in varied.text, "the prompt counts as said"
+    assert (plain.text, varied.text) == ("bab", "baz")

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ascendchat import tasks
-from ascendchat.config import UserError, home
+from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, render_choice, text_of
+from ascendchat.data.fetch import fetch
 from ascendchat.tasks.base import Mixture, Task, asked, normal, overlaps
 from ascendchat.tasks.choice import item
 from ascendchat.tasks.dialog import Stored
+from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import final_number
 from ascendchat.tasks.humaneval import code_of, pass_at_k
 
@@ -88,6 +90,21 @@ def test_every_published_table_gives_the_same_kind_of_question(folder: Path) -> 
     assert (arc.question(0), list(arc.letters(0)), arc.answer(0)) == ("What is hot?", ["A", "B", "C"], 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "split", "right"),
+    [
+        ("data/mmlu/all/test-00000-of-00001.parquet", "test", True),
+        ("data/mmlu/all/auxiliary_train-00000.parquet", "train", True),
+        ("my_test/mmlu.zip/data/dev/law_dev.csv", "test", False),  # the folder that was given says nothing
+        ("x/test/mmlu.zip/data/dev/law_dev.csv", "test", False),  # and what the file says counts more than its folder
+        ("x/test/mmlu/law.csv", "test", True),
+        ("x/contest/mmlu/latest.csv", "test", False),
+    ],
+)
+def test_the_split_of_a_file_is_told_by_its_name(path: str, split: str, right: bool) -> None:
+    assert belongs(path, path.index("/mmlu"), SPLIT[split]) is right
+
+
 def test_the_hub_format_of_arc_has_labels_of_its_own() -> None:
     row = {"question": "x", "choices": {"text": ["p", "q", "r"], "label": ["1", "2", "3"]}, "answerKey": "3"}
     assert item(row).answer == 2
@@ -96,11 +113,32 @@ def test_the_hub_format_of_arc_has_labels_of_its_own() -> None:
 
 
 def test_a_fetched_set_is_read_where_fetch_put_it(folder: Path) -> None:
-    place = home() / "data" / "mmlu"
-    place.mkdir(parents=True)
-    text = (folder / "mmlu.zip").read_bytes()
-    (place / "mmlu.zip").write_bytes(text)
-    assert len(tasks.load("mmlu", source=str(place))) == 3
+    fetch("mmlu", source=str(folder))
+    for path in folder.glob("*.zip"):
+        path.unlink()
+    assert len(tasks.load("mmlu")) == 3
+
+
+def test_tables_of_the_hub_are_read_from_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = {
+        "mmlu/all/test-00000-of-00001.parquet": {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 3},
+        "mmlu/all/dev-00000-of-00001.parquet": {"question": "other", "choices": ["a", "b", "c", "d"], "answer": 0},
+        "arc/ARC-Easy/test-00000-of-00001.parquet": {
+            "question": "e", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B",
+        },
+        "gsm8k/main/train-00000-of-00001.parquet": {"question": "g", "answer": "<<1+1=2>>2 #### 2"},
+    }  # fmt: skip
+    for name, row in rows.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
+    for source in (tmp_path, tmp_path / "mmlu"):
+        mmlu = tasks.load("mmlu", source=str(source))
+        assert [(mmlu.question(i), mmlu.answer(i)) for i in range(len(mmlu))] == [("q", 3)]
+    assert tasks.load("arc_easy", source=str(tmp_path)).answer(0) == 1
+    assert tasks.load("gsm8k", "train", str(tmp_path)).correct(0, "#### 2")
 
 
 @pytest.mark.parametrize("name", ["arc_challenge", "humaneval"])
@@ -204,9 +242,7 @@ def test_a_recipe_lists_a_mixture(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": f"{{{{name}}}} {i}?"}, {"role": "assistant", "content": "yes"}]}
             for i in range(6)]  # fmt: skip
     talk.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    made = tasks.mixture(
-        [{"task": str(talk), "weight": 2, "stop": 4, "slots": {"name": "Ada"}}, {"task": "toy_exam"}][:1], seed=1
-    )
+    made = tasks.mixture([{"task": str(talk), "weight": 2, "stop": 4, "slots": {"name": "Ada"}}], seed=1)
     assert len(made) == 8
     assert made.parts[0][0].example(3)[0]["content"] == "Ada 3?"
     for wrong, match in [

@@ -60,10 +60,10 @@ def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None
     """The training texts a command names; without sources, the embedded corpus."""
     if mix and (len(mix) != len(sources) or min(mix) <= 0):
         raise UserError(f"--mix needs one positive weight per source: {len(sources)} sources, {len(mix)} weights")
-    if not sources:
+    if not sources or list(sources) == ["toyworld"]:
         from ascendchat.data import toyworld
 
-        return first_chars(toyworld.documents("train"), max_chars)
+        return first_chars(toyworld.texts(), max_chars)
     if mix:
         return first_chars(mixed([documents([source]) for source in sources], mix), max_chars)
     return first_chars(documents(sources), max_chars)

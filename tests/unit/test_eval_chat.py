@@ -1,0 +1,312 @@
+"""`ascendchat eval chat`: scoring rules on hand-made models, the model's own choices, the command and its files."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_models import model as random_model
+from engine_models import tokenizer as bytes_tokenizer
+
+from ascendchat import dist, tasks
+from ascendchat.checkpoint import Writer as CheckpointWriter
+from ascendchat.config import UserError, home, parse
+from ascendchat.config.eval import EvalChatConfig
+from ascendchat.data.chat import Conversation, render_prompt, text_of
+from ascendchat.data.chat import parse as parse_ids
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.device import pick
+from ascendchat.eval import chat
+from ascendchat.eval.examine import Chosen, EngineWriter, Examiner, ModelChooser, examine, selection
+from ascendchat.infer.engine import Engine
+from ascendchat.nn.attention import Reference, choose
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.plan.shape import Shape
+from ascendchat.record import run_folder
+from ascendchat.tasks.base import Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
+from ranks import Host, run_ranks
+
+TOKENIZER = bytes_tokenizer()
+
+
+class Quiz(Task):
+    """Choices of two to five letters; the right one follows from the row."""
+
+    name, kind, baseline = "quiz", "choice", 0.25
+
+    def __len__(self) -> int:
+        return 40
+
+    def prompt(self, index: int) -> Conversation:
+        return [{"role": "user", "content": f"Question {index}" + "?" * (index % 9)}]
+
+    def letters(self, index: int) -> Sequence[str]:
+        return "ABCDE"[: 2 + index % 4]
+
+    def answer(self, index: int) -> int:
+        return (index * 7) % (2 + index % 4)
+
+
+class Sums(Task):
+    """Say the sum."""
+
+    name, kind = "sums", "reply"
+
+    def __len__(self) -> int:
+        return 30
+
+    def prompt(self, index: int) -> Conversation:
+        return [{"role": "user", "content": f"{index} + 1"}]
+
+    def correct(self, index: int, reply: str) -> bool:
+        return reply == str(index + 1)
+
+
+class Always:
+    """Chooses the first letter, and says always the same."""
+
+    def __init__(self, reply: str = "") -> None:
+        self.reply = reply
+
+    def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
+        return lambda: [0] * len(prompts)
+
+    def generate(self, prompts: Sequence[list[int]], **way: Any) -> list[str]:
+        return [self.reply] * len(prompts)
+
+
+class Oracle:
+    """Reads the prompt and knows the task."""
+
+    def __init__(self, task: Task) -> None:
+        self.rows = {text_of(task.prompt(i)[-1]["content"]): i for i in range(len(task))}
+        self.task = task
+
+    def row(self, prompt: list[int]) -> int:
+        assert prompt[-1] == TOKENIZER.specials["<|assistant_start|>"]
+        return self.rows[text_of(parse_ids(TOKENIZER, prompt)[-2]["content"])]
+
+    def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
+        rows = [self.row(prompt) for prompt in prompts]
+        for row, given in zip(rows, options):
+            assert [TOKENIZER.decode([i]) for i in given] == list(self.task.letters(row))
+        return lambda: [self.task.answer(row) for row in rows]
+
+    def generate(self, prompts: Sequence[list[int]], **way: Any) -> list[str]:
+        return [text_of(self.task.example(self.row(prompt))[-1]["content"]) for prompt in prompts]
+
+
+class Sometimes:
+    """Is right when the seed says so."""
+
+    def generate(self, prompts: Sequence[list[int]], *, seeds: Sequence[int], **way: Any) -> list[str]:
+        wanted = [int(TOKENIZER.decode(p[2:-2]).split()[0]) + 1 for p in prompts]
+        return [str(n) if seed % 4 == 0 else "?" for n, seed in zip(wanted, seeds)]
+
+
+def examiner(model: Any, **changes: Any) -> Examiner:
+    return Examiner(TOKENIZER, **{"chooser": model, "writer": model, "context": 100_000, **changes})
+
+
+def test_always_a_is_as_good_as_the_share_of_a_and_an_oracle_is_perfect() -> None:
+    quiz = Quiz()
+    found = examine(quiz, examiner(Always()))
+    assert found.accuracy == pytest.approx(sum(quiz.answer(i) == 0 for i in range(40)) / 40)
+    assert found.centred == pytest.approx((found.accuracy - 0.25) / 0.75)
+    best = examine(quiz, examiner(Oracle(quiz)))
+    assert (best.accuracy, best.centred, best.right) == (1.0, 1.0, [1] * 40)
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "mmlu", "ceval", "cmmlu", "gsm8k"])
+def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_data: Path) -> None:
+    task = tasks.load(name, source=str(real_data / "eval"))[::9]
+    worst = examine(task, examiner(Always("42")))
+    assert abs(worst.centred) < 0.07
+    assert examine(task, examiner(Oracle(task))).centred == 1.0
+
+
+@pytest.mark.parametrize("name", [*tasks.EVALUATIONS[7:]])
+def test_the_toy_world_gives_garbage_nothing_and_an_oracle_everything(name: str) -> None:
+    task = tasks.load(name)[::5]
+    assert examine(task, examiner(Oracle(task))).accuracy == 1.0
+    if task.kind == "reply":
+        assert examine(task, examiner(Always("\ufffd colourless green 17 ideas"))).accuracy <= 0.05
+
+
+def test_several_samples_give_the_unbiased_pass_at_k_and_do_not_depend_on_the_other_rows() -> None:
+    found = examine(Sums(), examiner(Sometimes(), samples=8, temperature=1.0))
+    assert set(found.pass_at) == {"1", "2", "4", "8"}
+    assert found.pass_at["1"] == pytest.approx(found.accuracy)
+    assert 0.1 < found.accuracy < 0.4
+    assert found.pass_at["1"] < found.pass_at["2"] < found.pass_at["4"] < found.pass_at["8"]
+    assert found.pass_at["8"] == pytest.approx(sum(n > 0 for n in found.right) / 30)
+    part = examine(Sums(), examiner(Sometimes(), samples=8, temperature=1.0, max_rows=10))
+    rows = selection(Sums(), 10)
+    assert part.right == [found.right[row] for row in rows]
+    assert rows != list(range(10))  # tables are sorted by subject: the first rows would not be fair
+
+
+def test_the_model_chooses_in_batches_what_it_chooses_one_by_one() -> None:
+    made, place = random_model(), torch.device("cpu")
+    draw = random.Random(5)
+    prompts = [[draw.randrange(256) for _ in range(draw.randint(1, 90))] for _ in range(60)]
+    options = [draw.sample(range(256), draw.randint(2, 6)) for _ in prompts]
+    chooser = ModelChooser(made, Reference(), place, max_tokens=700, max_len=100)
+    found = chooser.submit(prompts, options)()
+    with torch.no_grad():
+        for prompt, given, answer in zip(prompts, options, found):
+            hidden = made(torch.tensor([prompt]), dense(made, Reference(), 112))[0, -1]
+            assert answer == int((made.head[given] @ hidden).argmax())
+    assert len(set(found)) > 3
+    assert chooser.submit([], [])() == []
+
+
+def test_replies_come_from_the_engine_and_prompts_that_are_too_long_lose_their_beginning() -> None:
+    device = pick("cpu")
+    made = random_model()
+    engine = Engine(made, Reference(), TOKENIZER, device, torch.device("cpu"), slots=3, context=64)
+    writer = EngineWriter(engine)
+    prompts = [render_prompt(TOKENIZER, Sums().prompt(i)) for i in range(7)]
+    alone = [writer.generate([p], max_tokens=8, temperature=0.0, seeds=[0])[0] for p in prompts]
+    assert writer.generate(prompts, max_tokens=8, temperature=0.0, seeds=[0] * 7) == alone
+
+    class Long(Sums):
+        def prompt(self, index: int) -> Conversation:
+            return [{"role": "user", "content": "x" * (20 * index)}]
+
+    found = examine(Long()[:6], examiner(writer, context=64, max_tokens=16))
+    assert (found.rows, found.accuracy) == (6, 0.0)
+    assert found.cropped == 3  # 60, 80 and 100 letters do not fit into 48 tokens
+
+
+def ranked(rank: int) -> dict[str, Any]:
+    dist.init(Host())
+    results = [examine(Quiz(), examiner(Always())), examine(Sums(), examiner(Sometimes(), samples=4, temperature=1.0))]
+    dist.teardown()
+    return {found.name: (found.right, found.accuracy, found.pass_at) for found in results}
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_gives_the_result_of_one() -> None:
+    alone = run_ranks(ranked, 1)[0]
+    for found in run_ranks(ranked, 3, seconds=120):
+        assert found == alone
+
+
+def result(**tasks_found: float) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"accuracy": a, "rows": 10, "centred": (a - b) / (1 - b)}
+        for name, a in tasks_found.items()
+        for b in [0.0 if name in ("gsm8k", "humaneval") or "toy" in name else 0.25]
+    }
+
+
+def test_chatcore_is_the_mean_of_centred_accuracies_and_says_what_it_lacks() -> None:
+    five = result(arc_easy=0.25, arc_challenge=1.0, mmlu=0.625, gsm8k=0.5, humaneval=0.0)
+    found = chat.scores({**five, **result(ceval=0.25, cmmlu=0.55)})
+    assert found["ChatCORE"]["score"] == pytest.approx((0 + 1 + 0.5 + 0.5 + 0) / 5)
+    assert found["ChatCORE-zh"]["score"] == pytest.approx(0.2)
+    assert found["ChatCORE"]["without"] == []
+    del five["humaneval"]
+    lacking = chat.scores(five)["ChatCORE"]
+    assert (lacking["tasks"], lacking["of"], lacking["without"]) == (4, 5, ["humaneval"])
+    assert "INCOMPLETE: without humaneval" in chat.score_lines({"ChatCORE": lacking})[0]
+    assert chat.scores({}) == {}
+    toy = chat.scores(result(toy_fact_en=0.9, toy_check_en=0.7, toy_problem_en=0.0))["toyworld en"]
+    assert toy["score"] == pytest.approx(0.8)
+
+
+def test_tasks_are_named_one_by_one_or_in_groups() -> None:
+    assert chat.chosen_tasks(["chinese", "gsm8k", "ARC-Easy"]) == ["arc_easy", "gsm8k", "ceval", "cmmlu"]
+    assert chat.chosen_tasks(["all"]) == list(tasks.EVALUATIONS)
+    assert len(chat.chosen_tasks(["toy"])) == 16
+    with pytest.raises(UserError, match="did you mean mmlu"):
+        chat.chosen_tasks(["mmlo"])
+
+
+def save(stage: str, seed: int, step: int = 3) -> GPT:
+    """A tiny model as a checkpoint of the run `tiny`."""
+    tokenizer = Tokenizer([])
+    tokenizer.save(home() / "tokenizer")
+    tiny = GPT(Shape.from_depth(2, vocab=tokenizer.vocab_size, dim=32, head_dim=16, seq_len=256))
+    tiny.initialise(seed=seed)
+    state = {"shape": tiny.shape.to_dict(), "tokenizer": tokenizer.fingerprint, "stage": stage, "step": step}
+    writer = CheckpointWriter(run_folder("tiny", stage), say=lambda text: None)
+    writer.save(step, model=dict(tiny.state_dict()), shards={}, state=state)
+    writer.wait()
+    return tiny
+
+
+def command(*words: str) -> int:
+    flags = ["--device-type", "cpu", "--max-per-task", "4", "--max-new-tokens", "5", "--slots", "4", *words]
+    return chat.run(parse(EvalChatConfig, flags))
+
+
+def test_the_command_writes_its_results_and_prints_the_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("mid", 1)
+    save("sft", 2)
+    assert command("--run", "tiny", "--stage", "mid", "--tasks", "toy_fact_en,toy_choice_zh") == 0
+    assert command("--tasks", "toy_choice_zh,mmlu", "--source", str(tmp_path)) == 0  # by default the latest stage
+    shown = capsys.readouterr().out
+    assert "MISSING: no files of mmlu" in shown
+    assert "not examined: mmlu" in shown
+    assert [line.split() for line in shown.splitlines() if "MID" in line][-1] == ["MID", "SFT"]
+    found = json.loads((run_folder("tiny", "sft") / "eval_chat.json").read_text())
+    assert (found["stage"], found["step"], list(found["tasks"])) == ("sft", 3, ["toy_choice_zh"])
+    assert found["tasks"]["toy_choice_zh"]["rows"] == 4
+    assert "no files of mmlu" in found["missing"]["mmlu"]
+    rows = {row["task"]: row for row in chat.stage_table("tiny")}
+    assert set(rows) == {"toy_fact_en", "toy_choice_zh", "toyworld en", "toyworld zh"}
+    assert rows["toy_fact_en"] == {"task": "toy_fact_en", "mid": 0.0, "sft": None}
+    assert rows["toyworld zh"]["incomplete"] == ["mid", "sft"]
+    assert chat.stage_table("no-such-run") == []
+
+
+def test_tasks_examined_one_after_the_other_are_kept_until_the_model_changes() -> None:
+    save("sft", 2)
+    assert command("--tasks", "toy_choice_en") == 0
+    assert command("--tasks", "toy_choice_zh") == 0
+    path = run_folder("tiny", "sft") / "eval_chat.json"
+    assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_en", "toy_choice_zh"}
+    save("sft", 3, step=4)
+    assert command("--tasks", "toy_choice_zh") == 0
+    assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_zh"}
+    path.write_text("half a fi")  # somebody else's, or damaged: not ours to trust
+    assert chat.stage_table("tiny") == []
+
+
+def test_json_goes_to_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    save("sft", 2)
+    assert command("--tasks", "toy_choice_en", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tasks"]["toy_choice_en"]["kind"] == "choice"
+
+
+def test_when_nothing_can_be_examined_the_command_fails(tmp_path: Path) -> None:
+    save("sft", 2)
+    assert command("--tasks", "mmlu", "--source", str(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("flags", [["--samples", "4"], ["--samples", "0"], ["--temperature", "-1"], ["--slots", "0"]])
+def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(flags: list[str]) -> None:
+    with pytest.raises(UserError, match="--"):
+        command(*flags)
+
+
+def test_the_chosen_kernel_of_this_machine_chooses_like_the_reference() -> None:
+    made, place = random_model(), torch.device("cpu")
+    prompts = [render_prompt(TOKENIZER, Quiz().prompt(i)) for i in range(12)]
+    options = [[65, 66, 67, 68]] * 12
+    kernel = choose("cpu", torch.float32, made.shape.head_dim)[0]
+    picks = [ModelChooser(made, k, place, max_tokens=300, max_len=64).submit(prompts, options)() for k in
+             (kernel, Reference())]  # fmt: skip
+    assert picks[0] == picks[1]

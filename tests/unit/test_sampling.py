@@ -1,0 +1,127 @@
+"""Sampling maths against plain references, one row at a time, in Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ascendchat.infer.request import Sampling
+from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, penalise, sample, uniform
+
+
+def rows(count: int, **values: float) -> Settings:
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0, **values}
+    whole = ("top_k", "seed")
+    return Settings(
+        **{name: torch.full((count,), value, dtype=torch.int64 if name in whole else torch.float32)
+           for name, value in usual.items()}
+    )  # fmt: skip
+
+
+def plain_keep(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Top-k, then top-p of what is left, then min-p; written out."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    order = order[:top_k] if top_k else order
+    weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
+    shares = [weight / sum(weights) for weight in weights]
+    kept, total = [], 0.0
+    for index, share in zip(order, shares):
+        if kept and ((top_p < 1 and total >= top_p) or share < min_p * shares[0]):
+            break
+        kept.append(index)
+        total += share
+    return set(kept)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(-400, 400), min_size=2, max_size=12, unique=True),
+    st.integers(0, 14), st.sampled_from([0.05, 0.3, 0.77, 0.95, 1.0]), st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)  # fmt: skip
+def test_filters_keep_what_the_plain_reference_keeps(numbers: list[int], k: int, p: float, m: float) -> None:
+    logits = [number / 53 for number in numbers]
+    found = keep(torch.tensor([logits]), torch.tensor([k]), torch.tensor([p]), torch.tensor([m]))[0]
+    assert set(found.nonzero().flatten().tolist()) == plain_keep(logits, k, p, m)
+
+
+def test_every_row_has_its_own_filters() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4, 1)
+    found = keep(
+        logits, torch.tensor([2, 0, 0, 0]), torch.tensor([1.0, 0.5, 1.0, 1.0]), torch.tensor([0.0, 0.0, 0.2, 0.0])
+    )
+    assert found.sum(dim=1).tolist() == [2, 1, 2, 4]
+
+
+def test_ties_at_the_border_stay() -> None:
+    found = keep(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([1]), torch.ones(1), torch.zeros(1))
+    assert found.tolist() == [[True, True, False]]
+
+
+def test_a_penalty_moves_seen_tokens_down_whatever_their_sign() -> None:
+    logits, seen = torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
+    assert penalise(logits, seen, torch.tensor([2.0])).tolist() == [[1.0, -4.0, 1.0]]
+
+
+def test_noise_is_uniform_and_independent_of_neighbours() -> None:
+    seeds, places = torch.arange(64), torch.arange(64) * 3
+    noise = uniform(seeds, places, 1000)
+    assert torch.equal(noise[5:6], uniform(seeds[5:6], places[5:6], 1000))
+    assert 0 < noise.min() and noise.max() < 1
+    counts = torch.histc(noise, bins=50, min=0, max=1)
+    chi_squared = ((counts - 1280) ** 2 / 1280).sum().item()
+    assert chi_squared < 90, "49 degrees of freedom: above 90 once in 3,000 fair draws"
+    for other in (
+        noise.roll(1, 0),
+        noise.roll(1, 1),
+        uniform(seeds, places + 1, 1000),
+        uniform(seeds + 1, places, 1000),
+    ):
+        correlation = torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1].abs().item()
+        assert correlation < 0.02, "64,000 pairs: four standard deviations are 0.016"
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    draws, count = torch.arange(20_000), 20_000
+    given = rows(count, temperature=0.7)
+    chosen, _ = sample(logits.expand(count, 4), given, draws, Mode(random=True))
+    share = torch.bincount(chosen, minlength=4) / count
+    torch.testing.assert_close(share, (logits / 0.7).softmax(-1), atol=0.012, rtol=0)
+
+
+def test_filtered_draws_stay_inside_and_keep_their_proportions() -> None:
+    logits = torch.tensor([2.0, 1.5, 0.0, -1.0])
+    count = 20_000
+    chosen, _ = sample(logits.expand(count, 4), rows(count, top_k=2), torch.arange(count), Mode(True, True))
+    share = torch.bincount(chosen, minlength=4) / count
+    torch.testing.assert_close(share, torch.tensor([2.0, 1.5]).softmax(-1).tolist() and torch.cat(
+        (torch.tensor([2.0, 1.5]).softmax(-1), torch.zeros(2))), atol=0.012, rtol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [Mode(), Mode(random=True), Mode(random=True, filtered=True)])
+def test_temperature_zero_takes_the_likeliest_in_every_mode(mode: Mode) -> None:
+    logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0))
+    chosen, logprob = sample(logits, rows(8, temperature=0.0, top_k=5), torch.arange(8), mode)
+    assert torch.equal(chosen, logits.argmax(-1))
+    torch.testing.assert_close(logprob, logits.log_softmax(-1).max(-1).values)
+
+
+def test_seeds_of_any_size_and_sign_differ() -> None:
+    seeds = [0, 1, -1, 2, 2**31, 2**32, 2**32 + 1, 2**64, -(2**40)]
+    assert len({fold_seed(seed) for seed in seeds}) == len(seeds)
+    assert all(0 <= fold_seed(seed) < 2**32 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
+     {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"stop": ("a", "")}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        Sampling(**wrong)  # type: ignore[arg-type]
