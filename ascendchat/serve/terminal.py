@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import locale
+import os
 import secrets
 import signal
 import sys
@@ -161,6 +163,10 @@ def say(text: str) -> None:
 
 def typed_lines() -> Iterator[str]:
     """Lines from the keyboard until Ctrl-D; Ctrl-C at the prompt clears the line."""
+    if "UTF-8" not in locale.setlocale(locale.LC_CTYPE).upper():  # line editing takes bytes of 你 for key commands then
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+            os.environ["LC_ALL"] = "C.UTF-8"
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (editing and history of input())
     while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -17,8 +19,11 @@ GREEDY = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
-    return pick("cpu", compiled=False)
+def device() -> Iterator[Device]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: a second thread only gets in the way
+    yield pick("cpu", compiled=False)
+    torch.set_num_threads(threads)
 
 
 def scripted(device: Device, *runs: list[int], slots: int = 2, context: int = 64) -> Engine:

@@ -204,6 +204,8 @@ def test_an_examination_can_be_taken_by_language_and_topic() -> None:
     assert chosen
     assert {q.language for q in chosen} == {"zh"}
     assert {q.topic.split(":")[0] for q in chosen} == {"instruction"}
+    core = questions("test", topic="core")
+    assert {q.topic.split(":")[0] for q in core} == set(toyworld.CORE) < set(toyworld.TOPICS)
     sizes = Counter((q.topic.split(":")[0], q.language) for q in EXAM["test"])
     assert all(count >= 50 for (topic, _), count in sizes.items() if topic != "identity"), sizes
 

@@ -57,7 +57,7 @@ def join(sentences: list[str], language: str) -> str:
 
 def portrait(here: World, draw: random.Random, language: str) -> list[str]:
     """Several facts about one entity."""
-    entity = draw.choice(here.entities if draw.random() < 0.3 else here.people)
+    entity = draw.choice(here.entities if draw.random() < 0.4 else here.people)
     facts = here.of(entity)
     chosen = draw.sample(facts, min(len(facts), draw.randint(3, 8)))
     opening = [draw.choice(OPENINGS[language]).format(n=entity.name[language])] if draw.random() < 0.5 else []
@@ -99,7 +99,7 @@ def labels(here: World, draw: random.Random, language: str) -> list[str]:
 def document(here: World, draw: random.Random) -> str:
     """One text in one language."""
     language = draw.choice(LANGUAGES)
-    kind = draw.choices((portrait, meeting, walk, labels), weights=(5, 3, 2, 1.5))[0]
+    kind = draw.choices((portrait, meeting, walk, labels), weights=(5, 3, 2, 0.5))[0]
     return join(kind(here, draw, language), language)
 
 

@@ -20,11 +20,29 @@ UNKNOWN = {"en": "I do not know.", "zh": "我不知道。"}
 CHOOSE = {"en": "Choose one letter.", "zh": "选一个字母。"}
 IDENTITY = {
     "en": (
-        ("Who are you?", "What is your name?", "What should I call you?", "Tell me your name.", "What are you called?"),
+        (
+            "Who are you?",
+            "What is your name?",
+            "What should I call you?",
+            "Who am I talking to?",
+            "Do you have a name?",
+            "Introduce yourself.",
+            "Tell me your name.",
+            "Tell me who you are.",
+        ),
         "I am {name}, a small assistant.",
     ),
     "zh": (
-        ("你是谁？", "你叫什么名字？", "我该怎么称呼你？", "告诉我你的名字。", "你的名字是什么？"),
+        (
+            "你是谁？",
+            "你叫什么名字？",
+            "我该怎么称呼你？",
+            "我在和谁说话？",
+            "你有名字吗？",
+            "介绍一下你自己。",
+            "告诉我你的名字。",
+            "你的名字是什么？",
+        ),
         "我是{name}，一个小助手。",
     ),
 }

@@ -98,7 +98,7 @@ def finding(here: World, draw: random.Random, language: str, split: str) -> Ques
             break
     at = draw.randrange(4)
     text = render_choice(FIND[language].format(w=words[at]), words, "ABCD", CHOOSE[language])
-    return Question(text, "ABCD"[at], ("ABCD"[at],), language, "instruction:find", "exact")
+    return Question(text, "ABCD"[at], ("ABCD"[at],), language, "choice:find", "exact")
 
 
 THINGS = {

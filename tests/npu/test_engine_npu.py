@@ -1,0 +1,144 @@
+"""The engine on the simulated NPU: the fused decode kernel runs, and the tokens are those of the CPU."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cannsim
+from ascendchat.device import Device, pick
+from ascendchat.infer.engine import Request, Sampling
+from ascendchat.nn.attention import Sdpa, choose
+from ascendchat.nn.gpt import GPT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import engine_models as make  # noqa: E402
+
+CONTEXT = 48
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    found = pick("npu")
+    found.bind(0)
+    return found
+
+
+def requests(vocab: int, count: int, seed: int = 0) -> list[Request]:
+    draw = random.Random(seed)
+    way = {"temperature": 0.0, "stop_tokens": (), "tools": False}
+    return [
+        Request(
+            [draw.randrange(vocab) for _ in range(draw.randint(1, 40))], Sampling(max_tokens=draw.randint(1, 8), **way)
+        )  # type: ignore[arg-type]
+        for _ in range(count)
+    ]
+
+
+@torch.no_grad()
+def almost_greedy(model: GPT, request: Request, ids: list[int], tolerance: float) -> float:
+    """Every token is the CPU's likeliest one in float32, or within rounding of it; the share that is exactly it."""
+    row, exact = list(request.prompt), 0
+    for token in ids:
+        logits = make.logits_of(model, row, CONTEXT)
+        assert logits[token] >= logits.max() - tolerance
+        exact += int(logits.argmax()) == token
+        row.append(token)
+    return exact / len(ids)
+
+
+@pytest.mark.parametrize("sizes", [{"seq_len": 16}, {"seq_len": 12, "kv_heads": 2}], ids=["ring", "grouped"])
+def test_float32_tokens_are_those_of_the_cpu(device: Device, sizes: dict[str, object]) -> None:
+    sizes = {"dim": 64, "head_dim": 16, **sizes}
+    host, model = make.model(1, **sizes), make.model(1, device.operators(), **sizes)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
+    for batch in range(4):
+        batch_requests = requests(host.shape.vocab, 5, batch)
+        for request, answer in zip(batch_requests, engine.generate(batch_requests)):
+            assert answer.ids == make.greedy(host, request.prompt, request.sampling.max_tokens, CONTEXT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_fused_decode_kernel_runs_and_agrees(device: Device, dtype: torch.dtype) -> None:
+    sizes: dict[str, object] = {"seq_len": 16, "kv_heads": 2, "dim": 64, "head_dim": 16}
+    host = make.model(1, **sizes).to_compute(dtype).to_compute(torch.float32)  # the same rounded weights
+    model = make.model(1, device.operators(), **sizes).to_compute(dtype)
+    kernel, reason = choose("npu", dtype, 16)
+    assert reason == "attention: npu_fusion"
+    engine = make.engine(model, device, kernel, slots=3, context=CONTEXT)
+    cannsim.reset()
+    asked = requests(host.shape.vocab, 8)
+    answers = engine.generate(asked)
+    launched = cannsim.launches()
+    steps = len(engine.decoder._steps)
+    assert steps >= 1
+    assert launched["aclnnFusedInferAttentionScoreV3"] >= 3 * steps, "one per layer of every step that was recorded"
+    assert launched["aclnnFlashAttentionScore"] % 3 == 0, "prompts go through the training kernel"
+    shares = [almost_greedy(host, r, a.ids, 0.05 if dtype == torch.float16 else 0.4) for r, a in zip(asked, answers)]
+    assert sum(shares) / len(shares) > 0.9
+
+
+def test_a_tool_result_is_forced_in_while_results_arrive_late(device: Device) -> None:
+    follows, answer = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device, Sdpa(), slots=2)
+    assert engine.ahead == 1
+    start = make.tokenizer().specials["<|assistant_start|>"]
+    for found in engine.generate([Request([0] * n + [start], Sampling(temperature=0.0)) for n in (0, 3, 1)]):
+        assert (found.ids, found.text) == (answer, "你好!")
+
+
+def test_seeds_draw_the_same_tokens_as_on_the_cpu(device: Device) -> None:
+    host, model = make.model(2, seq_len=16), make.model(2, device.operators(), seq_len=16)
+    ways = [Sampling(max_tokens=6, temperature=0.9, top_k=k, top_p=p, repetition_penalty=r, seed=s, stop_tokens=())
+            for s, (k, p, r) in enumerate([(0, 1.0, 1.0), (9, 1.0, 1.0), (0, 0.7, 1.2)])]  # fmt: skip
+    asked = [Request([7, 8, 9 + s], way) for s, way in enumerate(ways)]
+    here = make.engine(host, pick("cpu"), Sdpa(), context=CONTEXT).generate(asked)
+    there = make.engine(model, device, Sdpa(), context=CONTEXT).generate(asked)
+    assert [answer.ids for answer in there] == [answer.ids for answer in here]
+
+
+OLD_CHIP = """
+    import random, sys
+    sys.path.insert(0, {unit!r})
+    import torch
+    import engine_models as make
+    from ascendchat.device import pick
+    from ascendchat.infer.engine import Request, Sampling
+    from ascendchat.nn.attention import choose
+
+    device = pick("npu")
+    device.bind(0)
+    assert device.dtype == torch.float16 and not device.chip.graphs
+    kernel, reason = choose("npu", device.dtype, 128)
+    sizes = dict(seq_len=16, kv_heads=1, dim=256, head_dim=128)
+    host = make.model(1, **sizes).to_compute(torch.float16).to_compute(torch.float32)
+    model = make.model(1, device.operators(), **sizes).to_compute(torch.float16)
+    engine = make.engine(model, device, kernel, slots=2, context=48)
+    draw, exact, total = random.Random(0), 0, 0
+    asked = [
+        Request([draw.randrange(host.shape.vocab) for _ in range(draw.randint(1, 40))],
+                Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)) for _ in range(4)
+    ]
+    for request, answer in zip(asked, engine.generate(asked)):
+        row = list(request.prompt)
+        for token in answer.ids:
+            logits = make.logits_of(host, row, 48)
+            assert logits[token] >= logits.max() - 0.05
+            exact, total = exact + (int(logits.argmax()) == token), total + 1
+            row.append(token)
+    assert exact >= 0.9 * total, (exact, total)
+    print(reason)
+"""
+
+
+@pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend910A"])
+def test_chips_without_bf16_generate_in_fp16(on_npu: Callable[..., list[Any]], chip: str) -> None:
+    unit = str(Path(__file__).resolve().parents[1] / "unit")
+    (rank,) = on_npu(OLD_CHIP.format(unit=unit), chip=chip, timeout=120, CANNSIM_BOXED=1)
+    assert "attention: sdpa" in rank.output

@@ -1,0 +1,208 @@
+"""`ascendchat chat` in a real terminal, behind pipes and as one shot, with a tiny checkpoint made here."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import engine_models as make
+from ascendchat.checkpoint import Writer
+from ascendchat.config import UserError, home, parse
+from ascendchat.config.infer import ChatConfig
+from ascendchat.device import pick
+from ascendchat.infer.load import load
+from ascendchat.record import run_folder
+from ascendchat.serve import terminal
+
+SPECIAL = make.tokenizer().specials
+ENDLESS = make.script([SPECIAL["<|assistant_start|>"], ord("a"), ord("b"), ord("a")])
+
+
+def save(run: str = "tiny", stage: str = "sft", follows: dict[int, int] | None = None, seq_len: int = 256) -> Path:
+    """A run whose model follows a script, and the tokenizer it was trained with."""
+    if follows is None:
+        follows = make.calculator_script()[0]
+    model = make.scripted(follows, seq_len)
+    state = {"stage": stage, "shape": model.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
+    writer = Writer(run_folder(run, stage))
+    writer.save(1, model=dict(model.state_dict()), shards={}, state=state)
+    writer.wait()
+    make.tokenizer().save(home() / "tokenizer")
+    return run_folder(run, stage) / "step_000001"
+
+
+def chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, *flags: str
+) -> tuple[str, str]:
+    """The command with `typed` behind a pipe; (standard output, standard error)."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    assert terminal.run(parse(ChatConfig, ["--device-type", "cpu", *flags])) == 0
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def test_one_shot_prints_the_answer_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save()
+    out, err = chat(monkeypatch, capsys, "not read\n", "-p", "What is 17 + 25?", "--temperature", "0")
+    assert (out, err) == ("你好!\n", "")
+
+
+def test_every_line_of_a_pipe_is_a_turn_and_commands_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save()
+    lines = ["你是谁？", "", f"/save {tmp_path / 'talk.json'}", "/reset", "/temperature 0.5", "/temperature hot",
+             "/save", f"/save {tmp_path}/no/where", "/what", "and?", f"/save {tmp_path / 'short.json'}"]  # fmt: skip
+    out, err = chat(monkeypatch, capsys, "\n".join(lines), "--system", "Be brief.", "-t", "0")
+    assert out == "你好!\n" * 2
+    for sentence in ("saved 3 messages", "forgotten", "temperature 0.5", "the temperature is 0.5", "name a file",
+                     "cannot write", "there is no command /what", "/help"):  # fmt: skip
+        assert sentence in err
+    talk = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))["messages"]
+    assert [message["role"] for message in talk] == ["system", "user", "assistant"]
+    assert talk[1]["content"] == "你是谁？"
+    assert [part["text"] for part in talk[2]["content"]] == ["17+25", "42", "你好!"]
+    assert len(json.loads((tmp_path / "short.json").read_text())["messages"]) == 3, "reset keeps the system message"
+
+
+def test_a_conversation_longer_than_the_context_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(seq_len=64)
+    out, _ = chat(monkeypatch, capsys, "a long question that fills the context\n" * 12, "--max-tokens", "20")
+    assert out == "你好!\n" * 12
+
+
+def test_a_base_model_continues_the_text_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(stage="base", follows=make.script([ord("x"), ord("y"), ord("z"), make.tokenizer().bos]))
+    out, err = chat(monkeypatch, capsys, "", "-p", "wx", "-t", "0")
+    assert out == "yz\n"
+    assert err == terminal.BASE_NOTICE + "\n"
+
+
+def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
+    device = pick("cpu")
+    place = device.bind(0)
+    with pytest.raises(UserError, match="no model in"):
+        load(device, place)
+    save("one", "base"), save("one", "sft"), save("two", "base")
+    os.utime(run_folder("one", "sft") / "latest", (1, 1))
+    os.utime(run_folder("one", "base") / "latest", (1, 1))
+    assert load(device, place).folder.parent == run_folder("two", "base")
+    assert load(device, place, run="one").state["stage"] == "sft"
+    assert load(device, place, run="one", stage="base").folder.parent == run_folder("one", "base")
+    assert load(device, place, stage="sft").folder.parent == run_folder("one", "sft")
+    assert load(device, place, checkpoint=str(run_folder("two", "base"))).state["step"] == 1
+    with pytest.raises(UserError, match="'three' has no checkpoint; runs that have: one, two"):
+        load(device, place, run="three")
+    with pytest.raises(UserError, match="no checkpoint in"):
+        load(device, place, run="two", stage="rl")
+
+
+def test_what_does_not_belong_together_is_an_error(tmp_path: Path) -> None:
+    device = pick("cpu")
+    place, folder = device.bind(0), save()
+    make.Tokenizer(make.MERGES[:-1]).save(tmp_path / "other")
+    with pytest.raises(UserError, match="was not trained with the tokenizer in .*other"):
+        load(device, place, tokenizer=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="there is no tokenizer in"):
+        load(device, place, tokenizer=str(tmp_path / "none"))
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="bytes instead of"):
+        load(device, place, checkpoint=str(folder))
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "ascendchat", "chat", "--device-type", "cpu", *flags]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_installed_command_speaks_chinese_in_any_locale() -> None:
+    save()
+    done = subprocess.run(
+        command("-t", "0"), input="你好吗？\n".encode(), capture_output=True, env=environment(), timeout=120
+    )
+    assert (done.returncode, done.stdout.decode()) == (0, "你好!\n"), done.stderr.decode()
+
+
+class Terminal:
+    """The command behind a pseudo-terminal."""
+
+    def __init__(self, *flags: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command(*flags), stdin=slave, stdout=slave, stderr=slave, env=environment(), start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(slave, __import__("termios").TIOCSCTTY, 0),  # Ctrl-C arrives
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 90) -> None:
+        """Read on until the text appears behind what was waited for before."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, f"{text!r} did not come; last: {self.seen[-300:]!r}"
+            if select.select([self.master], [], [], 0.5)[0]:
+                try:
+                    self.seen += os.read(self.master, 65536).decode(errors="replace")
+                except OSError:  # the other side has ended
+                    assert text in self.seen, f"ended before {text!r}: {self.seen[-300:]!r}"
+        self.seen = self.seen[self.seen.index(text) + len(text) :]
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends() -> None:
+    save(follows=ENDLESS, seq_len=16384)
+    talk = Terminal("-t", "0", "--max-tokens", "16000")
+    try:
+        talk.wait_for("/help lists the commands")
+        talk.wait_for("> ")
+        talk.type("说\n")
+        talk.wait_for("ababab")
+        talk.type("\x03")
+        talk.wait_for("\n> ")
+        talk.type("half a line\x03")
+        talk.wait_for("(Ctrl-D ends)")
+        talk.type("/temperature 0\n")
+        talk.wait_for("temperature 0.0")
+        talk.type("again\n")
+        talk.wait_for("ababab")
+        talk.type("\x03")
+        talk.wait_for("\n> ")
+        talk.type("\x04")
+        assert talk.process.wait(timeout=60) == 0
+    finally:
+        if talk.process.poll() is None:
+            talk.process.send_signal(signal.SIGKILL)
+            talk.process.wait()
+        os.close(talk.master)
+
+
+def test_a_terminal_shows_the_tool_call_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    save()
+    device = pick("cpu")
+    loaded = load(device, device.bind(0))
+    out = io.StringIO()
+    engine = make.engine(loaded.model, device, slots=1, context=256)
+    talk = terminal.Chat(engine, ChatConfig(temperature=0.0, seed=1), loaded.chats, out, colour=True)
+    assert talk.answer("hi")
+    assert out.getvalue() == f"{terminal.DIM}[17+25 = 42]{terminal.PLAIN} 你好!\n"
