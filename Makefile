@@ -23,6 +23,17 @@ $(VENV)/.dev: $(VENV)/.core
 	$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
+# A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead.
+DEVICE ?=
+RECIPE ?= recipes/tiny-cpu.yaml
+ifeq ($(DEVICE),npu)
+demo: cannsim
+	$(BIN)/python -m cannsim run --devices 2 -- $(BIN)/ascendchat speedrun --recipe $(RECIPE) --device-type npu --devices 2
+else
+demo: $(VENV)/.core
+	$(BIN)/ascendchat speedrun --recipe $(RECIPE) $(if $(DEVICE),--device-type $(DEVICE))
+endif
+
 # The simulated CANN: needs a C++ compiler and the headers inside the torch and torch_npu wheels.
 cannsim: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -C cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)

@@ -12,9 +12,7 @@ folder that bears its name is whole. `latest` names the newest one.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 import threading
@@ -31,8 +29,8 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.config import UserError
+from ascendchat.files import flush, sha256, write_atomic
 from ascendchat.nn.optim import Piece
-from ascendchat.record import write_atomic
 
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
 NAME = re.compile(r"step_(\d{6,})")
@@ -40,28 +38,6 @@ NAME = re.compile(r"step_(\d{6,})")
 
 class Damaged(Exception):
     """A checkpoint that does not match its manifest."""
-
-
-def digest(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    hasher = hashlib.sha256()  # Python 3.10
-    while block := file.read(1 << 20):
-        hasher.update(block)
-    return hasher.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Make a file or a folder's entries durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,9 +105,9 @@ class Writer:
         draft.mkdir(exist_ok=True)
         part = draft / f"optim-{rank}-of-{size}.safetensors"
         save_file(shards, part)
-        _flush(part)
+        flush(part)
         write_atomic(
-            draft / f"part-{rank}", json.dumps({part.name: {"bytes": part.stat().st_size, "sha256": digest(part)}})
+            draft / f"part-{rank}", json.dumps({part.name: {"bytes": part.stat().st_size, "sha256": sha256(part)}})
         )
         if rank:
             return
@@ -142,17 +118,17 @@ class Writer:
         for index in range(size):
             (draft / f"part-{index}").unlink()
         write_atomic(draft / "manifest.json", json.dumps({"step": step, "best": best, "files": files}, indent=1))
-        _flush(draft)
+        flush(draft)
         if final.exists():  # the same step again, after a resume
             shutil.rmtree(final)
         draft.rename(final)
-        _flush(self.folder)
+        flush(self.folder)
         write_atomic(self.folder / "latest", final.name + "\n")
         self._retain()
 
     def _entry(self, path: Path) -> dict[str, Any]:
-        _flush(path)
-        return {"bytes": path.stat().st_size, "sha256": digest(path)}
+        flush(path)
+        return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
     def _collect(self, draft: Path, size: int) -> dict[str, Any]:
         """The parts of all ranks, waiting for those still writing."""
@@ -246,7 +222,7 @@ def verify(folder: Path) -> Checkpoint:
                 raise Damaged(f"{path} is missing")
             if path.stat().st_size != entry["bytes"]:
                 raise Damaged(f"{path} has {path.stat().st_size} bytes instead of {entry['bytes']}")
-            if digest(path) != entry["sha256"]:
+            if sha256(path) != entry["sha256"]:
                 raise Damaged(f"{path} does not match its checksum")
         return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,7 +19,8 @@ from typing import Any
 from ascendchat import __version__
 from ascendchat.config import UserError, home, load_yaml, spelling
 from ascendchat.config.speedrun import SpeedrunConfig
-from ascendchat.record import read_metrics, write_atomic
+from ascendchat.files import write_atomic
+from ascendchat.record import read_metrics
 
 TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
 RESUMED = "continues where it was"

@@ -18,13 +18,26 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # A module imports only from layers to its left, or from its own package.
 LAYERS = """
-    config < sandbox chips < record < plan < device < launch < dist < nn < data checkpoint < tasks < infer < eval
+    config < sandbox chips files < record < plan < device < launch < dist < nn < data checkpoint < tasks < infer < eval
     < train < hf < serve report doctor speedrun < cli
 """
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split("<")) for name in layer.split()}
 
 # These import without torch: `--help`, planning and diagnosis must be instant, and work when torch is broken.
-TORCH_FREE = ["config", "chips", "record", "plan", "device", "launch", "doctor", "speedrun", "cli", "data.fetch"]
+TORCH_FREE = [
+    "config",
+    "chips",
+    "files",
+    "sandbox",
+    "record",
+    "plan",
+    "device",
+    "launch",
+    "doctor",
+    "speedrun",
+    "cli",
+    "data.fetch",
+]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 
 

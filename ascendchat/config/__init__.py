@@ -186,8 +186,8 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
 
 
 def spelling(name: str) -> str:
-    """The flag as shown to users: device_type -> --device-type."""
-    return "--" + name.replace("_", "-")
+    """The flag as shown to users: device_type -> --device-type, p -> -p."""
+    return ("-" if len(name) == 1 else "--") + name.replace("_", "-")
 
 
 def _value(name: str, rest: list[str]) -> str:

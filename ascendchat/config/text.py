@@ -71,7 +71,8 @@ def describe(prog: str, cls: type) -> str:
         if field.metadata.get("words"):
             head = field.name.upper()
         else:
-            head = ", ".join("--" + n.replace("_", "-") for n in names) + " " + shape(kinds[field.name])
+            flags = [("-" if len(n) == 1 else "--") + n.replace("_", "-") for n in names]
+            head = ", ".join(flags) + " " + shape(kinds[field.name])
         text = docs.get(field.name, "")
         text += _default(field)
         lines += textwrap.wrap(text, width, initial_indent=f"  {head:<30} ", subsequent_indent=" " * 33) or [

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from ascendchat.config import UserError
 from ascendchat.data.arrange import Layout, arrange, rows_of
 from ascendchat.data.prefetch import MicroBatch, Prefetcher
+from ascendchat.files import sha256
 
 __all__ = ["IGNORE", "Batch", "Batches", "Corpus", "MicroBatch", "Prefetcher", "evaluation_rows", "open_mixture"]
 
@@ -36,15 +37,6 @@ IGNORE = -1  # a target that counts in no loss
 FORMAT = 1  # of the folder
 MANIFEST, MIXTURE = "manifest.json", "mixture.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, read in pieces of 4 MiB."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(4 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -159,7 +151,7 @@ def check(folder: Path, manifest: dict[str, Any], split: str | None = None, *, c
         size = path.stat().st_size if path.is_file() else None
         wrong = "is missing" if size is None else f"has {size} bytes instead of {expected['bytes']}"
         if size == expected["bytes"]:
-            if not checksums or sha256_of(path) == expected["sha256"]:
+            if not checksums or sha256(path) == expected["sha256"]:
                 continue
             wrong = "is damaged (its checksum differs)"
         raise UserError(

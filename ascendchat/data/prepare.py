@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
-from ascendchat.data.corpus import FORMAT, MANIFEST, MIXTURE, sha256_of
+from ascendchat.data.corpus import FORMAT, MANIFEST, MIXTURE
 from ascendchat.data.read import Tally, file_documents, files, format_of
 from ascendchat.data.shards import (
     PART,
@@ -37,7 +37,7 @@ from ascendchat.data.shards import (
     parts_of,
     record_path,
 )
-from ascendchat.record import write_atomic
+from ascendchat.files import sha256, write_atomic
 
 if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def _identity(path: Path, known: dict[str, Any]) -> str:
     stamp = [stat.st_size, stat.st_mtime_ns]
     before = known.get(str(path.resolve()))
     if before is None or before["stamp"] != stamp:
-        known[str(path.resolve())] = {"stamp": stamp, "sha256": sha256_of(path)}
+        known[str(path.resolve())] = {"stamp": stamp, "sha256": sha256(path)}
     return str(known[str(path.resolve())]["sha256"])
 
 

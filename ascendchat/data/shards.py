@@ -19,7 +19,7 @@ import numpy as np
 
 from ascendchat.data.corpus import DTYPES
 from ascendchat.data.read import Tally
-from ascendchat.record import write_atomic
+from ascendchat.files import write_atomic
 
 if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer

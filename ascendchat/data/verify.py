@@ -8,7 +8,6 @@ A manifest.json lists the files beside it: {"files": {"name": {"bytes": 123, "sh
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -22,6 +21,7 @@ from typing import Any
 
 from ascendchat.config import UserError, home, nearest
 from ascendchat.config.data import DataVerifyConfig
+from ascendchat.files import sha256, write_atomic
 
 MANIFEST = "manifest.json"
 SPEED = 400e6  # bytes per second of sha256, to judge what fits before a deadline
@@ -47,15 +47,6 @@ class Verdict:
     faults: list[Fault] = field(default_factory=list)
 
 
-def sha256(path: Path) -> str:
-    """Checksum of a file, read in pieces (hashing leaves the interpreter free, so threads run in parallel)."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder, {} when there is none; a broken one raises ValueError."""
     try:
@@ -72,12 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Replace the manifest in one step."""
-    beside = folder / f"{MANIFEST}.{os.getpid()}.tmp"
-    with beside.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1, ensure_ascii=False)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, folder / MANIFEST)
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False))
 
 
 def remedy(folder: Path, manifest: dict[str, Any]) -> str:

@@ -28,10 +28,11 @@ from ascendchat.device import describe, pick
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scorer
+from ascendchat.files import write_atomic
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
-from ascendchat.record import run_folder, write_atomic
+from ascendchat.record import run_folder
 
 if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer

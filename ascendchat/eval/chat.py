@@ -24,10 +24,11 @@ from ascendchat.config import UserError, home, nearest
 from ascendchat.config.eval import EvalChatConfig
 from ascendchat.device import describe, pick
 from ascendchat.eval.examine import EngineWriter, Examiner, ModelChooser, Outcome, examine
+from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.load import STAGES, load
 from ascendchat.nn.attention import choose
-from ascendchat.record import run_folder, write_atomic
+from ascendchat.record import run_folder
 from ascendchat.tasks import EVALUATIONS, Task
 from ascendchat.tasks import load as load_task
 from ascendchat.tasks.toy import EXAMS as TOY

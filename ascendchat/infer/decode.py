@@ -181,7 +181,7 @@ class Decoder:
         moves = self.advance > 0
         self.previous[:count] = torch.where(moves, token, self.previous[:count])
         self.token[:count] = torch.where(moves, chosen, self.token[:count])
-        self.override[:count] = torch.where(moves, -1, override)
+        self.override[:count] = override.masked_fill(moves, -1)
         self.length[:count] = length + self.advance
         return torch.stack((chosen.float(), logprob))
 

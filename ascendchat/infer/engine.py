@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,14 +67,24 @@ class Job:
         self.discard = 0  # coming results that forced tokens replace
         self.done = False
         self._fresh: list[Piece] = []
+        self._read = 0  # ids that have become text
 
     def take(self) -> list[Piece]:
         """The text that came since the last call."""
+        self.read()
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def show(self, pieces: list[Piece]) -> None:
-        self._fresh += pieces
+    def read(self) -> None:
+        """Turn new ids into text; put off until somebody asks, for a batch of hundreds has microseconds per token."""
+        for token in self.completion.ids[self._read :]:
+            self._fresh += self.text.feed(token)
+        self._read = len(self.completion.ids)
+
+    def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
+        self.read()
+        self._fresh += self.text.close()
+        self.completion.text, self.completion.finish_reason, self.done = self.text.text, reason, True
 
 
 class Flight(NamedTuple):
@@ -215,14 +225,14 @@ class Engine:
             rows, result, landed = self._flights.popleft()
             if landed is not None and self._origin is not None:
                 landed.since(self._origin)  # waits for this pass, not for the one behind it
-            ids, logprobs = result.tolist()
+            ids, logprobs = result[0].long().tolist(), result[1].tolist()
             for job, number, column in rows:
                 if job.done:
                     continue
                 if job.discard:
                     job.discard -= 1
                     continue
-                self._accept(job, int(ids[column]), logprobs[column], number)
+                self._accept(job, ids[column], logprobs[column], number)
                 if job.done:
                     over.append(job)
         if over:
@@ -232,35 +242,38 @@ class Engine:
 
     def _accept(self, job: Job, token: int, logprob: float | None, number: int = 0) -> None:
         """The next token of a row: chosen by the model in pass `number`, or forced (no probability)."""
-        forced, done = logprob is None, job.completion
+        forced, done, way = logprob is None, job.completion, job.request.sampling
         if token in job.stops and not forced:
             return self._finish(job, "stop")
         done.ids.append(token)
         done.forced.append(forced)
-        if job.request.sampling.logprobs:
+        if way.logprobs:
             done.logprobs.append(logprob)
-        job.show(job.text.feed(token))
-        if job.text.stopped:
-            return self._finish(job, "stop")
+        if way.stop:
+            job.read()
+            if job.text.stopped:
+                return self._finish(job, "stop")
         if len(done.ids) >= job.limit:
             return self._finish(job, "length")
-        if token == self.tool_end and not forced and job.request.sampling.tools and job.text.call:
-            start, end = self.output
-            job.forced.extend([start, *self.tokenizer.encode(calculate(job.text.call)), end])
-            job.discard, job.force_from = len(job.forced), number + 2  # pass number + 1 has <|tool_end|> as its input
-            job.text.call = ""
+        if token == self.tool_end and not forced and way.tools:
+            self._call_tool(job, number)
         return None
 
-    def _finish(self, job: Job, reason: str) -> None:
-        job.show(job.text.close())
-        job.completion.text = job.text.text
-        job.completion.finish_reason = reason  # type: ignore[assignment]
-        job.done = True
+    def _call_tool(self, job: Job, number: int) -> None:
+        """The model has closed a call in pass `number`: its result comes next, whatever the model thinks."""
+        job.read()
+        call, job.text.call = job.text.call, ""
+        if call:
+            start, end = self.output
+            job.forced.extend([start, *self.tokenizer.encode(calculate(call)), end])
+            job.discard, job.force_from = len(job.forced), number + 2  # pass number + 1 has <|tool_end|> as its input
+
+    def _finish(self, job: Job, reason: Literal["stop", "length", "cancelled"]) -> None:
+        job.finish(reason)
         if job.slot >= 0 and self.running[job.slot] is job:
             self.running[job.slot] = None
 
 
 def _together(jobs: Sequence[Job]) -> Mode:
     """What at least one of the rows needs."""
-    modes = [job.mode for job in jobs]
-    return Mode(*(any(column) for column in zip(*modes)))
+    return Mode(*(any(column) for column in zip(*{job.mode for job in jobs})))

@@ -4,7 +4,8 @@
 
 No generator is kept: the noise of a row is a hash of (its seed, the position, the token), so a row draws the same noise
 whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax of
-logit / temperature + Gumbel noise, which is exactly a draw from the softmax.
+logit / temperature + Gumbel noise, which is exactly a draw from the softmax. No torch.where with a number in it: that
+copies the number to the device, which a graph under recording does not allow.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
     ordered = logits.sort(dim=-1, descending=True).values
     rank = torch.arange(logits.size(-1), device=logits.device)
-    inside = (rank < torch.where(top_k > 0, top_k, logits.size(-1))[:, None]) | (rank == 0)
-    share = torch.softmax(torch.where(inside, ordered, float("-inf")), dim=-1)
+    inside = (rank < top_k.masked_fill(top_k <= 0, logits.size(-1))[:, None]) | (rank == 0)
+    share = torch.softmax(ordered.masked_fill(~inside, float("-inf")), dim=-1)
     before = share.cumsum(dim=-1) - share  # share of the tokens in front of this one
     inside &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
     inside &= share >= min_p[:, None] * share[:, :1]
@@ -104,12 +105,12 @@ def sample(
         scores = penalise(scores, seen, settings.penalty)
     if mode.random:
         greedy = settings.temperature <= 0
-        scaled = scores / torch.where(greedy, 1.0, settings.temperature)[:, None]
+        scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
         noise = -torch.log(-torch.log(uniform(settings.seed, position, logits.size(-1))))
         noisy = scaled + noise
         if mode.filtered:
             inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
-            noisy = torch.where(inside, noisy, float("-inf"))
+            noisy = noisy.masked_fill(~inside, float("-inf"))
         scores = torch.where(greedy[:, None], scores, noisy)
     chosen = scores.argmax(dim=-1)
     picked = logits.gather(-1, chosen[:, None]).squeeze(-1)

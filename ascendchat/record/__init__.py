@@ -29,6 +29,7 @@ from typing import Any
 
 from ascendchat import __version__
 from ascendchat.config import UserError, dump, home
+from ascendchat.files import write_atomic
 from ascendchat.record.console import Console, Telemetry
 from ascendchat.record.sinks import Sinks, check_track
 from ascendchat.record.speed import Smooth, Speed, Window, eta, speed
@@ -46,7 +47,6 @@ __all__ = [
     "read_metrics",
     "run_folder",
     "speed",
-    "write_atomic",
 ]
 
 # JSON has no NaN: these strings stand for the three floats it cannot write, and are read back as floats.
@@ -58,21 +58,6 @@ def run_folder(name: str, stage: str) -> Path:
     if not re.fullmatch(r"\w[\w.+=@-]*", name):
         raise UserError(f"{name!r} cannot name a run; use letters, digits, . _ - only, for example --run first-try")
     return home() / "runs" / name / stage
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new one, never a half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
 
 
 def environment() -> dict[str, Any]:

@@ -26,10 +26,10 @@ from ascendchat.config import UserError
 from ascendchat.config.infer import ChatConfig
 from ascendchat.data.chat import Conversation, parse_content
 from ascendchat.device import describe, pick
+from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.infer.load import load
 from ascendchat.nn.attention import choose
-from ascendchat.record import write_atomic
 
 HELP = """\
 /reset            forget the conversation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ascendchat.data.tokenizer import Tokenizer
@@ -80,7 +82,7 @@ def script(*runs: list[int]) -> dict[int, int]:
     """Runs of tokens, each after the other; a token may have one successor only."""
     follows: dict[int, int] = {}
     for run in runs:
-        for token, successor in zip(run, run[1:]):
+        for token, successor in itertools.pairwise(run):
             assert follows.setdefault(token, successor) == successor, "a token has two successors"
     return follows
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import engine_models as make
 import pytest
 import torch
 
-import engine_models as make
 from ascendchat.device import Device, pick
 from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.nn.attention import Flash, Reference, Sdpa, one_query

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import engine_models as make
 import pytest
 import torch
 
-import engine_models as make
 from ascendchat.data.chat import parse_content
 from ascendchat.device import Device, pick
 from ascendchat.infer.engine import Engine, Piece, Request, Sampling

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError, home, parse
-from ascendchat.record import Smooth, Window, eta, open_run, read_metrics, run_folder, speed, write_atomic
+from ascendchat.files import write_atomic
+from ascendchat.record import Smooth, Window, eta, open_run, read_metrics, run_folder, speed
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,50 @@ def test_time_memory_output_and_descendants_are_held_by_any_layer(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["secret"]
 
 
+# Each layer alone holds what it is there for, so that no layer only looks as if it held because another one does.
+ALONE = {
+    ("namespaces", "user"): [
+        "socket_tcp", "socket_udp", "write_outside", "write_system", "write_shared_memory", "proc_of_others",
+        "kill_the_parent", "symlink_out", "become_root", "fork_bomb", "fill_the_disk", "shell_child",
+    ],
+    ("seccomp",): [
+        "socket_tcp", "socket_by_number", "write_outside", "kill_the_parent", "fork_bomb", "trace_the_parent",
+        "mount_and_unshare", "shared_memory_segment", "shell_child", "memory_of_files",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "name"), [(layers, name) for layers, names in ALONE.items() for name in names])
+def test_each_layer_alone_holds_what_it_is_there_for(layers: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    if set(layers) - set(LAYERS):
+        pytest.skip(f"this machine has only the layers {LAYERS}")
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    outside = Outside(tmp_path)
+    path = Path(__file__).parent / "hostile" / f"{name}.py"
+    result = outside.run(path, layers)
+    assert (result.reason or "ok") in expected(path), result
+    assert "ESCAPED" not in result.stdout, result
+    assert outside.untouched()
+    outside.server.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these")
+def test_a_layer_that_the_kernel_has_is_used() -> None:
+    """Otherwise a broken sandbox would skip its own tests."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    if "Seccomp:" in status and os.uname().machine in seccomp.ARCHES:
+        assert "seccomp" in LAYERS, sandbox.capabilities()["missing"]
+    kind = "--mount" if os.geteuid() == 0 else "--user"
+    try:
+        asked = subprocess.run(["unshare", kind, "--net", "--pid", "--fork", "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no `unshare` here to compare with")
+    if asked.returncode == 0:
+        assert "namespaces" in LAYERS, sandbox.capabilities()["missing"]
+
+
 @pytest.mark.skipif("seccomp" not in LAYERS, reason="this machine has no seccomp")
 @pytest.mark.parametrize("name", ["write_outside", "rename_out", "symlink_out", "hard_link_out", "shell"])
 def test_without_a_root_of_its_own_a_program_may_change_no_file(name: str, tmp_path: Path) -> None:

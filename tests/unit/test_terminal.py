@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+import engine_models as make
 import pytest
 
-import engine_models as make
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.infer import ChatConfig
@@ -117,7 +117,7 @@ def test_what_does_not_belong_together_is_an_error(tmp_path: Path) -> None:
     device = pick("cpu")
     place, folder = device.bind(0), save()
     make.Tokenizer(make.MERGES[:-1]).save(tmp_path / "other")
-    with pytest.raises(UserError, match="was not trained with the tokenizer in .*other"):
+    with pytest.raises(UserError, match=r"was not trained with the tokenizer in .*other"):
         load(device, place, tokenizer=str(tmp_path / "other"))
     with pytest.raises(UserError, match="there is no tokenizer in"):
         load(device, place, tokenizer=str(tmp_path / "none"))

@@ -20,7 +20,8 @@ from ascendchat.data.fetch.hubs import matches
 from ascendchat.data.fetch.lock import say
 from ascendchat.data.fetch.partfile import PIECE
 from ascendchat.data.fetch.sources import ALSO, DataSet
-from ascendchat.data.verify import read_manifest, sha256, write_manifest
+from ascendchat.data.verify import read_manifest, write_manifest
+from ascendchat.files import sha256
 
 
 def find(root: Path, dataset: DataSet, files: str) -> tuple[Path, list[str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError
-from ascendchat.record import write_atomic
+from ascendchat.files import write_atomic
 
 OWN, MANIFEST = "bpe.json", "manifest.json"
 FORMAT = "ascendchat-bpe-1"

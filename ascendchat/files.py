@@ -1,0 +1,36 @@
+"""Files that are never seen half-written, and their checksums: everything that is stored goes through here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Make a file, or the entries of a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, sees the old text or the new one, never a half."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    flush(path.parent)  # the rename itself
+
+
+def sha256(path: Path) -> str:
+    """Checksum of a file, read in pieces (hashing leaves the interpreter free, so threads run in parallel)."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(4 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
