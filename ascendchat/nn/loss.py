@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascendchat.plan.memory import HEAD_CHUNK_BYTES  # accelerators like chunks large, CPUs small
+
 IGNORE = -1  # target of a position that is not scored
 SOFTCAP = 15.0  # logits are squashed into (-15, 15)
-CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits of one chunk, by bytes per element: accelerators like it large, CPUs small
 
 
 def chunk_rows(hidden: Tensor, head: Tensor) -> int:
     """Rows whose logits fit one chunk."""
     size = hidden.element_size()
-    return max(1, CHUNK_BYTES.get(size, 2**27) // (size * head.size(0)))
+    return max(1, HEAD_CHUNK_BYTES.get(size, 2**27) // (size * head.size(0)))
 
 
 def softcap(logits: Tensor) -> Tensor:

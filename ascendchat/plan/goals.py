@@ -214,7 +214,7 @@ def rl(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     wanted = config.total_batch_size or RL_SAMPLES * context
     split, notes = _share_out(config, wanted, trainers, model.seq_len, rows)
     parts = train_parts(config, model, chip, trainers, split.rows)
-    freed = ("compute_copy", "activations", "logits", "workspace")  # nothing of these lives during a rollout
+    freed = ("activations", "logits", "workspace")  # nothing of these lives during a rollout
     if apart:
         beside = {"rollout_weights": copy, **memory.outside(chip)}
     else:

@@ -19,7 +19,8 @@ from ascendchat.plan.shape import Shape
 GIB = 1024**3
 MIB = 1024**2
 FP32 = 4
-HEAD_CHUNK_TOKENS = 4096  # tokens whose logits exist at once: the head loss is computed chunk by chunk
+HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
+HEAD_CHUNK_TOKENS = 4096  # the same for a Hugging Face model, in tokens
 MARGIN = 0.05  # of the device's memory, left to fragmentation
 
 
@@ -68,11 +69,6 @@ def outside(chip: Chip) -> dict[str, int]:
     return {"collective_buffers": traits.collectives, "reserve": chip.reserved + traits.context}
 
 
-def table_bytes(chip: Chip) -> int:
-    """Bytes per stored element of the embedding tables; float16 is too narrow to update in place."""
-    return 2 if compute_dtype(chip) == "bfloat16" else FP32
-
-
 def layer_bytes(shape: Shape, chip: Chip) -> float:
     """Activations that one layer keeps for its backward pass, per token (mean over the layers).
 
@@ -104,9 +100,11 @@ def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> int
 
 
 def head_loss(shape: Shape, chip: Chip, rows: int) -> int:
-    """Logits of one chunk: compute dtype, fp32 with softcap, and their gradient. Never those of the whole batch."""
-    tokens = min(rows * shape.seq_len, HEAD_CHUNK_TOKENS)
-    return tokens * shape.padded_vocab * (2 * compute_bytes(chip) + FP32)
+    """Logits of one chunk and their gradient in the compute dtype. Never those of the whole batch (nn/loss.py)."""
+    size = compute_bytes(chip)
+    chunk = HEAD_CHUNK_BYTES[size] // (size * shape.padded_vocab)
+    eager = 0 if chip.device_type == "cuda" else 3 * FP32  # without a compiler the float32 steps between exist too
+    return min(rows * shape.seq_len, chunk) * shape.padded_vocab * (2 * size + eager)
 
 
 def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
@@ -138,20 +136,20 @@ def step_work(shape: Shape, chip: Chip, devices: int) -> int:
 
 
 def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False) -> dict[str, int]:
-    """Bytes by part on one device at the peak of a step with `rows` rows per micro-batch."""
-    part = shape.parameters()
-    tables = part["embedding"] + part["value_embeddings"]
-    masters = sum(part.values()) - tables
-    stored = masters * FP32 + tables * table_bytes(chip)
-    size = compute_bytes(chip)
-    copy = 0 if size == FP32 else masters * size
+    """Bytes by part on one device at the peak of a step with `rows` rows per micro-batch (nn/optim.py).
+
+    Parameters in the compute dtype and their float32 gradients are whole on every device; the float32 weights and the
+    moments are shared out, and so is the reduced gradient when there are several devices.
+    """
+    total, size = shape.total_parameters, compute_bytes(chip)
+    own = -(-total // devices)
     acts, head = activations(shape, chip, rows, checkpointing), head_loss(shape, chip, rows)
     # The parts above peak in the head loss; another moment may be higher by this much.
-    work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head + copy))
+    work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head))
     return {
-        "weights": stored,
-        "compute_copy": copy,
-        "gradients": stored,
+        "weights": total * size,
+        "masters": 0 if size == FP32 else own * FP32,
+        "gradients": total * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": optimizer_state(shape, devices),
         "activations": acts,
         "logits": head,

@@ -145,7 +145,7 @@ def own_root(order: Order, user: int) -> None:
     if number is None:
         raise Refused("own root folder: not known for this processor")
     check(libc().syscall(number, b".", b"."), "pivot_root")
-
+    check(libc().umount2(b".", MNT_DETACH), "leave the old root")
     mount("", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/tmp")
 
