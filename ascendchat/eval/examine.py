@@ -86,14 +86,14 @@ class ModelChooser:
         """(B,) number of the chosen option. Padding stands behind the prompts, where a causal model cannot see it."""
         tokens = self.put(stack(prompts, padded(max(map(len, prompts)))))
         hidden = self.model(tokens, dense(self.model, self.kernel, self.room))  # (B, T, C)
-        last = self.put(np.array([len(prompt) - 1 for prompt in prompts]))
-        picked = hidden[torch.arange(len(prompts), device=self.device), last]  # (B, C)
+        last = self.put(np.array([i * hidden.size(1) + len(prompt) - 1 for i, prompt in enumerate(prompts)]))
+        picked = hidden.flatten(0, 1).index_select(0, last).float()  # (B, C)
         most = max(map(len, options))
-        ids = self.put(np.array([[*row, *[row[0]] * (most - len(row))] for row in options]))  # (B, options)
-        absent = self.put(np.array([[i >= len(row) for i in range(most)] for row in options]))
+        # Rows with fewer options repeat their first one: of equals the first is chosen.
+        ids = self.put(np.array([[*row, *[row[0]] * (most - len(row))] for row in options]))  # (B, O)
+        heads = self.model.head.index_select(0, ids.flatten()).float().view(len(prompts), most, -1)  # (B, O, C)
         # The soft cap on logits keeps their order, so it can be left out.
-        logits = torch.einsum("bc,boc->bo", picked.float(), self.model.head[ids].float())
-        return logits.masked_fill(absent, -torch.inf).argmax(dim=1)
+        return torch.bmm(heads, picked[:, :, None])[:, :, 0].argmax(dim=1)
 
 
 class EngineWriter:

@@ -60,6 +60,8 @@ class Job:
         self.stops = frozenset(
             (special["<|assistant_end|>"], tokenizer.bos) if way.stop_tokens is None else way.stop_tokens
         )
+        self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
+        self.plain = not way.stop and not way.logprobs  # all others need no look
         self.slot = -1
         self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
         self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
@@ -77,8 +79,7 @@ class Job:
 
     def read(self) -> None:
         """Turn new ids into text; put off until somebody asks, for a batch of hundreds has microseconds per token."""
-        for token in self.completion.ids[self._read :]:
-            self._fresh += self.text.feed(token)
+        self._fresh += self.text.feed_all(self.completion.ids[self._read :])
         self._read = len(self.completion.ids)
 
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
@@ -232,7 +233,12 @@ class Engine:
                 if job.discard:
                     job.discard -= 1
                     continue
-                self._accept(job, ids[column], logprobs[column], number)
+                token, known = ids[column], job.completion
+                if job.plain and token not in job.watched and len(known.ids) + 1 < job.limit:  # the usual case, fast
+                    known.ids.append(token)
+                    known.forced.append(False)
+                    continue
+                self._accept(job, token, logprobs[column], number)
                 if job.done:
                     over.append(job)
         if over:

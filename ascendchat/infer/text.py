@@ -54,6 +54,18 @@ class TextStream:
             self.call = ""
         return pieces
 
+    def feed_all(self, tokens: Sequence[int]) -> list[Piece]:
+        """Many at once, in as few pieces as there are spans."""
+        pieces: list[Piece] = []
+        start, ordinary = 0, len(self.tokens)
+        for at in [*(i for i, token in enumerate(tokens) if token >= ordinary), len(tokens)]:
+            if start < at:
+                pieces += self._add(self._decoder.decode(b"".join([self.tokens[token] for token in tokens[start:at]])))
+            if at < len(tokens):
+                pieces += self.feed(tokens[at])
+            start = at + 1
+        return pieces
+
     def close(self) -> list[Piece]:
         """The answer is over: what was held back after all."""
         return [] if self.stopped else self._end_of_span()

@@ -41,22 +41,22 @@ def device(request: pytest.FixtureRequest) -> Device:
     return found
 
 
-def greedy_requests(draw: random.Random, vocab: int, count: int) -> list[Request]:
+def greedy_requests(draw: random.Random, vocab: int, count: int, context: int = CONTEXT) -> list[Request]:
     requests = []
     for _ in range(count):
-        prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, CONTEXT - 2))]
+        prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, context - 2))]
         way = Sampling(max_tokens=draw.randint(1, 24), temperature=0.0, stop_tokens=(), tools=False)
         requests.append(Request(prompt, way))
     return requests
 
 
 @torch.no_grad()
-def assert_greedy(model: GPT, request: Request, ids: list[int]) -> None:
+def assert_greedy(model: GPT, request: Request, ids: list[int], context: int = CONTEXT) -> None:
     """Without a cache and alone: every token is the likeliest one after all before it."""
-    expected = min(request.sampling.max_tokens, CONTEXT - len(request.prompt))
+    expected = min(request.sampling.max_tokens, context - len(request.prompt))
     assert len(ids) == expected
     row = torch.tensor([[*request.prompt, *ids]], device=model.head.device)
-    hidden = model(row, dense(model, Reference(), CONTEXT))[0]
+    hidden = model(row, dense(model, Reference(), context))[0]
     best = softcap(hidden @ model.head[: model.shape.vocab].t()).argmax(dim=-1).tolist()
     assert ids == best[len(request.prompt) - 1 : -1]
 
@@ -84,6 +84,22 @@ def test_recomputing_every_token_gives_the_same_answer(device: Device) -> None:
     requests = greedy_requests(random.Random(1), model.shape.vocab, 6)
     for request, answer in zip(requests, engine.generate(requests)):
         assert answer.ids == make.greedy(model, request.prompt, request.sampling.max_tokens, CONTEXT)
+
+
+def test_long_contexts_are_read_in_slices_that_grow(device: Device) -> None:
+    """Steps read 128, 256, then all 300 keys, and a layer with a window of 128 wraps around."""
+    model = make.model(3, seq_len=512, window_pattern="SL", kv_heads=2)
+    assert model.shape.windows(300) == (128, 300, 300)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=300)
+    draw = random.Random(11)
+    for lengths in ((3, 120, 7), (100, 250, 140, 290)):
+        requests = [
+            Request([draw.randrange(model.shape.vocab) for _ in range(n)],
+                    Sampling(max_tokens=20, temperature=0.0, stop_tokens=(), tools=False)) for n in lengths
+        ]  # fmt: skip
+        for request, answer in zip(requests, engine.generate(requests)):
+            assert_greedy(model, request, answer.ids, 300)
+    assert {span for _, span, _ in engine.decoder._steps} == {128, 256, 300}
 
 
 def mixed_requests(vocab: int, count: int = 8) -> list[Request]:

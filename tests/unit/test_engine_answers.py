@@ -120,6 +120,18 @@ def test_a_text_is_never_cut_inside_a_character() -> None:
     assert all("\ufffd" not in piece.text for piece in pieces)
 
 
+@pytest.mark.parametrize("stop", [(), ("你",), ("o好",), ("42",)])
+def test_many_tokens_at_once_give_the_same_text(stop: tuple[str, ...]) -> None:
+    _, answer = make.calculator_script()
+    tokens = [*TEXT.encode("hello好"), *answer, *TEXT.encode("世界 ok")]
+    one, all_at_once = TextStream(TEXT, stop), TextStream(TEXT, stop)
+    pieces = [piece for token in tokens for piece in one.feed(token)] + one.close()
+    together = [*all_at_once.feed_all(tokens[:5]), *all_at_once.feed_all(tokens[5:]), *all_at_once.close()]
+    for kind in ("text", "tool", "output"):
+        assert "".join(p.text for p in pieces if p.kind == kind) == "".join(p.text for p in together if p.kind == kind)
+    assert (one.text, one.stopped) == (all_at_once.text, all_at_once.stopped)
+
+
 def test_an_unfinished_character_at_the_end_is_marked_once() -> None:
     stream = TextStream(TEXT)
     for byte in "好".encode()[:2]:
@@ -155,7 +167,7 @@ def test_own_stop_tokens_replace_the_usual_ones(device: Device) -> None:
 def test_a_cancelled_request_frees_its_slot(device: Device) -> None:
     engine = scripted(device, [*START, ord("a"), ord("b"), ord("a")], slots=1)
     stream = engine.stream(Request(START, Sampling(**GREEDY, max_tokens=50)))
-    assert next(stream) == "a"
+    assert next(stream).startswith("a")
     stream.close()  # type: ignore[attr-defined]
     assert engine.running == [None]
     assert engine.generate([Request(START, Sampling(**GREEDY, max_tokens=3))])[0].text == "aba"

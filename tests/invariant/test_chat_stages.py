@@ -1,0 +1,142 @@
+"""Mid-training and SFT: start from any earlier checkpoint, survive kill -9, and never meet a NaN."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ascendchat.data.prepare import prepare
+from ascendchat.data.tokenizer import train
+from ascendchat.record import read_metrics
+
+WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
+STEPS = 18
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base model, and conversations of which some are far longer than a row."""
+    folder = tmp_path_factory.mktemp("chat")
+    rng = random.Random(0)
+    texts = [sentence(rng, rng.randint(5, 60)) for _ in range(200)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
+    train(texts, 300).save(folder / "tokenizer")
+    prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
+    rows = []
+    for number in range(120):
+        long = 600 if number % 10 == 0 else 8
+        turns = [("user", sentence(rng, long)), ("assistant", sentence(rng, long))]
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    sizes = [
+        "--depth",
+        "2",
+        "--dim",
+        "32",
+        "--head-dim",
+        "16",
+        "--max-seq-len",
+        "64",
+        "--device-batch-size",
+        "4",
+        "--total-batch-size",
+        "512",
+    ]
+    finish(folder, ["base", *flags, "--data", str(folder / "words"), "--run", "tiny", "--num-iterations", "4"])
+    return folder
+
+
+def start(home: Path, words: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "ascendchat",
+        *words,
+        "--device-type",
+        "cpu",
+        "--sample-every",
+        "0",
+        "--log-every",
+        "1",
+    ]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(home: Path, words: list[str], status: int = 0) -> str:
+    output, _ = (process := start(home, words)).communicate()
+    assert process.returncode == status, output
+    return output
+
+
+def stage(home: Path, name: str, start_from: str, *more: str) -> list[str]:
+    sizes = (
+        f"--device-batch-size 4 --total-batch-size 512 --num-iterations {STEPS} --save-every 3 --eval-every 6".split()
+    )
+    return [name, "--data", str(home / "chats.jsonl"), "--start", start_from, *sizes, *more]
+
+
+def final(home: Path, run: str, name: str) -> dict[str, bytes]:
+    tensors = load_file(home / "runs" / run / name / f"step_{STEPS:06d}" / "model.safetensors")
+    return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["mid", "sft"])
+def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path, name: str) -> None:
+    output = finish(home, stage(home, name, "tiny", "--run", f"long_{name}"))
+    assert f"starting from {home / 'runs' / 'tiny' / 'base'}" in output
+    assert " too long " in output
+    assert " 0 too long" not in output
+    rows = read_metrics(home / "runs" / f"long_{name}" / name)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == STEPS
+    assert all(0 < loss < 10 for loss in losses)
+    assert min(losses) < losses[0] - 0.05
+    assert all(0 < row["val_loss"] < 10 for row in rows if "val_loss" in row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mid", "sft"])
+def test_a_killed_stage_ends_with_the_same_weights(home: Path, name: str) -> None:
+    finish(home, stage(home, name, "tiny", "--run", f"whole_{name}"))
+    rng, kills = random.Random(0), 0
+    while kills < 4:
+        process = start(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
+        assert process.stdout is not None
+        for line in process.stdout:
+            if " step " in line:
+                break
+        time.sleep(rng.random() * 0.2)
+        process.kill()
+        kills += 1
+        process.wait()
+    finish(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
+    assert final(home, f"killed_{name}", name) == final(home, f"whole_{name}", name)
+
+
+def test_a_start_that_does_not_exist_and_a_foreign_tokenizer_are_refused(home: Path, tmp_path: Path) -> None:
+    output = finish(home, stage(home, "sft", "nothing"), status=2)
+    assert "no checkpoint to start from" in output
+    assert "ascendchat base --run NAME" in output
+    train([sentence(random.Random(5), 50)], 280).save(tmp_path / "other")
+    output = finish(home, stage(home, "sft", "tiny", "--run", "x", "--tokenizer", str(tmp_path / "other")), status=2)
+    assert "was trained with another tokenizer" in output
+    assert "Traceback" not in output
+
+
+def test_sft_prefers_the_mid_trained_model_of_its_run(home: Path) -> None:
+    finish(home, stage(home, "mid", "tiny", "--run", "chain"))
+    output = finish(home, stage(home, "sft", "chain", "--run", "chain"))
+    assert f"starting from {home / 'runs' / 'chain' / 'mid'}" in output
