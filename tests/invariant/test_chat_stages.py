@@ -40,20 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         turns = [("user", sentence(rng, long)), ("assistant", sentence(rng, long))]
         rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    sizes = [
-        "--depth",
-        "2",
-        "--dim",
-        "32",
-        "--head-dim",
-        "16",
-        "--max-seq-len",
-        "64",
-        "--device-batch-size",
-        "4",
-        "--total-batch-size",
-        "512",
-    ]
+    sizes = {"depth": 2, "dim": 32, "head-dim": 16, "max-seq-len": 64, "device-batch-size": 4, "total-batch-size": 512}
+    flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     finish(folder, ["base", *flags, "--data", str(folder / "words"), "--run", "tiny", "--num-iterations", "4"])
     return folder
 
