@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
     "chat": ("infer:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
     "bench decode": ("infer:BenchDecodeConfig", "infer.bench:run", "time the generation of text on this device"),
+    "eval chat": ("eval:EvalChatConfig", "eval.chat:run", "ChatCORE, its Chinese counterpart and the toy world"),
     "bench train": ("train:BenchTrainConfig", "train.bench:run", "time training steps on this device"),
     "speedrun": ("speedrun:SpeedrunConfig", "speedrun:run", "every stage of a recipe, from text to a chat model"),
     "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),

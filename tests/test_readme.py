@@ -23,7 +23,7 @@ from ascendchat.config import UserError, _flags, parse, wants_help
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELLS = ("bash", "console")  # ```console shows commands after "$ " and what they print
-IN_PROGRESS = {"base", "bench train"}  # commands in the table of cli.py that no page shows yet
+IN_PROGRESS: set[str] = set()  # commands in the table of cli.py that no page shows yet
 QUICK = ("plan", "explain")  # under a second, the same on every machine: really run, and their output compared
 # Files that examples name; the quick ones read them.
 LOG = "step 17\nRuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.96 GiB total)\n"

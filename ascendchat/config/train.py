@@ -88,7 +88,9 @@ class ChatTrainConfig(TrainConfig):
     start: str = option("", also=("model_tag",))
     "run or checkpoint folder to start from; by default the last earlier stage of --run, or of the newest run"
     data: tuple[str, ...] = ("toyworld",)
-    "mixture, as NAME or NAME=WEIGHT: toyworld, files or folders of conversations, prepared corpora"
+    "mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared corpora"
+    source: str = ""
+    "folder with local copies of the tasks' sets; evaluation questions found in the mixture are reported"
     tokenizer: str = ""
     "folder of the tokenizer; by default the one the model was trained with"
     max_seq_len: int | None = None

@@ -33,13 +33,14 @@ class Traits:
     softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
     half: bool  # computes in 16 bits; False: float32
     always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
+    compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
 
 
 # npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
 # together. cuda, cpu: the kernel keeps one fp32 log-sum-exp.
 TRAITS = {
     "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True),
-    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True),
+    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, compiled=True),
     "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=True),
     "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
 }
@@ -103,7 +104,7 @@ def head_loss(shape: Shape, chip: Chip, rows: int) -> int:
     """Logits of one chunk and their gradient in the compute dtype. Never those of the whole batch (nn/loss.py)."""
     size = compute_bytes(chip)
     chunk = HEAD_CHUNK_BYTES[size] // (size * shape.padded_vocab)
-    eager = 0 if chip.device_type == "cuda" else 3 * FP32  # without a compiler the float32 steps between exist too
+    eager = 0 if TRAITS[chip.device_type].compiled else 3 * FP32  # without a compiler the steps between exist too
     return min(rows * shape.seq_len, chunk) * shape.padded_vocab * (2 * size + eager)
 
 

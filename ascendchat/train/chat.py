@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat import dist
+from ascendchat import dist, tasks
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home, load_yaml
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.data.chat import Conversation, Counts, render_prompt
-from ascendchat.data.conversations import conversations
 from ascendchat.data.corpus import IGNORE, Corpus, Rows
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.prefetch import MicroBatch
@@ -157,17 +156,38 @@ def open_tokenizer(config: ChatTrainConfig, found: Checkpoint) -> Tokenizer:
     return tokenizer
 
 
-def read_source(name: str, stage: str, split: str, seed: int) -> Iterator[Conversation]:
+def read_source(name: str, stage: str, split: str, config: ChatTrainConfig) -> Iterator[Conversation]:
     """The conversations of one entry of the mixture."""
     if name == "toyworld":
-        yield from chats("train" if split == "train" else "validation", kind=stage, seed=seed)
+        yield from chats("train" if split == "train" else "validation", kind=stage, seed=config.seed)
         return
-    path = Path(name)
-    paths = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json") if path.is_dir() else [path]
-    for number, conversation in enumerate(c for p in paths for c in conversations(p)):
+    for number, conversation in enumerate(tasks.load(name, "train", config.source)):
         kept = int(hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:8], 16) < VALIDATION * 2**32
         if kept == (split != "train"):
             yield conversation
+
+
+def report_overlaps(config: ChatTrainConfig, say: Callable[[str], None]) -> None:
+    """Say which evaluation questions, as far as their sets are in --source, stand in the training mixture."""
+    names = [entry.partition("=")[0] for entry in config.data]
+    training = [
+        tasks.load(name, "train", config.source) for name in names if name != "toyworld" and not _is_corpus(name)
+    ]
+    if not (training and config.source):
+        return
+    examined = []
+    for name in tasks.EVALUATIONS:
+        try:
+            examined.append(tasks.load(name, source=config.source))
+        except UserError:  # this set is not in the folder, so it will not be examined from there either
+            continue
+    for overlap in tasks.overlaps(training, examined):
+        say(overlap.line())
+
+
+def _is_corpus(name: str) -> bool:
+    """Whether this is a folder that `ascendchat data prepare` wrote."""
+    return any(Path(name).glob("*.tokens"))
 
 
 def open_sources(
@@ -180,7 +200,7 @@ def open_sources(
     for entry in config.data:
         name, _, text = entry.partition("=")
         rows: Rows
-        if (Path(name) / "manifest.json").is_file() and not list(Path(name).glob("*.json*"))[1:]:
+        if _is_corpus(name):
             corpus = Corpus.open(name)
             if corpus.tokenizer != tokenizer.fingerprint:
                 raise UserError(f"{name} was prepared with another tokenizer than the model's; prepare it again")
@@ -188,15 +208,14 @@ def open_sources(
             identity.update(corpus.fingerprint.encode())
         else:
             counts = Counts()
-            rows = ChatRows.build(
-                tokenizer, read_source(name, stage, "train", config.seed), seq_len, config.seed, counts
+            train, held = (
+                ChatRows.build(tokenizer, read_source(name, stage, part, config), seq_len, config.seed, count)
+                for part, count in (("train", counts), ("validation", Counts()))
             )
-            held = ChatRows.build(
-                tokenizer, read_source(name, stage, "validation", config.seed), seq_len, config.seed, Counts()
-            )
+            rows = train
             validation.append(held)
-            identity.update(rows.ids.tobytes())
-            say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
+            identity.update(train.ids.tobytes())
+            say(f"{name}: {counts.line()}; {train.per_epoch} rows, {train.filled:.0%} full")
         sources.append((rows, float(text) if text else float(rows.per_epoch)))
     return sources, validation, identity.hexdigest()[:16]
 
@@ -234,6 +253,8 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     shape = Shape.from_dict(origin.state["shape"])
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+    if main:
+        report_overlaps(config, say)
     sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say)
     split, steps = share_out(config, shape, device, sources)
     learner = build(config, shape, device, place, split.total // split.devices, say)

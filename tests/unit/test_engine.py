@@ -187,8 +187,8 @@ def test_flash_decoding_reads_only_the_tokens_that_are_there() -> None:
 def test_a_compiled_step_gives_the_same_tokens() -> None:
     device = pick("cpu", compiled=True)
     model = make.model(9, seq_len=16, window_pattern="L", dim=16)
-    requests = greedy_requests(random.Random(3), model.shape.vocab, 2)
+    requests = greedy_requests(random.Random(3), model.shape.vocab, 1)  # one row: one shape to compile
     place = device.bind(0)
-    engine = Engine(model, Sdpa(), make.tokenizer(), device, place, slots=2, context=CONTEXT, compiled=True)
+    engine = Engine(model, Sdpa(), make.tokenizer(), device, place, slots=1, context=CONTEXT, compiled=True)
     for request, answer in zip(requests, engine.generate(requests)):
         assert_greedy(model, request, answer.ids)
