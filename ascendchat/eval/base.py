@@ -14,14 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
 from ascendchat import dist
-from ascendchat.checkpoint import NAME, Checkpoint, Damaged, newest, verify
-from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config import UserError, home
 from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data.corpus import IGNORE, Corpus, evaluation_rows, open_mixture
 from ascendchat.device import describe, pick
@@ -29,13 +27,8 @@ from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scorer
 from ascendchat.files import write_atomic
+from ascendchat.infer.load import Loaded, load
 from ascendchat.nn.attention import choose
-from ascendchat.nn.gpt import GPT
-from ascendchat.plan.shape import Shape
-from ascendchat.record import run_folder
-
-if TYPE_CHECKING:
-    from ascendchat.data.tokenizer import Tokenizer
 
 ROWS_AT_ONCE = 128  # rows handed to the scorer together
 
@@ -99,64 +92,16 @@ def _example(inputs: np.ndarray, targets: np.ndarray) -> Example:
     return Example([np.append(inputs[:end], targets[end - 1 : end])], [1])
 
 
-def find_checkpoint(config: EvalBaseConfig, say: Callable[[str], None]) -> Checkpoint:
-    """The checkpoint that was named, or the newest one of the run, verified."""
-    folder = Path(config.checkpoint) if config.checkpoint else run_folder(config.run or last_run(), "base")
-    if NAME.fullmatch(folder.name):
-        try:
-            return verify(folder)
-        except Damaged as damage:
-            raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
-    found = newest(folder, say=say)
-    if found is None:
-        raise UserError(f"no checkpoint in {folder}; train one: ascendchat base --run NAME, or give --checkpoint DIR")
-    return found
-
-
-def last_run() -> str:
-    """The run whose base stage was saved last."""
-    saved = sorted((home() / "runs").glob("*/base/latest"), key=lambda path: path.stat().st_mtime)
-    if not saved:
-        raise UserError(f"no base model in {home() / 'runs'}; train one: ascendchat base, or give --checkpoint DIR")
-    return saved[-1].parent.parent.name
-
-
-def settings_of(stage: Path) -> dict[str, Any]:
-    """What the stage was trained with, for the defaults; nothing when it was moved away from its run."""
-    path = stage / "config.yaml"
-    return load_yaml(path) if path.is_file() else {}
-
-
-def load_tokenizer(named: str, found: Checkpoint) -> Tokenizer:
-    """The tokenizer of the model: the one named, that of the run, or that of $ASCENDCHAT_HOME; it must be the same."""
-    from ascendchat.data.tokenizer import Tokenizer
-
-    folder = Path(named or settings_of(found.folder.parent).get("tokenizer") or home() / "tokenizer")
-    tokenizer = Tokenizer.load(folder)
-    expected = found.state.get("tokenizer")
-    if expected and tokenizer.fingerprint != expected:
-        raise UserError(f"{found.folder} was trained with another tokenizer than {folder}; give --tokenizer DIR")
-    return tokenizer
-
-
-def load_model(found: Checkpoint, operators: Any, dtype: torch.dtype, place: torch.device) -> GPT:
-    """The weights of a checkpoint on a device, in its compute dtype."""
-    with torch.device("meta"):  # no weights are drawn only to be replaced
-        model = GPT(Shape.from_dict(found.state["shape"]), operators)
-    model.load_state_dict(found.model(), assign=True)
-    return model.to_compute(dtype).to(place).eval()
-
-
-def corpora_of(config: EvalBaseConfig, found: Checkpoint) -> list[Corpus]:
+def corpora_of(config: EvalBaseConfig, loaded: Loaded) -> list[Corpus]:
     """The validation splits to score, checked against the model's tokenizer."""
-    data = config.data or tuple(settings_of(found.folder.parent).get("data") or ())
+    data = config.data or tuple(loaded.settings.get("data") or ())
     if not data:
         raise UserError(
             "bits per byte need a corpus: --data DIR (as `ascendchat data prepare` wrote it), or --eval core"
         )
     corpora = [corpus for corpus, _ in open_mixture(data, split="val")]
     for corpus in corpora:
-        if found.state.get("tokenizer") not in (None, corpus.tokenizer):
+        if loaded.tokenizer.fingerprint != corpus.tokenizer:
             raise UserError(f"{corpus.folder} was not prepared with this model's tokenizer; prepare it again with it")
     return corpora
 
@@ -175,23 +120,24 @@ def run(config: EvalBaseConfig) -> int:
             print(text, file=sys.stderr if config.json else sys.stdout, flush=True)
 
     say(describe(device))
-    found = find_checkpoint(config, say)
-    tokenizer = load_tokenizer(config.tokenizer, found)
-    corpora = corpora_of(config, found) if "bpb" in config.eval else []
+    loaded = load(
+        device, place, run=config.run, stage="base", checkpoint=config.checkpoint, tokenizer=config.tokenizer, say=say
+    )
+    model, tokenizer, step = loaded.model, loaded.tokenizer, int(loaded.state["step"])
+    corpora = corpora_of(config, loaded) if "bpb" in config.eval else []
     tasks = (
         load_bundle(Path(config.bundle) if config.bundle else home() / "data" / "core") if "core" in config.eval else []
     )
-    shape = Shape.from_dict(found.state["shape"])
+    shape = model.shape
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     say(reason)
-    model = load_model(found, device.operators(), device.dtype, place)
     limit = config.max_seq_len or shape.seq_len
     scorer = ModelScorer(model, kernel, place, max_tokens=config.tokens_per_batch, max_len=limit, pin=device.pin)
     result: dict[str, Any] = {
-        "checkpoint": str(found.folder), "step": found.step, "chip": device.chip.name, "world": world.size,
+        "checkpoint": str(loaded.folder), "step": step, "chip": device.chip.name, "world": world.size,
         "dtype": str(device.dtype).removeprefix("torch."), "attention": kernel.name, "max_seq_len": limit,
     }  # fmt: skip
-    say(f"{found.folder}: {shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")
+    say(f"{loaded.folder}: {shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")
     if corpora:
         token_bytes = np.asarray(tokenizer.token_bytes(), dtype=np.int64)
         result["bpb"] = {
@@ -207,7 +153,7 @@ def run(config: EvalBaseConfig) -> int:
         correct = {task.label: "".join("01"[right] for right in task.correct) for task in report.tasks}
     if world.rank == 0:
         write_atomic(
-            found.folder.parent / f"eval_{found.step:06d}.json", json.dumps({**result, "correct": correct}, indent=1)
+            loaded.folder.parent / f"eval_{step:06d}.json", json.dumps({**result, "correct": correct}, indent=1)
         )
         if config.json:
             print(json.dumps(result))

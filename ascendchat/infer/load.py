@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
-from ascendchat.config import UserError, home
+from ascendchat.config import UserError, home, load_yaml
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.nn.gpt import GPT
@@ -35,6 +35,7 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     state: dict[str, Any]  # of the checkpoint: stage, shape, step, ...
     folder: Path
+    settings: dict[str, Any]  # what its stage was trained with
 
     @property
     def chats(self) -> bool:
@@ -65,7 +66,7 @@ def load(
         raise UserError(f"{found.folder}: the weight {odd} does not fit its own state.json; name another --checkpoint")
     model.load_state_dict(weights)
     model.requires_grad_(False).eval()
-    return Loaded(model.to_compute(device.dtype).to(place), text, found.state, found.folder)
+    return Loaded(model.to_compute(device.dtype).to(place), text, found.state, found.folder, settings_of(found))
 
 
 def find(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
@@ -105,9 +106,15 @@ def last_stage(run: str) -> str:
     return there[-1]
 
 
+def settings_of(found: Checkpoint) -> dict[str, Any]:
+    """What the stage of a checkpoint was trained with; nothing when it was moved away from its run."""
+    path = found.folder.parent / "config.yaml"
+    return load_yaml(path) if path.is_file() else {}
+
+
 def open_tokenizer(folder: str, found: Checkpoint, shape: Shape) -> Tokenizer:
-    """The tokenizer that the model was trained with, or an error."""
-    path = Path(folder) if folder else home() / "tokenizer"
+    """The tokenizer that the model was trained with: the one named, that of its run, or that of $ASCENDCHAT_HOME."""
+    path = Path(folder or settings_of(found).get("tokenizer") or home() / "tokenizer")
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint != found.state.get("tokenizer") or tokenizer.vocab_size != shape.vocab:
         raise UserError(

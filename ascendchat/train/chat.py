@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ascendchat import dist, tasks
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
-from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config import UserError, home
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.data.chat import Conversation, Counts, render_prompt
 from ascendchat.data.corpus import IGNORE, Corpus, Rows
@@ -28,6 +28,7 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
 from ascendchat.device import describe, pick
+from ascendchat.infer.load import open_tokenizer
 from ascendchat.nn.loss import token_nats
 from ascendchat.nn.optim import Piece
 from ascendchat.plan import schedule
@@ -143,19 +144,6 @@ def _runs() -> list[str]:
     return [path.parent.parent.name for path in sorted(saved, key=lambda path: -path.stat().st_mtime)]
 
 
-def open_tokenizer(config: ChatTrainConfig, found: Checkpoint) -> Tokenizer:
-    """The tokenizer of the model; another one is an error here and not a crash later."""
-    settings = found.folder.parent / "config.yaml"
-    trained_with = load_yaml(settings).get("tokenizer") if settings.is_file() else ""
-    folder = Path(config.tokenizer or trained_with or home() / "tokenizer")
-    tokenizer = Tokenizer.load(folder)
-    if tokenizer.fingerprint != found.state["tokenizer"]:
-        raise UserError(
-            f"{found.folder} was trained with another tokenizer than {folder}; give its folder: --tokenizer"
-        )
-    return tokenizer
-
-
 def read_source(name: str, stage: str, split: str, config: ChatTrainConfig) -> Iterator[Conversation]:
     """The conversations of one entry of the mixture."""
     if name == "toyworld":
@@ -249,8 +237,8 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     say(describe(device))
     origin = starting_point(config, stage, say)
     say(f"starting from {origin.folder}")
-    tokenizer = open_tokenizer(config, origin)
     shape = Shape.from_dict(origin.state["shape"])
+    tokenizer = open_tokenizer(config.tokenizer, origin, shape)
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
     if main:

@@ -156,5 +156,5 @@ def test_what_is_missing_is_said_with_the_next_step(trained: GPT, changes: dict[
 
 def test_a_model_is_never_scored_with_another_tokenizer(trained: GPT) -> None:
     train(["entirely different words"] * 5, 290).save(home() / "tokenizer")
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError, match="was not trained with the tokenizer"):
         run(dataclasses.replace(CONFIG, eval=("core",)))

@@ -191,7 +191,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends() -> None:
         talk.wait_for("ababab")
         talk.type("\x03")
         talk.wait_for("\n> ")
-        talk.type("half a line\x03")
+        talk.type("half a line")
+        talk.wait_for("half a line")  # line editing has begun: a signal just before it would wait for the next key
+        talk.type("\x03")
         talk.wait_for("(Ctrl-D ends)")
         talk.wait_for("> ")  # typed earlier, a line may fall between two modes of the terminal
         talk.type("/temperature 0\n")
