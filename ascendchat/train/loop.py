@@ -87,7 +87,7 @@ class Result:
     stopped_by: int = 0  # the signal, if one
 
 
-class Diverged(Exception):
+class Diverged(UserError):
     """The loss is not a number, or far above where it was."""
 
 
