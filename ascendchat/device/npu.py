@@ -64,9 +64,10 @@ class NPU(Accelerator):
     type = "npu"
     graph_class = "NPUGraph"
 
-    def operators(self) -> NPUOps:
-        """Fused operators: in eager mode every launch costs host time."""
-        return NPUOps()
+    def operators(self) -> NPUOps | None:
+        """Fused operators: in eager mode every launch costs host time. 910A and 310P have them only as operators that
+        are compiled per shape, so plain torch serves there."""
+        return NPUOps() if self.chip.fused_attention else None
 
     def clear_overflow(self) -> None:
         """Clear the hardware's flag on chips that saturate."""

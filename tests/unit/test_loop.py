@@ -1,0 +1,178 @@
+"""The loop on a stage small enough to see through: order of events, guards, signals, out of memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ascendchat.checkpoint import checkpoints
+from ascendchat.config import UserError
+from ascendchat.config.train import BaseConfig
+from ascendchat.device import Device, pick
+from ascendchat.nn.optim import Group, MuonAdamW
+from ascendchat.record import Run, open_run, read_metrics
+from ascendchat.train.loop import Diverged, LossScale, Options, fit
+
+
+class Line(torch.nn.Module):
+    """y = weight * 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4))
+
+
+class ToyStage:
+    """Pulls the weight to 3; every call is written down."""
+
+    def __init__(self, steps: int = 8, losses: dict[int, float] | None = None, oom: int = 0) -> None:
+        self.model = Line()
+        self.steps, self.tokens_per_step, self.flops_per_token = steps, 100, 10.0
+        self.optimizer = MuonAdamW([Group("w", [("weight", self.model.weight)], 0.1)], compute_dtype=torch.float32)
+        self.losses, self.oom, self.seen = losses or {}, oom, []
+        self.step = 0
+
+    def micro_batches(self, step: int) -> Iterable[int]:
+        self.step = step
+        return [step, step]
+
+    def loss(self, batch: int) -> torch.Tensor:
+        if self.oom:
+            raise torch.OutOfMemoryError("NPU out of memory")
+        self.seen.append(("loss", batch))
+        loss = (self.model.weight - 3.0).square().mean() / 2
+        return loss * 0.0 + self.losses[batch] if batch in self.losses else loss
+
+    def rates(self, step: int) -> dict[str, float]:
+        return {"lr_scale": 1.0, "momentum": 0.9, "matrix_decay": 0.0}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.seen.append(("evaluate", step))
+        return {"score": float(self.model.weight.mean())}
+
+    def sample(self, step: int) -> list[str]:
+        self.seen.append(("sample", step))
+        return ["text"]
+
+    def smaller(self) -> bool:
+        self.oom -= 1
+        return self.oom >= 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": "toy"}
+
+
+@pytest.fixture
+def device() -> Device:
+    return pick("cpu")
+
+
+def start(folder: Path) -> Run:
+    return open_run(folder, BaseConfig())
+
+
+def test_a_checkpoint_is_saved_before_the_evaluation_of_the_same_step(tmp_path: Path, device: Device) -> None:
+    stage = ToyStage()
+    evaluate = stage.evaluate
+    saved: list[list[int]] = []
+
+    def look(step: int) -> dict[str, float]:
+        import time
+
+        for _ in range(200):  # it is written in the background
+            if step in checkpoints(tmp_path):
+                break
+            time.sleep(0.01)
+        saved.append(checkpoints(tmp_path))
+        return evaluate(step)
+
+    stage.evaluate = look  # type: ignore[method-assign]
+    with start(tmp_path) as run:
+        result = fit(stage, device, run, Options(save_every=4, eval_every=4, sample_every=8))
+    assert result.step == 8
+    assert [entry for entry in stage.seen if entry[0] != "loss"] == [("evaluate", 4), ("evaluate", 8), ("sample", 8)]
+    assert saved[0][-1] == 4
+    assert saved[1][-1] == 8
+    assert stage.model.weight.mean() > 0.5
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert all(row["tokens_per_second"] > 0 for row in rows if "loss" in row)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_a_number_stops_with_step_and_batch(tmp_path: Path, device: Device, bad: float) -> None:
+    with start(tmp_path) as run, pytest.raises(Diverged, match=r"the loss of step 5 is .*batch 5"):
+        fit(ToyStage(losses={5: bad}), device, run, Options(save_every=2))
+    assert checkpoints(tmp_path)[-1] <= 5, "a checkpoint was written after the loss went wrong"
+
+
+def test_a_spike_stops_the_run(tmp_path: Path, device: Device) -> None:
+    with start(tmp_path) as run, pytest.raises(Diverged, match="the loss of step 60"):
+        fit(ToyStage(steps=80, losses={60: 9.0}), device, run, Options(save_every=0, eval_every=0))
+
+
+def test_out_of_memory_in_the_dry_run_takes_the_next_smaller_batch(
+    tmp_path: Path, device: Device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(tmp_path) as run:
+        assert fit(ToyStage(oom=2), device, run, Options()).step == 8
+    assert capsys.readouterr().out.count("trying the next smaller device batch with the same total") == 2
+
+
+def test_when_not_even_one_row_fits_the_way_out_is_named(tmp_path: Path, device: Device) -> None:
+    stage = ToyStage(oom=1)
+    stage.smaller = lambda: False  # type: ignore[method-assign]
+    with start(tmp_path) as run, pytest.raises(UserError, match="ascendchat plan"):
+        fit(stage, device, run, Options())
+
+
+def test_sigterm_saves_and_ends(tmp_path: Path, device: Device) -> None:
+    stage = ToyStage(steps=50)
+    rates = stage.rates
+
+    def interrupt(step: int) -> dict[str, float]:
+        if step == 10 and stage.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rates(step)
+
+    stage.rates = interrupt  # type: ignore[method-assign]
+    with start(tmp_path) as run:
+        result = fit(stage, device, run, Options(save_every=0, eval_every=0))
+    assert result.stopped_by == signal.SIGTERM
+    assert 10 < result.step < 15
+    assert checkpoints(tmp_path) == [result.step]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class Half:
+    """A device that computes in fp16 and overflows when told."""
+
+    def __init__(self, overflows: list[bool]) -> None:
+        from ascendchat.device import Scaling
+
+        self.scaling, self.overflows, self.cleared = Scaling(True, "flag"), overflows, 0
+
+    def clear_overflow(self) -> None:
+        self.cleared += 1
+
+    def overflowed(self, gradients: list[torch.Tensor]) -> bool:
+        return self.overflows.pop(0)
+
+
+def test_the_loss_scale_halves_after_an_overflow_and_grows_after_many_good_steps() -> None:
+    half = Half([True, True] + [False] * 2000)
+    scale = LossScale(half)  # type: ignore[arg-type]
+    gradients = [torch.zeros(1)]
+    scale.before()
+    assert scale.overflowed(gradients)
+    assert scale.overflowed(gradients)
+    assert scale.value == 2.0**14
+    assert not any(scale.overflowed(gradients) for _ in range(2000))
+    assert scale.value == 2.0**15
+    assert half.cleared == 1
