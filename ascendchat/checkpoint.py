@@ -7,7 +7,7 @@
 
 A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank, state.json and
 manifest.json (sizes and sha256). It is written under another name and renamed when every rank's part is there, so a
-folder that bears its name is whole. `latest` names the newest one.
+folder that bears its name is whole. `latest` names the newest one, `best` the one that validated best.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ class Writer:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def save(
-        self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any],
-        best: bool = False,
-    ) -> None:  # fmt: skip
+        self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any]
+    ) -> None:
         """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0."""
         self.wait()
         world = dist.world()
@@ -68,12 +67,17 @@ class Writer:
             weights,
             optimizer,
             json.dumps({**state, "step": step}, indent=1),
-            best,
             world.rank,
             world.size,
         )
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         self._thread.start()
+
+    def mark_best(self, step: int) -> None:
+        """Say that the checkpoint of this step is the best so far, so that it is kept; rank 0 does it."""
+        self.wait()
+        if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir():
+            write_atomic(self.folder / "best", f"step_{step:06d}\n")
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk."""
@@ -96,7 +100,6 @@ class Writer:
         model: dict[str, Tensor],
         shards: dict[str, Tensor],
         state: str,
-        best: bool,
         rank: int,
         size: int,
     ) -> None:
@@ -117,7 +120,7 @@ class Writer:
         files.update(self._collect(draft, size))
         for index in range(size):
             (draft / f"part-{index}").unlink()
-        write_atomic(draft / "manifest.json", json.dumps({"step": step, "best": best, "files": files}, indent=1))
+        write_atomic(draft / "manifest.json", json.dumps({"step": step, "files": files}, indent=1))
         flush(draft)
         if final.exists():  # the same step again, after a resume
             shutil.rmtree(final)
@@ -144,12 +147,10 @@ class Writer:
 
     def _retain(self) -> None:
         """Keep the last few and the best; remove drafts that a killed run left behind."""
-        steps = checkpoints(self.folder)
-        best = [
-            s for s in steps if json.loads((self.folder / f"step_{s:06d}" / "manifest.json").read_text()).get("best")
-        ]
-        for step in steps[: -self.keep]:
-            if step not in best[-1:]:
+        marked = self.folder / "best"
+        best = marked.read_text(encoding="utf-8").strip() if marked.is_file() else ""
+        for step in checkpoints(self.folder)[: -self.keep]:
+            if f"step_{step:06d}" != best:
                 shutil.rmtree(self.folder / f"step_{step:06d}")
         for draft in self.folder.glob(".step_*.writing"):
             shutil.rmtree(draft)

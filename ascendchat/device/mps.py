@@ -96,6 +96,10 @@ class MPS:
         """No captured graphs here."""
         return fn
 
+    def launches(self) -> int | None:
+        """Not counted."""
+        return None
+
     def operators(self) -> Any | None:
         """Plain torch."""
         return None

@@ -10,6 +10,7 @@ the console; signals are passed on; the exit status is that of the rank that fai
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,9 @@ from pathlib import Path
 
 from ascendchat.config import UserError, home
 from ascendchat.config.commands import LaunchConfig
+from ascendchat.files import write_atomic
 from ascendchat.launch import port as ports
+from ascendchat.launch.rank import PROGRAM
 from ascendchat.launch.supervise import Outcome, watch
 from ascendchat.launch.world import Job, World, derived_port, read_job, read_world
 
@@ -199,6 +202,7 @@ def attempt(plan: Plan, restart: int, grace: float) -> Outcome:
     folder = plan.logs / f"attempt_{restart}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / PROGRAM, json.dumps(plan.program))
     except OSError as error:
         raise UserError(
             f"cannot write the logs to {folder} ({error.strerror}); set ASCENDCHAT_HOME to a folder of yours"
@@ -212,7 +216,7 @@ def attempt(plan: Plan, restart: int, grace: float) -> Outcome:
         arguments = ["--nnodes", str(plan.nodes), "--node-rank", str(plan.node_rank)]
         arguments += ["--nproc-per-node", str(plan.devices), "--max-restarts", "0", "--rdzv-backend", "static"]
         arguments += ["--master-addr", plan.master_addr, "--master-port", str(port)]
-        arguments += [str(Path(__file__).with_name("rank.py")), str(folder), *plan.program]
+        arguments += [str(Path(__file__).with_name("rank.py")), str(folder)]
         outcome = watch(arguments, folder, environment, grace, show=plan.node_rank == 0)
         if not outcome.port_taken or plan.master_port:
             break

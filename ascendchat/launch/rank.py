@@ -1,12 +1,14 @@
-"""Becomes one rank: `python rank.py FOLDER ARGUMENTS...`, started by the torchrun inside `ascendchat launch`.
+"""Becomes one rank: `python rank.py FOLDER`, started by the torchrun inside `ascendchat launch`.
 
-It sends its output to FOLDER/rank_N.log, makes sure that it dies with its parent, and then replaces itself by
-`python ARGUMENTS...`: what runs is exactly what plain torchrun would have run. Standard library only, to start fast.
+It sends its output to FOLDER/rank_N.log, makes sure that it dies with its parent, and then replaces itself by Python
+with the arguments in FOLDER/program.json: what runs is what plain torchrun would have run, but torchrun never sees the
+flags of the program (it would take --run for its own --run-path). Standard library only, to start fast.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 # torchrun itself must be able to import torch where the plug-in of a device is broken; the ranks get the user's value.
 AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
+PROGRAM = "program.json"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -42,7 +45,8 @@ def main(argv: list[str]) -> None:
         os.environ[AUTOLOAD] = kept
     else:
         os.environ.pop(AUTOLOAD, None)
-    os.execv(sys.executable, [sys.executable, "-u", *argv[1:]])
+    program = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
+    os.execv(sys.executable, [sys.executable, "-u", *program])
 
 
 if __name__ == "__main__":

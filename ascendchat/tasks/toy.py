@@ -51,7 +51,7 @@ class ToyExam(Task):
     def __init__(self, topic: str, language: str, split: str = "test", seed: int = 0) -> None:
         self.name, self.split, self.language = f"toy_{topic}_{language}", split, language
         self.kind = "choice" if topic == "choice" else "reply"
-        self.baseline = 0.25 if topic == "choice" else 0.0
+        self.baseline = {"choice": 0.25, "check": 0.5}.get(topic, 0.0)  # what guessing gives
         every = _questions(_split(split), seed)  # `instruction` names all its kinds: instruction:first, ...
         self.questions = [q for q in every if q.language == language and q.topic.split(":")[0] == topic]
 

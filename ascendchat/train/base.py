@@ -150,6 +150,7 @@ def run(config: BaseConfig) -> int:
     say = print if main else lambda text: None
     say(describe(device))
     data, tokenizer_folder = find_data(config)
+    config = replace(config, data=tuple(data), tokenizer=str(tokenizer_folder or ""))  # what later commands look up
     corpora = open_mixture(data)
     tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder else None
     if tokenizer and tokenizer.fingerprint != corpora[0][0].tokenizer:
@@ -180,10 +181,7 @@ def run(config: BaseConfig) -> int:
         f"device(s) x {split.rows} rows x {split.accumulation} micro-batch(es) x {shape.seq_len}"
         + (f"; continuing after step {start}" if start else "")
     )
-    options = Options(
-        config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
-        (found.state.get("best") or math.inf) if found else math.inf,
-    )  # fmt: skip
+    options = Options.of(config, start, found)
     facts = {"chip": device.chip.name, "world": world.size, "attention": learner.kernel.name, "split": vars(split)}
     with open_run(folder, config, facts=facts, resume_step=start or None, track=config.track, main=main) as record:
         result = fit(stage, device, record, options, title=f"base d{config.depth}")

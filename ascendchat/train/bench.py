@@ -49,21 +49,15 @@ class Bench:
         return marks[0], marks[1], marks[2]
 
 
-def launches(device: Device) -> dict[str, int]:
-    """Operator launches so far, where the device counts them (the simulated NPU does)."""
-    counter = getattr(device, "launches", None)
-    return counter() if counter else {}
-
-
 def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     """Time `steps` steps after two warm ones."""
     bench.step(), bench.step()
     device.synchronize()
     device.reset_peak()
-    before = sum(launches(device).values())
+    before = device.launches()
     marks = [bench.step() for _ in range(steps)]
     device.synchronize()
-    after = sum(launches(device).values())
+    after = device.launches()
     shape, split = bench.learner.model.shape, bench.split
     seconds = marks[-1][2].since(marks[0][0]) / 1e3
     pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.flops, split.devices)
@@ -76,7 +70,7 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
         "optimizer_ms": round(sum(c.since(b) for _, b, c in marks) / steps, 3),
         "memory_peak_gib": round(device.memory().peak / 2**30, 3),
         "memory_planned_gib": round(predicted / 2**30, 3),
-        **({"launches_per_step": (after - before) // steps} if after else {}),
+        **({} if before is None or after is None else {"launches_per_step": (after - before) // steps}),
     }
 
 

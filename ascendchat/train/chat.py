@@ -263,10 +263,7 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
         f"{steps} steps of {split.total} tokens = {split.devices} device(s) x {split.rows} rows x {split.accumulation} "
         f"micro-batch(es) x {shape.seq_len}" + (f"; continuing after step {start}" if start else "")
     )
-    options = Options(
-        config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
-        (found.state.get("best") or math.inf) if found else math.inf,
-    )  # fmt: skip
+    options = Options.of(config, start, found)
     about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)}
     with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
         result = fit(trained, device, record, options, title=stage)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ascendchat import dist
-from ascendchat.checkpoint import Writer
+from ascendchat.checkpoint import Checkpoint, Writer
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError
+from ascendchat.config.train import TrainConfig
 from ascendchat.device import Device, smi
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.record import Console, Run, Smooth, Telemetry, eta, speed
@@ -76,6 +77,17 @@ class Options:
     keep: int = 2
     start: int = 0  # steps done by the checkpoint that was loaded
     best: float = math.inf
+    loss_scale: tuple[float, int] | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, start: int, found: Checkpoint | None) -> Options:
+        """From the command's flags and, when a run goes on, its checkpoint."""
+        state = found.state if found else {}
+        scale = state.get("loss_scale")
+        return cls(
+            config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
+            state.get("best") or math.inf, (float(scale[0]), int(scale[1])) if scale else None,
+        )  # fmt: skip
 
 
 @dataclass
@@ -112,11 +124,10 @@ class StopSignals:
 class LossScale:
     """Loss scaling for chips that compute in fp16; on the others it is 1 and costs nothing."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, saved: tuple[float, int] | None = None) -> None:
         self.device = device
         self.needed = device.scaling.needed
-        self.value = 2.0**16 if self.needed else 1.0
-        self.good = 0
+        self.value, self.good = (saved or (2.0**16, 0)) if self.needed else (1.0, 0)
 
     def before(self) -> None:
         if self.needed:
@@ -248,7 +259,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
     """Train until stage.steps, a signal, or a loss that went wrong."""
     main = dist.world().rank == 0
     writer = Writer(run.folder, keep=options.keep)
-    scale = LossScale(device)
+    scale = LossScale(device, options.loss_scale)
     result, best = Result(options.start), options.best
     with (
         StopSignals() as signals,
@@ -268,14 +279,17 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
             if stop or at_end or due(result.step, options.save_every):
                 progress.read(keep=0)
-                save(writer, stage, result.step, best)
+                save(writer, stage, result.step, best, scale)
             if stop:
                 result.stopped_by = signals.received or signal.SIGTERM
                 console.print(f"stopped by a signal after step {result.step}; run the same command to continue")
                 break
             if at_end or due(result.step, options.eval_every):
                 result.metrics = evaluate(stage, run, console, result.step)
-                best = min(best, next(iter(result.metrics.values()), math.inf))
+                score = next(iter(result.metrics.values()), math.inf)
+                if score < best and (at_end or due(result.step, options.save_every)):
+                    writer.mark_best(result.step)
+                best = min(best, score)
                 progress.clock = time.perf_counter()
             if options.sample_every and (at_end or due(result.step, options.sample_every)):
                 for text in stage.sample(result.step):
@@ -290,9 +304,10 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def save(writer: Writer, stage: Stage, step: int, best: float) -> None:
+def save(writer: Writer, stage: Stage, step: int, best: float, scale: LossScale) -> None:
     """Hand a checkpoint to the writer, which goes on in the background."""
-    state = {**stage.state_dict(), "best": best if math.isfinite(best) else None}
+    found = {"best": best if math.isfinite(best) else None, "loss_scale": [scale.value, scale.good]}
+    state = {**stage.state_dict(), **found}
     writer.save(step, model=dict(stage.model.state_dict()), shards=stage.optimizer.shards(), state=state)
 
 
@@ -307,7 +322,7 @@ def evaluate(stage: Stage, run: Run, console: Console, step: int) -> dict[str, f
     return metrics
 
 
-def load_state(stage: Stage, found: Any, expected: Mapping[str, Any]) -> int:
+def load_state(stage: Stage, found: Checkpoint, expected: Mapping[str, Any]) -> int:
     """Continue from a checkpoint; what must be the same and is not, is an error that names it."""
     for name, value in expected.items():
         if found.state.get(name) != value:

@@ -116,3 +116,15 @@ def test_an_error_while_writing_is_raised_in_the_training_thread(tmp_path: Path)
     writer.save(1, model={}, shards={"a|first|0|1": torch.zeros(1)}, state={})
     with pytest.raises(UserError, match="could not be written"):
         writer.wait()
+
+
+def test_the_best_one_is_kept_besides_the_last(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, keep=2)
+    for step in range(1, 7):
+        model, shards = tensors(step)
+        writer.save(step, model=model, shards=shards, state={})
+        if step in (1, 2):
+            writer.mark_best(step)
+    writer.wait()
+    assert checkpoints(tmp_path) == [2, 5, 6]
+    assert (tmp_path / "best").read_text() == "step_000002\n"
