@@ -103,9 +103,10 @@ def start_stoppable(script: Path, mode: str, grace: float) -> subprocess.Popen[s
 
 def test_only_rank_0_is_on_the_console_and_every_rank_has_its_log(script: Path) -> None:
     script.write_text(TALK)
-    done = finish("launch", "--npus=2", "--run", "talk", script, "--", "--device_batch_size=8")
+    # torchrun would refuse --run as an abbreviation of its own --run-path
+    done = finish("launch", "--npus=2", "--run", "talk", script, "--run", "own", "--", "--device_batch_size=8")
     assert done.returncode == 0, done.stderr
-    assert "rank 0 ['--', '--device_batch_size=8']" in done.stdout
+    assert "rank 0 ['--run', 'own', '--', '--device_batch_size=8']" in done.stdout
     assert "warning of rank 0" in done.stdout
     assert "rank 1" not in done.stdout + done.stderr
     logs = home() / "runs" / "talk" / "logs" / "attempt_0"
