@@ -254,8 +254,9 @@ def test_the_trace_has_one_json_line_per_call(on_npu, tmp_path):
 def test_profiling_starts_and_stops(on_npu):
     on_npu(
         """
-        import torch, torch_npu, cannsim
+        import os, tempfile, torch, torch_npu, cannsim
         from torch_npu.profiler import ProfilerActivity, profile
+        os.chdir(tempfile.mkdtemp())  # the profiler leaves a folder where it runs
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.NPU]) as prof:
             x = torch.ones(4).npu()
             (x + x).cpu()
