@@ -79,7 +79,7 @@ def executed() -> set[str]:
     cannsim.reset()
     for case in test_ops_all.CASES:
         test_ops_all.run_on(case, "npu", getattr(torch, case.dtypes[0]))
-    files = [*TESTS.glob("test_ops_*.py"), TESTS / "test_attention.py"]
+    files = [*TESTS.glob("test_ops_*.py"), TESTS / "test_attention_npu.py"]
     named = {name for file in files for name in re.findall(r'"(aclnn[A-Z]\w+)"', file.read_text())}
     return {name for name in cannsim.launches() if name.startswith("aclnn")} | named
 

@@ -215,3 +215,10 @@ def test_no_path_of_a_developers_machine_is_committed() -> None:
     for path in [*SOURCES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.yaml")]:
         found = pattern.search(path.read_text(encoding="utf-8"))
         assert not found, f"{path} holds the path {found.group()}"  # type: ignore[union-attr]
+
+
+def test_test_files_have_different_names() -> None:
+    """pytest imports them by name alone: two of the same name stop plain `pytest` at collection."""
+    names = [path.name for path in TESTS if path.name not in ("conftest.py", "__init__.py")]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    assert not twice, f"rename one of each: {twice}"

@@ -51,11 +51,11 @@ class Rank:
 
 
 class Server:
-    """The process of ranks.py, started at the first use."""
+    """The process of rank_server.py, started at the first use."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "ranks.py")],
+            [sys.executable, str(HERE / "rank_server.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=cannsim.environment(),
         )  # fmt: skip
         assert self._read() == "ready"

@@ -1,6 +1,6 @@
 """The simulated npu-smi: layouts of the real tool, processes and memory of the simulated devices.
 
-python -m cannsim run -- pytest tests/npu/test_smi.py
+python -m cannsim run -- pytest tests/npu/test_smi_npu.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Starts the processes of one test quickly: imports torch and torch_npu once, then forks every rank from there.
 
-    python tests/npu/ranks.py        (started by the fixture `on_npu` of conftest.py; jobs and results are JSON lines)
+    python tests/npu/rank_server.py  (started by the fixture `on_npu` of conftest.py; jobs and results are JSON lines)
 
 A job is {"code", "ranks", "env", "folder", "timeout"}; a line has a list of jobs, which run at the same time. The
 answer has for every job a list with (status, output) of every rank.

@@ -1,6 +1,6 @@
 """Attention against an independent float64 reference: every layout, sparse mode, packing and inference operator.
 
-python -m cannsim run -- pytest tests/npu/test_attention.py
+python -m cannsim run -- pytest tests/npu/test_attention_npu.py
 """
 
 from __future__ import annotations
