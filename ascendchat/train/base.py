@@ -38,7 +38,7 @@ from ascendchat.train.rows import Learner, RowStage, build
 
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
-OPTIMIZER_SHARE = 0.87  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
+KEPT_SPEED = 0.87  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
 SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps")  # what a resumed run must have in common
 EMBEDDED_VOCAB = 1536  # tokens for the embedded corpus
 PROMPTS = ("", "The capital of", "北京")
@@ -138,7 +138,7 @@ def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
         done = done + noise[0].numel() if started else 0  # the first one compiles
         started = started or time.perf_counter()
     pace = dist.metrics({"pace": done / (time.perf_counter() - started)})["pace"] * dist.world().size
-    return int(pace * minutes * 60 * OPTIMIZER_SHARE)
+    return int(pace * minutes * 60 * KEPT_SPEED)
 
 
 def run(config: BaseConfig) -> int:

@@ -207,7 +207,6 @@ class Progress:
     device: Device
     run: Run
     console: Console
-    done: int
     pending: deque[tuple[int, Tensor]] = field(default_factory=deque)
     smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
     mean: float = math.nan
@@ -268,7 +267,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         ) as console,
     ):
         dry_run(stage, device, console.print)
-        progress = Progress(stage, device, run, console, options.start, first=options.start)
+        progress = Progress(stage, device, run, console, first=options.start)
         for step in range(options.start, stage.steps):
             progress.add(step, train_step(stage, step, scale), signals.received)
             result.step = step + 1
