@@ -112,6 +112,12 @@ def test_the_same_program_with_the_synchronisation_is_right(on_npu):
     assert "result [10.0, 10.0, 10.0, 10.0]" in rank.output
 
 
+def test_an_event_recorded_again_on_a_faster_stream_still_holds_those_who_wait_for_the_first_record(on_npu):
+    wait = "b.wait_event(ready); torch.npu.Stream().record_event(ready)"
+    (rank,) = on_npu(DELAYED.format(wait=wait), CANNSIM_DELAY_US=20000)
+    assert "result [10.0, 10.0, 10.0, 10.0]" in rank.output
+
+
 def test_tasks_run_after_their_launch(on_npu):
     on_npu(
         """

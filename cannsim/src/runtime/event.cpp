@@ -21,13 +21,30 @@ aclError create(aclrtEvent* handle, uint32_t flags) {
   return ACL_SUCCESS;
 }
 
-void complete(Event& event, uint64_t number) {
+using RecordPointer = std::shared_ptr<cannsim::EventRecord>;
+
+RecordPointer latest_record(Event& event) {
   std::lock_guard lock(event.mutex);
-  if (number <= event.completed) number = event.completed;  // replay of a graph
-  event.completed = number;
-  event.seconds = cannsim::now_seconds();
-  event.changed.notify_all();
+  return event.latest;
 }
+
+void complete(cannsim::EventRecord& record) {
+  std::lock_guard lock(record.mutex);
+  record.done = true;
+  record.seconds = cannsim::now_seconds();
+  record.changed.notify_all();
+}
+
+// False when it has not run within the time; negative: no limit.
+bool wait_for(cannsim::EventRecord& record, double seconds) {
+  std::unique_lock lock(record.mutex);
+  auto done = [&] { return record.done; };
+  if (seconds >= 0) return record.changed.wait_for(lock, std::chrono::duration<double>(seconds), done);
+  record.changed.wait(lock, done);
+  return true;
+}
+
+bool has_run(const RecordPointer& record) { return record && wait_for(*record, 0); }
 
 }  // namespace
 
@@ -56,15 +73,15 @@ API aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   ENTER();
   EventPointer event = event_of(handle);
   Stream* stream = cannsim::resolve_stream(stream_handle);
-  uint64_t number;
+  auto record = std::make_shared<cannsim::EventRecord>();
   {
     std::lock_guard lock(event->mutex);
-    number = ++event->requested;
+    event->latest = record;
     event->capture = stream->capture;
   }
   // Inside a graph the tasks of all streams replay in one order, so the record itself has no effect
   // there; the replay only marks the event, for hosts that look at it.
-  cannsim::submit(stream, {"aclrtRecordEvent", [event, number] { return complete(*event, number), 0; }, true});
+  cannsim::submit(stream, {"aclrtRecordEvent", [record] { return complete(*record), 0; }, true});
   return ACL_SUCCESS;
 }
 
@@ -77,11 +94,11 @@ API aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) 
   ENTER();
   EventPointer event = event_of(handle);
   Stream* stream = cannsim::resolve_stream(stream_handle);
-  uint64_t target;
+  RecordPointer record;
   std::shared_ptr<Graph> capture;
   {
     std::lock_guard lock(event->mutex);
-    target = event->requested;
+    record = event->latest;
     capture = event->capture;
   }
   if (capture) {  // the waiting stream joins the capture, as a fork or as the join of one
@@ -92,29 +109,22 @@ API aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) 
     }
     return stream->capture == capture ? ACL_SUCCESS : ACL_ERROR_STREAM_CAPTURE_CONFLICT;
   }
-  auto wait = [event, target] {
-    std::unique_lock lock(event->mutex);
-    event->changed.wait(lock, [&] { return event->completed >= target; });
-    return 0;
-  };
-  cannsim::submit(stream, {"aclrtStreamWaitEvent", wait});
+  if (record) cannsim::submit(stream, {"aclrtStreamWaitEvent", [record] { return wait_for(*record, -1), 0; }});
   return ACL_SUCCESS;
 }
 
 API aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t milliseconds) {
   ENTER();
   EventPointer event = event_of(handle);
+  RecordPointer record;
   {
-    std::unique_lock lock(event->mutex);
+    std::lock_guard lock(event->mutex);
     if (event->capture) return ACL_ERROR_RT_EVENT_CAPTURED;
-    const uint64_t target = event->requested;
-    auto finished = [&] { return event->completed >= target; };
-    if (milliseconds < 0) {
-      event->changed.wait(lock, finished);
-    } else if (!event->changed.wait_for(lock, std::chrono::milliseconds(milliseconds), finished)) {
-      cannsim::set_error(cannsim::describe_error(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, __func__));
-      return ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;
-    }
+    record = event->latest;
+  }
+  if (record && !wait_for(*record, milliseconds / 1e3)) {
+    cannsim::set_error(cannsim::describe_error(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, __func__));
+    return ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;
   }
   int index = cannsim::current_device();
   return index < 0 ? ACL_SUCCESS : cannsim::device(index).report();
@@ -127,18 +137,15 @@ API aclError aclrtSynchronizeEvent(aclrtEvent handle) {
 
 API aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus* status) {
   ENTER();
-  Event& event = *event_of(handle);
-  std::lock_guard lock(event.mutex);
-  bool ready = event.requested > 0 && event.completed >= event.requested;
+  bool ready = has_run(latest_record(*event_of(handle)));
   *status = ready ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 
 API aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus* status) {
   ENTER();
-  Event& event = *event_of(handle);
-  std::lock_guard lock(event.mutex);
-  *status = event.completed >= event.requested ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+  RecordPointer record = latest_record(*event_of(handle));
+  *status = !record || has_run(record) ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
 
@@ -147,13 +154,12 @@ API aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtE
   double seconds[2];
   aclrtEvent handles[2] = {start, end};
   for (int i = 0; i < 2; i++) {
-    Event& event = *event_of(handles[i]);
-    std::lock_guard lock(event.mutex);
-    if (event.requested == 0 || event.completed < event.requested) {
+    RecordPointer record = latest_record(*event_of(handles[i]));
+    if (!has_run(record)) {
       cannsim::set_error("EE1019: aclrtEventElapsedTime failed. Reason: an event has not been recorded or has not completed.");
       return ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID;
     }
-    seconds[i] = event.seconds;
+    seconds[i] = record->seconds;
   }
   *milliseconds = float((seconds[1] - seconds[0]) * 1e3);
   return ACL_SUCCESS;
@@ -161,9 +167,8 @@ API aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtE
 
 API aclError aclrtEventGetTimestamp(aclrtEvent handle, uint64_t* microseconds) {
   ENTER();
-  Event& event = *event_of(handle);
-  std::lock_guard lock(event.mutex);
-  if (event.completed == 0) return ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID;
-  *microseconds = uint64_t(event.seconds * 1e6);
+  RecordPointer record = latest_record(*event_of(handle));
+  if (!has_run(record)) return ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID;
+  *microseconds = uint64_t(record->seconds * 1e6);
   return ACL_SUCCESS;
 }

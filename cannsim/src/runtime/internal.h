@@ -132,12 +132,18 @@ void stop_streams();
 int pending_tasks(int device);
 
 // ---- events (event.cpp)
-struct Event {
+// One launch of aclrtRecordEvent. Every launch has its own: a second record on a faster stream must not
+// release those who wait for the first.
+struct EventRecord {
   std::mutex mutex;
   std::condition_variable changed;
-  uint64_t requested = 0;  // number of records launched
-  uint64_t completed = 0;  // number of records executed
-  double seconds = 0;      // when the last executed record ran
+  bool done = false;
+  double seconds = 0;  // when it ran
+};
+
+struct Event {
+  std::mutex mutex;
+  std::shared_ptr<EventRecord> latest;  // null: never recorded
   uint32_t flags = 0;
   std::shared_ptr<Graph> capture;  // recorded last on a stream that is being captured
 };
