@@ -48,11 +48,16 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Writer:
     """Saves checkpoints from a background thread; at most one is under way, and an error in it is raised here."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, folder: Path, *, start: int | None = None, keep: int = 2, say: Callable[[str], None] = print
+    ) -> None:
+        """`start`: the step the run continues from. What lies beyond it is of an earlier run and counts no more."""
         self.folder, self.keep, self.say = Path(folder), keep, say
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
+        if dist.world().rank == 0:
+            self._set_aside(start)
 
     def save(
         self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any]
@@ -73,11 +78,17 @@ class Writer:
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         self._thread.start()
 
-    def mark_best(self, step: int) -> None:
-        """Say that the checkpoint of this step is the best so far, so that it is kept; rank 0 does it."""
+    def mark_best(self, step: int, score: float) -> None:
+        """Keep the checkpoint of this step besides the last ones if its score is lower than that of the one kept so."""
         self.wait()
-        if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir():
-            write_atomic(self.folder / "best", f"step_{step:06d}\n")
+        if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and score < self._best()[1]:
+            write_atomic(self.folder / "best", f"step_{step:06d} {score!r}\n")
+
+    def _best(self) -> tuple[str, float]:
+        """Name and score of the best checkpoint; the file holds both, so that a resumed run knows them."""
+        mark = self.folder / "best"
+        name, score = mark.read_text(encoding="utf-8").split() if mark.is_file() else ("", "inf")
+        return name, float(score)
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk."""
@@ -145,15 +156,28 @@ class Writer:
             found.update(json.loads(part.read_text()))
         return found
 
+    def _set_aside(self, start: int | None) -> None:
+        """Before any rank writes: drafts of a killed run go; later checkpoints are renamed, and deleted when the first
+        new one is whole."""
+        for draft in self.folder.glob(".step_*.writing"):
+            shutil.rmtree(draft)
+        for step in checkpoints(self.folder):
+            if start is not None and step > start:
+                name = f"step_{step:06d}"
+                shutil.rmtree(self.folder / f".old_{name}", ignore_errors=True)
+                (self.folder / name).rename(self.folder / f".old_{name}")
+                for mark in (self.folder / "latest", self.folder / "best"):
+                    if mark.is_file() and mark.read_text(encoding="utf-8").split()[0] == name:
+                        mark.unlink()
+
     def _retain(self) -> None:
-        """Keep the last few and the best; remove drafts that a killed run left behind."""
-        marked = self.folder / "best"
-        best = marked.read_text(encoding="utf-8").strip() if marked.is_file() else ""
+        """Keep the last few and the best of this run."""
+        best, _ = self._best()
         for step in checkpoints(self.folder)[: -self.keep]:
             if f"step_{step:06d}" != best:
                 shutil.rmtree(self.folder / f"step_{step:06d}")
-        for draft in self.folder.glob(".step_*.writing"):
-            shutil.rmtree(draft)
+        for old in self.folder.glob(".old_step_*"):
+            shutil.rmtree(old)
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -174,6 +198,12 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the weights."""
+        manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        return str(manifest["files"]["model.safetensors"]["sha256"][:12])
+
     def model(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """All weights by name."""
         with safe_open(self.folder / "model.safetensors", "pt", device=str(device)) as file:
@@ -182,7 +212,8 @@ class Checkpoint:
     def index(self) -> dict[tuple[str, str], list[tuple[Piece, Path]]]:
         """Where the pieces of every state tensor are."""
         found: dict[tuple[str, str], list[tuple[Piece, Path]]] = {}
-        for path in sorted(self.folder.glob("optim-*.safetensors")):
+        manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        for path in sorted(self.folder / name for name in manifest["files"] if name.startswith("optim-")):
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     piece = Piece.parse(key)

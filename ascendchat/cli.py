@@ -121,7 +121,7 @@ def _computing(config: Any, function: str) -> Any:
     """Commands that import torch first get the environment of their device."""
     from ascendchat.device.env import announce, prepare
 
-    announce(prepare(config.device_type, debug=config.npu_debug))
+    announce(prepare(config.device_type, debug=config.npu_debug, generates=config.generates))
     return _load("", function)
 
 

@@ -1,8 +1,9 @@
 """`ascendchat speedrun --recipe recipes/tiny-cpu.yaml`: every stage of a recipe, in order, from text to a chat model.
 
 A recipe is a YAML file with a `run` name and a list of `stages`, each one command with its settings. A stage is skipped
-when it was finished with the same settings after the same stages; an interrupted one continues, because every command
-does. Nothing here trains: each stage is the command you could type yourself, and it is shown. No torch.
+when it was finished with the same settings, the same files and after the same stages; an interrupted one continues,
+because every command does; a training stage that has changed starts anew. Nothing here trains: each stage is the
+command you could type yourself, and it is shown. No torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from ascendchat.files import write_atomic
 from ascendchat.record import read_metrics
 
 TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
+RESUMABLE = ("base", "mid", "sft")  # these know --resume
 RESUMED = "continues where it was"
 
 
@@ -47,6 +50,8 @@ def arguments(settings: dict[str, Any]) -> list[str]:
     """Settings as flags. `$HOME` inside a value is $ASCENDCHAT_HOME."""
     flags: list[str] = []
     for name, value in settings.items():
+        if value is None:
+            continue
         if value is True:
             flags.append(spelling(name))
         elif value is False:
@@ -72,8 +77,10 @@ def command_line(command: str, settings: dict[str, Any], run: str, config: Speed
 
 
 def stamp(before: str, words: list[str]) -> str:
-    """Identity of a finished stage: its command, all stages before it, and the version of the program."""
-    return hashlib.sha256("\0".join([before, __version__, *words]).encode()).hexdigest()[:16]
+    """Identity of a stage: its command, the files that it names, all stages before it, the version of the program."""
+    named = [Path(part) for word in words for part in word.replace("=", ",").split(",")]
+    files = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in named if path.is_file()]
+    return hashlib.sha256("\0".join([before, __version__, *words, *files]).encode()).hexdigest()[:16]
 
 
 def run(config: SpeedrunConfig) -> int:
@@ -81,31 +88,54 @@ def run(config: SpeedrunConfig) -> int:
     name, stages = read_recipe(config.recipe)
     name = config.run or name
     ledger = home() / "runs" / name / "speedrun.json"
-    done: dict[str, Any] = json.loads(ledger.read_text()) if ledger.is_file() and not config.fresh else {}
+    known: dict[str, Any] = json.loads(ledger.read_text()) if ledger.is_file() and not config.fresh else {}
     started, before = time.monotonic(), ""
     for number, (command, settings) in enumerate(stages, 1):
         words = command_line(command, settings, name, config)
         identity = stamp(before, words)
+        if command in RESUMABLE and identity not in known:
+            words += ["--resume", "never"]  # what lies in the run folder comes from other settings
         heading = f"[{number}/{len(stages)}] ascendchat {' '.join(words)}"
         before = identity
-        if identity in done:
-            print(f"{heading}\n      done before, in {done[identity]['seconds']:.0f} s: skipped", flush=True)
+        if "seconds" in known.get(identity, {}):
+            print(f"{heading}\n      done before, in {known[identity]['seconds']:.0f} s: skipped", flush=True)
             continue
         print(heading, flush=True)
         begun = time.monotonic()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        status = subprocess.run([sys.executable, "-m", "ascendchat", *words], env=environment, check=False).returncode
+        note(ledger, known, identity, {"command": " ".join(words)})
+        status = call(words)
         if status:
             print(
                 f"stage {number} ended with status {status}; mend it and run the same command: it {RESUMED}", flush=True
             )
             return status
-        done[identity] = {"command": " ".join(words), "seconds": time.monotonic() - begun}
-        ledger.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(ledger, json.dumps(done, indent=1))
+        note(ledger, known, identity, {"command": " ".join(words), "seconds": time.monotonic() - begun})
     print(f"\n{summary(name)}\nall {len(stages)} stages done, {time.monotonic() - started:.0f} s in this session")
     print(f"Talk to it: ascendchat chat --run {name}")
     return 0
+
+
+def call(words: list[str]) -> int:
+    """Run one command to its end. Ctrl-C reaches it from the terminal and SIGTERM is passed on: it saves, then ends."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen([sys.executable, "-m", "ascendchat", *words], env=environment)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),
+    }
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return status if status >= 0 else 128 - status
+
+
+def note(ledger: Path, known: dict[str, Any], identity: str, entry: dict[str, Any]) -> None:
+    """Write down that a stage has begun, or, with its `seconds`, that it is done."""
+    known[identity] = entry
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(ledger, json.dumps(known, indent=1))
 
 
 def summary(run: str) -> str:

@@ -4,4 +4,5 @@ import sys
 
 from ascendchat.cli import main
 
-sys.exit(main(["mid", *sys.argv[1:]]))
+if __name__ == "__main__":  # worker processes import this file
+    sys.exit(main(["mid", *sys.argv[1:]]))

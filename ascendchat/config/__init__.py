@@ -35,7 +35,7 @@ class UserError(Exception):
 
 def home() -> Path:
     """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
-    return Path(os.environ.get("ASCENDCHAT_HOME") or Path.home() / ".cache" / "ascendchat")
+    return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
 
 
 def option(default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "") -> Any:

@@ -12,6 +12,7 @@ from ascendchat.config import option
 class DeviceConfig:
     """What every command that computes has in common."""
 
+    generates = False  # whether it decodes with captured graphs, which an NPU's environment must allow
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
     "device to use; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
     npu_debug: bool = False
@@ -70,7 +71,7 @@ class PlanConfig:
     "rows per device and micro-batch; by default the largest power of two that fits"
     total_batch_size: int | None = None
     "tokens per optimizer step over all devices; by default chosen from the horizon"
-    window_pattern: str = "SSSL"
+    window_pattern: str = "L"
     "layers that see a quarter of the row (S) or all of it (L), repeated over the depth; the last is always L"
     tokens: int | None = None
     "training tokens; by default target_param_data_ratio times the scaling parameters"

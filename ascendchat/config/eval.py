@@ -42,6 +42,7 @@ class EvalBaseConfig(DeviceConfig):
 class EvalChatConfig(DeviceConfig):
     """Examine a chat model: ChatCORE (0 = guessing, 1 = perfect), its Chinese counterpart, the toy world."""
 
+    generates = True
     run: str = ""
     "name of the run; by default the one that saved a checkpoint last"
     stage: Literal["base", "mid", "sft", "rl"] | None = None
@@ -69,7 +70,7 @@ class EvalChatConfig(DeviceConfig):
     seed: int = 0
     "of the samples"
     tokenizer: str = ""
-    "folder of the model's tokenizer; by default that of $ASCENDCHAT_HOME"
+    "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
     json: bool = False

@@ -13,6 +13,7 @@ from ascendchat.config.commands import DeviceConfig
 class ModelConfig(DeviceConfig):
     """Which model to load."""
 
+    generates = True
     run: str = option("", also=("model_tag", "g"))
     "name of the run; by default the one written last"
     stage: Literal["base", "mid", "sft", "rl"] | None = option(None, also=("source", "i"))
@@ -20,7 +21,7 @@ class ModelConfig(DeviceConfig):
     checkpoint: str = ""
     "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
     tokenizer: str = ""
-    "folder of the model's tokenizer; by default that of $ASCENDCHAT_HOME"
+    "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
 
@@ -47,6 +48,7 @@ class ChatConfig(ModelConfig):
 class BenchDecodeConfig(DeviceConfig):
     """Time the generation of a random model: tokens per second, milliseconds per step, share of memory bandwidth."""
 
+    generates = True
     depth: int = 12
     "number of layers"
     batch_sizes: tuple[int, ...] = (1, 64, 256)

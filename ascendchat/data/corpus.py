@@ -62,6 +62,11 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def has_documents(manifest: dict[str, Any], split: str) -> bool:
+    """Whether a prepared folder has this split."""
+    return bool(manifest["splits"].get(split, {}).get("parts"))
+
+
 class Corpus:
     """One split of a prepared folder, memory-mapped."""
 
@@ -89,9 +94,10 @@ class Corpus:
         """Open a prepared folder. Sizes are always compared with the manifest; checksums with verify=True."""
         folder = Path(folder)
         manifest = read_manifest(folder)
-        if not manifest["splits"].get(split, {}).get("parts"):
-            have = ", ".join(name for name, about in manifest["splits"].items() if about["parts"]) or "none"
-            raise UserError(f"{folder} has no {split} documents (it has: {have}); prepare it with --val-fraction 0.01")
+        if not has_documents(manifest, split):
+            have = ", ".join(name for name in manifest["splits"] if has_documents(manifest, name)) or "none"
+            remedy = "prepare it again with --val-source FILE or a larger --val-fraction"
+            raise UserError(f"{folder} has no {split} documents (it has: {have}); {remedy}")
         check(folder, manifest, split, checksums=verify)
         return cls(folder, split, manifest)
 
@@ -159,31 +165,43 @@ def check(folder: Path, manifest: dict[str, Any], split: str | None = None, *, c
         )
 
 
-def open_mixture(data: Sequence[str | Path], split: str = "train", verify: bool = False) -> list[tuple[Corpus, float]]:
+def open_mixture(
+    data: Sequence[str | Path], split: str = "train", verify: bool = False, needed: bool = True
+) -> list[tuple[Corpus, float]]:
     """Corpora and weights from `DIR`, `DIR=WEIGHT`, or a folder that `data prepare --weights` wrote.
 
     A weight is a share of the training tokens, relative to the other weights; without weights, corpora count by size.
+    With needed=False, corpora without documents of this split are left out.
     """
-    found: list[tuple[Corpus, float | None]] = []
+    listed: list[tuple[Path, float | None]] = []
     for entry in data:
-        name, equals, text = str(entry).rpartition("=")
-        folder, weight = (Path(name), _weight(text, str(entry))) if equals else (Path(entry), None)
-        mixture = folder / MIXTURE
+        name, weight = named(str(entry))
+        mixture = Path(name) / MIXTURE
         if not mixture.is_file():
-            found.append((Corpus.open(folder, split, verify), weight))
+            listed.append((Path(name), weight))
             continue
-        listed = json.loads(mixture.read_text(encoding="utf-8"))["corpora"]
-        total = sum(one["weight"] for one in listed)
-        for one in listed:
-            share = one["weight"] * (weight or 1.0) / (total if weight else 1.0)
-            found.append((Corpus.open(folder / one["folder"], split, verify), share))
-    if not found:
+        parts = json.loads(mixture.read_text(encoding="utf-8"))["corpora"]
+        total = sum(one["weight"] for one in parts)
+        for one in parts:
+            listed.append((Path(name) / one["folder"], one["weight"] * (weight or 1.0) / (total if weight else 1.0)))
+    if not listed:
         raise UserError("no data given; prepare some with: ascendchat data prepare --help")
+    found = [
+        (Corpus.open(folder, split, verify), weight)
+        for folder, weight in listed
+        if needed or has_documents(read_manifest(folder), split)
+    ]
     if len({corpus.tokenizer for corpus, _ in found}) > 1:
         raise UserError(f"{', '.join(map(str, data))} were prepared with different tokenizers; prepare them with one")
     if len({weight is None for _, weight in found}) > 1:
         raise UserError("give every corpus a weight, or none: --data DIR_A=0.7,DIR_B=0.3")
     return [(corpus, float(corpus.tokens) if weight is None else weight) for corpus, weight in found]
+
+
+def named(entry: str) -> tuple[str, float | None]:
+    """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`."""
+    name, equals, text = entry.rpartition("=")
+    return (name, _weight(text, entry)) if equals and not Path(entry).exists() else (entry, None)
 
 
 def _weight(text: str, entry: str) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -157,7 +158,14 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
         if problem is None:
             device: Device = module.attach(options)
             return device
+        if not asked and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"ascendchat: {problem}", file=sys.stderr)
     raise UserError(problem)
+
+
+def _expected(device_type: str) -> bool:
+    """Whether the machine looks as if it had this device, so that going on without it must be said."""
+    return "torch_npu" in sys.modules if device_type == "npu" else device_type == "cuda" and look().nvidia
 
 
 def _compile_wanted() -> bool | None:

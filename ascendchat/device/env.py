@@ -31,6 +31,7 @@ NPU_TRAINING = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
     "HCCL_CONNECT_TIMEOUT": "600",  # seconds; 120, the default, is short when ranks load data at different speeds
 }
+NPU_GENERATING = {**NPU_TRAINING, "TASK_QUEUE_ENABLE": "1"}  # torch_npu captures no graph in mode 2
 NPU_DEBUG = {
     **NPU_TRAINING,
     "ASCEND_LAUNCH_BLOCKING": "1",  # the Python line that fails is the line that is shown
@@ -111,12 +112,13 @@ def _loads(library: str) -> bool:
 def prepare(
     device_type: str | None,
     debug: bool = False,
+    generates: bool = False,
     environ: MutableMapping[str, str] = os.environ,
     outside: Outside | None = None,
 ) -> Prepared:
     """Set the variables of the device's profile in `environ`, where they are not set yet. Call before `import torch`.
 
-    `outside` is what `look` found; tests give their own.
+    `generates`: the command decodes with captured graphs. `outside` is what `look` found; tests give their own.
     """
     asked = requested(device_type, environ)
     seen = outside or look(environ)
@@ -124,7 +126,7 @@ def prepare(
     profile: dict[str, str] = {}
     npu = _npu_expected(asked, seen, environ, warnings)
     if npu:
-        profile |= NPU_DEBUG if debug else NPU_TRAINING
+        profile |= NPU_DEBUG if debug else NPU_GENERATING if generates else NPU_TRAINING
         general = environ.get("PYTORCH_ALLOC_CONF")
         if general is not None and environ.get("PYTORCH_NPU_ALLOC_CONF", general) != general:
             raise UserError(

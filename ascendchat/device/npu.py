@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,13 @@ class NPU(Accelerator):
 
     type = "npu"
     graph_class = "NPUGraph"
+
+    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training wants, torch_npu refuses, and `fn` runs as it is."""
+        if self.chip.graphs and os.environ.get("TASK_QUEUE_ENABLE") == "2":
+            print("ascendchat: no captured graphs with TASK_QUEUE_ENABLE=2; 1 decodes faster", file=sys.stderr)
+            return fn
+        return super().graph(fn, *static_inputs)
 
     def launches(self) -> int | None:
         """Operators launched so far, if this is the simulated NPU."""

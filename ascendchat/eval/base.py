@@ -1,7 +1,7 @@
 """`ascendchat eval base --run NAME`: bits per byte and CORE of a base model; also under `ascendchat launch`.
 
-Prints a table, and writes eval_STEP.json beside the checkpoint. Bits per byte do not depend on the tokenizer: the nats
-of all text tokens, in bits, over the bytes that they stand for; special tokens count in neither sum.
+Prints a table, and adds what it found to eval_STEP.json beside the checkpoint. Bits per byte do not depend on the
+tokenizer: the nats of all text tokens, in bits, over the bytes they stand for; special tokens count in neither sum.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ascendchat import dist
+from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home
 from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data.corpus import IGNORE, Corpus, evaluation_rows, open_mixture
@@ -123,42 +124,91 @@ def run(config: EvalBaseConfig) -> int:
     loaded = load(
         device, place, run=config.run, stage="base", checkpoint=config.checkpoint, tokenizer=config.tokenizer, say=say
     )
-    model, tokenizer, step = loaded.model, loaded.tokenizer, int(loaded.state["step"])
+    model, tokenizer = loaded.model, loaded.tokenizer
+    found = Checkpoint(loaded.folder, loaded.state)
+    about = {"checkpoint": str(found.folder), "model": found.fingerprint, "step": found.step}
+    result: dict[str, Any] = dict(about)
     corpora = corpora_of(config, loaded) if "bpb" in config.eval else []
-    tasks = (
-        load_bundle(Path(config.bundle) if config.bundle else home() / "data" / "core") if "core" in config.eval else []
-    )
+    bundle = Path(config.bundle or home() / "data" / "core").absolute()
+    tasks = load_bundle(bundle) if "core" in config.eval else []
+    core.check(tasks)
     shape = model.shape
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     say(reason)
     limit = config.max_seq_len or shape.seq_len
     scorer = ModelScorer(model, kernel, place, max_tokens=config.tokens_per_batch, max_len=limit, pin=device.pin)
-    result: dict[str, Any] = {
-        "checkpoint": str(loaded.folder), "step": step, "chip": device.chip.name, "world": world.size,
-        "dtype": str(device.dtype).removeprefix("torch."), "attention": kernel.name, "max_seq_len": limit,
+    settings = {
+        "chip": device.chip.name, "world": world.size, "dtype": str(device.dtype).removeprefix("torch."),
+        "attention": kernel.name, "max_seq_len": limit,
     }  # fmt: skip
     say(f"{loaded.folder}: {shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")
     if corpora:
         token_bytes = np.asarray(tokenizer.token_bytes(), dtype=np.int64)
         result["bpb"] = {
-            str(c.folder): _corpus(scorer, c, limit, config.eval_tokens, token_bytes, say) for c in corpora
+            str(c.folder): _corpus(scorer, c, limit, config.eval_tokens, token_bytes, say) | {"settings": settings}
+            for c in corpora
         }
-    correct: dict[str, str] = {}
+        store(found, result, say)  # now: CORE takes long
     if tasks:
         say(f"  {'task':<34}{'accuracy':>8}{'centred':>9}{'rows':>7}")
         report = core.evaluate(tasks, scorer, tokenizer, max_len=limit, max_per_task=most, say=say)
         for text in core.summary(report):
             say(text)
-        result["core"] = report.to_dict()
+        result["core"] = {**report.to_dict(), "settings": {**settings, "bundle": str(bundle)}}
         correct = {task.label: "".join("01"[right] for right in task.correct) for task in report.tasks}
-    if world.rank == 0:
-        write_atomic(
-            loaded.folder.parent / f"eval_{step:06d}.json", json.dumps({**result, "correct": correct}, indent=1)
-        )
-        if config.json:
-            print(json.dumps(result))
+        store(found, {**about, "core": result["core"], "correct": correct}, say)
+    if world.rank == 0 and config.json:
+        print(json.dumps(result))
     dist.teardown()
     return 0
+
+
+def store(found: Checkpoint, new: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Add results to the file beside the checkpoint."""
+    if dist.world().rank:
+        return
+    path = found.folder.parent / f"eval_{found.step:06d}.json"
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        old = None
+    both, kept = merged(old if isinstance(old, dict) else {}, new)
+    for text in kept:
+        say(f"{path} keeps {text}")
+    write_atomic(path, json.dumps(both, indent=1))
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Results of the same weights stand side by side, each with its settings; other weights start anew.
+
+    What was taken over less never replaces what was taken over more; the second value says what was kept so."""
+    if old.get("model") != new["model"]:
+        return new, []
+    both, kept = {**old, **new}, []
+    if "bpb" in old and "bpb" in new:
+        both["bpb"] = {**old["bpb"], **new["bpb"]}
+        for folder, now in new["bpb"].items():
+            was = old["bpb"].get(folder, now)
+            if was["corpus"] == now["corpus"] and was["tokens_asked"] > now["tokens_asked"]:
+                both["bpb"][folder] = was
+                kept.append(f"the bits per byte of {folder} found over more tokens ({was['bits_per_byte']:.4f})")
+    if "core" in old and "core" in new and _reach(old["core"]) > _reach(new["core"]):
+        both.update(core=old["core"], correct=old["correct"])
+        kept.append(f"the CORE found before over {_rows(old['core'])}, not this one over {_rows(new['core'])}")
+    return both, kept
+
+
+def _reach(found: dict[str, Any]) -> float:
+    """How many rows of each task a CORE result may cover; without bound if no task was cut."""
+    if not found["tasks"]:
+        return 0.0
+    cut = any(task["rows"] < task["rows_in_file"] for task in found["tasks"])
+    return float(found["max_per_task"]) if cut else math.inf
+
+
+def _rows(found: dict[str, Any]) -> str:
+    reach = _reach(found)
+    return "all rows" if reach == math.inf else f"the first {reach:.0f} rows of each task" if reach else "no task"
 
 
 def _corpus(
@@ -169,4 +219,5 @@ def _corpus(
     bits = bits_per_byte(scorer, itertools.islice(rows, max(1, most // seq_len)) if cut else rows, token_bytes)
     note = f", the first of {corpus.tokens}" if cut else ""
     say(f"bits per byte {bits.bits_per_byte:.4f} on {corpus.folder} ({bits.tokens} tokens{note}; {bits.seconds:.1f} s)")
-    return {**asdict(bits), "tokens_in_split": corpus.tokens}
+    asked = most if cut else corpus.tokens
+    return {**asdict(bits), "corpus": corpus.fingerprint, "tokens_in_split": corpus.tokens, "tokens_asked": asked}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat import dist, sandbox
+from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home, nearest
 from ascendchat.config.eval import EvalChatConfig
 from ascendchat.device import describe, pick
@@ -31,6 +32,7 @@ from ascendchat.nn.attention import choose
 from ascendchat.record import run_folder
 from ascendchat.tasks import EVALUATIONS, Task
 from ascendchat.tasks import load as load_task
+from ascendchat.tasks.humaneval import HumanEval
 from ascendchat.tasks.toy import EXAMS as TOY
 
 FILE = "eval_chat.json"
@@ -128,13 +130,23 @@ def read_results(stage: Path) -> dict[str, Any]:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Tasks may be examined in several goes: what was found for the same model in the same way stays."""
-    same = all(old.get(key) == new[key] for key in ("checkpoint", "step", "settings"))
-    tasks = {**(old["tasks"] if same else {}), **new["tasks"]}
-    missing = {**(old.get("missing", {}) if same else {}), **new["missing"]}
+    """Tasks may be examined in several goes: what the same weights reached in the same way on the same files stays."""
+    same = all(old.get(key) == new[key] for key in ("model", "step", "settings"))
+    before: dict[str, Any] = old if same else {}
+    source = before.get("source") if new["source"] is None else new["source"]
+    stays = [name for name in EVALUATIONS if name in TOY or before.get("source") == source]
+    tasks = {name: found for name, found in before.get("tasks", {}).items() if name in stays} | new["tasks"]
+    missing = {name: why for name, why in before.get("missing", {}).items() if name in stays} | new["missing"]
     missing = {name: why for name, why in missing.items() if name not in tasks}
     ordered = {name: tasks[name] for name in EVALUATIONS if name in tasks}
-    return {**new, "tasks": ordered, "missing": missing, "scores": scores(ordered)}
+    return {**new, "source": source, "tasks": ordered, "missing": missing, "scores": scores(ordered)}
+
+
+def source_of(names: Iterable[str], source: str) -> str | None:
+    """Where the tasks come from: the absolute path of --source, "" if they are fetched, None if all are embedded."""
+    if all(name in TOY for name in names):
+        return None
+    return str(Path(source).expanduser().resolve()) if source else ""
 
 
 def stage_table(run: str) -> list[dict[str, Any]]:
@@ -183,8 +195,24 @@ def evaluate(tasks: Sequence[Task], examiner: Examiner, say: Callable[[str], Non
     for task in tasks:
         outcome = examine(task, examiner)
         say(line(outcome))
+        if isinstance(task, HumanEval) and (failed := sum(dist.gather_objects(len(task.sandbox_failed)))):
+            say(f"  {'':<24} {failed} programs ended because the sandbox failed, or pretended so; they count as wrong")
         found[task.name] = asdict(outcome)
     return found
+
+
+def sandbox_line() -> str:
+    """What holds the programs here. A sandbox that runs nothing is an error: every answer would count as wrong."""
+    tried = sandbox.run("pass", seconds=20.0)
+    if not tried.ok:
+        raise UserError(
+            f"humaneval cannot be examined: the sandbox does not run even an empty program here ({tried.reason}: "
+            f"{tried.detail or tried.stderr.strip()}); leave humaneval out of --tasks, or repair that"
+        )
+    walls = sandbox.capabilities()
+    return f"sandbox: {', '.join(walls['layers']) or 'limits only'}" + "".join(
+        f"; {name} is NOT contained" for name, held in walls.items() if held is False
+    )
 
 
 def check(config: EvalChatConfig) -> int | None:
@@ -213,6 +241,7 @@ def run(config: EvalChatConfig) -> int:
         device, place, run=config.run, stage=config.stage, checkpoint=config.checkpoint, tokenizer=config.tokenizer,
         say=say,
     )  # fmt: skip
+    weights = Checkpoint(loaded.folder, loaded.state).fingerprint
     tasks, missing = open_tasks(names, config.source)
     for name, why in missing.items():
         say(f"  {name:<24} MISSING: {why}")
@@ -220,9 +249,7 @@ def run(config: EvalChatConfig) -> int:
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     say(reason)
     if any(task.name == "humaneval" for task in tasks):
-        walls = sandbox.capabilities()
-        say(f"sandbox: {', '.join(walls['layers']) or 'limits only'}"
-            + "".join(f"; {name} is NOT contained" for name, held in walls.items() if held is False))  # fmt: skip
+        say(sandbox_line())
     context = config.context or shape.seq_len
     engine = Engine(loaded.model, kernel, loaded.tokenizer, device, place, slots=config.slots, context=context)
     chooser = ModelChooser(
@@ -239,8 +266,9 @@ def run(config: EvalChatConfig) -> int:
         "temperature": config.temperature, "context": context, "seed": config.seed,
     }  # fmt: skip
     new = {
-        "checkpoint": str(loaded.folder), "stage": loaded.folder.parent.name, "step": loaded.state.get("step"),
-        "chip": device.chip.name, "world": world.size, "settings": settings, "tasks": results, "missing": missing,
+        "checkpoint": str(loaded.folder), "model": weights, "stage": loaded.folder.parent.name,
+        "step": loaded.state.get("step"), "chip": device.chip.name, "world": world.size, "settings": settings,
+        "source": source_of(names, config.source), "tasks": results, "missing": missing,
     }  # fmt: skip
     found = merged(read_results(loaded.folder.parent), new)
     for text in score_lines(found["scores"]):

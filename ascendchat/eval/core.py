@@ -6,7 +6,8 @@ The rules, which make the number comparable: the rows of a task are shuffled wit
 --max-per-task; the demonstrations of row i are drawn from the others by Random(1234 + i); multiple choice and schema
 take the option with the least mean nats over its own tokens (where the options differ, or where they end alike);
 language modelling wants every token of the continuation to be the model's first choice; a row that is too long loses
-its beginning; accuracy is centred, (accuracy - chance) / (1 - chance); CORE is the mean over tasks.
+its beginning; accuracy is centred, (accuracy - chance) / (1 - chance); CORE is the mean over tasks. Where a cut leaves
+fewer rows than are to be shown, which the published program refuses, they are drawn as in a run without the cut.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ascendchat import dist
 from ascendchat.config import UserError
-from ascendchat.eval.bundle import Task
+from ascendchat.eval.bundle import AGAIN, Task
 from ascendchat.eval.scorer import Example, Pending, Scored, Scorer
 
 DEMONSTRATION_SEED = 1234
@@ -60,6 +61,16 @@ def demonstrations(count: int, index: int, shots: int) -> list[int]:
     """Which rows are shown before row `index`: never itself, and the same in every run."""
     drawn = random.Random(DEMONSTRATION_SEED + index).sample(range(count - 1), shots)
     return [i + (i >= index) for i in drawn]
+
+
+def check(tasks: Iterable[Task]) -> None:
+    """Refuse tasks whose file has too few rows to draw the demonstrations from; before anything is computed."""
+    for task in tasks:
+        if not task.missing and task.shots >= len(task.rows):
+            raise UserError(
+                f"{task.label} shows {task.shots} other rows before each, but its file {task.file} holds only "
+                f"{len(task.rows)}; {AGAIN}, or give another folder: --bundle DIR"
+            )
 
 
 def shown_before(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -183,19 +194,16 @@ def evaluate_task(
 ) -> Outcome:
     """Score one task; with several ranks each takes every so-many-th row, and all of them learn all results."""
     began = time.perf_counter()
+    check([task])
     rows = task.rows[:max_rows] if max_rows else task.rows
-    if task.shots >= len(rows):
-        raise UserError(
-            f"{task.label} shows {task.shots} other rows before each, but only {len(rows)} are there; "
-            f"give --max-per-task {task.shots + 1} or more"
-        )
+    pool = rows if len(rows) > task.shots else task.rows
     prompts, counts, world = Prompts(tokenizer), Counts(), dist.world()
     mine = range(world.rank, len(rows), world.size)
     pending: list[Pending] = []
     for first in range(0, len(mine), CHUNK):
         examples = []
         for index in mine[first : first + CHUNK]:
-            shown = [rows[i] for i in demonstrations(len(rows), index, task.shots)] if task.shots else []
+            shown = [pool[i] for i in demonstrations(len(pool), index, task.shots)] if task.shots else []
             tokens = prompts.encode(shown_before(task, shown), asked(task, rows[index]))
             examples.append(build(task.kind, tokens, max_len, counts))
         pending.append(scorer.submit(examples))
@@ -271,7 +279,8 @@ def evaluate(
 def line(task: Outcome) -> str:
     """One row of the printed table."""
     notes = [] if task.complete else [f"SUBSET {task.rows_in_file} of {task.rows_of_task} rows"]
-    notes += [f"first {task.rows} rows"] if task.rows < task.rows_in_file else []
+    if task.rows < task.rows_in_file:
+        notes.append(f"first {task.rows} rows" + (", shown ones from all" if task.rows <= task.shots else ""))
     notes += [f"{task.cropped} cropped"] if task.cropped else []
     notes += [f"{task.unclean} unclean"] if task.unclean else []
     speed = f"{task.examples_per_second:9.1f}/s {task.seconds:7.1f} s"

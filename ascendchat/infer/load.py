@@ -56,7 +56,7 @@ def load(
     if "shape" not in found.state:
         raise UserError(f"{found.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(found.state["shape"])
-    text = open_tokenizer(tokenizer, found, shape)
+    text = open_tokenizer(tokenizer_folder(tokenizer, found), found, shape)
     model = GPT(shape, device.operators())
     weights = found.model()
     expected = dict(model.state_dict())
@@ -112,9 +112,18 @@ def settings_of(found: Checkpoint) -> dict[str, Any]:
     return load_yaml(path) if path.is_file() else {}
 
 
-def open_tokenizer(folder: str, found: Checkpoint, shape: Shape) -> Tokenizer:
-    """The tokenizer that the model was trained with: the one named, that of its run, or that of $ASCENDCHAT_HOME."""
-    path = Path(folder or settings_of(found).get("tokenizer") or home() / "tokenizer")
+def tokenizer_folder(named: str, found: Checkpoint) -> Path:
+    """Where the tokenizer of a model is: the folder named, the copy beside its checkpoints, the one it was trained with
+    if that is still there, or that of $ASCENDCHAT_HOME."""
+    if named:
+        return Path(named)
+    recorded = str(settings_of(found).get("tokenizer") or "")
+    places = [found.folder.parent / "tokenizer", *([Path(recorded)] if recorded else [])]
+    return next((place for place in places if place.is_dir()), home() / "tokenizer")
+
+
+def open_tokenizer(path: Path, found: Checkpoint, shape: Shape) -> Tokenizer:
+    """The tokenizer in a folder; it must be the one that the model was trained with."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint != found.state.get("tokenizer") or tokenizer.vocab_size != shape.vocab:
         raise UserError(

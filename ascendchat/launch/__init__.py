@@ -25,7 +25,7 @@ from ascendchat.config import UserError, home
 from ascendchat.config.commands import LaunchConfig
 from ascendchat.files import write_atomic
 from ascendchat.launch import port as ports
-from ascendchat.launch.rank import PROGRAM
+from ascendchat.launch.rank import PROGRAM, node_prefix
 from ascendchat.launch.supervise import Outcome, watch
 from ascendchat.launch.world import Job, World, derived_port, read_job, read_world
 
@@ -199,10 +199,10 @@ def count_devices(kind: str | None) -> int:
 
 def attempt(plan: Plan, restart: int, grace: float) -> Outcome:
     """Run all ranks of this node once. A port that someone took between choosing and using it is chosen again."""
-    folder = plan.logs / f"attempt_{restart}"
+    folder, node = plan.logs / f"attempt_{restart}", node_prefix(plan.nodes, plan.node_rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / PROGRAM, json.dumps(plan.program))
+        write_atomic(folder / f"{node}{PROGRAM}", json.dumps(plan.program))
     except OSError as error:
         raise UserError(
             f"cannot write the logs to {folder} ({error.strerror}); set ASCENDCHAT_HOME to a folder of yours"
@@ -216,8 +216,8 @@ def attempt(plan: Plan, restart: int, grace: float) -> Outcome:
         arguments = ["--nnodes", str(plan.nodes), "--node-rank", str(plan.node_rank)]
         arguments += ["--nproc-per-node", str(plan.devices), "--max-restarts", "0", "--rdzv-backend", "static"]
         arguments += ["--master-addr", plan.master_addr, "--master-port", str(port)]
-        arguments += [str(Path(__file__).with_name("rank.py")), str(folder)]
-        outcome = watch(arguments, folder, environment, grace, show=plan.node_rank == 0)
+        arguments += [str(Path(__file__).with_name("rank.py")), str(folder), *([node] if node else [])]
+        outcome = watch(arguments, folder, environment, grace, show=plan.node_rank == 0, node=node)
         if not outcome.port_taken or plan.master_port:
             break
     return outcome

@@ -1,8 +1,11 @@
-"""Becomes one rank: `python rank.py FOLDER`, started by the torchrun inside `ascendchat launch`.
+"""Becomes one rank: `python rank.py FOLDER [node_K_]`, started by the torchrun inside `ascendchat launch`.
 
 It sends its output to FOLDER/rank_N.log, makes sure that it dies with its parent, and then replaces itself by Python
 with the arguments in FOLDER/program.json: what runs is what plain torchrun would have run, but torchrun never sees the
 flags of the program (it would take --run for its own --run-path). Standard library only, to start fast.
+
+All nodes of a job write to one FOLDER. N counts the ranks of all nodes; every other file is of one node only, and with
+several nodes its name begins with `node_K_`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 # torchrun itself must be able to import torch where the plug-in of a device is broken; the ranks get the user's value.
 AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
 PROGRAM = "program.json"
+MARK = "ASCENDCHAT_RANK_PROCESS"  # what the pid file says, for all that a rank starts: whose they are when it is gone
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -31,12 +35,26 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.log"
 
 
+def node_prefix(nodes: int, node: int) -> str:
+    """How the names of this node's own files begin: nodes share the folder."""
+    return f"node_{node}_" if nodes > 1 else ""
+
+
+def started(pid: int) -> str:
+    """When a process started, in clock ticks since boot; "" when it is gone, or where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
 def main(argv: list[str]) -> None:
-    """Redirect, note the process id, and exec; never returns."""
-    folder, rank = Path(argv[0]), int(os.environ["RANK"])
+    """Redirect, note the process id and when it started, and exec; never returns."""
+    folder, node, rank = Path(argv[0]), "".join(argv[1:]), int(os.environ["RANK"])
     die_with_parent(signal.SIGKILL)
     log = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    (folder / f"rank_{rank}.pid").write_text(str(os.getpid()), encoding="ascii")
+    os.environ[MARK] = f"{os.getpid()} {started(os.getpid())}"
+    (folder / f"{node}rank_{rank}.pid").write_text(os.environ[MARK], encoding="ascii")
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -45,7 +63,7 @@ def main(argv: list[str]) -> None:
         os.environ[AUTOLOAD] = kept
     else:
         os.environ.pop(AUTOLOAD, None)
-    program = json.loads((folder / PROGRAM).read_text(encoding="utf-8"))
+    program = json.loads((folder / f"{node}{PROGRAM}").read_text(encoding="utf-8"))
     os.execv(sys.executable, [sys.executable, "-u", *program])
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, log_file
+from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, MARK, log_file, started
 
 POLL = 0.05  # seconds between two looks at rank 0's log
 SLACK = 5.0  # seconds that torchrun itself gets to end after its ranks had their grace
@@ -87,10 +87,13 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def watch(arguments: list[str], folder: Path, environment: dict[str, str], grace: float, show: bool) -> Outcome:
-    """Run torchrun with these arguments until it ends; `show` copies rank 0 to the console."""
-    result, agent_log = folder / "result.json", folder / "torchrun.log"
-    result.unlink(missing_ok=True)
+def watch(
+    arguments: list[str], folder: Path, environment: dict[str, str], grace: float, show: bool, node: str = ""
+) -> Outcome:
+    """Run torchrun with these arguments until it ends; `show` copies rank 0 to the console; `node`: see rank.py."""
+    result, agent_log = folder / f"{node}result.json", folder / f"{node}torchrun.log"
+    for old in (result, *_pid_files(folder, node)):  # of a launcher that was killed
+        old.unlink(missing_ok=True)
     kept = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
     limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace)))}
     follower, signals = Follower(log_file(folder, 0)), Signals()
@@ -113,23 +116,46 @@ def watch(arguments: list[str], folder: Path, environment: dict[str, str], grace
                     agent.kill()
                 time.sleep(POLL)
         finally:
-            _sweep(agent, folder)
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+            end_groups(folder, node)
         if show:
             follower.pump()
     return judge(_read(result), folder, agent_log, agent.returncode, signals.first, show)
 
 
-def _sweep(agent: subprocess.Popen[bytes], folder: Path) -> None:
-    """End whatever is left of torchrun and of the ranks' process groups (each rank leads its own)."""
-    if agent.poll() is None:
-        agent.kill()
-    agent.wait()
-    for path in folder.glob("rank_*.pid"):
-        text = path.read_text(encoding="ascii").strip()
-        if text.isdigit() and int(text) > 1:
+def _pid_files(folder: Path, node: str) -> list[Path]:
+    return list(folder.glob(f"{node}rank_*.pid"))
+
+
+def end_groups(folder: Path, node: str) -> None:
+    """End what is left of the process groups of this node's ranks (each rank leads its own)."""
+    for path in _pid_files(folder, node):
+        mark = path.read_text(encoding="ascii")
+        pid = mark.partition(" ")[0]
+        if pid.isdigit() and int(pid) > 1 and _is_group_of(int(pid), mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(text), signal.SIGKILL)
+                os.killpg(int(pid), signal.SIGKILL)
         path.unlink(missing_ok=True)
+
+
+def _is_group_of(pid: int, mark: str) -> bool:
+    """True while the group with this number is that of the marked rank, and not of a process that got it later."""
+    now = started(pid)
+    if now or not started(os.getpid()):  # without /proc: it was written during this attempt, which must do
+        return mark == f"{pid} {now}"
+    # The rank is gone. While a child of it is in the group nobody else gets the number, so one that shows it is enough.
+    return any(_is_child(int(path.name), pid, mark) for path in Path("/proc").glob("[0-9]*"))
+
+
+def _is_child(process: int, group: int, mark: str) -> bool:
+    try:
+        if os.getpgid(process) != group:
+            return False
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has just ended, or is somebody else's
+        return False
 
 
 def _read(result: Path) -> dict[str, Any]:

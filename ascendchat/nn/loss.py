@@ -18,6 +18,7 @@ from ascendchat.plan.memory import HEAD_CHUNK_BYTES  # accelerators like chunks 
 
 IGNORE = -1  # target of a position that is not scored
 SOFTCAP = 15.0  # logits are squashed into (-15, 15)
+FP16_LIFT = 64.0  # float16 holds probabilities down to 1e-9 when they are multiplied by this
 
 
 def chunk_rows(hidden: Tensor, head: Tensor) -> int:
@@ -36,23 +37,26 @@ def score(logits: Tensor, targets: Tensor, weight: Tensor, vocab: int) -> tuple[
     the raw logits up to a factor per row, and that factor (N, 1) times `weight`.
 
     The softcap bounds the logits, so exp(capped - SOFTCAP) needs no maximum first, and the division by its sum is left
-    to the factor: whoever multiplies the gradient scales small rows instead of the large one. The columns behind
-    `vocab` do not exist and get neither score nor gradient.
+    to the factor: whoever multiplies the gradient scales small rows instead of the large one. float16 has no room for
+    that, so it divides first. The columns behind `vocab` do not exist and get neither score nor gradient.
     """
     half = torch.sigmoid(logits[:, :vocab].float() * (2.0 / SOFTCAP))  # capped = SOFTCAP * (2 * half - 1)
     unscaled = torch.exp((2.0 * SOFTCAP) * (half - 1.0))
     slope = 4.0 * half * (1.0 - half)
     total = unscaled.sum(dim=-1, keepdim=True)
-    gradient = (unscaled * slope).to(logits.dtype)
+    size = total / FP16_LIFT if logits.dtype == torch.float16 else None
+    gradient = unscaled * slope
+    gradient = (gradient if size is None else gradient / size).to(logits.dtype)
     valid = (targets != IGNORE).unsqueeze(-1)
     index = targets.clamp(min=0).unsqueeze(-1)
     mine = torch.sigmoid(logits.gather(-1, index).float() * (2.0 / SOFTCAP))
     chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # the target's capped logit, less SOFTCAP
     nats = torch.where(valid, total.log() - chosen, 0.0).squeeze(-1)
-    gradient = gradient.scatter(-1, index, ((chosen.exp() - total) * 4.0 * mine * (1.0 - mine)).to(gradient.dtype))
+    at_target = (chosen.exp() - total) * 4.0 * mine * (1.0 - mine)
+    gradient = gradient.scatter(-1, index, (at_target if size is None else at_target / size).to(gradient.dtype))
     if logits.size(-1) > vocab:
         gradient = torch.nn.functional.pad(gradient, (0, logits.size(-1) - vocab))
-    return nats, gradient, torch.where(valid, weight / total, 0.0)
+    return nats, gradient, torch.where(valid, weight / total if size is None else weight / FP16_LIFT, 0.0)
 
 
 class HeadLoss(torch.autograd.Function):

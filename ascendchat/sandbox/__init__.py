@@ -28,12 +28,13 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ascendchat.sandbox import seccomp
 
@@ -43,6 +44,19 @@ LAYERS = ("namespaces", "seccomp", "user")
 INSIDE = Path(__file__).with_name("inside.py")
 MIB = 1 << 20
 GRACE = 10.0  # seconds beyond the program's own, for starting and ending on a busy machine
+# Ends the process {pid} by `kill`, and as the owner of a pipe; `capabilities` looks whether it still lives.
+SIGNALS = """
+import contextlib, fcntl, os, signal
+with contextlib.suppress(OSError):
+    os.kill({pid}, signal.SIGKILL)
+with contextlib.suppress(OSError):
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, fcntl.F_SETOWN, {pid})
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(reading, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
+    os.write(writing, b"x")
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +82,7 @@ def run(
     for name in files or {}:
         if not name or name != os.path.basename(name) or name in (".", ".."):
             raise ValueError(f"{name!r} is not a plain file name")
-    chosen = tuple(layers) if layers is not None else _available()[0]
+    chosen = tuple(layers) if layers is not None else _available().layers
     order = {
         "code": code, "stdin": stdin, "files": dict(files or {}), "seconds": seconds, "memory": memory, "disk": disk,
         "output": output, "processes": processes, "open_files": 64, "layers": chosen,
@@ -76,21 +90,33 @@ def run(
     return _judge(_execute(order))
 
 
+def _libraries() -> tuple[str, list[str]]:
+    """LD_LIBRARY_PATH, by which some machines find libpython, without what is no folder; and that library, if there."""
+    parts = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if os.path.isabs(part)]
+    folders = list(dict.fromkeys(os.path.realpath(part) for part in parts if os.path.isdir(part)))
+    name = sysconfig.get_config_var("INSTSONAME") or "libpython"
+    files = [path for path in (os.path.join(folder, name) for folder in folders) if os.path.isfile(path)]
+    return os.pathsep.join(folders), [path for path in files[:1] if not os.path.islink(path)]
+
+
 def _execute(order: dict[str, Any]) -> dict[str, Any]:
     """Start the watcher with its order, and return its report; whatever happens to it, nothing stays behind."""
     word = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="ascendchat-sandbox-")
     python = os.path.realpath(sys.executable)
+    libraries, library = _libraries()
+    prefixes = [os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)]
     order = {
-        **order, "word": word, "folder": os.path.realpath(folder), "python": python,
-        "python_folders": sorted({os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}),
+        **order, "word": word, "folder": os.path.realpath(folder), "python": python, "libraries": libraries,
+        "python_folders": sorted({*prefixes, *library}),
         "number": secrets.randbelow(100_000_000),
         "filter": seccomp.program(platform.machine(), read_only="namespaces" not in order["layers"]),
     }  # fmt: skip
     try:
         with subprocess.Popen(
             [python, "-I", "-S", "-B", "-X", "utf8", str(INSIDE)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            env={"LD_LIBRARY_PATH": libraries} if libraries else {},
         ) as watcher:  # fmt: skip
             try:
                 said, complaint = watcher.communicate(json.dumps(order).encode(), timeout=order["seconds"] + GRACE)
@@ -142,12 +168,20 @@ def _judge(report: dict[str, Any]) -> Result:
     )
 
 
+class _Walls(NamedTuple):
+    """The layers that work together here, why each of the others does not, and why nothing runs at all, if so."""
+
+    layers: tuple[str, ...]
+    missing: dict[str, str]
+    broken: str
+
+
 _lock = threading.Lock()
-_found: tuple[tuple[str, ...], dict[str, str]] | None = None
+_found: _Walls | None = None
 
 
-def _available() -> tuple[tuple[str, ...], dict[str, str]]:
-    """The layers that work together here, and why each of the others does not; tried once per process."""
+def _available() -> _Walls:
+    """What stands here; tried once per process."""
     global _found
     with _lock:
         if _found is None:
@@ -155,9 +189,9 @@ def _available() -> tuple[tuple[str, ...], dict[str, str]]:
         return _found
 
 
-def _try_layers() -> tuple[tuple[str, ...], dict[str, str]]:
+def _try_layers() -> _Walls:
     if sys.platform != "linux":
-        return (), dict.fromkeys(LAYERS, f"only Linux has this, not {sys.platform}")
+        return _Walls((), dict.fromkeys(LAYERS, f"only Linux has this, not {sys.platform}"), _fails(()))
     root = os.geteuid() == 0
     missing: dict[str, str] = {}
     if not root:
@@ -182,7 +216,7 @@ def _try_layers() -> tuple[tuple[str, ...], dict[str, str]]:
             missing["seccomp"] = failed
         else:
             kept = (*kept, "seccomp")
-    return tuple(name for name in LAYERS if name in kept), missing
+    return _Walls(tuple(name for name in LAYERS if name in kept), missing, "" if kept else _fails(()))
 
 
 def _fails(layers: Sequence[str]) -> str:
@@ -193,9 +227,12 @@ def _fails(layers: Sequence[str]) -> str:
 
 def capabilities() -> dict[str, Any]:
     """What holds a program here, found out by trying: the `layers` that stand, the `missing` ones with their reasons,
-    and for each danger whether it is contained: memory, processes, network, writing, reading, signals."""
-    layers, missing = _available()
+    and for each danger whether it is contained: memory, processes, network, writing, reading, signals. `broken` says
+    why not even a program without layers runs; empty if it does."""
+    layers, missing, broken = _available()
     outside = Path(tempfile.mkdtemp(prefix="ascendchat-sandbox-"))
+    waiting = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)"]
+    victim = subprocess.Popen(waiting, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         outside.chmod(0o777)  # only the sandbox can keep the program out
         (outside / "secret").write_text("secret", encoding="utf-8")
@@ -206,10 +243,16 @@ def capabilities() -> dict[str, Any]:
                 "network": f"import socket\nsocket.create_connection({server.getsockname()!r}, timeout=5)",
                 "writing": f"open({str(outside / 'written')!r}, 'w').close()",
                 "reading": f"open({str(outside / 'secret')!r}).read()",
-                "signals": f"import os\nos.kill({os.getpid()}, 0)",
+                "signals": SIGNALS.format(pid=victim.pid),
             }
             found = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            victim.wait(timeout=0.2)
+        alive = victim.poll() is None
     finally:
+        victim.kill()
+        victim.wait()
         shutil.rmtree(outside, ignore_errors=True)
     held = {name: not result.ok and result.reason != "sandbox" for name, result in found.items()}
-    return {"layers": list(layers), "missing": missing, **held}
+    held["signals"] = found["signals"].ok and alive
+    return {"layers": list(layers), "missing": missing, "broken": broken, **held}

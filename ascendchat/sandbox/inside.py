@@ -51,6 +51,7 @@ CODE_FD, DONE_FD = 3, 4
 BOOT = f"""
 def start():
     import builtins, os, sys, types
+    os.environ.pop("LD_LIBRARY_PATH", None)
     with open({CODE_FD}, encoding="utf-8", newline="") as file:
         word, code = file.readline().strip().encode(), file.read()
     main, write = types.ModuleType("__main__"), os.write
@@ -129,6 +130,9 @@ def own_root(order: Order, user: int) -> None:
     check(libc().unshare(CLONE_NEWNS), "mount namespace")  # here: the watcher still needs the machine's /proc
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
+    os.mkdir(f"{root}/tmp")  # before the others, for Python may lie below the machine's /tmp
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV,
+          f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}")  # fmt: skip
     shown: list[str] = []
     for source in (*SYSTEM, *order["python_folders"]):
         inside = any(source.startswith(before + "/") and not os.path.islink(before) for before in shown)
@@ -137,9 +141,6 @@ def own_root(order: Order, user: int) -> None:
             shown.append(source)
     for device in DEVICES:
         bind(device, root)
-    os.mkdir(f"{root}/tmp")
-    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV,
-          f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}")  # fmt: skip
     os.chdir(root)
     number = PIVOT_ROOT.get(os.uname().machine)
     if number is None:
@@ -210,6 +211,8 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
         forbid(order["filter"])
     here = os.getcwd()
     environment = {"HOME": here, "TMPDIR": here, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    if order["libraries"]:  # for the loader, which may find libpython only so; BOOT takes it away again
+        environment["LD_LIBRARY_PATH"] = order["libraries"]
     os.execve(order["python"], ["python", "-I", "-S", "-B", "-X", "utf8", "-c", BOOT], environment)
 
 

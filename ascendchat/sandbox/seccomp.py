@@ -38,8 +38,12 @@ REFUSED: Numbers = {
     "clock_adjtime": (305, 266), "personality": (135, 92), "open_by_handle_at": (304, 265),
     "fanotify_init": (300, 262), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
-    "msgget": (68, 186), "mq_open": (240, 180), "setsid": (112, 157), "setpgid": (109, 154),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+    "mq_unlink": (241, 181), "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "mknod": (133, None), "mknodat": (259, 33),
 }  # fmt: skip
@@ -54,8 +58,15 @@ CHANGES: Numbers = {  # of files; refused when the program has no root folder of
 }  # fmt: skip
 JUDGED: Numbers = {  # refused or not by their arguments
     "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "prctl": (157, 167),
-    "prlimit64": (302, 261), "open": (2, None), "openat": (257, 56), "openat2": (437, 437),
+    "prlimit64": (302, 261), "open": (2, None), "openat": (257, 56), "openat2": (437, 437), "fcntl": (72, 25),
+    "ioctl": (16, 29),
 }  # fmt: skip
+# Commands by which a pipe or socket sends any signal to any process of the same user. `socketpair` itself stays
+# allowed, for asyncio cannot start without it: a pair without these commands reaches nobody.
+OWNERS = {
+    "fcntl": (8, 10, 15),  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+    "ioctl": (0x8901, 0x8902),  # FIOSETOWN, SIOCSPGRP
+}
 
 
 def program(machine: str, read_only: bool) -> list[Instruction]:
@@ -81,6 +92,11 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
         return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), (opcode, 0, 1, value), (RETURN, 0, 0, yes),
                 (RETURN, 0, 0, otherwise))  # fmt: skip
 
+    def none_of(argument: int, values: tuple[int, ...]) -> tuple[Instruction, ...]:
+        """Refused if the argument is one of these."""
+        tests = [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+        return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, no))
+
     for name in [*REFUSED, *(CHANGES if read_only else ())]:
         call(name, (RETURN, 0, 0, no))
     call("clone", *only(0, ANY_BIT, CLONE_THREAD, ALLOW, no))
@@ -89,6 +105,8 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
     call("tgkill", *only(0, EQUAL, OWN_PID, ALLOW, no))
     call("prctl", *only(0, EQUAL, PR_SET_PDEATHSIG, no, ALLOW))
     call("prlimit64", *only(0, EQUAL, 0, ALLOW, no))
+    for name, commands in OWNERS.items():
+        call(name, *none_of(1, commands))
     if read_only:
         call("open", *only(1, ANY_BIT, WRITES, no, ALLOW))
         call("openat", *only(2, ANY_BIT, WRITES, no, ALLOW))

@@ -31,6 +31,7 @@ SPLIT = {
 }
 TABLES = (".parquet", ".jsonl", ".json", ".csv")  # the first of these that a folder has is read, never two
 PACKINGS = (".gz", ".xz", ".bz2", ".zst", "")
+WHOLE = ("all/", "main/")  # in a clone of a hub: the set; beside it lie its subjects once more, or another wording
 
 
 class Found(NamedTuple):
@@ -73,7 +74,7 @@ def belongs(name: str, base: int, split: str) -> bool:
 
 
 def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
-    """The files of a split. A set that lies there twice, in two places or two formats, is read once."""
+    """The files of a split. A set that lies there twice, in two places, formats or parts, is read once."""
     root = Path(source).expanduser() if source else fetch(set_name)
     if not root.is_dir():
         raise UserError(f"--source {root} is not a folder; give the one that holds the evaluation sets")
@@ -87,7 +88,9 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
             f"no files of {set_name} in {root}; get them: ascendchat data fetch {set_name}, or give their folder: "
             "--source DIR"
         )
-    return groups[min(groups)]
+    first = min(groups)
+    below = {folder: [f for f in groups[first] if f.name[len(first[2]) :].startswith(folder)] for folder in WHOLE}
+    return next((whole for whole in below.values() if whole), groups[first])
 
 
 def rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[Row]:

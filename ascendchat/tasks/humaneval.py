@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 
 from ascendchat import sandbox
 from ascendchat.config import UserError
@@ -14,16 +15,27 @@ from ascendchat.data.chat import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import rows
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+BLOCK = re.compile(r"^[^`\n]*```+[ \t]*([^`\n]*)\n(.*?)(?:```+|\Z)", re.DOTALL | re.MULTILINE)  # info, code
+PYTHON = re.compile(r"\W*(?:py|$)", re.IGNORECASE)  # python3, py, {.python}, or nothing
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}\n```"
 SECONDS = 5.0
 MEMORY = 256 << 20  # bytes
 
 
-def code_of(reply: str) -> str:
-    """The first code block of a reply, or all of it."""
-    found = BLOCK.search(reply)
-    return found[1] if found else reply
+def defines(code: str, name: str) -> bool:
+    return re.search(rf"^def\s+{re.escape(name)}\b", code, re.M) is not None
+
+
+def code_of(reply: str, name: str) -> str:
+    """The first code block of a reply that defines the function, else the first that can be Python, else the first, or
+    all of the reply. A function that is indented as a whole, as in a list, loses that; a bare body does not."""
+    blocks = BLOCK.findall(reply)
+    codes = [code for _, code in blocks] or [reply]
+    for code in codes:
+        for text in (code, textwrap.dedent(code)):
+            if defines(text, name):
+                return text
+    return next((code for info, code in blocks if PYTHON.match(info)), codes[0])
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -44,6 +56,7 @@ class HumanEval(Task):
         self.rows = list(rows("humaneval", r"human[-_]?eval", r"", source))
         if not self.rows or {"prompt", "test", "entry_point", "canonical_solution"} - set(self.rows[0]):
             raise UserError("the file of humaneval has other columns than it should; fetch it again")
+        self.sandbox_failed: list[int] = []  # rows whose program ended because the sandbox failed, or pretended so
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,12 +73,16 @@ class HumanEval(Task):
     def program(self, index: int, reply: str) -> str:
         """The answer between what the prompt gives (imports, other functions) and the tests."""
         row = self.rows[index]
-        prompt, name, code = row["prompt"], row["entry_point"], code_of(reply)
-        if re.search(rf"^def\s+{re.escape(name)}\b", code, re.M):
+        prompt, name = row["prompt"], row["entry_point"]
+        code = code_of(reply, name)
+        if defines(code, name):
             given = prompt[: prompt.rindex(f"def {name}")]
         else:  # only the body: it continues the prompt
             given = prompt
         return f"{given}{code}\n\n{row['test']}\n\ncheck({name})\n"
 
     def correct(self, index: int, reply: str) -> bool:
-        return sandbox.run(self.program(index, reply), seconds=SECONDS, memory=MEMORY).ok
+        result = sandbox.run(self.program(index, reply), seconds=SECONDS, memory=MEMORY)
+        if result.reason == "sandbox":  # not raised: a program can imitate it
+            self.sandbox_failed.append(index)
+        return result.ok

@@ -6,7 +6,6 @@ ToyExam("fact", "zh", "test")                     # `ascendchat eval chat --task
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from ascendchat.config import UserError
@@ -15,7 +14,6 @@ from ascendchat.data.chat import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Stored
 
-LETTERS = "ABCD"
 EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
@@ -50,8 +48,8 @@ class ToyExam(Task):
 
     def __init__(self, topic: str, language: str, split: str = "test", seed: int = 0) -> None:
         self.name, self.split, self.language = f"toy_{topic}_{language}", split, language
-        self.kind = "choice" if topic == "choice" else "reply"
-        self.baseline = {"choice": 0.25, "check": 0.5}.get(topic, 0.0)  # what guessing gives
+        self.kind = "reply"
+        self.baseline = 0.25 if topic == "choice" else 0.0  # what guessing gives
         every = _questions(_split(split), seed)  # `instruction` names all its kinds: instruction:first, ...
         self.questions = [q for q in every if q.language == language and q.topic.split(":")[0] == topic]
 
@@ -63,12 +61,6 @@ class ToyExam(Task):
 
     def example(self, index: int) -> Conversation:
         return [*self.prompt(index), {"role": "assistant", "content": self.questions[index].content}]
-
-    def letters(self, index: int) -> Sequence[str]:
-        return LETTERS
-
-    def answer(self, index: int) -> int:
-        return LETTERS.index(self.questions[index].answer)
 
     def correct(self, index: int, reply: str) -> bool:
         return toyworld.correct(self.questions[index], reply)

@@ -30,11 +30,11 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe, pick
 from ascendchat.nn.loss import token_nats
-from ascendchat.plan.batch import Split, batch_for, fit_split, horizon
+from ascendchat.plan.batch import Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build
+from ascendchat.train.rows import Learner, RowStage, build, check, share_out
 
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
@@ -107,21 +107,9 @@ def _stack(rows: Iterator[Any], size: int, place: torch.device) -> Iterator[tupl
         )
 
 
-def share_out(config: BaseConfig, shape: Shape, device: Device, tokens: int) -> tuple[Split, int]:
+def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int) -> tuple[Split, int]:
     """Batch and steps of a run over `tokens`."""
-    total = config.total_batch_size or batch_for(tokens, shape.seq_len)
-    split = fit_split(
-        shape, device.chip, dist.world().size, total, rows=config.device_batch_size,
-        checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
-    asked = config.gradient_accumulation_steps
-    if asked is not None and config.total_batch_size is None:
-        split = replace(split, accumulation=asked)
-    elif asked is not None and asked != split.accumulation:
-        raise UserError(
-            f"--gradient-accumulation-steps {asked} does not fit --total-batch-size {total}: with "
-            f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
-        )
+    split = share_out(config, shape, device, config.total_batch_size or batch_for(tokens, shape.seq_len))
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
@@ -143,6 +131,7 @@ def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
 
 def run(config: BaseConfig) -> int:
     """The command."""
+    check(config)
     device = pick(config.device_type, compiled=config.compile)
     world = dist.init(device)
     place = device.bind(world.local_rank)
@@ -150,26 +139,29 @@ def run(config: BaseConfig) -> int:
     say = print if main else lambda text: None
     say(describe(device))
     data, tokenizer_folder = find_data(config)
-    config = replace(config, data=tuple(data), tokenizer=str(tokenizer_folder or ""))  # what later commands look up
+    where = str(tokenizer_folder.resolve()) if tokenizer_folder else ""
+    config = replace(config, data=tuple(data), tokenizer=where)  # what later commands look up
     corpora = open_mixture(data)
     tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder else None
     if tokenizer and tokenizer.fingerprint != corpora[0][0].tokenizer:
         raise UserError(
             f"{data[0]} was not prepared with the tokenizer in {tokenizer_folder}; prepare it again with it"
         )
-    validation = [corpus for corpus, _ in open_mixture(data, split="val")]
+    validation = [corpus for corpus, _ in open_mixture(data, split="val", needed=False)]
+    if not validation:
+        say("no validation text in --data: nothing is validated; `ascendchat data prepare --val-source FILE` adds some")
     shape = Shape.from_depth(
         config.depth, vocab=corpora[0][0].vocab_size, seq_len=config.max_seq_len, dim=config.dim,
         head_dim=config.head_dim, kv_heads=config.kv_heads, window_pattern=config.window_pattern,
     )  # fmt: skip
     tokens = config.tokens or horizon(shape, config.target_param_data_ratio)
-    split, steps = share_out(config, shape, device, tokens)
+    split, steps = steps_of(config, shape, device, tokens)
     folder = run_folder(config.run or f"d{config.depth}", "base")
     found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
     learner = build(config, shape, device, place, split.total // split.devices, say)
     if config.minutes is not None:
         known = found.state["steps"] * found.state["total_batch"] if found else 0
-        split, steps = share_out(config, shape, device, known or measured_horizon(learner, split, config.minutes))
+        split, steps = steps_of(config, shape, device, known or measured_horizon(learner, split, config.minutes))
     stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer)
     expected = {name: value for name, value in stage.state_dict().items() if name in SAME}
     start = load_state(stage, found, expected) if found else 0
@@ -183,6 +175,8 @@ def run(config: BaseConfig) -> int:
     )
     options = Options.of(config, start, found)
     facts = {"chip": device.chip.name, "world": world.size, "attention": learner.kernel.name, "split": vars(split)}
+    if main and tokenizer:
+        tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
     with open_run(folder, config, facts=facts, resume_step=start or None, track=config.track, main=main) as record:
         result = fit(stage, device, record, options, title=f"base d{config.depth}")
     stage.close()

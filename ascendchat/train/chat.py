@@ -8,9 +8,12 @@ corpus of text (mid-training keeps reading it), or a set known to `ascendchat da
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +25,21 @@ from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.data.chat import Conversation, Counts, render_prompt
-from ascendchat.data.corpus import IGNORE, Corpus, Rows
+from ascendchat.data.corpus import IGNORE, Corpus, Rows, named
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
-from ascendchat.device import describe, pick
-from ascendchat.infer.load import open_tokenizer
+from ascendchat.device import Device, describe, pick
+from ascendchat.infer.load import open_tokenizer, tokenizer_folder
 from ascendchat.nn.loss import token_nats
 from ascendchat.nn.optim import Piece
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split, batch_for, fit_split
+from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build
+from ascendchat.train.rows import Learner, RowStage, build, check, share_out
 
 EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
@@ -149,15 +152,26 @@ def read_source(name: str, stage: str, split: str, config: ChatTrainConfig) -> I
     if name == "toyworld":
         yield from chats("train" if split == "train" else "validation", kind=stage, seed=config.seed)
         return
-    for number, conversation in enumerate(tasks.load(name, "train", config.source)):
-        kept = int(hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:8], 16) < VALIDATION * 2**32
+    for conversation in tasks.load(name, "train", config.source):
+        said = json.dumps(conversation, sort_keys=True).encode()
+        kept = int(hashlib.sha256(said).hexdigest()[:8], 16) < VALIDATION * 2**32
         if kept == (split != "train"):
             yield conversation
 
 
+def held_out(name: str, stage: str, config: ChatTrainConfig, say: Callable[[str], None]) -> Iterator[Conversation]:
+    """The conversations to validate on; of a small file perhaps none is left over."""
+    found = read_source(name, stage, "validation", config)
+    first = next(found, None)
+    if first is not None:
+        return itertools.chain([first], found)
+    say(f"{name} is too small to keep some for validation: validated on the first, which is also trained on")
+    return itertools.islice(read_source(name, stage, "train", config), 1)
+
+
 def report_overlaps(config: ChatTrainConfig, say: Callable[[str], None]) -> None:
     """Say which evaluation questions, as far as their sets are in --source, stand in the training mixture."""
-    names = [entry.partition("=")[0] for entry in config.data]
+    names = [named(entry)[0] for entry in config.data]
     training = [
         tasks.load(name, "train", config.source) for name in names if name != "toyworld" and not _is_corpus(name)
     ]
@@ -185,8 +199,10 @@ def open_sources(
     sources: list[Source] = []
     validation: list[ChatRows] = []
     identity = hashlib.sha256()
-    for entry in config.data:
-        name, _, text = entry.partition("=")
+    given = [named(entry) for entry in config.data]
+    if len({weight is None for _, weight in given}) > 1:
+        raise UserError("give every entry of --data a weight, or none: --data chats.jsonl=0.7,corpus=0.3")
+    for name, weight in given:
         rows: Rows
         if _is_corpus(name):
             corpus = Corpus.open(name)
@@ -196,28 +212,22 @@ def open_sources(
             identity.update(corpus.fingerprint.encode())
         else:
             counts = Counts()
-            train, held = (
-                ChatRows.build(tokenizer, read_source(name, stage, part, config), seq_len, config.seed, count)
-                for part, count in (("train", counts), ("validation", Counts()))
-            )
-            rows = train
-            validation.append(held)
-            identity.update(train.ids.tobytes())
-            say(f"{name}: {counts.line()}; {train.per_epoch} rows, {train.filled:.0%} full")
-        sources.append((rows, float(text) if text else float(rows.per_epoch)))
+            rows = ChatRows.build(tokenizer, read_source(name, stage, "train", config), seq_len, config.seed, counts)
+            say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
+            held = held_out(name, stage, config, say)
+            validation.append(ChatRows.build(tokenizer, held, seq_len, config.seed, Counts()))
+            identity.update(rows.ids.tobytes())
+        sources.append((rows, float(rows.per_epoch) if weight is None else weight))
     return sources, validation, identity.hexdigest()[:16]
 
 
-def share_out(config: ChatTrainConfig, shape: Shape, device: Any, sources: list[Source]) -> tuple[Split, int]:
+def steps_of(config: ChatTrainConfig, shape: Shape, device: Device, sources: list[Source]) -> tuple[Split, int]:
     """Batch and steps: `epochs` over all rows."""
     rows = sum(source.per_epoch for source, _ in sources)
     total = config.total_batch_size or batch_for(int(rows * shape.seq_len * config.epochs), shape.seq_len)
     if config.target_examples_per_step:
         total = config.target_examples_per_step * shape.seq_len
-    split = fit_split(
-        shape, device.chip, dist.world().size, total, rows=config.device_batch_size,
-        checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
+    split = share_out(config, shape, device, total)
     per_step = split.devices * split.rows * split.accumulation
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
@@ -229,6 +239,7 @@ def only_weights(read: Callable[[Piece], Tensor]) -> Callable[[Piece], Tensor]:
 
 def run_stage(config: ChatTrainConfig, stage: str) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
+    check(config)
     device = pick(config.device_type, compiled=config.compile)
     world = dist.init(device)
     place = device.bind(world.local_rank)
@@ -238,15 +249,18 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     origin = starting_point(config, stage, say)
     say(f"starting from {origin.folder}")
     shape = Shape.from_dict(origin.state["shape"])
-    tokenizer = open_tokenizer(config.tokenizer, origin, shape)
+    where = tokenizer_folder(config.tokenizer, origin).resolve()
+    config = replace(config, tokenizer=str(where))  # what later commands look up
+    tokenizer = open_tokenizer(where, origin, shape)
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
     if main:
         report_overlaps(config, say)
     sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say)
-    split, steps = share_out(config, shape, device, sources)
+    split, steps = steps_of(config, shape, device, sources)
     learner = build(config, shape, device, place, split.total // split.devices, say)
-    facts = {"data": [fingerprint, *config.data], "start": f"{origin.state.get('stage')} step {origin.step}"}
+    start_from = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
+    facts = {"data": [fingerprint, *config.data], "start": start_from}
     trained = ChatStage(stage, learner, split, steps, sources, validation, tokenizer, config, facts)
     folder = run_folder(config.run or origin.folder.parent.parent.name, stage)
     found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
@@ -255,7 +269,10 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     else:
         start = 0
         read = origin.reader()
-        trained.optimizer.load(read if config.warm_start else only_weights(read), 0)
+        if config.warm_start:
+            trained.optimizer.load(read, origin.state.get("updates", origin.step))
+        else:
+            trained.optimizer.load(only_weights(read), 0)
     if start >= steps:
         say(f"{folder} is finished: {start} steps; --resume never starts anew")
         return 0
@@ -265,6 +282,8 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     )
     options = Options.of(config, start, found)
     about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)}
+    if main:
+        tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
     with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
         result = fit(trained, device, record, options, title=stage)
     trained.close()

@@ -47,8 +47,9 @@ class Stage(Protocol):
     def micro_batches(self, step: int) -> Iterable[Any]:
         """This rank's share of the batch of `step`."""
 
-    def loss(self, batch: Any) -> Tensor:
-        """A share of the step's loss: the micro-batches of all ranks add up to (ranks times) the mean."""
+    def loss(self, batch: Any, scale: float = 1.0) -> Tensor:
+        """`scale` times a share of the step's loss: the micro-batches of all ranks add up to (ranks times) the mean.
+        The scale goes in before anything is rounded to 16 bits."""
 
     def rates(self, step: int) -> dict[str, float]:
         """Arguments of optimizer.step."""
@@ -76,7 +77,6 @@ class Options:
     log_every: int = 10
     keep: int = 2
     start: int = 0  # steps done by the checkpoint that was loaded
-    best: float = math.inf
     loss_scale: tuple[float, int] | None = None
 
     @classmethod
@@ -86,7 +86,7 @@ class Options:
         scale = state.get("loss_scale")
         return cls(
             config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
-            state.get("best") or math.inf, (float(scale[0]), int(scale[1])) if scale else None,
+            (float(scale[0]), int(scale[1])) if scale else None,
         )  # fmt: skip
 
 
@@ -151,17 +151,18 @@ class LossScale:
 def train_step(stage: Stage, step: int, scale: LossScale) -> Tensor:
     """One optimizer step; returns this rank's loss, still on the device."""
     total: Tensor | None = None
+    used = scale.value
     scale.before()
     for batch in stage.micro_batches(step):
-        loss = stage.loss(batch)
-        (loss * scale.value if scale.needed else loss).backward()  # type: ignore[no-untyped-call]
+        loss = stage.loss(batch, used)
+        loss.backward()  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step without micro-batches"
     if scale.overflowed(stage.optimizer.gradients()):
         stage.optimizer.zero_grad()
     else:
-        stage.optimizer.step(**stage.rates(step), loss_scale=scale.value)
-    return total
+        stage.optimizer.step(**stage.rates(step), loss_scale=used)
+    return total / used if scale.needed else total
 
 
 def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
@@ -257,9 +258,8 @@ class Progress:
 def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "") -> Result:
     """Train until stage.steps, a signal, or a loss that went wrong."""
     main = dist.world().rank == 0
-    writer = Writer(run.folder, keep=options.keep)
     scale = LossScale(device, options.loss_scale)
-    result, best = Result(options.start), options.best
+    result = Result(options.start)
     with (
         StopSignals() as signals,
         Console(
@@ -267,6 +267,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         ) as console,
     ):
         dry_run(stage, device, console.print)
+        writer = Writer(run.folder, start=options.start, keep=options.keep)
         progress = Progress(stage, device, run, console, first=options.start)
         for step in range(options.start, stage.steps):
             progress.add(step, train_step(stage, step, scale), signals.received)
@@ -278,7 +279,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
             if stop or at_end or due(result.step, options.save_every):
                 progress.read(keep=0)
-                save(writer, stage, result.step, best, scale)
+                save(writer, stage, result.step, scale)
             if stop:
                 result.stopped_by = signals.received or signal.SIGTERM
                 console.print(f"stopped by a signal after step {result.step}; run the same command to continue")
@@ -286,9 +287,8 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
             if at_end or due(result.step, options.eval_every):
                 result.metrics = evaluate(stage, run, console, result.step)
                 score = next(iter(result.metrics.values()), math.inf)
-                if score < best and (at_end or due(result.step, options.save_every)):
-                    writer.mark_best(result.step)
-                best = min(best, score)
+                if at_end or due(result.step, options.save_every):
+                    writer.mark_best(result.step, score)
                 progress.clock = time.perf_counter()
             if options.sample_every and (at_end or due(result.step, options.sample_every)):
                 for text in stage.sample(result.step):
@@ -303,10 +303,10 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def save(writer: Writer, stage: Stage, step: int, best: float, scale: LossScale) -> None:
+def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
     """Hand a checkpoint to the writer, which goes on in the background."""
-    found = {"best": best if math.isfinite(best) else None, "loss_scale": [scale.value, scale.good]}
-    state = {**stage.state_dict(), **found}
+    updates = stage.optimizer.steps_done  # not `step` after a warm start, or where fp16 overflowed
+    state = {**stage.state_dict(), "updates": updates, "loss_scale": [scale.value, scale.good]}
     writer.save(step, model=dict(stage.model.state_dict()), shards=stage.optimizer.shards(), state=state)
 
 
@@ -317,7 +317,8 @@ def evaluate(stage: Stage, run: Run, console: Console, step: int) -> dict[str, f
         metrics = stage.evaluate(step)
     stage.model.train()
     run.log(step, **metrics)
-    console.print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    if metrics:
+        console.print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return metrics
 
 
@@ -329,5 +330,5 @@ def load_state(stage: Stage, found: Checkpoint, expected: Mapping[str, Any]) -> 
                 f"{found.folder} was written with {name} {found.state.get(name)}, this command has {value}; "
                 f"give the same settings, another --run NAME, or --resume never"
             )
-    stage.optimizer.load(found.reader(), found.step)
+    stage.optimizer.load(found.reader(), found.state.get("updates", found.step))
     return int(found.step)

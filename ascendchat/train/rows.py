@@ -7,11 +7,13 @@ stage = BaseStage(learner, split, steps, ...)                    # base.py; or C
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ascendchat import dist
+from ascendchat.config import UserError, spelling
 from ascendchat.config.train import TrainConfig
 from ascendchat.data.corpus import Batches, Prefetcher
 from ascendchat.data.prefetch import MicroBatch
@@ -23,10 +25,40 @@ from ascendchat.nn.gpt import GPT, Ops, dense
 from ascendchat.nn.loss import head_loss, score, softcap
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split
+from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
 
 SAMPLE_TOKENS = 24
+AT_LEAST_ONE = (
+    "device_batch_size", "total_batch_size", "gradient_accumulation_steps", "num_iterations", "keep", "log_every",
+)  # fmt: skip
+NOT_NEGATIVE = ("eval_every", "save_every", "sample_every")
+
+
+def check(config: TrainConfig) -> None:
+    """Numbers that make no sense are named before anything is loaded."""
+    for names, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and value < least:
+                raise UserError(f"{spelling(name)} must be at least {least}, found {value}")
+
+
+def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
+    """How the devices share `total` tokens a step."""
+    split = fit_split(
+        shape, device.chip, dist.world().size, total, rows=config.device_batch_size,
+        checkpointing=config.activation_checkpointing,
+    )  # fmt: skip
+    asked = config.gradient_accumulation_steps
+    if asked is not None and config.total_batch_size is None:
+        return replace(split, accumulation=asked)
+    if asked is not None and asked != split.accumulation:
+        raise UserError(
+            f"--gradient-accumulation-steps {asked} does not fit --total-batch-size {total}: with "
+            f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
+        )
+    return split
 
 
 class Learner:
@@ -100,8 +132,8 @@ class RowStage:
     def micro_batches(self, step: int) -> list[MicroBatch]:
         return self._feed.take(step)
 
-    def loss(self, batch: MicroBatch) -> Tensor:
-        return self.learner.loss(batch, self.weight)
+    def loss(self, batch: MicroBatch, scale: float = 1.0) -> Tensor:
+        return self.learner.loss(batch, self.weight if scale == 1.0 else self.weight * scale)
 
     def rates(self, step: int) -> dict[str, float]:
         return {

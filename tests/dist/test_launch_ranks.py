@@ -91,7 +91,10 @@ def start_stoppable(script: Path, mode: str, grace: float) -> subprocess.Popen[s
     folder = script.parent
     script.write_text(STOP)
     words = ascendchat("launch", "--devices", 2, "--grace", grace, "--max-restarts", 2, script, folder, mode)
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    environ = {**os.environ, "ASCENDCHAT_HOME": str(folder / "home")}  # so that torchrun's command line names it too
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environ
+    )
     try:
         wait_until("both ranks are up", lambda: (folder / "up_0").exists() and (folder / "up_1").exists())
         assert len(alive(folder)) >= 6, "the launcher, torchrun, two ranks and their two children"
@@ -133,6 +136,22 @@ def test_the_status_of_the_failing_rank_is_passed_on(script: Path) -> None:
     script.write_text(FAIL_ONCE)
     assert finish("launch", "--devices", 2, script).returncode == 7
     assert not alive(script.parent)
+
+
+def test_a_process_that_an_old_pid_file_names_is_left_alone(script: Path) -> None:
+    script.write_text(TALK)
+    logs = home() / "runs" / "old" / "logs" / "attempt_0"
+    logs.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True) as other:
+        try:
+            for name in ("rank_0.pid", "rank_5.pid", "node_1_rank_5.pid"):  # left by a launcher that was killed
+                (logs / name).write_text(str(other.pid))
+            done = finish("launch", "--devices", 1, "--run", "old", script)
+            assert done.returncode == 0, done.stderr
+            assert other.poll() is None
+        finally:
+            other.kill()
+    assert [path.name for path in logs.glob("*.pid")] == ["node_1_rank_5.pid"], "another node's file is not ours"
 
 
 def test_wrong_input_is_not_tried_again() -> None:
@@ -213,13 +232,13 @@ def test_launch_torchrun_and_python_give_the_ranks_the_same_world(script: Path, 
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_and_meet_again_after_a_failure(script: Path) -> None:
+def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(script: Path) -> None:
     lost = 'import os\nif world.rank == 1 and not os.environ.get("ASCENDCHAT_RESTART"): os._exit(9)\n'
     script.write_text(SUM.replace("value = torch", lost + "value = torch"))
     meet = f"127.0.0.1:{port.pick()}"
     nodes = []
     for rank in (0, 1):
-        words = ["launch", "--nnodes", 2, "--node-rank", rank, "--master", meet, "--run", f"n{rank}", "--devices", 1]
+        words = ["launch", "--nnodes", 2, "--node-rank", rank, "--master", meet, "--run", "both", "--devices", 1]
         words += ["--max-restarts", 1]
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = ascendchat(*words, script)
@@ -228,4 +247,8 @@ def test_two_nodes_meet_and_meet_again_after_a_failure(script: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0]
     assert "sum 3.0 of 2" in first
     assert second == "", "only node 0 shows its rank"
-    assert "sum 3.0 of 2" in (home() / "runs" / "n1" / "logs" / "attempt_1" / "rank_1.log").read_text()
+    logs = home() / "runs" / "both" / "logs" / "attempt_1"
+    for rank in (0, 1):
+        assert "sum 3.0 of 2" in (logs / f"rank_{rank}.log").read_text()
+    own = [f"node_{node}_{name}" for node in (0, 1) for name in ("program.json", "torchrun.log")]
+    assert sorted(path.name for path in logs.iterdir()) == sorted([*own, "rank_0.log", "rank_1.log"])

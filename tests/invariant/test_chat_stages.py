@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train
 from ascendchat.record import read_metrics
@@ -128,3 +130,62 @@ def test_sft_prefers_the_mid_trained_model_of_its_run(home: Path) -> None:
     finish(home, stage(home, "mid", "tiny", "--run", "chain"))
     output = finish(home, stage(home, "sft", "chain", "--run", "chain"))
     assert f"starting from {home / 'runs' / 'chain' / 'mid'}" in output
+
+
+@pytest.mark.slow
+def test_a_model_carries_its_tokenizer_wherever_it_is_used_from(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "runs" / "tiny", tmp_path / "runs" / "moved")
+    shutil.copy(home / "chats.jsonl", tmp_path)
+    output = finish(tmp_path, stage(tmp_path, "sft", "moved", "--run", "moved"))
+    assert f"starting from {tmp_path / 'runs' / 'moved' / 'base'}" in output
+    assert (tmp_path / "runs" / "moved" / "sft" / "tokenizer" / "bpe.json").is_file()
+
+
+def test_a_few_conversations_are_enough(home: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join((home / "chats.jsonl").read_text().splitlines()[1:4]), encoding="utf-8")
+    words = stage(home, "sft", "tiny", "--run", "few")
+    words[2] = str(few)
+    output = finish(home, words)
+    assert "too small to keep some for validation" in output
+    assert "val_loss" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--gradient-accumulation-steps", "7"], "does not fit --total-batch-size 512"),
+        (["--gradient-accumulation-steps", "0"], "--gradient-accumulation-steps must be at least 1"),
+        (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
+        (["--keep", "-1"], "--keep must be at least 1"),
+        (["--data", "{chats}=0.5,{words}"], "a weight, or none"),
+        (["--data", "{chats}=much"], "is not a weight"),
+        (["--data", "{chats}=-1"], "must be greater than 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    home: Path, flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
+    words = [word.format(chats=home / "chats.jsonl", words=home / "words") for word in flags]
+    assert main([*stage(home, "sft", "tiny", "--run", "odd", "--device-type", "cpu"), *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_warm_start_goes_on_with_the_moments_and_their_count(home: Path) -> None:
+    finish(home, stage(home, "sft", "tiny", "--run", "warm", "--warm-start"))
+    state = json.loads((home / "runs" / "warm" / "sft" / f"step_{STEPS:06d}" / "state.json").read_text())
+    assert state["updates"] == 4 + STEPS
+
+
+@pytest.mark.slow
+def test_base_trains_on_a_single_text_without_validation(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(sentence(random.Random(1), 3000), encoding="utf-8")
+    prepare([str(tmp_path / "book.txt")], home / "tokenizer", tmp_path / "book", workers=1)
+    sizes = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 64 --device-batch-size 4 --total-batch-size 512"
+    output = finish(
+        home, ["base", *sizes.split(), "--data", str(tmp_path / "book"), "--num-iterations", "2", "--run", "book"]
+    )
+    assert "no validation text" in output
+    assert "step 2/2" in output

@@ -105,3 +105,24 @@ def run_until(home: Path, command: list[str], last: int, *, npu: bool, **more: s
             break
     process.wait()
     return seen
+
+
+def test_a_model_answers_on_the_npu_with_the_environment_of_the_command(home: Path) -> None:
+    """TASK_QUEUE_ENABLE=2 is best for training and forbids captured graphs: `chat` sets 1, and lives with 2."""
+    python = [sys.executable, "-m", "ascendchat"]
+    run(home, [*python, *base(home, "answers", 2), "--device-type", "npu"], npu=True)
+    chat = [*python, "chat", "--run", "answers", "-p", "the red tree", "--max-tokens", "8", "-t", "0"]
+    plain = run(home, [*chat, "--device-type", "cpu"], npu=False)
+    assert plain.strip()
+    assert run(home, [*chat, "--device-type", "npu"], npu=True)
+    assert run(home, [*chat, "--device-type", "npu"], npu=True, TASK_QUEUE_ENABLE="2")
+
+
+def test_going_on_without_the_npu_is_said(home: Path) -> None:
+    code = "from ascendchat.device import pick; print(pick().type)"
+    environment = cannsim.environment(devices=2, state=str(home / "state")) | {"ASCEND_RT_VISIBLE_DEVICES": "7"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.strip() == "cpu"
+    assert "no NPU" in result.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
 from ascendchat.config import UserError
@@ -56,6 +57,27 @@ def test_only_the_last_few_are_kept_and_drafts_of_killed_runs_go(tmp_path: Path)
     save(tmp_path, 1, 2, 3, 4, keep=2)
     assert checkpoints(tmp_path) == [3, 4]
     assert not list(tmp_path.glob(".step*"))
+
+
+def test_a_run_that_starts_anew_never_meets_the_later_checkpoints_of_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 100, 342)
+    old = newest(tmp_path)
+    assert old is not None
+    Writer(tmp_path).mark_best(342, 1.5)
+    writer = Writer(tmp_path, start=100)
+    assert checkpoints(tmp_path) == [100]
+    assert not (tmp_path / "latest").exists()
+    assert not (tmp_path / "best").exists()
+    assert len(list(tmp_path.glob(".old_step_*"))) == 1  # nothing is lost before something new is there
+    model, shards = tensors(5)
+    writer.save(150, model=model, shards=shards, state={})
+    writer.wait()
+    assert checkpoints(tmp_path) == [100, 150]
+    assert not list(tmp_path.glob(".old_step_*"))
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.step == 150
+    assert found.fingerprint != verify(tmp_path / "step_000100").fingerprint
 
 
 def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: Path) -> None:
@@ -123,8 +145,29 @@ def test_the_best_one_is_kept_besides_the_last(tmp_path: Path) -> None:
     for step in range(1, 7):
         model, shards = tensors(step)
         writer.save(step, model=model, shards=shards, state={})
-        if step in (1, 2):
-            writer.mark_best(step)
+        writer.mark_best(step, [3.0, 1.0, 2.0, 2.0, 1.5, 1.0][step - 1])
     writer.wait()
     assert checkpoints(tmp_path) == [2, 5, 6]
-    assert (tmp_path / "best").read_text() == "step_000002\n"
+    assert (tmp_path / "best").read_text() == "step_000002 1.0\n"
+
+
+def test_what_a_killed_run_of_other_ranks_left_behind_is_in_no_new_checkpoint(tmp_path: Path) -> None:
+    draft = tmp_path / ".step_000003.writing"
+    draft.mkdir()
+    save_file({Piece("a", "first", 0, 5).key(): torch.ones(5)}, draft / "optim-1-of-2.safetensors")
+    (draft / "part-1").write_text("{}")
+    save(tmp_path, 3)
+    found = newest(tmp_path)
+    assert found is not None
+    assert torch.equal(found.reader()(Piece("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
+    save_file({Piece("a", "first", 0, 5).key(): torch.ones(5)}, found.folder / "optim-1-of-2.safetensors")
+    assert torch.equal(found.reader()(Piece("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
+
+
+def test_a_rank_that_is_ahead_keeps_its_draft(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    (tmp_path / ".step_000009.writing").mkdir()  # another rank has begun the next checkpoint
+    model, shards = tensors(1)
+    writer.save(1, model=model, shards=shards, state={})
+    writer.wait()
+    assert (tmp_path / ".step_000009.writing").is_dir()

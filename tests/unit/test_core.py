@@ -279,8 +279,27 @@ def test_missing_tasks_and_subsets_are_reported_and_never_hidden(tasks: list[Tas
 
 def test_a_cut_task_draws_its_demonstrations_from_the_cut_rows(model: GPT, tasks: list[Task]) -> None:
     assert agree(model, Hashed(), tasks[:1], max_len=512, max_tokens=700, max_rows=8) == 8
-    with pytest.raises(UserError, match="--max-per-task 7 or more"):
-        core.evaluate_task(tasks[0], Uniform(), Hashed(), max_len=512, max_rows=6)
+
+
+def test_a_cut_below_the_demonstrations_scores_its_rows_as_the_whole_run_does(model: GPT, tasks: list[Task]) -> None:
+    def score(rows: int | None) -> tuple[core.Outcome, list[list[Scored]]]:
+        recorder = Recorder(ModelScorer(model, KERNEL, CPU, max_tokens=100))  # one example at a time
+        return core.evaluate_task(tasks[0], recorder, Hashed(), max_len=512, max_rows=rows), recorder.scored
+
+    (quick, some), (full, every) = score(6), score(None)  # six are to be shown, so the cut has one too few
+    assert (quick.rows, len(some), full.rows) == (6, 6, 16)
+    assert quick.correct == full.correct[:6]
+    for one, same in zip(some, every):
+        for a, b in zip(one, same, strict=True):
+            np.testing.assert_allclose(a.nats, b.nats, rtol=0, atol=2e-5)
+    assert "first 6 rows, shown ones from all" in core.line(quick)
+
+
+def test_a_file_too_small_for_its_demonstrations_is_refused_before_anything_is_scored(tasks: list[Task]) -> None:
+    small = [*tasks[1:], Task(**{**vars(tasks[0]), "rows": tasks[0].rows[:6]})]
+    with pytest.raises(UserError, match=r"choice shows 6 other rows .* holds only 6; .*data fetch core"):
+        core.check(small)
+    core.check(tasks)
 
 
 def test_demonstrations_never_show_the_row_itself_and_follow_the_published_draw() -> None:

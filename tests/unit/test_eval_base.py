@@ -22,7 +22,8 @@ from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data import prepare
 from ascendchat.data.corpus import IGNORE
 from ascendchat.data.tokenizer import Tokenizer, train
-from ascendchat.eval.base import bits_per_byte, run, text_rows
+from ascendchat.eval import core
+from ascendchat.eval.base import bits_per_byte, merged, run, text_rows
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
 from ascendchat.nn.gpt import GPT, dense
@@ -90,8 +91,13 @@ def trained(tokenizer: Tokenizer) -> GPT:
     """A run named `tiny` in $ASCENDCHAT_HOME: tokenizer, CORE bundle, and a checkpoint of the model returned."""
     tokenizer.save(home() / "tokenizer")
     write_bundle(home() / "data" / "core")
+    return save(tokenizer, 3)
+
+
+def save(tokenizer: Tokenizer, seed: int) -> GPT:
+    """A model as step 7 of the run `tiny`."""
     tiny = GPT(Shape.from_depth(2, vocab=tokenizer.vocab_size, dim=32, head_dim=16, seq_len=256))
-    tiny.initialise(seed=3)
+    tiny.initialise(seed=seed)
     state = {"shape": tiny.shape.to_dict(), "tokenizer": tokenizer.fingerprint}
     writer = Writer(run_folder("tiny", "base"), say=lambda text: None)
     writer.save(7, model=dict(tiny.state_dict()), shards={}, state=state)
@@ -117,20 +123,93 @@ def test_the_command_scores_a_checkpoint_and_leaves_its_results_beside_it(
     assert printed["core"]["examples_per_second"] > 0
 
 
-@pytest.mark.slow
-def test_the_command_measures_bits_per_byte_of_a_prepared_corpus(
-    trained: GPT, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+@pytest.fixture
+def prepared(trained: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """A corpus whose validation split is DOCUMENTS."""
     text, others, out = tmp_path / "docs.jsonl", tmp_path / "others.jsonl", str(tmp_path / "prepared")
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     others.write_text(json.dumps({"text": "an unrelated document"}) + "\n")
     prepare.run(DataPrepareConfig((str(others),), val_source=(str(text),), out=out, workers=1))
     capsys.readouterr()
-    assert run(dataclasses.replace(CONFIG, data=(out,), eval=("bpb",))) == 0
-    bits = json.loads(capsys.readouterr().out)["bpb"][out]
+    return out
+
+
+@pytest.mark.slow
+def test_the_command_measures_bits_per_byte_of_a_prepared_corpus(
+    prepared: str, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(dataclasses.replace(CONFIG, data=(prepared,), eval=("bpb",))) == 0
+    bits = json.loads(capsys.readouterr().out)["bpb"][prepared]
     assert bits["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
     near = math.log(tokenizer.vocab_size) / math.log(2) * bits["tokens"] / bits["bytes"]  # untrained: nearly uniform
     assert bits["bits_per_byte"] == pytest.approx(near, rel=0.01)
+
+
+def score(**changes: Any) -> dict[str, Any]:
+    """Run the command; the file that it leaves."""
+    assert run(dataclasses.replace(CONFIG, **{"eval": ("core",), **changes})) == 0
+    found: dict[str, Any] = json.loads((run_folder("tiny", "base") / "eval_000007.json").read_text())
+    return found
+
+
+def test_results_are_added_to_those_of_the_same_weights_and_no_quick_look_replaces_a_complete_one(
+    prepared: str, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = score(max_per_task=8)
+    assert quick["core"]["max_per_task"] == 8
+    full = score()
+    assert full["core"]["max_per_task"] is None  # a complete result replaces a partial one
+    both = score(eval=("bpb",), data=(prepared,))
+    assert (both["core"], both["correct"]) == (full["core"], full["correct"])
+    assert both["bpb"][prepared]["settings"]["max_seq_len"] == 256
+    assert both["bpb"][prepared]["tokens_asked"] == both["bpb"][prepared]["tokens_in_split"]
+    capsys.readouterr()
+    again = score(eval=("bpb", "core"), data=(prepared,), max_per_task=8, max_seq_len=128, eval_tokens=300)
+    shown = capsys.readouterr()
+    assert again == both
+    assert "eval_000007.json keeps the CORE found before over all rows, not this one over the first 8 rows" in shown.err
+    assert shown.err.count("keeps the bits per byte") == 1
+    assert json.loads(shown.out)["core"]["max_per_task"] == 8  # what this run found is printed nevertheless
+    save(tokenizer, 4)  # trained again, to the same step
+    other = score(max_per_task=8)
+    assert other["model"] != both["model"]
+    assert other["core"]["max_per_task"] == 8
+    assert "bpb" not in other
+
+
+def test_a_cut_that_cuts_nothing_is_complete_and_a_damaged_file_is_made_anew(trained: GPT) -> None:
+    path = run_folder("tiny", "base") / "eval_000007.json"
+    path.write_text("half a fi")
+    full = score()
+    assert score(max_per_task=16)["core"]["max_per_task"] == 16
+    assert merged({**full, "core": {**full["core"], "note": 1}}, full) == (full, [])
+    nothing = {"model": full["model"], "core": {**full["core"], "tasks": []}, "correct": {}}  # all files missing
+    assert merged(full, nothing) == (full, ["the CORE found before over all rows, not this one over no task"])
+
+
+def test_bits_per_byte_are_on_disk_before_core_begins(prepared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*words: Any, **named: Any) -> None:
+        raise RuntimeError("the machine is gone")
+
+    monkeypatch.setattr(core, "evaluate", lost)
+    with pytest.raises(RuntimeError):
+        score(eval=("bpb", "core"), data=(prepared,))
+    stored = json.loads((run_folder("tiny", "base") / "eval_000007.json").read_text())
+    assert stored["bpb"][prepared]["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
+
+
+def test_a_quick_look_may_be_shorter_than_the_demonstrations(trained: GPT) -> None:
+    assert [task["rows"] for task in score(max_per_task=2)["core"]["tasks"]] == [2, 2, 2, 2]
+
+
+def test_a_bundle_with_too_few_rows_is_refused_before_anything_is_computed(
+    prepared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = home() / "data" / "core" / "eval_data" / "words" / "lm.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:2]))
+    monkeypatch.setattr(ModelScorer, "submit", lambda *_: pytest.fail("something was computed"))
+    with pytest.raises(UserError, match=r"lm shows 2 other rows .* lm\.jsonl holds only 2"):
+        run(dataclasses.replace(CONFIG, eval=("bpb", "core"), data=(prepared,)))
 
 
 def test_without_a_name_the_run_saved_last_is_scored(trained: GPT, capsys: pytest.CaptureFixture[str]) -> None:

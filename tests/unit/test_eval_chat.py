@@ -14,10 +14,12 @@ import torch
 from engine_models import model as random_model
 from engine_models import tokenizer as bytes_tokenizer
 
-from ascendchat import dist, tasks
+from ascendchat import dist, sandbox, tasks
 from ascendchat.checkpoint import Writer as CheckpointWriter
 from ascendchat.config import UserError, home, parse
-from ascendchat.config.eval import EvalChatConfig
+from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
+from ascendchat.config.infer import ChatConfig
+from ascendchat.config.text import describe
 from ascendchat.data.chat import Conversation, render_prompt, text_of
 from ascendchat.data.chat import parse as parse_ids
 from ascendchat.data.tokenizer import Tokenizer
@@ -138,8 +140,7 @@ def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_d
 def test_the_toy_world_gives_garbage_nothing_and_an_oracle_everything(name: str) -> None:
     task = tasks.load(name)[::5]
     assert examine(task, examiner(Oracle(task))).accuracy == 1.0
-    if task.kind == "reply":
-        assert examine(task, examiner(Always("\ufffd colourless green 17 ideas"))).accuracy <= 0.05
+    assert examine(task, examiner(Always("\ufffd colourless green 17 ideas"))).accuracy <= 0.05
 
 
 def test_several_samples_give_the_unbiased_pass_at_k_and_do_not_depend_on_the_other_rows() -> None:
@@ -267,6 +268,7 @@ def test_the_command_writes_its_results_and_prints_the_stages(
     found = json.loads((run_folder("tiny", "sft") / "eval_chat.json").read_text())
     assert (found["stage"], found["step"], list(found["tasks"])) == ("sft", 3, ["toy_choice_zh"])
     assert found["tasks"]["toy_choice_zh"]["rows"] == 4
+    assert (len(found["model"]), found["source"]) == (12, str(tmp_path.resolve()))
     assert "no files of mmlu" in found["missing"]["mmlu"]
     rows = {row["task"]: row for row in chat.stage_table("tiny")}
     assert set(rows) == {"toy_fact_en", "toy_choice_zh", "toyworld en", "toyworld zh"}
@@ -284,19 +286,51 @@ def test_tasks_examined_one_after_the_other_are_kept_until_the_model_changes() -
     save("sft", 3, step=4)
     assert command("--tasks", "toy_choice_zh") == 0
     assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_zh"}
+    assert command("--tasks", "toy_choice_en") == 0
+    save("sft", 5, step=4)  # trained again, to the same step
+    assert command("--tasks", "toy_choice_zh") == 0
+    assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_zh"}
     path.write_text("half a fi")  # somebody else's, or damaged: not ours to trust
     assert chat.stage_table("tiny") == []
+
+
+def test_tasks_of_another_folder_are_not_mixed_in_but_the_embedded_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(names: Sequence[str], source: str, **changes: Any) -> dict[str, Any]:
+        about = {"model": "0f", "step": 3, "settings": {}, "missing": {}, "source": chat.source_of(names, source)}
+        return {**about, "tasks": result(**dict.fromkeys(names, 0.5)), **changes}
+
+    monkeypatch.chdir(tmp_path)
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    first = chat.merged({}, found(["mmlu", "toy_fact_en"], "here", missing={"ceval": "no files"}))
+    assert first["source"] == here
+    second = chat.merged(first, found(["gsm8k"], here))  # the same folder by another name
+    assert set(second["tasks"]) == {"mmlu", "gsm8k", "toy_fact_en"}
+    third = chat.merged(second, found(["toy_fact_zh"], ""))  # needs no folder
+    assert (set(third["tasks"]), third["source"]) == ({"mmlu", "gsm8k", "toy_fact_en", "toy_fact_zh"}, here)
+    assert third["missing"] == {"ceval": "no files"}
+    fourth = chat.merged(third, found(["gsm8k"], there))
+    assert (set(fourth["tasks"]), fourth["source"]) == ({"gsm8k", "toy_fact_en", "toy_fact_zh"}, there)
+    assert (fourth["missing"], fourth["scores"]["ChatCORE"]["tasks"]) == ({}, 1)
+    assert set(chat.merged(fourth, found(["mmlu"], ""))["tasks"]) == {"mmlu", "toy_fact_en", "toy_fact_zh"}  # fetched
+    assert set(chat.merged(fourth, found(["mmlu"], there, model="1e"))["tasks"]) == {"mmlu"}
 
 
 def test_json_goes_to_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
     save("sft", 2)
     assert command("--tasks", "toy_choice_en", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["tasks"]["toy_choice_en"]["kind"] == "choice"
+    assert json.loads(capsys.readouterr().out)["tasks"]["toy_choice_en"]["kind"] == "reply"
 
 
 def test_when_nothing_can_be_examined_the_command_fails(tmp_path: Path) -> None:
     save("sft", 2)
     assert command("--tasks", "mmlu", "--source", str(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("config", [EvalBaseConfig, EvalChatConfig, ChatConfig])
+def test_the_help_says_that_the_tokenizer_of_the_run_comes_first(config: type) -> None:
+    assert "by default that of the run, else of $ASCENDCHAT_HOME" in " ".join(describe("x", config).split())
 
 
 @pytest.mark.parametrize("flags", [["--samples", "4"], ["--samples", "0"], ["--temperature", "-1"], ["--slots", "0"]])
@@ -313,3 +347,29 @@ def test_the_chosen_kernel_of_this_machine_chooses_like_the_reference() -> None:
     picks = [ModelChooser(made, k, place, max_tokens=300, max_len=64).submit(prompts, options)() for k in
              (kernel, Reference())]  # fmt: skip
     assert picks[0] == picks[1]
+
+
+def write_humaneval(folder: Path) -> None:
+    row = {"prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n",
+           "test": "def check(f):\n    assert f(2) == 2\n"}  # fmt: skip
+    (folder / "HumanEval.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+
+
+def test_a_sandbox_that_runs_nothing_is_an_error_and_not_a_model_without_a_right_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("sft", 2)
+    write_humaneval(tmp_path)
+    real = sandbox.run
+    broken = sandbox.Result(False, "", "", "sandbox", "libpython: no such file")
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "run", lambda code, **way: broken)
+        with pytest.raises(UserError, match="libpython: no such file"):
+            command("--tasks", "humaneval", "--source", str(tmp_path))
+    assert not (run_folder("tiny", "sft") / "eval_chat.json").exists()
+    with monkeypatch.context() as patch:  # later ones are counted: a program can imitate it
+        patch.setattr(sandbox, "run", lambda code, **way: broken if "check(f)" in code else real(code, **way))
+        assert command("--tasks", "humaneval", "--source", str(tmp_path)) == 0
+    assert "1 programs ended because the sandbox failed" in capsys.readouterr().out
+    assert command("--tasks", "humaneval", "--source", str(tmp_path)) == 0
+    assert "the sandbox failed" not in capsys.readouterr().out

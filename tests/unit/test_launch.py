@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import select
 import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +19,7 @@ from ascendchat import launch
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.commands import LaunchConfig
 from ascendchat.launch import port, supervise
+from ascendchat.launch.rank import node_prefix
 from ascendchat.launch.supervise import Outcome
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -196,3 +203,76 @@ def test_a_failure_before_any_rank_shows_torchruns_own_log(tmp_path: Path) -> No
     text = launch.failure_text(Outcome(1, tmp_path / "torchrun.log", detail="DistNetworkError: no route"))
     assert "could not be started: DistNetworkError: no route" in text
     assert "cannot resolve node0" in text
+
+
+def test_files_of_one_node_have_plain_names_and_of_several_the_number_of_the_node() -> None:
+    assert node_prefix(1, 0) == ""
+    assert [node_prefix(12, node) for node in (0, 11)] == ["node_0_", "node_11_"]
+
+
+# A rank with a child; both hold the pipe, so its end says that both are gone.
+RANK = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], close_fds=False)
+os.write(int(sys.argv[1]), b"+")
+time.sleep(300 if sys.argv[2] == "stays" else 0)
+"""
+
+
+@pytest.fixture(params=["stays", "went"])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A real rank of node 1 whose first process stays, or went and left its child; and the pipe that they hold."""
+    ours, theirs = os.pipe()
+    (tmp_path / "node_1_program.json").write_text(json.dumps(["-c", RANK, str(theirs), request.param]))
+    words = [sys.executable, str(Path(launch.__file__).with_name("rank.py")), str(tmp_path), "node_1_"]
+    environ = {**os.environ, "RANK": "5"}
+    process = subprocess.Popen(words, env=environ, pass_fds=[theirs], start_new_session=True)
+    os.close(theirs)
+    try:
+        assert os.read(ours, 1) == b"+"
+        if request.param == "went":
+            process.wait()
+        yield process, ours
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        os.close(ours)
+
+
+def ends(pipe: int, seconds: float) -> bool:
+    return bool(select.select([pipe], [], [], seconds)[0])
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="start times and marks are read from /proc")
+
+
+@linux
+def test_the_group_of_a_rank_is_ended(group: tuple[subprocess.Popen[bytes], int], tmp_path: Path) -> None:
+    supervise.end_groups(tmp_path, "node_1_")
+    assert ends(group[1], 10.0)
+    assert not list(tmp_path.glob("*.pid"))
+
+
+@linux
+def test_a_number_that_another_process_has_now_is_not_killed(
+    group: tuple[subprocess.Popen[bytes], int], tmp_path: Path
+) -> None:
+    path = tmp_path / "node_1_rank_5.pid"
+    pid, start = path.read_text().split()
+    assert int(pid) == group[0].pid
+    for text in (f"{pid} {int(start) - 1}", pid, ""):  # older than the process, without a start, half written
+        path.write_text(text)
+        supervise.end_groups(tmp_path, "node_1_")
+        assert not path.exists()
+    assert not ends(group[1], 0.2)
+
+
+@linux
+@pytest.mark.parametrize("node", ["", "node_0_", "node_11_"])
+def test_ranks_of_other_nodes_are_not_touched(
+    group: tuple[subprocess.Popen[bytes], int], tmp_path: Path, node: str
+) -> None:
+    supervise.end_groups(tmp_path, node)
+    assert not ends(group[1], 0.2)
+    assert (tmp_path / "node_1_rank_5.pid").exists()

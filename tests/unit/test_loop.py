@@ -31,7 +31,10 @@ class Line(torch.nn.Module):
 class ToyStage:
     """Pulls the weight to 3; every call is written down."""
 
-    def __init__(self, steps: int = 8, losses: dict[int, float] | None = None, oom: int = 0) -> None:
+    def __init__(
+        self, steps: int = 8, losses: dict[int, float] | None = None, oom: int = 0, scores: list[float] | None = None
+    ) -> None:
+        self.scores = scores or []  # of the evaluations to come
         self.model = Line()
         self.steps, self.tokens_per_step, self.flops_per_token = steps, 100, 10.0
         self.optimizer = MuonAdamW([Group("w", [("weight", self.model.weight)], 0.1)], compute_dtype=torch.float32)
@@ -42,11 +45,11 @@ class ToyStage:
         self.step = step
         return [step, step]
 
-    def loss(self, batch: int) -> torch.Tensor:
+    def loss(self, batch: int, scale: float = 1.0) -> torch.Tensor:
         if self.oom:
             raise torch.OutOfMemoryError("NPU out of memory")
         self.seen.append(("loss", batch))
-        loss = (self.model.weight - 3.0).square().mean() / 2
+        loss = (self.model.weight - 3.0).square().mean() / 2 * scale
         return loss * 0.0 + self.losses[batch] if batch in self.losses else loss
 
     def rates(self, step: int) -> dict[str, float]:
@@ -54,7 +57,7 @@ class ToyStage:
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.seen.append(("evaluate", step))
-        return {"score": float(self.model.weight.mean())}
+        return {"score": self.scores.pop(0) if self.scores else float(self.model.weight.mean())}
 
     def sample(self, step: int) -> list[str]:
         self.seen.append(("sample", step))
@@ -176,3 +179,17 @@ def test_the_loss_scale_halves_after_an_overflow_and_grows_after_many_good_steps
     assert not any(scale.overflowed(gradients) for _ in range(2000))
     assert scale.value == 2.0**15
     assert half.cleared == 1
+
+
+def test_the_best_checkpoint_is_the_best_that_was_saved_and_a_resumed_run_knows_it(
+    tmp_path: Path, device: Device
+) -> None:
+    often = Options(save_every=4, eval_every=2, keep=1)
+    with start(tmp_path) as run:  # steps 2, 4, 6, 8: only 4 and 8 are saved
+        fit(ToyStage(8, scores=[1.0, 2.0, 1.5, 3.0]), device, run, often)
+    assert (tmp_path / "best").read_text() == "step_000004 2.0\n"
+    assert checkpoints(tmp_path) == [4, 8]
+    with start(tmp_path) as run:
+        fit(ToyStage(12, scores=[0.5, 2.5]), device, run, Options(save_every=4, eval_every=2, keep=1, start=8))
+    assert (tmp_path / "best").read_text() == "step_000004 2.0\n"
+    assert checkpoints(tmp_path) == [4, 12]

@@ -65,3 +65,18 @@ def test_half_precision_logits_give_gradients_close_to_float64() -> None:
     (plain(c, d, targets, 37).sum() / (targets != IGNORE).sum()).backward()
     assert (a.grad.double() - c.grad).norm() / c.grad.norm() < 0.01
     assert (b.grad.double() - d.grad).norm() / d.grad.norm() < 0.01
+
+
+@pytest.mark.parametrize("size", [0.001, 0.3])  # an untrained and a trained head
+def test_half_precision_gradients_survive_the_small_weight_of_a_token_in_a_large_batch(size: float) -> None:
+    """Chips without bf16: the loss scale goes into the weight, before anything is rounded to float16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(64, 32, generator=generator), torch.randn(4096, 32, generator=generator) * size
+    targets = torch.randint(0, 4096, (64,), generator=generator)
+    found, wanted = [], []
+    for dtype, grads, scale in ((torch.float16, found, 2.0**15), (torch.float64, wanted, 1.0)):
+        a, b = hidden.to(dtype).requires_grad_(), head.to(dtype).requires_grad_()
+        head_loss(a, b, targets, 4096, weight=torch.tensor(scale / 2**19)).backward()
+        grads += [a.grad.double() / scale, b.grad.double() / scale]
+    for grad, exact in zip(found, wanted):
+        assert (grad - exact).norm() < 0.01 * exact.norm()

@@ -161,7 +161,7 @@ ALONE = {
     ("namespaces",): ["write_system", "write_outside"],  # whoever owns the files: the root folder is read-only
     ("seccomp",): [
         "socket_tcp", "socket_by_number", "write_outside", "kill_the_parent", "fork_bomb", "trace_the_parent",
-        "mount_and_unshare", "shared_memory_segment", "shell_child", "memory_of_files",
+        "mount_and_unshare", "shared_memory_segment", "shell_child", "memory_of_files", "other_process_settings",
     ],
 }  # fmt: skip
 
@@ -262,11 +262,12 @@ def test_a_layer_that_cannot_be_had_is_an_error_and_not_left_out() -> None:
 
 def test_what_stands_here_is_found_out_and_said() -> None:
     found = sandbox.capabilities()
-    assert set(found) == {"layers", "missing", "memory", "processes", "network", "writing", "reading", "signals"}
+    dangers = {"memory", "processes", "network", "writing", "reading", "signals"}
+    assert set(found) == {"layers", "missing", "broken", *dangers}
     assert set(found["layers"]) | set(found["missing"]) == set(sandbox.LAYERS)
     assert set(found["layers"]) & set(found["missing"]) == set()
     if {"namespaces", "seccomp"} <= set(found["layers"]):
-        assert all(found[name] for name in ("memory", "processes", "network", "writing", "reading", "signals"))
+        assert all(found[name] for name in dangers)
 
 
 def run_filter(program: list[seccomp.Instruction], machine: str, number: int, *arguments: int, pid: int = 77) -> int:
@@ -307,6 +308,10 @@ def test_the_filter_judges_calls_by_number_and_argument_on_both_processors(machi
     assert allowed(strict, "openat", 0, 0, os.O_RDONLY)
     assert not allowed(loose, "prctl", 1)
     assert allowed(loose, "prctl", 15)
+    for command in range(1100):
+        assert allowed(loose, "fcntl", 5, command) is (command not in (8, 10, 15))
+    for command in (0x5401, 0x5421, 0x8900, 0x8901, 0x8902, 0x8903):
+        assert allowed(strict, "ioctl", 5, command) is (command not in (0x8901, 0x8902))
     read = {"x86_64": 0, "aarch64": 63}[machine]
     assert run_filter(strict, machine, read) == seccomp.ALLOW
 

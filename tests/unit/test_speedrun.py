@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,12 +40,11 @@ class Commands:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.called: list[str] = []
         self.fails = ""
-        monkeypatch.setattr(speedrun.subprocess, "run", self.run)
+        monkeypatch.setattr(speedrun, "call", self.call)
 
-    def run(self, words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        line = " ".join(words[3:])
-        self.called.append(line)
-        return subprocess.CompletedProcess(words, 1 if self.fails and line.startswith(self.fails) else 0)
+    def call(self, words: list[str]) -> int:
+        self.called.append(" ".join(words))
+        return 1 if self.fails and self.called[-1].startswith(self.fails) else 0
 
 
 @pytest.fixture
@@ -57,8 +59,8 @@ def test_stages_run_in_order_with_their_flags(
     home = str(speedrun.home())
     assert commands.called == [
         "tokenizer train --vocab-size 600",
-        f"base --depth 2 --no-fp8 --data {home}/data/a,{home}/data/b --run small",
-        "sft --run small",
+        f"base --depth 2 --no-fp8 --data {home}/data/a,{home}/data/b --run small --resume never",
+        "sft --run small --resume never",
     ]
     assert "ascendchat chat --run small" in capsys.readouterr().out
 
@@ -66,7 +68,7 @@ def test_stages_run_in_order_with_their_flags(
 def test_devices_and_their_type_reach_the_training_stages_only(recipe: str, commands: Commands) -> None:
     assert speedrun.run(SpeedrunConfig(recipe, device_type="npu", devices=2)) == 0
     assert commands.called[0] == "tokenizer train --vocab-size 600"
-    assert commands.called[2] == "launch --devices 2 sft --run small --device-type npu"
+    assert commands.called[2] == "launch --devices 2 sft --run small --device-type npu --resume never"
 
 
 def test_what_is_done_is_skipped_and_a_change_runs_all_that_follows(recipe: str, commands: Commands) -> None:
@@ -87,6 +89,54 @@ def test_a_failed_stage_ends_the_run_and_is_tried_again(recipe: str, commands: C
     commands.fails = ""
     assert speedrun.run(SpeedrunConfig(recipe)) == 0
     assert [line.split()[0] for line in commands.called[2:]] == ["base", "sft"]
+
+
+def test_a_stage_that_was_interrupted_continues_and_one_that_has_changed_starts_anew(
+    recipe: str, commands: Commands
+) -> None:
+    commands.fails = "sft"
+    speedrun.run(SpeedrunConfig(recipe))
+    speedrun.run(SpeedrunConfig(recipe))
+    assert [line.endswith("--resume never") for line in commands.called[2:]] == [True, False]
+    Path(recipe).write_text(RECIPE.replace("depth: 2", "depth: 3"), encoding="utf-8")
+    speedrun.run(SpeedrunConfig(recipe))
+    assert [line.endswith("--resume never") for line in commands.called[4:]] == [True, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: signal.Signals) -> None:
+    """The stage needs a second to save: it gets it."""
+    package = tmp_path / "ascendchat"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import signal, sys, time\n"
+        "def save(*_):\n    time.sleep(1)\n    open('saved', 'w').close()\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, save)\nsignal.signal(signal.SIGTERM, save)\n"
+        "open('ready', 'w').close()\ntime.sleep(60)\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ascendchat.speedrun import call; sys.exit(call([]))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: to the whole group
+    else:
+        process.send_signal(number)
+    assert process.wait(20) == 130
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_stage_whose_file_has_changed_runs_again(tmp_path: Path, recipe: str, commands: Commands) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("{}\n")
+    Path(recipe).write_text(f"stages: [{{data prepare: {{source: [{text}]}}}}]", encoding="utf-8")
+    speedrun.run(SpeedrunConfig(recipe))
+    speedrun.run(SpeedrunConfig(recipe))
+    assert len(commands.called) == 1
+    text.write_text("{}\n{}\n")
+    speedrun.run(SpeedrunConfig(recipe))
+    assert len(commands.called) == 2
 
 
 @pytest.mark.parametrize("text", ["stages: []", "run: a", "stages: [3]", "stages: [{base: {}, sft: {}}]", "stagse: []"])

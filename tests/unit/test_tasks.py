@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascendchat import tasks
+from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, render_choice, text_of
 from ascendchat.data.fetch import fetch
@@ -21,7 +21,7 @@ from ascendchat.tasks.choice import item
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import final_number
-from ascendchat.tasks.humaneval import code_of, pass_at_k
+from ascendchat.tasks.humaneval import HumanEval, code_of, pass_at_k
 
 
 class Numbers(Task):
@@ -141,6 +141,30 @@ def test_tables_of_the_hub_are_read_from_parquet(tmp_path: Path) -> None:
     assert tasks.load("gsm8k", "train", str(tmp_path)).correct(0, "#### 2")
 
 
+def test_a_whole_clone_of_a_hub_is_read_once(tmp_path: Path) -> None:
+    question = {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 3}
+    rows = {
+        "mmlu/abstract_algebra/test.jsonl": [question],
+        "mmlu/all/test.jsonl": [question, question],
+        "mmlu/auxiliary_train/train.jsonl": [question],
+        "mmlu/virology/test.jsonl": [question],
+        "gsm8k/main/test.jsonl": [{"question": "g", "answer": "#### 2"}],
+        "gsm8k/socratic/test.jsonl": [{"question": "g", "answer": "Why? #### 2"}],
+        "cmmlu/all/a.txt": [],
+        "cmmlu/allergy/test.jsonl": [question],
+        "cmmlu/virology/test.jsonl": [question],
+    }
+    for name, lines in rows.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
+    for source in (tmp_path, tmp_path / "mmlu"):
+        assert len(tasks.load("mmlu", source=str(source))) == 2
+    assert len(tasks.load("mmlu", "train", str(tmp_path))) == 1
+    assert len(tasks.load("gsm8k", source=str(tmp_path))) == 1
+    assert "Why" not in text_of(tasks.load("gsm8k", source=str(tmp_path)).example(0)[-1]["content"])
+    assert len(tasks.load("cmmlu", source=str(tmp_path))) == 2
+
+
 @pytest.mark.parametrize("name", ["arc_challenge", "humaneval"])
 def test_a_set_that_is_not_there_is_an_error_that_says_how_to_get_it(name: str, folder: Path) -> None:
     with pytest.raises(UserError, match="ascendchat data fetch"):
@@ -187,10 +211,50 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
         ("```\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1", "x = 1"),
         ("    return 1", "    return 1"),
+        ("```python3\ndef f():\n    return 1\n```\nThis returns one.", "def f():\n    return 1\n"),
+        ("```{.python .numberLines}\r\nx = 1\r\n```\r\nSo.", "x = 1\r\n"),
+        ("Run:\n```bash\npip install x\n```\nthen\n```py\nx = 1\n```", "x = 1\n"),
+        ("```python\nf(1)\n```\nwith\n```text\ndef f(x):\n    return x\n```", "def f(x):\n    return x\n"),
+        ("1. So:\n   ```python\n   import re\n\n   def f():\n       return 1\n   ```\n2. Done.",
+         "import re\n\ndef f():\n    return 1\n"),
+        ("- ```python\n  def f():\n      return 1\n  ```", "def f():\n    return 1\n"),
+        ("```python\n    import math\n    return math.pi\n```", "    import math\n    return math.pi\n"),
+        ("Here: ```python\nx = 1\n```", "x = 1\n"),
+        ("Use ```x``` or `y`:\n```\nx = 1\n```", "x = 1\n"),
+        ("```rust\nlet x = 1;\n```", "let x = 1;\n"),
     ],
-)
-def test_the_code_of_a_reply_is_its_first_block_or_all_of_it(reply: str, code: str) -> None:
-    assert code_of(reply) == code
+)  # fmt: skip
+def test_the_code_of_a_reply_is_the_block_that_defines_the_function(reply: str, code: str) -> None:
+    assert code_of(reply, "f").rstrip(" ") == code
+
+
+@pytest.fixture
+def humaneval(tmp_path: Path) -> HumanEval:
+    row = {"task_id": "HumanEval/0", "prompt": "import math\n\ndef f(x):\n    \"\"\"Twice.\"\"\"\n", "entry_point": "f",
+           "canonical_solution": "    return 2 * x\n", "test": "def check(f):\n    assert f(2) == 4\n"}  # fmt: skip
+    (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return HumanEval(source=str(tmp_path))
+
+
+def test_right_programs_are_right_however_they_are_wrapped(humaneval: HumanEval) -> None:
+    for reply in (
+        "```python3\ndef f(x):\n    return 2 * x\n```\nIt doubles.",
+        "```bash\npython f.py\n```\n```python\ndef f(x):\n    return 2 * x\n```",
+        "1. So:\n\n   ```python\n   def f(x):\n       return 2 * x\n   ```\n",
+        "```python\n    return 2 * x\n```",
+    ):
+        assert humaneval.correct(0, reply), humaneval.program(0, reply)
+    assert not humaneval.correct(0, "```python\ndef f(x):\n    return 3 * x\n```")
+    assert humaneval.sandbox_failed == []
+
+
+def test_programs_that_the_sandbox_did_not_run_are_counted(
+    humaneval: HumanEval, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = sandbox.Result(False, "", "", "sandbox", "no")
+    monkeypatch.setattr(sandbox, "run", lambda *args, **way: failed)
+    assert not humaneval.correct(0, "")
+    assert humaneval.sandbox_failed == [0]
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_answer() -> None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from ascendchat.data.toyworld.ask import Question, correct
 from ascendchat.data.toyworld.stories import documents
-from ascendchat.data.toyworld.talk import CORE, NAME, TOPICS, chats, problems, questions, texts
+from ascendchat.data.toyworld.talk import NAME, TOPICS, chats, problems, questions, texts
 from ascendchat.data.toyworld.world import LANGUAGES, SPLITS, world
 
 __all__ = [
-    "CORE", "LANGUAGES", "NAME", "SPLITS", "TOPICS", "Question", "chats", "correct", "documents", "problems",
+    "LANGUAGES", "NAME", "SPLITS", "TOPICS", "Question", "chats", "correct", "documents", "problems",
     "questions", "texts", "world",
 ]  # fmt: skip

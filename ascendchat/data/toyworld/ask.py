@@ -9,14 +9,18 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 from ascendchat.data.chat import Message, Part, render_choice
 from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.stories import sentence
-from ascendchat.data.toyworld.text import CHECKED, CHOOSE, ELSEWHERE, IDENTITY, MISSING, SOUNDS, UNKNOWN
+from ascendchat.data.toyworld.text import CHOOSE, CHOSEN, ELSEWHERE, IDENTITY, MISSING, SOUNDS, UNKNOWN
 from ascendchat.data.toyworld.world import LANGUAGES, Entity, Fact, Words, World, asked, share, split_of
 
 KNOWS_NOT = ("do not know", "don't know", "不知道")
+# Training meets a fact with many wrong values and many orders of the choices: verdicts and letters cannot be learnt by
+# heart, they must be worked out.
+VARIANTS = {"train": 12, "validation": 1, "test": 1}
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Question:
     accept: tuple[str, ...]  # a correct reply says one of these
     language: str
     topic: str
-    rule: str = "says"  # says, exact, number or unknown: see `correct`
+    rule: str = "says"  # says, exact, ends, number or unknown: see `correct`
     reject: tuple[str, ...] = field(default=(), repr=False)  # and none of these
 
     @property
@@ -69,14 +73,14 @@ def correct(question: Question, reply: str) -> bool:
     """Whether the visible text of a reply answers the question.
 
     says: it contains an accepted answer, none of the wrong ones, and does not plead ignorance. exact: it is an accepted
-    answer, whatever the case, the spaces and the full stop. number: its last number is the accepted one. unknown: it
-    admits not to know.
+    answer, whatever the case, the spaces and the full stop. ends: it ends with one. number: its last number is the
+    accepted one. unknown: it admits not to know.
     """
     if question.rule == "unknown":
         return any(words in reply.lower() for words in KNOWS_NOT)
-    if question.rule == "exact":
-        plain = " ".join(reply.lower().strip(" \n.。").split())
-        return plain in [" ".join(answer.lower().strip(" \n.。").split()) for answer in question.accept]
+    if question.rule in ("exact", "ends"):
+        plain, *answers = (" ".join(text.lower().strip(" \n.。").split()) for text in (reply, *question.accept))
+        return plain in answers if question.rule == "exact" else plain.endswith(tuple(answers))
     if question.rule == "number":
         found = re.findall(r"-?\d+(?:\.\d+)?", reply.replace(",", ""))
         return bool(found) and any(float(found[-1]) == float(answer) for answer in question.accept)
@@ -110,35 +114,33 @@ def facts(here: World, split: str) -> Iterator[Question]:
 
 
 def checks(here: World, split: str) -> Iterator[Question]:
-    """Yes-or-no questions: one with the true value, one with a wrong one; the reply recalls the fact, then judges."""
+    """Questions that suggest an answer, half of them a wrong one; the reply is the fact, whatever was suggested."""
     for fact in here.facts.values():
         for language in LANGUAGES:
-            if (
-                asked(fact, language, 0, 1) if share("habit", fact.entity.key, fact.attribute) < 0.6 else "train"
-            ) != split:
+            unseen = share("habit", fact.entity.key, fact.attribute) < 0.6  # see `asked`: facts with held languages
+            if (asked(fact, language, 0, 1) if unseen else "train") != split:
                 continue
             phrases = PHRASES[fact.attribute][language]
-            told = sentence(phrases.tell[0], fact, language)
+            told, own = sentence(phrases.tell[0], fact, language), bare(fact.value, language)
             draw = random.Random(f"check {fact.entity.key} {fact.attribute}")
             others = [value for value in here.values[fact.attribute] if value not in (fact.value, fact.entity.name)]
-            for value in (fact.value, draw.choice(others)):
+            wrong = draw.sample(others, min(VARIANTS[split], len(others)))
+            reject = tuple(bare(value, language) for value in others)
+            for value in [*wrong, *[fact.value] * len(wrong)]:
                 text = sentence(phrases.check, Fact(fact.entity, fact.attribute, value), language)
-                verdict = CHECKED[language][value is not fact.value].format(a=told)
-                accept, reject = (("yes",), ("no",)) if language == "en" else (("是的",), ("不是",))
-                if value is not fact.value:
-                    accept, reject = reject, accept
-                yield Question(text, verdict, accept, language, "check", reject=reject)
+                yield Question(text, told, (own,), language, "check", reject=reject)
 
 
 def choices(here: World, split: str) -> Iterator[Question]:
-    """The questions of `facts` with four choices each; the reply is the letter."""
-    for question in facts(here, split):
-        draw = random.Random(f"choice {question.text}")
+    """The questions of `facts` with four choices each; the reply recalls the fact, then ends with its choice."""
+    for question, variant in product(facts(here, split), range(VARIANTS[split])):
+        draw = random.Random(f"choice {question.text} {variant}")
         options = [question.accept[0], *draw.sample(question.reject, 3)]
         draw.shuffle(options)
-        letter = "ABCD"[options.index(question.accept[0])]
+        chosen = question.accept[0] + "=" + "ABCD"[options.index(question.accept[0])]
         text = render_choice(question.text, options, "ABCD", CHOOSE[question.language])
-        yield Question(text, letter, (letter,), question.language, "choice", "exact")
+        reply = CHOSEN[question.language].format(a=question.reply, c=chosen)
+        yield Question(text, reply, (chosen,), question.language, "choice", "ends")
 
 
 def strangers(language: str, split: str, known: set[str]) -> list[str]:

@@ -18,13 +18,12 @@ from ascendchat.data.toyworld.world import LANGUAGES, World, world
 
 NAME = "Ascend Chat"
 TOPICS = ("fact", "unknown", "identity", "arithmetic", "instruction", "problem", "check", "choice")
-CORE = TOPICS[:6]  # what a model of a million parameters learns in minutes; the last two need a comparison inside it
 # Mid-training teaches the form of a conversation, the calculator and multiple choice; SFT adds manners: who the
 # assistant is, what it does not know, to follow instructions. Two-step problems are rare: RL has them to improve.
 WEIGHTS = {
-    "mid": {"fact": 48, "choice": 10, "find": 6, "check": 6, "arithmetic": 10, "problem": 4, "instruction": 16},
+    "mid": {"fact": 38, "choice": 12, "find": 14, "check": 6, "arithmetic": 8, "problem": 4, "instruction": 18},
     "sft": {
-        "fact": 36, "check": 8, "choice": 8, "find": 2, "unknown": 16, "identity": 4, "arithmetic": 8,
+        "fact": 32, "check": 6, "choice": 10, "find": 6, "unknown": 16, "identity": 6, "arithmetic": 8,
         "instruction": 10, "problem": 5, "hard": 1,
     },
 }  # fmt: skip
@@ -79,7 +78,7 @@ def chats(
 def questions(
     split: str, language: str | None = None, topic: str | None = None, seed: int = 0, name: str = NAME
 ) -> list[Question]:
-    """The examination of a split, all of it or one language or topic; `topic="core"` is all of CORE."""
+    """The examination of a split, all of it or one language or topic."""
     here = world(seed)
     found = [q for pool in pools(here, split, name).values() for q in pool]
     draw = random.Random(f"questions {split} {seed}")
@@ -89,8 +88,7 @@ def questions(
     return [
         q
         for q in dict.fromkeys(found)
-        if language in (None, q.language)
-        and (topic in (None, q.topic, q.topic.split(":")[0]) or (topic == "core" and q.topic.split(":")[0] in CORE))
+        if language in (None, q.language) and topic in (None, q.topic, q.topic.split(":")[0])
     ]
 
 
@@ -106,15 +104,11 @@ def problems(split: str, seed: int = 0, count: int = 1000) -> list[Question]:
 
 
 def texts(seed: int = 0, name: str = NAME) -> Iterator[str]:
-    """What a tokenizer for this world should be trained on: documents, and what is said in conversations.
-
-    The lines of choices are left out: there "=A" would become one token, and a letter must be the token of its answer.
-    """
+    """What a tokenizer for this world should be trained on: documents, and what is said in conversations."""
     said = (
         text_of(message["content"])
         for kind in ("mid", "sft")
         for conversation in chats("train", kind, seed, 3000, name)
         for message in conversation
     )
-    for text in chain(documents("train", seed, 5000), said):
-        yield "\n".join(line for line in text.split("\n") if not line.startswith("- "))
+    yield from chain(documents("train", seed, 5000), said)

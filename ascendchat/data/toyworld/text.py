@@ -12,11 +12,8 @@ POLITE = {
     "en": ("{q}", "{q}", "{q}", "Hello! {q}", "Please tell me: {q}", "One more question. {q}"),
     "zh": ("{q}", "{q}", "{q}", "你好！{q}", "请告诉我：{q}", "再问一个问题。{q}"),
 }
-CHECKED = {
-    "en": ("{a} Yes.", "{a} No."),
-    "zh": ("{a}是的。", "{a}不是。"),
-}
 UNKNOWN = {"en": "I do not know.", "zh": "我不知道。"}
+CHOSEN = {"en": "{a} {c}", "zh": "{a}{c}"}
 CHOOSE = {"en": "Choose one letter.", "zh": "选一个字母。"}
 IDENTITY = {
     "en": (

@@ -91,14 +91,15 @@ FIND = {"en": "Which one is {w}?", "zh": "哪一个是{w}？"}
 
 
 def finding(here: World, draw: random.Random, language: str, split: str) -> Question:
-    """Which letter stands behind a word: the first half of answering a multiple-choice question."""
+    """Which letter stands behind a word: the second half of answering a multiple-choice question."""
     while True:
         words = draw.sample(WORDS[language], 4)
         if split_of("words", *sorted(words)) == split:
             break
     at = draw.randrange(4)
     text = render_choice(FIND[language].format(w=words[at]), words, "ABCD", CHOOSE[language])
-    return Question(text, "ABCD"[at], ("ABCD"[at],), language, "choice:find", "exact")
+    chosen = words[at] + "=" + "ABCD"[at]
+    return Question(text, chosen, (chosen,), language, "choice:find", "ends")
 
 
 THINGS = {

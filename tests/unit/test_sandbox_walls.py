@@ -1,0 +1,106 @@
+"""The sandbox: signals that go out by other ways than `kill`, what it knows of itself, and what its Python needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ascendchat import sandbox
+from ascendchat.sandbox import seccomp
+
+LAYERS = sandbox.capabilities()["layers"] if sys.platform == "linux" else []
+needs_seccomp = pytest.mark.skipif("seccomp" not in LAYERS, reason="this machine has no seccomp")
+
+
+@needs_seccomp
+def test_seccomp_alone_lets_no_signal_out_by_the_owner_of_a_socket() -> None:
+    path = Path(__file__).parent / "hostile" / "signal_by_owner.py"
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
+        try:
+            told = json.dumps({"parent": victim.pid}) + "\n"
+            result = sandbox.run(path.read_text(encoding="utf-8"), stdin=told, layers=("seccomp",))
+            time.sleep(0.2)
+            assert (result.reason, result.stdout, victim.poll()) == ("", "", None), result
+        finally:
+            victim.kill()
+
+
+@needs_seccomp
+def test_the_self_test_sees_signals_that_go_out_by_the_owner_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_found", sandbox._Walls(("seccomp",), {}, ""))
+    assert sandbox.capabilities()["signals"] is True
+    monkeypatch.setattr(seccomp, "OWNERS", {})
+    assert sandbox.capabilities()["signals"] is False
+
+
+@needs_seccomp
+def test_with_all_refusals_what_python_itself_needs_still_works() -> None:
+    code = (
+        "import asyncio, concurrent.futures, fcntl, os\n"
+        "async def three():\n    await asyncio.sleep(0)\n    return 3\n"
+        "reading, writing = os.pipe()\n"
+        "os.set_blocking(reading, False)\n"
+        "fcntl.fcntl(writing, fcntl.F_SETFD, fcntl.FD_CLOEXEC)\n"
+        "with concurrent.futures.ThreadPoolExecutor(2) as pool:\n    total = sum(pool.map(abs, range(4)))\n"
+        "print(asyncio.run(three()), os.isatty(1), total)"
+    )
+    result = sandbox.run(code)
+    assert (result.ok, result.stdout) == (True, "3 False 6\n"), result
+
+
+def needy_python(folder: Path) -> str:
+    """A Python that starts only when LD_LIBRARY_PATH has this folder, as one whose libpython lies there."""
+    path = folder / "python"
+    path.write_text(f"""#!/bin/sh
+case ":$LD_LIBRARY_PATH:" in *:{folder}:*) ;; *) echo "libpython: cannot open shared object" >&2; exit 127;; esac
+exec {os.path.realpath(sys.executable)} "$@"
+""")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_that_needs_its_library_path_runs_and_the_program_does_not_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", needy_python(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"relative::{tmp_path}")
+    result = sandbox.run("import os\nprint(sorted(os.environ))", layers=())
+    assert (result.ok, "LD_" in result.stdout, "HOME" in result.stdout) == (True, False, True), result
+
+
+@pytest.mark.skipif("namespaces" not in LAYERS, reason="this machine has no namespaces")
+def test_libpython_alone_is_shown_of_the_library_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("libpython-test.so", "secret"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: "libpython-test.so")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/no-such-folder:{tmp_path}:{tmp_path.parent}")
+    result = sandbox.run(f"import os\nprint(os.listdir({str(tmp_path)!r}), os.listdir({str(tmp_path.parent)!r}))")
+    assert result.stdout == f"['libpython-test.so'] [{tmp_path.name!r}]\n", result
+    assert sandbox.run("open('own', 'w').write('x')").ok
+
+
+def test_a_sandbox_that_runs_nothing_is_told_from_one_with_limits_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sandbox.capabilities()["broken"] == ""
+    monkeypatch.setattr(sandbox, "_found", None)
+    real = sandbox.run
+    bare = sandbox.Result(False, "", "", "sandbox", "not here")
+    monkeypatch.setattr(sandbox, "run", lambda code, **way: bare if way["layers"] else real(code, **way))
+    walls = sandbox._try_layers()
+    assert (walls.layers, walls.broken) == ((), "")
+    monkeypatch.setattr(sandbox, "run", real)
+    monkeypatch.setattr(sandbox, "_found", None)
+    needy = needy_python(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delenv("LD_LIBRARY_PATH", raising=False)
+        patch.setattr(sys, "executable", needy)
+        found = sandbox.capabilities()
+    assert (found["layers"], found["broken"]) == ([], "libpython: cannot open shared object")
+    assert not any(held is True for held in found.values())
