@@ -75,8 +75,12 @@ def split(total: int, devices: int, seq_len: int, most_rows: int) -> Split:
 
 
 def split_fixed(total: int, devices: int, seq_len: int, rows: int) -> Split:
-    """Share `total` tokens out with exactly `rows` rows per device; the total is raised to the next multiple."""
-    return Split(devices, rows, max(1, -(-total // (devices * rows * seq_len))), seq_len)
+    """Share `total` tokens out with `rows` rows per device; the total is raised to the next multiple.
+
+    With fewer rows when so many on every device would already be more than the total: the total decides.
+    """
+    rows = min(rows, max(1, -(-total // (devices * seq_len))))
+    return Split(devices, rows, -(-max(total, 1) // (devices * rows * seq_len)), seq_len)
 
 
 def largest_rows(fits: Callable[[int], bool], most: int = MAX_ROWS) -> int:

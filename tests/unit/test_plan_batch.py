@@ -59,10 +59,18 @@ def test_powers_of_two_split_exactly(total: int, devices: int, most: int) -> Non
 
 @STEADY
 @given(st.integers(1, 2**22), COUNTS, SEQ, COUNTS)
-def test_a_device_batch_that_was_asked_for_is_kept(total: int, devices: int, seq: int, rows: int) -> None:
+def test_a_device_batch_that_was_asked_for_is_kept_unless_it_exceeds_the_total(
+    total: int, devices: int, seq: int, rows: int
+) -> None:
     found = split_fixed(total, devices, seq, rows)
-    assert found.rows == rows
-    assert 0 <= found.total - total < devices * rows * seq or found.accumulation == 1
+    assert found.rows == rows or (found.accumulation == 1 and found.rows < rows)
+    assert 0 <= found.total - total < devices * found.rows * seq
+
+
+def test_more_devices_do_not_change_the_total() -> None:
+    assert split_fixed(2048, 1, 128, 16) == Split(1, 16, 1, 128)
+    assert split_fixed(2048, 2, 128, 16) == Split(2, 8, 1, 128)
+    assert split_fixed(2**19, 8, 2048, 32) == Split(8, 32, 1, 2048)
 
 
 def test_after_out_of_memory_the_next_smaller_batch_has_the_same_total() -> None:
