@@ -126,6 +126,7 @@ def test_a_start_that_does_not_exist_and_a_foreign_tokenizer_are_refused(home: P
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_sft_prefers_the_mid_trained_model_of_its_run(home: Path) -> None:
     finish(home, stage(home, "mid", "tiny", "--run", "chain"))
     output = finish(home, stage(home, "sft", "chain", "--run", "chain"))
@@ -141,6 +142,7 @@ def test_a_model_carries_its_tokenizer_wherever_it_is_used_from(home: Path, tmp_
     assert (tmp_path / "runs" / "moved" / "sft" / "tokenizer" / "bpe.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_few_conversations_are_enough(home: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join((home / "chats.jsonl").read_text().splitlines()[1:4]), encoding="utf-8")

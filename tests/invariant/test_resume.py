@@ -100,6 +100,7 @@ def test_a_run_that_was_killed_once_ends_with_the_same_weights(home: Path, undis
     assert final(home, "once") == undisturbed
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(home: Path, undisturbed: dict[str, bytes]) -> None:
     process = subprocess.Popen(command(home, "term"), env=environment(home), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -114,6 +115,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(home: Path, undisturbed: dic
     assert final(home, "term") == undisturbed
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(home: Path, undisturbed: dict[str, bytes]) -> None:
     finish(home, "flip")
     folder = home / "runs" / "flip" / "base"
