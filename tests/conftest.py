@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,14 @@ def real_data() -> Path:
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has its own $ASCENDCHAT_HOME."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny tensors: a second thread only gets in the way."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

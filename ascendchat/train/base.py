@@ -175,9 +175,9 @@ def run(config: BaseConfig) -> int:
     )
     options = Options.of(config, start, found)
     facts = {"chip": device.chip.name, "world": world.size, "attention": learner.kernel.name, "split": vars(split)}
-    if main and tokenizer:
-        tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
     with open_run(folder, config, facts=facts, resume_step=start or None, track=config.track, main=main) as record:
+        if main and tokenizer:
+            tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
         result = fit(stage, device, record, options, title=f"base d{config.depth}")
     stage.close()
     dist.teardown()

@@ -282,9 +282,9 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     )
     options = Options.of(config, start, found)
     about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)}
-    if main:
-        tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
     with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
+        if main:
+            tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
         result = fit(trained, device, record, options, title=stage)
     trained.close()
     dist.teardown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import engine_models as make
 import pytest
@@ -15,6 +14,8 @@ from ascendchat.nn.attention import Flash, Reference, Sdpa, one_query
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONTEXT = 48
 MODELS = [
     {"seq_len": 16},  # windows 16, 16, 48: the rings turn
@@ -23,15 +24,6 @@ MODELS = [
     {"seq_len": 16, "kv_heads": 4, "window_pattern": "LS"},
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread only gets in the way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=DEVICES)

@@ -11,12 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import engine_models as make
 import pytest
-import torch
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
@@ -26,17 +24,10 @@ from ascendchat.infer.load import load
 from ascendchat.record import run_folder
 from ascendchat.serve import terminal
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPECIAL = make.tokenizer().specials
 ENDLESS = make.script([SPECIAL["<|assistant_start|>"], ord("a"), ord("b"), ord("a")])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread only gets in the way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def save(run: str = "tiny", stage: str = "sft", follows: dict[int, int] | None = None, seq_len: int = 256) -> Path:

@@ -18,8 +18,8 @@ from ascendchat.data.toyworld.text import CHOOSE, CHOSEN, ELSEWHERE, IDENTITY, M
 from ascendchat.data.toyworld.world import LANGUAGES, Entity, Fact, Words, World, asked, share, split_of
 
 KNOWS_NOT = ("do not know", "don't know", "不知道")
-# Training meets a fact with many wrong values and many orders of the choices: verdicts and letters cannot be learnt by
-# heart, they must be worked out.
+# Training meets a fact with many wrong values and many orders of the choices: letters cannot be learnt by heart, they
+# must be worked out.
 VARIANTS = {"train": 12, "validation": 1, "test": 1}
 
 
