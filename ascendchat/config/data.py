@@ -15,8 +15,8 @@ class TokenizerTrainConfig:
     "files or folders of text (jsonl, parquet, txt, compressed or not); by default the embedded corpus"
     source: tuple[str, ...] = ()
     "the same, as a flag: --source A B or --source A,B; these come before the others"
-    vocab_size: int = 32768
-    "ids, the special tokens included"
+    vocab_size: int | None = None
+    "ids, special tokens included; by default near the square root of the text's bytes, 1024 to 32768 (embedded: 32768)"
     out: str = ""
     "folder to write; by default $ASCENDCHAT_HOME/tokenizer"
     max_chars: int | None = None

@@ -4,7 +4,9 @@ Used by the loader of every training command (`ascendchat base --data DIR`); not
 
 A row is T input tokens, made of segments: pieces of documents, never crossing one. The layout of an epoch:
 1. documents are put in random order;
-2. a document of T tokens or more fills whole rows from its start; what is left over (fewer than T tokens) is filler;
+2. a document of T tokens or more fills whole rows from its start; what is left over (fewer than T tokens) is filler.
+   From the second epoch on it first gives up a random beginning, which is laid out like a short document: so its rows
+   begin elsewhere every time, and a model that reads a text again sees it with another context;
 3. shorter documents stay whole: a row takes them in order while they fit, then filler closes the gap to exactly T;
    filler is cut wherever the row ends, and goes on in the next gap. If the left-overs do not suffice, the short
    documents of the first few rows become filler too;
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 PADDING = -1  # the position of a segment that is no text
+CUTS = 2**192  # where the random numbers of the cuts begin, far from those of the orders
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ def shuffled(n: int, seed: int, epoch: int, salt: int) -> Ints:
     """A random order of n things. Raw Philox output and a stable sort: the same on every version of NumPy."""
     bits = np.random.Philox(key=np.array([np.uint64(seed % 2**64), np.uint64(epoch * 2 + salt)], dtype=np.uint64))
     return np.argsort(bits.random_raw(n), kind="stable")
+
+
+def cut_anew(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Ints:
+    """The pieces to lay out: from the second epoch on, long documents are cut once, at a place of this epoch."""
+    if epoch == 0:
+        return lengths
+    bits = np.random.Philox(key=np.array([np.uint64(seed % 2**64), np.uint64(epoch)], dtype=np.uint64), counter=CUTS)
+    cut = 1 + (bits.random_raw(len(lengths)) % np.uint64(max(1, seq_len - 1))).astype(np.int64)
+    cut = np.where(lengths > seq_len, cut, 0)
+    pieces = np.stack((cut, lengths - cut), axis=1).reshape(-1)
+    return pieces[pieces > 0]
 
 
 def _pack(lengths: Ints, spare: int, seq_len: int) -> tuple[int, Ints, Ints]:
@@ -66,7 +80,7 @@ def _pack(lengths: Ints, spare: int, seq_len: int) -> tuple[int, Ints, Ints]:
 
 def arrange(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Layout:
     """The rows of one epoch, a pure function of the documents' lengths (in stored order), seq_len, seed and epoch."""
-    lengths = np.asarray(lengths, dtype=np.int64)
+    lengths = cut_anew(np.asarray(lengths, dtype=np.int64), seq_len, seed, epoch)
     order = shuffled(len(lengths), seed, epoch, 0)
     position = (np.cumsum(lengths) - lengths)[order]
     length = lengths[order]

@@ -145,7 +145,9 @@ class Decoder:
 
         if self.compiled:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_RECOMPILES)
-        compiled = self.device.compile(run, dynamic=False, fullgraph=True) if self.compiled else run
+        # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
+        tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
+        compiled = self.device.compile(run, dynamic=False, fullgraph=True, **tuned) if self.compiled else run
         if not self.device.chip.graphs:
             return compiled
         self.advance.zero_()  # recording runs the step several times, and rows are under way

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -127,11 +128,13 @@ def _inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
 
 class Flash(Sdpa):
     """CUDA: cuDNN or flash through SDPA for full rows. For windows FlexAttention where the model is compiled (on an
-    H200, window 512 of 2048, forward and backward: 1.64 ms against 1.91 ms), else torch's own flash kernel."""
+    H200, window 512 of 2048, forward and backward: 1.64 ms against 1.91 ms), else torch's own flash kernel. Decoding
+    has a Triton kernel of its own (one_query.py); without Triton, as on Windows, it goes through SDPA."""
 
     name = "flash"
 
     def __init__(self) -> None:
+        self.triton = find_spec("triton") is not None
         self.blocks: dict[tuple[int, int], Any] = {}  # (row length, window) -> FlexAttention's block mask
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
@@ -169,30 +172,11 @@ class Flash(Sdpa):
         return FlashWindow.apply(q, k, v, bounds, max(lengths), window, scale)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
-        if q.size(1) > 1 or window < k.size(1):
+        if q.size(1) > 1 or window < k.size(1) or not self.triton:
             return super().cached(q, k, v, lengths, window, scale)
-        if torch.compiler.is_compiling():
-            return one_query(q, k, v, lengths, scale)
-        rows, stride = k.size(0), k.stride(0) // k.stride(1)  # places per row of the cache that k is a slice of
-        flat = [x.as_strided(((rows - 1) * stride + x.size(1), *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-        out = torch.ops.aten._flash_attention_forward(
-            q[:, 0].contiguous(), *flat, starts, starts * stride, 1, k.size(1), 0.0, False, False,
-            scale=scale, seqused_k=lengths.to(torch.int32),
-        )[0]  # fmt: skip
-        return out[:, None]
+        from ascendchat.nn.one_query import one_query
 
-
-def one_query(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """One query per row (B, 1, H, D) as products and sums, which a compiler turns into two passes over the memory of
-    the cache. A matrix unit would multiply 63 rows of nothing; the time is that of reading keys and values anyway."""
-    heads, groups = k.size(2), q.size(2) // k.size(2)
-    query = q.float().view(q.size(0), 1, heads, groups, q.size(3))
-    scores = (query * k.float()[:, :, :, None]).sum(-1) * scale  # (B, S, K, G)
-    there = torch.arange(k.size(1), device=k.device)[None, :] < lengths[:, None]
-    weights = scores.masked_fill(~there[:, :, None, None], float("-inf")).softmax(dim=1)
-    out = (weights[..., None] * v.float()[:, :, :, None]).sum(1)  # (B, K, G, D)
-    return out.view(q.shape).to(q.dtype)
+        return one_query(q, k, v, lengths, scale)
 
 
 class FlashWindow(torch.autograd.Function):

@@ -13,6 +13,7 @@ REFERENCE_BATCH = 2**19  # tokens per step at which the rates below were tuned
 REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)  # horizon of depth 12: 12 tokens per scaling parameter
 REFERENCE_DIM = 768
 BATCH_EXPONENT = 0.383  # optimal batch grows as horizon ** 0.383
+LEAST_BATCH = 2**16  # batches below this do not lower the rates further
 
 MATRIX_DECAY = 0.28
 MAX_SHRINK = 0.02  # of a matrix per step: in a run of a few hundred steps the rule would shrink faster than it learns
@@ -27,9 +28,18 @@ WIDTH_RATES = {"head": 0.008, "embedding": 0.3, "value_embeddings": 0.15}  # Ada
 FIXED_RATES = {"residual_scalars": 0.005, "skip_scalars": 0.5, "gates": 0.2}  # AdamW
 
 
+def batch_scale(total_batch: int) -> float:
+    """Factor on every learning rate: sqrt(batch / 2^19), and for batches below 2^16 what it is there, 0.35.
+
+    The root alone starves small batches: with 2^13 tokens per step (a small model on an H200, 9.3 M tokens) a factor of
+    0.125 gave 1.565 bits per byte, 0.25 gave 1.523, 0.375 gave 1.513.
+    """
+    return math.sqrt(max(total_batch, LEAST_BATCH) / REFERENCE_BATCH)
+
+
 def rates(dim: int, total_batch: int) -> dict[str, float]:
-    """Full learning rate of every parameter group: all x sqrt(batch / 2^19), the three tables also by width."""
-    batch = math.sqrt(total_batch / REFERENCE_BATCH)
+    """Full learning rate of every parameter group: all follow the batch, the three tables also the width."""
+    batch = batch_scale(total_batch)
     width = (dim / REFERENCE_DIM) ** -0.5
     return {
         "matrices": MATRIX_RATE * batch,
@@ -41,8 +51,9 @@ def rates(dim: int, total_batch: int) -> dict[str, float]:
 def full_decay(total_batch: int, tokens: int) -> float:
     """Weight decay of the matrices at step 0: the total shrinking over a run is the same at every batch and horizon,
     and no step shrinks by more than MAX_SHRINK."""
-    batch = math.sqrt(total_batch / REFERENCE_BATCH)
-    return min(MATRIX_DECAY * batch * (REFERENCE_TOKENS / tokens), MAX_SHRINK / (MATRIX_RATE * batch))
+    rate = batch_scale(total_batch)
+    even = MATRIX_DECAY * (total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
+    return min(even, MAX_SHRINK / MATRIX_RATE) / rate
 
 
 def warmdown_start(steps: int, warmdown: float = WARMDOWN) -> int:

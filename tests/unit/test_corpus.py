@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.arrange import arrange, shuffled
+from ascendchat.data.arrange import arrange, cut_anew, shuffled
 from ascendchat.data.corpus import FORMAT, IGNORE, Batches, Corpus, Rows, evaluation_rows, open_mixture
 from ascendchat.data.shards import write_shard
 
@@ -249,3 +249,27 @@ def test_the_order_of_an_epoch_never_changes_between_versions() -> None:
     assert shuffled(8, seed=42, epoch=3, salt=1).tolist() == [6, 7, 4, 5, 2, 0, 1, 3]
     layout = arrange(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=0)
     assert layout.position.tolist() == [52, 101, 0, 45, 37, 84, 5, 68, 21, 39, 100, -1]
+    again = arrange(np.array([5, 40, 7, 16, 33, 2]), seq_len=16, seed=42, epoch=1)
+    assert again.position.tolist() == [7, 100, 39, -1, 52, 0, 101, 68, 5, 86, 45, 91, 23, 70]
+
+
+def test_long_documents_are_cut_elsewhere_in_every_epoch_but_the_first() -> None:
+    lengths = np.array([100, 3, 16, 17, 900, 0])
+    assert cut_anew(lengths, 16, seed=1, epoch=0).tolist() == lengths.tolist()
+    seen = [cut_anew(lengths, 16, seed=1, epoch=epoch).tolist() for epoch in range(1, 200)]
+    for pieces in seen:
+        first, *_ = pieces
+        assert 1 <= first < 16  # the beginning of the first document
+        assert first + pieces[1] == 100
+        assert pieces[2:4] == [3, 16]  # what fits a row stays whole
+        assert sum(pieces) == lengths.sum()
+        assert 0 not in pieces
+    assert {pieces[0] for pieces in seen} == set(range(1, 16))
+    assert seen[0] == cut_anew(lengths, 16, seed=1, epoch=1).tolist()
+    assert seen != [cut_anew(lengths, 16, seed=2, epoch=epoch).tolist() for epoch in range(1, 200)]
+    assert cut_anew(np.array([5, 1]), 1, seed=0, epoch=1).tolist() == [1, 4, 1]
+
+
+def test_the_rows_of_a_long_document_are_new_in_the_next_epoch() -> None:
+    rows = [set(arrange(np.array([4000]), 16, seed=0, epoch=epoch).position.tolist()) for epoch in range(2)]
+    assert rows[0] & rows[1] == {0}  # its beginning begins a row or a piece in any case

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.plan.schedule import (
+    LEAST_BATCH,
     MAX_SHRINK,
     REFERENCE_TOKENS,
     full_decay,
@@ -73,6 +74,12 @@ def test_rates_follow_the_root_of_the_batch_and_tables_the_width() -> None:
     assert wide["matrices"] == pytest.approx(2 * base["matrices"])
     assert wide["embedding"] == pytest.approx(base["embedding"])  # x 2 for the batch, / 2 for the width
     assert wide["gates"] == pytest.approx(2 * base["gates"])
+
+
+def test_batches_below_the_least_keep_its_rates() -> None:
+    assert rates(768, LEAST_BATCH) == rates(768, 2**11)
+    assert rates(768, LEAST_BATCH)["matrices"] == pytest.approx(0.02 * 0.125**0.5)
+    assert rates(768, 2 * LEAST_BATCH)["matrices"] == pytest.approx(0.01)
 
 
 @STEADY

@@ -16,7 +16,7 @@ STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same 
 
 # depth: total, value embeddings, scaling parameters, FLOPs per token, tokens at 12, log2(batch), steps, training FLOPs
 TABLE = {
-    4: ("36.7M", "16.8M", "11.5M", "8.0e+07", "0.14B", 18, 528, "1.1e+16"),
+    4: ("36.7M", "16.8M", "11.5M", "8.0e+07", "0.14B", 17, 1056, "1.1e+16"),
     6: ("73.5M", "37.7M", "23.2M", "1.7e+08", "0.28B", 18, 1062, "4.7e+16"),
     8: ("125.8M", "67.1M", "41.9M", "3.0e+08", "0.50B", 18, 1920, "1.5e+17"),
     12: ("286.3M", "151.0M", "110.1M", "7.6e+08", "1.32B", 19, 2520, "1.0e+18"),

@@ -8,7 +8,7 @@
     tokenizer.decode(ids)
 
 Ids: 0-255 are the bytes, then one id per merge in the order they were learned, then the special tokens. pattern.py
-says how text is split, learn.py learns merges, storage.py reads and writes the folder.
+says how text is split, learn.py how many ids and learns them, storage.py reads and writes the folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import tiktoken
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import storage
 from ascendchat.data.tokenizer.commands import eval_command, train_command
-from ascendchat.data.tokenizer.learn import learn
+from ascendchat.data.tokenizer.learn import MOST_VOCAB, learn, vocab_for
 from ascendchat.data.tokenizer.pattern import PATTERN
 
-__all__ = ["PATTERN", "SPECIALS", "Tokenizer", "eval_command", "train", "train_command"]
+__all__ = ["PATTERN", "SPECIALS", "Tokenizer", "eval_command", "train", "train_command", "vocab_for"]
 
 SPECIALS = (
     "<|bos|>",
@@ -132,7 +132,7 @@ def _whole(ids: Iterable[int]) -> list[int]:
     return [int(number) for number in ids]  # also numpy and torch integers
 
 
-def train(texts: Iterable[str], vocab_size: int = 32768) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int = MOST_VOCAB) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` ids, specials included; fewer when the texts hold no more repeated pairs."""
     least = BYTES + len(SPECIALS)
     if vocab_size < least:

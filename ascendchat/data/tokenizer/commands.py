@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
-from ascendchat.data.read import documents, format_of, unpack
+from ascendchat.data.read import documents, files, format_of, unpack
+from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
 
 if TYPE_CHECKING:
     from ascendchat.config.data import TokenizerEvalConfig, TokenizerTrainConfig
@@ -56,17 +57,47 @@ class Meter:
             yield text
 
 
+def count_bytes(texts: Iterable[str]) -> int:
+    """UTF-8 bytes of the texts; reads on only while they can change `vocab_for`."""
+    count = 0
+    for text in texts:
+        count += len(text.encode())
+        if count >= ENOUGH_BYTES:
+            break
+    return count
+
+
+def embedded(sources: Sequence[str]) -> bool:
+    """Whether the sources mean the embedded corpus."""
+    return not sources or list(sources) == ["toyworld"]
+
+
 def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None) -> Iterator[str]:
     """The training texts a command names; without sources, the embedded corpus."""
     if mix and (len(mix) != len(sources) or min(mix) <= 0):
         raise UserError(f"--mix needs one positive weight per source: {len(sources)} sources, {len(mix)} weights")
-    if not sources or list(sources) == ["toyworld"]:
+    if embedded(sources):
         from ascendchat.data import toyworld
 
         return first_chars(toyworld.texts(), max_chars)
     if mix:
         return first_chars(mixed([documents([source]) for source in sources], mix), max_chars)
     return first_chars(documents(sources), max_chars)
+
+
+def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str]) -> tuple[int, str]:
+    """Ids to learn, and the text they are for, in the words of the printed line; reads the text once to count it."""
+    if config.vocab_size is not None:
+        return config.vocab_size, "from"
+    if embedded(sources):
+        return MOST_VOCAB, "from"
+    texts = texts_of(sources, config.mix, config.max_chars)
+    for path in files(sources):
+        if not path.is_file():
+            raise UserError(f"{path} is a pipe: its text cannot be counted before it is used; give --vocab-size N")
+    count = count_bytes(texts)
+    amount = f"{count / 1e6:.1f}" if count < ENOUGH_BYTES else f"over {ENOUGH_BYTES // 10**6}"
+    return vocab_for(count), f"for {amount} MB of text,"
 
 
 def train_command(config: TokenizerTrainConfig) -> int:
@@ -76,28 +107,28 @@ def train_command(config: TokenizerTrainConfig) -> int:
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     out = Path(config.out) if config.out else home() / "tokenizer"
     started = time.monotonic()
+    size, reason = chosen_size(config, sources)
     meter = Meter(texts_of(sources, config.mix, config.max_chars))
-    tokenizer = train(meter, config.vocab_size)
+    tokenizer = train(meter, size)
     if not meter.chars:
         raise UserError("the sources hold no text; give other files with --source")
-    tokenizer.save(out, _command(config, sources, out))
+    tokenizer.save(out, _command(config, size, sources, out))
     print(
-        f"{out}: {tokenizer.vocab_size} ids from {meter.documents} documents, {meter.chars / 1e6:.1f} million "
+        f"{out}: {tokenizer.vocab_size} ids {reason} {meter.documents} documents, {meter.chars / 1e6:.1f} million "
         f"characters, {time.monotonic() - started:.1f} s; fingerprint {tokenizer.fingerprint[:12]}"
     )
-    if tokenizer.vocab_size < config.vocab_size:
+    if tokenizer.vocab_size < size:
         print(
-            f"notice: the texts hold too few repeated pairs for {config.vocab_size} ids; "
-            f"the vocabulary has {tokenizer.vocab_size}",
+            f"notice: the texts hold too few repeated pairs for {size} ids; the vocabulary has {tokenizer.vocab_size}",
             file=sys.stderr,
         )
     return 0
 
 
-def _command(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> str:
+def _command(config: TokenizerTrainConfig, size: int, sources: Sequence[str], out: Path) -> str:
     """What to type to make the same folder again; kept in its manifest."""
     words = ["ascendchat", "tokenizer", "train", *(str(Path(source).absolute()) for source in sources)]
-    words += ["--vocab-size", str(config.vocab_size), "--out", str(out.absolute())]
+    words += ["--vocab-size", str(size), "--out", str(out.absolute())]
     if config.mix:
         words += ["--mix", ",".join(map(str, config.mix))]
     if config.max_chars is not None:
