@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import LETTERS, ROLES, Conversation, Message, Part, render_choice
+from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
 from ascendchat.data.read import format_of, unpack
 
 Row = dict[str, Any]
@@ -58,7 +58,7 @@ def spoken(speaker: Any, content: Any) -> Message:
     if role is None:
         raise ValueError(f"the speaker {speaker!r} is unknown (known: {', '.join(SPEAKERS)})")
     if isinstance(content, list):  # parts: ours, or those of the OpenAI interface
-        parts = [{"type": str(p.get("type")), "text": p.get("text")} for p in content]
+        parts = [{"type": p.get("type"), "text": p.get("text")} for p in content]
         return message(role, cast(Sequence[Part], parts))
     if not isinstance(content, str):
         raise ValueError(f"what {speaker!r} says is not text but {type(content).__name__}")
@@ -208,8 +208,10 @@ def detect(row: Row, path: Path) -> Callable[[Row], Iterator[Conversation]]:
 
 
 def opened(path: Path) -> IO[str]:
-    """The file as text, unpacked by its last suffix. Only \\n ends a line: a text may hold other line breaks."""
-    return io.TextIOWrapper(unpack(path.open("rb"), format_of(path.name)[1]), encoding="utf-8", newline="\n")
+    """The file as text, unpacked by its last suffix, without a byte-order mark at its beginning.
+
+    Only \\n ends a line: a text may hold other line breaks."""
+    return io.TextIOWrapper(unpack(path.open("rb"), format_of(path.name)[1]), encoding="utf-8-sig", newline="\n")
 
 
 def rows(path: Path) -> Iterator[Row]:
@@ -279,10 +281,15 @@ def conversations(
 
 
 def checked(found: Conversation) -> Conversation:
-    """The conversation, if every message has a role and text or parts."""
+    """The conversation, if the renderer takes it: every message has a role, and text or parts of known types."""
     for entry in found:
-        content = entry["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        if entry["role"] not in ROLES or not all(isinstance(said, str) for said in texts):
+        role, content = entry["role"], entry["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for kind in (part["type"] for part in parts):
+            if kind not in SPAN_OF:
+                raise ValueError(f"a part of a message has the unknown type {kind!r} (known: {', '.join(SPAN_OF)})")
+            if kind != "text" and role in ("system", "user"):
+                raise ValueError(f"a part of the type {kind!r} belongs to the assistant, not to the role {role!r}")
+        if role not in ROLES or not all(isinstance(part["text"], str) for part in parts):
             raise ValueError(f"the message {entry!r:.200} has no text")
     return found

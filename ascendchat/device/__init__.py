@@ -91,6 +91,9 @@ class Device(Protocol):
     def event(self) -> Mark:
         """Mark this moment in the device's queue of work."""
 
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start copying a tensor to the host. The result waits for this copy alone, not for work queued behind it."""
+
     def memory(self) -> Memory:
         """Memory of the bound device."""
 

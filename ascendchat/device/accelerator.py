@@ -88,6 +88,18 @@ class Accelerator:
         """Mark this moment in the device's queue of work."""
         return EventMark(self.api)
 
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start copying a tensor to the host; see Device.fetch."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        copied = self.api.Event()
+        copied.record()
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
     def memory(self) -> Memory:
         """Bytes held by tensors on the bound device."""
         return Memory(self.api.memory_allocated(), self.api.max_memory_allocated(), self.chip.memory)

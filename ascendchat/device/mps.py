@@ -74,6 +74,11 @@ class MPS:
         """Mark this moment in the GPU's queue of work."""
         return EventMark(torch.mps.event)
 
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copied at once, which waits for all work so far: there is no pinned memory here."""
+        copy = tensor.cpu()
+        return lambda: copy
+
     def memory(self) -> Memory:
         """Bytes held by tensors. torch.mps keeps no peak: it is the most seen by calls of this function."""
         used = int(torch.mps.current_allocated_memory())

@@ -109,7 +109,7 @@ RULES = [
         ],
     ),
     Rule(
-        id="dynamo-npu",
+        id="compile",
         level=CAUSE,
         patterns=[
             r"Dynamo is not supported on NPU",
@@ -119,29 +119,32 @@ RULES = [
             r"BackendCompilerFailed",
         ],
         en=Text(
-            title="torch.compile does not work here",
+            title="torch.compile failed",
             cause=(
-                "On the NPU torch.compile needs triton-ascend and supports only part of the models. ascendchat "
-                "runs eagerly on the NPU unless asked otherwise."
+                "The compiler could not build a kernel for this model here, or could not run it. Compiling only makes "
+                "steps faster: the same command with --no-compile, or with ASCENDCHAT_COMPILE=0, runs eagerly. On an "
+                "NPU compiling needs triton-ascend and supports only part of the models."
             ),
             check=[
-                "Run without compiling first; compile only when that works.",
-                "Is the upstream package triton installed beside triton-ascend? Remove it.",
+                "Does the same command work without compiling? If not, look for another error first.",
+                "CUDA: are a C compiler (gcc) and the triton that belongs to this torch installed?",
+                "NPU: is the upstream package triton installed beside triton-ascend? Remove it.",
             ],
         ),
         zh=Text(
-            title="torch.compile 在这里不可用",
+            title="torch.compile 失败",
             cause=(
-                "在 NPU 上 torch.compile 需要 triton-ascend，且只支持部分模型。除非明确要求，ascendchat 在 NPU 上使"
-                "用即时执行。"
+                "编译器没能为这个模型生成内核，或生成的内核不能运行。编译只是为了更快：同一条命令加上 --no-compile，或设置 "
+                "ASCENDCHAT_COMPILE=0，就以即时模式运行。在 NPU 上，编译需要 triton-ascend，且只支持部分模型。"
             ),
             check=[
-                "先不编译运行；确认正常后再考虑编译。",
-                "除了 triton-ascend 是否还装了上游的 triton？请卸载它。",
+                "同一条命令不编译时能否正常运行？如果不能，请先找别的错误。",
+                "CUDA：是否装有 C 编译器（gcc）以及与当前 torch 配套的 triton？",
+                "NPU：除了 triton-ascend 是否还装了上游的 triton？请卸载它。",
             ],
         ),
         commands=[
-            "export TORCHDYNAMO_DISABLE=1",
+            "export ASCENDCHAT_COMPILE=0",
             "pip list | grep -i triton",
         ],
     ),

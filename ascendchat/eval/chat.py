@@ -5,8 +5,9 @@
     ascendchat eval chat --tasks humaneval --samples 8 --temperature 0.8      pass@1, 2, 4, 8
 
 ChatCORE is the mean of the centred accuracies, (accuracy - chance) / (1 - chance), over ARC-Easy, ARC-Challenge, MMLU,
-GSM8K and HumanEval; its Chinese counterpart over C-Eval and CMMLU. Results go to runs/NAME/STAGE/eval_chat.json, and
-the table of all stages of the run is printed. A task that cannot be had is named with the reason, never left out.
+GSM8K and HumanEval; its Chinese counterpart over C-Eval and CMMLU. Results go to runs/NAME/STAGE/eval_chat.json after
+every task, and the table of all stages of the run is printed. A task that cannot be had is named with the reason, never
+left out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home, nearest
 from ascendchat.config.eval import EvalChatConfig
 from ascendchat.device import describe, pick
-from ascendchat.eval.examine import EngineWriter, Examiner, ModelChooser, Outcome, examine
+from ascendchat.eval.examine import EngineWriter, Examiner, ModelChooser, Outcome, examine, selection
 from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.load import STAGES, load
@@ -42,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "toy": TOY,
 }
 SCORES = {"ChatCORE": "chatcore", "ChatCORE-zh": "chinese"}  # the mean of the centred accuracies of a group
+Rows = Mapping[str, tuple[int, int]]  # task -> rows to examine, rows that there are
 # All questions of the toy world in one language, but the word problems: those are what RL has to improve.
 POOLS = {
     f"toyworld {language}": tuple(name for name in TOY if name.endswith(f"_{language}") and "_problem_" not in name)
@@ -131,8 +133,7 @@ def read_results(stage: Path) -> dict[str, Any]:
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Tasks may be examined in several goes: what the same weights reached in the same way on the same files stays."""
-    same = all(old.get(key) == new[key] for key in ("model", "step", "settings"))
-    before: dict[str, Any] = old if same else {}
+    before: dict[str, Any] = old if same_weights(old, new) and same_settings(old, new) else {}
     source = before.get("source") if new["source"] is None else new["source"]
     stays = [name for name in EVALUATIONS if name in TOY or before.get("source") == source]
     tasks = {name: found for name, found in before.get("tasks", {}).items() if name in stays} | new["tasks"]
@@ -140,6 +141,54 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     missing = {name: why for name, why in missing.items() if name not in tasks}
     ordered = {name: tasks[name] for name in EVALUATIONS if name in tasks}
     return {**new, "source": source, "tasks": ordered, "missing": missing, "scores": scores(ordered)}
+
+
+def same_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return all(old.get(key) == new[key] for key in ("model", "step"))
+
+
+def same_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether both were asked in the same way. Over how many rows, each task says itself (older files say it here)."""
+    ways = [{key: value for key, value in found["settings"].items() if key != "max_per_task"} for found in (old, new)]
+    return ways[0] == ways[1]
+
+
+def fuller(old: Mapping[str, Any], new: Mapping[str, Any], rows: Rows) -> dict[str, dict[str, Any]]:
+    """The tasks that the same weights were examined on before, over more rows of the same files than now."""
+    if not same_weights(old, new):
+        return {}
+    stays = [name for name in rows if name in TOY or old.get("source") == new["source"]]
+    before: dict[str, dict[str, Any]] = {name: old["tasks"][name] for name in stays if name in old["tasks"]}
+    return {
+        name: was for name, was in before.items() if was["rows"] > rows[name][0] and was["rows_in_task"] == rows[name][1]
+    }
+
+
+def kept(old: dict[str, Any], found: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], str]:
+    """What goes into the file: `found`, but results over fewer rows never replace those over more.
+
+    The second value says what was kept so. `rows` are those of all tasks of this run, also of those that come later:
+    a file of other settings must not be given up for the first task and then be wanted for the second."""
+    if not rows and old and same_weights(old, found):
+        return old, "what was found before: nothing was examined now"
+    more = fuller(old, found, rows)
+    if not more:
+        return found, ""
+    names = ", ".join(f"{name} over {was['rows']} rows (now {rows[name][0]})" for name, was in more.items())
+    if not same_settings(old, found):
+        return old, f"what was found before with other settings: {names}; the results of this run are not added to it"
+    tasks = {name: more.get(name, found["tasks"].get(name)) for name in EVALUATIONS if name in {**found["tasks"], **more}}
+    return {**found, "tasks": tasks, "scores": scores(tasks)}, f"what was found before: {names}"
+
+
+def store(stage: Path, new: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], str]:
+    """Add results to the file of a stage; gives them back with those of earlier goes, and says what the file keeps."""
+    old = read_results(stage)
+    found = merged(old, new)
+    both, words = kept(old, found, rows)
+    if dist.world().rank == 0:
+        write_atomic(stage / FILE, json.dumps(both, indent=1))
+    return found, words
 
 
 def source_of(names: Iterable[str], source: str) -> str | None:
@@ -188,8 +237,10 @@ def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def evaluate(tasks: Sequence[Task], examiner: Examiner, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """All tasks, one after the other, each announced as it ends."""
+def evaluate(
+    tasks: Sequence[Task], examiner: Examiner, say: Callable[[str], None], done: Callable[[dict[str, Any]], object]
+) -> dict[str, dict[str, Any]]:
+    """All tasks, one after the other; as each ends it is announced, and `done` gets all results so far."""
     say(f"  {'task':<24}{'accuracy':>9}{'centred':>9}{'rows':>7}{'time':>8}")
     found: dict[str, dict[str, Any]] = {}
     for task in tasks:
@@ -198,6 +249,7 @@ def evaluate(tasks: Sequence[Task], examiner: Examiner, say: Callable[[str], Non
         if isinstance(task, HumanEval) and (failed := sum(dist.gather_objects(len(task.sandbox_failed)))):
             say(f"  {'':<24} {failed} programs ended because the sandbox failed, or pretended so; they count as wrong")
         found[task.name] = asdict(outcome)
+        done(found)
     return found
 
 
@@ -260,25 +312,27 @@ def run(config: EvalChatConfig) -> int:
         config.temperature, config.seed, most,
     )  # fmt: skip
     say(f"{loaded.folder}: {shape.total_parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")
-    results = evaluate(tasks, examiner, say)
     settings = {
-        "max_per_task": most, "max_new_tokens": config.max_new_tokens, "samples": config.samples,
-        "temperature": config.temperature, "context": context, "seed": config.seed,
+        "max_new_tokens": config.max_new_tokens, "samples": config.samples, "temperature": config.temperature,
+        "context": context, "seed": config.seed,
     }  # fmt: skip
-    new = {
+    about = {
         "checkpoint": str(loaded.folder), "model": weights, "stage": loaded.folder.parent.name,
         "step": loaded.state.get("step"), "chip": device.chip.name, "world": world.size, "settings": settings,
-        "source": source_of(names, config.source), "tasks": results, "missing": missing,
+        "source": source_of(names, config.source), "missing": missing,
     }  # fmt: skip
-    found = merged(read_results(loaded.folder.parent), new)
+    stage, rows = loaded.folder.parent, {task.name: (len(selection(task, most)), len(task)) for task in tasks}
+    results = evaluate(tasks, examiner, say, lambda found: store(stage, {**about, "tasks": found}, rows))
+    found, words = store(stage, {**about, "tasks": results}, rows)
+    if words:
+        say(f"{stage / FILE} keeps {words}")
     for text in score_lines(found["scores"]):
         say(text)
     if missing:
         say(f"not examined: {', '.join(missing)}")
     if world.rank == 0:
-        write_atomic(loaded.folder.parent / FILE, json.dumps(found, indent=1))
-        name = loaded.folder.parent.parent.name
-        if loaded.folder.parent == run_folder(name, loaded.folder.parent.name):
+        name = stage.parent.name
+        if stage == run_folder(name, stage.name):
             say(f"stages of {name} ({home() / 'runs' / name}):")
             for text in table_lines(stage_table(name)):
                 say(text)

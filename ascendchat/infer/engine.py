@@ -23,7 +23,7 @@ then the system message, then the beginning of the last exchange.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ascendchat.data.chat import Message, render_prompt
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.device import Device, Mark
+from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder, width_of
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
 from ascendchat.infer.sampling import Mode
@@ -89,11 +89,10 @@ class Job:
 
 
 class Flight(NamedTuple):
-    """A pass whose result has not been looked at: (job, its pass number, column), and where the result will be."""
+    """A pass whose result has not been looked at: (job, its pass number, column), and how to wait for it."""
 
     rows: list[tuple[Job, int, int]]
-    result: Tensor  # (2, columns) on the host: ids and log probabilities
-    landed: Mark | None
+    result: Callable[[], Tensor]  # (2, columns) on the host: ids and log probabilities
 
 
 class Engine:
@@ -112,7 +111,6 @@ class Engine:
         self.running: list[Job | None] = [None] * slots  # by slot
         self.ahead = 1 if device.pin else 0  # passes in flight while results are looked at
         self._flights: deque[Flight] = deque()
-        self._origin: Mark | None = None
 
     # ---- for callers ---------------------------------------------------------------------------
 
@@ -211,21 +209,14 @@ class Engine:
         rows = [(job, job.launched, column) for job, column in zip(jobs, columns)]
         for job in jobs:
             job.launched += 1
-        landed = None
-        if self.device.pin:
-            self._origin = self._origin or self.device.event()
-            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            result = host.copy_(result, non_blocking=True)
-            landed = self.device.event()
-        self._flights.append(Flight(rows, result, landed))
+        self._flights.append(Flight(rows, self.device.fetch(result)))
 
     def _land(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are in flight."""
         over: list[Job] = []
         while len(self._flights) > leave:
-            rows, result, landed = self._flights.popleft()
-            if landed is not None and self._origin is not None:
-                landed.since(self._origin)  # waits for this pass, not for the one behind it
+            rows, landed = self._flights.popleft()
+            result = landed()  # waits for this pass, not for the one behind it
             ids, logprobs = result[0].long().tolist(), result[1].tolist()
             for job, number, column in rows:
                 if job.done:

@@ -121,7 +121,7 @@ def _text(found: Found) -> str:
         with zipfile.ZipFile(found.path) as archive:
             return archive.read(found.member).decode("utf-8-sig")
     with conversations.opened(found.path) as file:
-        return file.read().removeprefix("\ufeff")
+        return file.read()
 
 
 def _csv(text: io.StringIO) -> Iterator[Row]:

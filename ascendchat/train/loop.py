@@ -208,7 +208,7 @@ class Progress:
     device: Device
     run: Run
     console: Console
-    pending: deque[tuple[int, Tensor]] = field(default_factory=deque)
+    pending: deque[tuple[int, Callable[[], Tensor]]] = field(default_factory=deque)
     smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
     mean: float = math.nan
     clock: float = field(default_factory=time.perf_counter)
@@ -219,12 +219,12 @@ class Progress:
         """Queue a loss; the sum over the ranks also carries a wish to stop."""
         report = torch.stack((loss.float(), torch.full_like(loss, float(stop > 0), dtype=torch.float32)))
         dist.all_reduce(report, "mean", async_op=True).wait()
-        self.pending.append((step, report))
+        self.pending.append((step, self.device.fetch(report)))
 
     def read(self, keep: int) -> bool:
         """Look at all queued losses but the newest `keep`; True when some rank wants to stop."""
         ready = [self.pending.popleft() for _ in range(max(0, len(self.pending) - keep))]
-        rows = [(step, report.tolist()) for step, report in ready]  # waits until the last of them is done
+        rows = [(step, report().tolist()) for step, report in ready]  # waits until the last of them is done
         now = time.perf_counter()
         for step, (loss, _) in rows:
             self.check(step, loss)

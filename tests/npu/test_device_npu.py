@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,22 @@ def test_marks_measure_work_on_the_device(device: Device) -> None:
     assert end.since(start) > 0
     device.synchronize()
     assert device.event().since(end) >= 0
+
+
+def test_fetching_waits_for_the_copy_and_not_for_the_work_behind_it(device: Device) -> None:
+    place = device.bind(0)
+    x, big = torch.ones(3, device=place), torch.ones(1500, 1500, device=place)
+    device.synchronize()
+    began = time.perf_counter()
+    fetched = device.fetch(x)
+    x.fill_(2.0)
+    for _ in range(8):
+        big = big @ big * 1e-3
+    found = fetched()
+    waited = time.perf_counter() - began
+    device.synchronize()
+    assert found.tolist() == [1.0, 1.0, 1.0]
+    assert waited < 0.5 * (time.perf_counter() - began)
 
 
 def test_host_memory_can_be_pinned(device: Device) -> None:

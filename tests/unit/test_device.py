@@ -119,6 +119,13 @@ def test_the_cpu_is_picked_by_name_argument_and_variable(monkeypatch: pytest.Mon
     assert pick(dtype="fp32").dtype == torch.float32
 
 
+def test_what_is_fetched_keeps_the_value_of_that_moment() -> None:
+    x = torch.ones(3)
+    fetched = pick("cpu").fetch(x)
+    x.fill_(2.0)
+    assert fetched().tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="a GPU is here")
 def test_without_any_accelerator_the_cpu_is_picked_and_described() -> None:
     device = pick()

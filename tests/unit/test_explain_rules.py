@@ -136,7 +136,8 @@ OTHERS = [
     ("gloo-connect", "[enforce fail at gloo/transport/tcp/device.cc] SO_ERROR: Connection refused"),
     ("tcpstore", "[c10d] The client socket has failed to connect to [h]:1 (errno: 111)"),
     ("rank-ended", "recvValue failed: Connection reset by peer"),
-    ("dynamo-npu", "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised"),
+    ("compile", "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised"),
+    ("compile", "torch._inductor.exc.InductorError: RuntimeError: Failed to find C compiler."),
     ("hub-network", "httpx.ReadTimeout: The read operation timed out"),
     ("hub-access", "httpx.HTTPStatusError: Client error '404 Not Found' for url"),
     ("hub-ssl", "requests.exceptions.SSLError: HTTPSConnectionPool"),
@@ -167,6 +168,22 @@ def test_each_rule_is_the_first_finding_on_its_excerpt_in_both_languages(name: s
         assert re.search(r"[\u4e00-\u9fff]", two), two
         assert not re.search(r"[\u3000-\u9fff\uff00-\uffef]", one), one
         assert "{" not in one + two
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_kernel_that_does_not_compile_is_explained_for_every_device(language: str) -> None:
+    log = (
+        "torch 2.11.0+cu130 on cuda:0\n"
+        "torch._inductor.exc.InductorError: CalledProcessError: Command '['/usr/bin/gcc', '/tmp/main.c']' returned 1\n"
+    )
+    (found,) = explain(log, language)
+    assert "npu" not in f"{found.rule} {found.title}".lower()
+    assert "--no-compile" in found.cause
+    assert "ASCENDCHAT_COMPILE=0" in found.cause
+    (npu,) = [part for part in re.split(r"[.。] ?", found.cause) if "triton-ascend" in part]
+    assert "NPU" in npu  # said of NPUs alone
+    assert all(line.startswith("NPU") for line in found.check if "triton-ascend" in line)
+    assert found.commands[0] == "export ASCENDCHAT_COMPILE=0"
 
 
 def test_there_is_one_excerpt_per_rule_and_no_other() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.infer.request import Sampling
-from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, likeliest, penalise, sample, uniform
+from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, penalise, sample, uniform
 
 
 def rows(count: int, **values: float) -> Settings:
@@ -126,10 +126,3 @@ def test_seeds_of_any_size_and_sign_differ() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Sampling(**wrong)  # type: ignore[arg-type]
-
-
-def test_the_argmax_in_two_levels_is_the_argmax() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(0, 9, (50, 640), generator=generator).float()  # many equals: the first of them counts
-    assert likeliest(scores).tolist() == [row.index(max(row)) for row in scores.tolist()]
-    assert likeliest(scores[:, :64]).tolist() == scores[:, :64].argmax(dim=-1).tolist()
