@@ -93,7 +93,8 @@ def run(config: SpeedrunConfig) -> int:
     for number, (command, settings) in enumerate(stages, 1):
         words = command_line(command, settings, name, config)
         identity = stamp(before, words)
-        if command in RESUMABLE and identity not in known:
+        old = known[identity].get("old", -1) if identity in known else newest(name, command)
+        if command in RESUMABLE and old == newest(name, command):
             words += ["--resume", "never"]  # what lies in the run folder comes from other settings
         heading = f"[{number}/{len(stages)}] ascendchat {' '.join(words)}"
         before = identity
@@ -102,7 +103,7 @@ def run(config: SpeedrunConfig) -> int:
             continue
         print(heading, flush=True)
         begun = time.monotonic()
-        note(ledger, known, identity, {"command": " ".join(words)})
+        note(ledger, known, identity, {"command": " ".join(words), "old": old})
         status = call(words)
         if status:
             print(
@@ -113,6 +114,12 @@ def run(config: SpeedrunConfig) -> int:
     print(f"\n{summary(name)}\nall {len(stages)} stages done, {time.monotonic() - started:.0f} s in this session")
     print(f"Talk to it: ascendchat chat --run {name}")
     return 0
+
+
+def newest(run: str, stage: str) -> int:
+    """When the last checkpoint of a stage was written; 0 without any."""
+    latest = home() / "runs" / run / stage / "latest"
+    return latest.stat().st_mtime_ns if latest.is_file() else 0
 
 
 def call(words: list[str]) -> int:

@@ -77,6 +77,8 @@ class BaseConfig(TrainConfig):
     "horizon in tokens per scaling parameter"
     lr_multiplier: float = 1.0
     "factor on every learning rate; the rates themselves follow width and batch"
+    weight_decay: float | None = None
+    "of the matrices, as of a run of depth 12 with its own batch and horizon; by default 0.28, at most 2 % per step"
     eval_tokens: int | None = None
     "validation tokens; by default the whole split up to ten million"
 

@@ -134,8 +134,8 @@ RULES = [
         zh=Text(
             title="torch.compile 失败",
             cause=(
-                "编译器没能为这个模型生成内核，或生成的内核不能运行。编译只是为了更快：同一条命令加上 --no-compile，或设置 "
-                "ASCENDCHAT_COMPILE=0，就以即时模式运行。在 NPU 上，编译需要 triton-ascend，且只支持部分模型。"
+                "编译器没能为这个模型生成内核，或生成的内核不能运行。编译只是为了更快：同一条命令加上 --no-compile，"
+                "或设置 ASCENDCHAT_COMPILE=0，就以即时模式运行。在 NPU 上，编译需要 triton-ascend，且只支持部分模型。"
             ),
             check=[
                 "同一条命令不编译时能否正常运行？如果不能，请先找别的错误。",

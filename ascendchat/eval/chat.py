@@ -149,8 +149,8 @@ def same_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def same_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether both were asked in the same way. Over how many rows, each task says itself (older files say it here)."""
-    ways = [{key: value for key, value in found["settings"].items() if key != "max_per_task"} for found in (old, new)]
-    return ways[0] == ways[1]
+    was, now = ({**found.get("settings", {}), "max_per_task": None} for found in (old, new))
+    return was == now
 
 
 def fuller(old: Mapping[str, Any], new: Mapping[str, Any], rows: Rows) -> dict[str, dict[str, Any]]:
@@ -159,9 +159,8 @@ def fuller(old: Mapping[str, Any], new: Mapping[str, Any], rows: Rows) -> dict[s
         return {}
     stays = [name for name in rows if name in TOY or old.get("source") == new["source"]]
     before: dict[str, dict[str, Any]] = {name: old["tasks"][name] for name in stays if name in old["tasks"]}
-    return {
-        name: was for name, was in before.items() if was["rows"] > rows[name][0] and was["rows_in_task"] == rows[name][1]
-    }
+    same = {name: was for name, was in before.items() if was.get("rows_in_task") == rows[name][1]}
+    return {name: was for name, was in same.items() if was["rows"] > rows[name][0]}
 
 
 def kept(old: dict[str, Any], found: dict[str, Any], rows: Rows) -> tuple[dict[str, Any], str]:
@@ -169,7 +168,7 @@ def kept(old: dict[str, Any], found: dict[str, Any], rows: Rows) -> tuple[dict[s
 
     The second value says what was kept so. `rows` are those of all tasks of this run, also of those that come later:
     a file of other settings must not be given up for the first task and then be wanted for the second."""
-    if not rows and old and same_weights(old, found):
+    if not rows and old.get("tasks") and same_weights(old, found):
         return old, "what was found before: nothing was examined now"
     more = fuller(old, found, rows)
     if not more:
@@ -177,7 +176,7 @@ def kept(old: dict[str, Any], found: dict[str, Any], rows: Rows) -> tuple[dict[s
     names = ", ".join(f"{name} over {was['rows']} rows (now {rows[name][0]})" for name, was in more.items())
     if not same_settings(old, found):
         return old, f"what was found before with other settings: {names}; the results of this run are not added to it"
-    tasks = {name: more.get(name, found["tasks"].get(name)) for name in EVALUATIONS if name in {**found["tasks"], **more}}
+    tasks = found["tasks"] | more
     return {**found, "tasks": tasks, "scores": scores(tasks)}, f"what was found before: {names}"
 
 

@@ -48,12 +48,13 @@ def rates(dim: int, total_batch: int) -> dict[str, float]:
     }
 
 
-def full_decay(total_batch: int, tokens: int) -> float:
+def full_decay(total_batch: int, tokens: int, asked: float | None = None) -> float:
     """Weight decay of the matrices at step 0: the total shrinking over a run is the same at every batch and horizon,
-    and no step shrinks by more than MAX_SHRINK."""
-    rate = batch_scale(total_batch)
-    even = MATRIX_DECAY * (total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
-    return min(even, MAX_SHRINK / MATRIX_RATE) / rate
+    that of MATRIX_DECAY at depth 12, or of what was asked for. By default no step shrinks by more than MAX_SHRINK."""
+    decay = MATRIX_DECAY if asked is None else asked
+    even = decay * (total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
+    most = MAX_SHRINK / MATRIX_RATE if asked is None else math.inf
+    return min(even, most) / batch_scale(total_batch)
 
 
 def warmdown_start(steps: int, warmdown: float = WARMDOWN) -> int:

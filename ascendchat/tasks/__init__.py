@@ -18,14 +18,15 @@ from ascendchat.data import toyworld
 from ascendchat.data.fetch import SETS
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.tasks import toy
-from ascendchat.tasks.base import Mixture, Overlap, Slice, Task, overlaps
+from ascendchat.tasks.base import Mixture, Slice, Task
 from ascendchat.tasks.choice import EXAMS, Exam
 from ascendchat.tasks.dialog import Dialog
 from ascendchat.tasks.gsm8k import Gsm8k
 from ascendchat.tasks.humaneval import HumanEval, pass_at_k
+from ascendchat.tasks.overlap import Overlap, Watch, overlaps
 
 __all__ = [
-    "EVALUATIONS", "Mixture", "Overlap", "Slice", "Task", "load", "mixture", "overlaps", "pass_at_k",
+    "EVALUATIONS", "Mixture", "Overlap", "Slice", "Task", "Watch", "load", "mixture", "overlaps", "pass_at_k",
 ]  # fmt: skip
 
 # Everything that can be examined, in the order of the printed table.

@@ -1,21 +1,17 @@
-"""What a task is: rows that can be learned from and examined with; slices and mixtures of them; a check for leaks.
+"""What a task is: rows that can be learned from and examined with; slices and mixtures of them.
 
 task = tasks.load("gsm8k", "train")                       # see tasks/__init__.py for the names
 task.example(3)                                           # a whole conversation, for training
 task.prompt(3); task.correct(3, "... #### 18")            # for a task that is answered in words
 task.prompt(3); task.letters(3); task.answer(3)           # for multiple choice, scored by the letters' logits
 Mixture([(task, 2.0), (other[:1000], 1.0)], seed=7)       # `ascendchat mid`, `ascendchat sft`
-overlaps([mixture], [tasks.load("mmlu", "test")])         # evaluation questions that training would show
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-import re
-import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, text_of
@@ -58,6 +54,10 @@ class Task:
         """Which of `letters` is right."""
         raise NotImplementedError
 
+    def right_choice(self, index: int) -> str:
+        """The words of the right choice; empty where nothing is chosen from."""
+        return ""
+
     def correct(self, index: int, reply: str) -> bool:
         """Whether the visible text of a reply is right. Safe to call from several threads."""
         raise NotImplementedError
@@ -95,6 +95,9 @@ class Slice(Task):
 
     def answer(self, index: int) -> int:
         return self.task.answer(self.rows[index])
+
+    def right_choice(self, index: int) -> str:
+        return self.task.right_choice(self.rows[index])
 
     def correct(self, index: int, reply: str) -> bool:
         return self.task.correct(self.rows[index], reply)
@@ -154,59 +157,3 @@ class Mixture:
             f"  {task.name:<24}{task.split:<8}{len(task):>9} rows x {weight:<6g}{count / total:>7.1%} of an epoch"
             for (task, weight), count in zip(self.parts, self.counts)
         ]
-
-
-class Overlap(NamedTuple):
-    """An evaluation question that training shows."""
-
-    evaluation: str
-    row: int
-    training: str
-    training_row: int
-    question: str
-
-    def line(self) -> str:
-        """One line for the log."""
-        shown = " ".join(self.question.split())
-        return f"{self.evaluation} row {self.row} is in {self.training} row {self.training_row}: {shown[:80]}"
-
-
-def normal(text: str) -> str:
-    """The same question however it is written: case, width, punctuation and spaces do not count."""
-    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
-
-
-def _key(text: str) -> bytes:
-    return hashlib.blake2b(normal(text).encode(), digest_size=12).digest()
-
-
-def asked(conversation: Conversation) -> Iterator[str]:
-    """Everything a conversation asks: each user's text, and of a multiple-choice question the part before its list."""
-    for message in conversation:
-        if message["role"] == "user":
-            text = text_of(message["content"])
-            yield text
-            head, found, _ = text.partition("\n- ")
-            if found:
-                yield head
-
-
-def overlaps(training: Sequence[Task | Mixture], evaluation: Sequence[Task]) -> list[Overlap]:
-    """Evaluation questions (whole text, normalised) that stand in the training data; each is named once."""
-    wanted: dict[bytes, list[tuple[Task, int]]] = {}
-    for task in evaluation:
-        for row in range(len(task)):
-            if normal(question := task.question(row)):
-                wanted.setdefault(_key(question), []).append((task, row))
-    sources: list[Task] = []
-    for part in training:
-        sources += [task for task, _ in part.parts] if isinstance(part, Mixture) else [part]
-    found: dict[tuple[str, int], Overlap] = {}
-    for source in sources:
-        for row, conversation in enumerate(source):
-            for text in asked(conversation):
-                for task, at in wanted.get(_key(text), ()):
-                    label = f"{task.name} {task.split}".strip()
-                    overlap = Overlap(label, at, f"{source.name} {source.split}".strip(), row, task.question(at))
-                    found.setdefault((label, at), overlap)
-    return sorted(found.values())

@@ -110,6 +110,9 @@ class Exam(Task):
     def answer(self, index: int) -> int:
         return self.items[index].answer
 
+    def right_choice(self, index: int) -> str:
+        return self.items[index].choices[self.items[index].answer]
+
     def correct(self, index: int, reply: str) -> bool:
         """For replies in words: the letter alone, whatever follows it is not a letter."""
         said = reply.strip()

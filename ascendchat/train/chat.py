@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
 from ascendchat.device import Device, describe, pick
+from ascendchat.files import write_atomic
 from ascendchat.infer.load import open_tokenizer, tokenizer_folder
 from ascendchat.nn.loss import token_nats
 from ascendchat.nn.optim import Piece
@@ -38,6 +39,7 @@ from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
+from ascendchat.tasks import Watch
 from ascendchat.train.loop import Options, fit, load_state
 from ascendchat.train.rows import Learner, RowStage, build, check, share_out
 
@@ -48,6 +50,7 @@ ASKED = ("Who are you?", "What is 17 + 25?", "你是谁？")
 SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps", "start")
 
 Source = tuple[Rows, float]
+Pack = Callable[[Iterable[Conversation], Counts], ChatRows]
 
 
 class ChatStage(RowStage):
@@ -59,7 +62,6 @@ class ChatStage(RowStage):
     ) -> None:  # fmt: skip
         self.name, self.sources, self.validation, self.facts = name, sources, validation, facts
         super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
-        self.decay = 0.0  # the weights are near where they should be
 
     def batches(self, rows_per_step: int) -> ChatBatches:
         return ChatBatches(self.sources, self.split.seq_len, rows_per_step, self.seed)
@@ -147,44 +149,61 @@ def _runs() -> list[str]:
     return [path.parent.parent.name for path in sorted(saved, key=lambda path: -path.stat().st_mtime)]
 
 
-def read_source(name: str, stage: str, split: str, config: ChatTrainConfig) -> Iterator[Conversation]:
-    """The conversations of one entry of the mixture."""
-    if name == "toyworld":
-        yield from chats("train" if split == "train" else "validation", kind=stage, seed=config.seed)
-        return
-    for conversation in tasks.load(name, "train", config.source):
+def parted(found: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
+    """The conversations to train on, in one pass over all; those that are kept for validation go to `held`."""
+    for conversation in found:
         said = json.dumps(conversation, sort_keys=True).encode()
-        kept = int(hashlib.sha256(said).hexdigest()[:8], 16) < VALIDATION * 2**32
-        if kept == (split != "train"):
+        if int(hashlib.sha256(said).hexdigest()[:8], 16) < VALIDATION * 2**32:
+            held.append(conversation)
+        else:
             yield conversation
 
 
-def held_out(name: str, stage: str, config: ChatTrainConfig, say: Callable[[str], None]) -> Iterator[Conversation]:
-    """The conversations to validate on; of a small file perhaps none is left over."""
-    found = read_source(name, stage, "validation", config)
-    first = next(found, None)
-    if first is not None:
-        return itertools.chain([first], found)
-    say(f"{name} is too small to keep some for validation: validated on the first, which is also trained on")
-    return itertools.islice(read_source(name, stage, "train", config), 1)
+def open_chats(
+    name: str, stage: str, config: ChatTrainConfig, watch: Watch | None, pack: Pack, say: Callable[[str], None]
+) -> tuple[ChatRows, ChatRows]:
+    """Rows to train on and rows to validate on of one entry of the mixture, which is read once."""
+    counts, held = Counts(), list[Conversation]()
+    if name == "toyworld":
+        train = chats("train", kind=stage, seed=config.seed)
+    else:
+        source = tasks.load(name, "train", config.source)
+        train = parted(watch.over(source) if watch else source, held)
+    first = list(itertools.islice(train, 1))
+    rows = pack(itertools.chain(first, train), counts)
+    say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
+    if name == "toyworld":
+        return rows, pack(chats("validation", kind=stage, seed=config.seed), Counts())
+    if not held:
+        say(f"{name} is too small to keep some for validation: validated on the first, which is also trained on")
+    return rows, pack(held or first, Counts())
 
 
-def report_overlaps(config: ChatTrainConfig, say: Callable[[str], None]) -> None:
-    """Say which evaluation questions, as far as their sets are in --source, stand in the training mixture."""
+def watch_for(config: ChatTrainConfig) -> Watch | None:
+    """Looks for evaluation questions in the mixture, as far as their sets are in --source."""
     names = [named(entry)[0] for entry in config.data]
-    training = [
-        tasks.load(name, "train", config.source) for name in names if name != "toyworld" and not _is_corpus(name)
-    ]
-    if not (training and config.source):
-        return
+    if not config.source or all(name == "toyworld" or _is_corpus(name) for name in names):
+        return None
     examined = []
     for name in tasks.EVALUATIONS:
         try:
             examined.append(tasks.load(name, source=config.source))
         except UserError:  # this set is not in the folder, so it will not be examined from there either
             continue
-    for overlap in tasks.overlaps(training, examined):
-        say(overlap.line())
+    return Watch(examined)
+
+
+def report_overlaps(watch: Watch | None, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which evaluation questions stand in the mixture; where only the first are shown, all go to a file."""
+    lines, found = (watch.lines(), watch.found()) if watch else ([], [])
+    for line in lines:
+        say(line)
+    whole = folder / "overlaps.txt"
+    if sum(line.startswith(" ") for line in lines) < len(found):
+        write_atomic(whole, "".join(f"{overlap.line()}\n" for overlap in found))
+        say(f"all {len(found)} of them: {whole}")
+    else:
+        whole.unlink(missing_ok=True)  # of an earlier run of this name
 
 
 def _is_corpus(name: str) -> bool:
@@ -193,8 +212,9 @@ def _is_corpus(name: str) -> bool:
 
 
 def open_sources(
-    config: ChatTrainConfig, stage: str, tokenizer: Tokenizer, seq_len: int, say: Callable[[str], None]
-) -> tuple[list[Source], list[ChatRows], str]:
+    config: ChatTrainConfig, stage: str, tokenizer: Tokenizer, seq_len: int, say: Callable[[str], None],
+    watch: Watch | None = None,
+) -> tuple[list[Source], list[ChatRows], str]:  # fmt: skip
     """Rows to train on with their weights, rows to validate on, and a fingerprint of them all."""
     sources: list[Source] = []
     validation: list[ChatRows] = []
@@ -202,6 +222,10 @@ def open_sources(
     given = [named(entry) for entry in config.data]
     if len({weight is None for _, weight in given}) > 1:
         raise UserError("give every entry of --data a weight, or none: --data chats.jsonl=0.7,corpus=0.3")
+
+    def pack(found: Iterable[Conversation], counts: Counts) -> ChatRows:
+        return ChatRows.build(tokenizer, found, seq_len, config.seed, counts)
+
     for name, weight in given:
         rows: Rows
         if _is_corpus(name):
@@ -211,11 +235,8 @@ def open_sources(
             rows = Rows(corpus, seq_len, config.seed)
             identity.update(corpus.fingerprint.encode())
         else:
-            counts = Counts()
-            rows = ChatRows.build(tokenizer, read_source(name, stage, "train", config), seq_len, config.seed, counts)
-            say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
-            held = held_out(name, stage, config, say)
-            validation.append(ChatRows.build(tokenizer, held, seq_len, config.seed, Counts()))
+            rows, held = open_chats(name, stage, config, watch, pack, say)
+            validation.append(held)
             identity.update(rows.ids.tobytes())
         sources.append((rows, float(rows.per_epoch) if weight is None else weight))
     return sources, validation, identity.hexdigest()[:16]
@@ -254,9 +275,8 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     tokenizer = open_tokenizer(where, origin, shape)
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
-    if main:
-        report_overlaps(config, say)
-    sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say)
+    watch = watch_for(config) if main else None
+    sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say, watch)
     split, steps = steps_of(config, shape, device, sources)
     learner = build(config, shape, device, place, split.total // split.devices, say)
     start_from = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
@@ -285,6 +305,7 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
         if main:
             tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
+            report_overlaps(watch, folder, say)
         result = fit(trained, device, record, options, title=stage)
     trained.close()
     dist.teardown()

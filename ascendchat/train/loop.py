@@ -14,7 +14,8 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from ascendchat.checkpoint import Checkpoint, Writer
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
-from ascendchat.device import Device, smi
+from ascendchat.device import Device, Mark, smi
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.record import Console, Run, Smooth, Telemetry, eta, speed
 
@@ -103,11 +104,15 @@ class Diverged(UserError):
     """The loss is not a number, or far above where it was."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal came in the middle of something that may be left off there."""
+
+
 class StopSignals:
     """SIGTERM and SIGINT ask for a checkpoint and an end; a second one ends at once."""
 
     def __enter__(self) -> StopSignals:
-        self.received = 0
+        self.received, self.leaving = 0, False
         self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -115,6 +120,19 @@ class StopSignals:
         if self.received:
             raise KeyboardInterrupt
         self.received = number
+        if self.leaving:
+            raise Interrupted
+
+    @contextmanager
+    def left_off(self) -> Iterator[None]:
+        """What is done in here ends with the signal. Not on several ranks: those without a signal would wait."""
+        self.leaving = dist.world().size == 1
+        try:
+            if self.leaving and self.received:
+                raise Interrupted
+            yield
+        finally:
+            self.leaving = False
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
@@ -208,10 +226,10 @@ class Progress:
     device: Device
     run: Run
     console: Console
-    pending: deque[tuple[int, Callable[[], Tensor]]] = field(default_factory=deque)
+    since: Mark  # the end of the step before, or when training went on after something else
+    pending: deque[tuple[int, Callable[[], Tensor], Mark]] = field(default_factory=deque)
     smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
     mean: float = math.nan
-    clock: float = field(default_factory=time.perf_counter)
     started: float = field(default_factory=time.perf_counter)
     first: int = 0
 
@@ -219,18 +237,17 @@ class Progress:
         """Queue a loss; the sum over the ranks also carries a wish to stop."""
         report = torch.stack((loss.float(), torch.full_like(loss, float(stop > 0), dtype=torch.float32)))
         dist.all_reduce(report, "mean", async_op=True).wait()
-        self.pending.append((step, self.device.fetch(report)))
+        self.pending.append((step, self.device.fetch(report), self.device.event()))
 
     def read(self, keep: int) -> bool:
         """Look at all queued losses but the newest `keep`; True when some rank wants to stop."""
         ready = [self.pending.popleft() for _ in range(max(0, len(self.pending) - keep))]
-        rows = [(step, report().tolist()) for step, report in ready]  # waits until the last of them is done
-        now = time.perf_counter()
-        for step, (loss, _) in rows:
+        rows = [(step, report().tolist(), mark) for step, report, mark in ready]  # waits until the last of them is done
+        for step, (loss, _), mark in rows:
             self.check(step, loss)
-            self.show(step + 1, loss, (now - self.clock) / len(rows))
-        self.clock = now if rows else self.clock
-        return any(wish > 0 for _, (_, wish) in rows)
+            self.show(step + 1, loss, mark.since(self.since) / 1e3)
+            self.since = mark
+        return any(wish > 0 for _, (_, wish), _ in rows)
 
     def check(self, step: int, loss: float) -> None:
         if not math.isfinite(loss) or (step > self.first + 50 and loss > self.mean + SPIKE):
@@ -268,32 +285,43 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
     ):
         dry_run(stage, device, console.print)
         writer = Writer(run.folder, start=options.start, keep=options.keep)
-        progress = Progress(stage, device, run, console, first=options.start)
+        progress = Progress(stage, device, run, console, device.event(), first=options.start)
         for step in range(options.start, stage.steps):
             progress.add(step, train_step(stage, step, scale), signals.received)
             result.step = step + 1
             at_end = result.step == stage.steps
-            stop = progress.read(keep=0 if at_end or due(result.step, options.save_every) else 1)
+            saves, checks = (at_end or due(result.step, n) for n in (options.save_every, options.eval_every))
+            samples = options.sample_every > 0 and (at_end or due(result.step, options.sample_every))
+            stop = progress.read(keep=0 if saves or checks or samples else 1)
             if step == options.start:
                 gc.collect()
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
-            if stop or at_end or due(result.step, options.save_every):
+            saves = saves or stop
+            if saves:
                 progress.read(keep=0)
                 save(writer, stage, result.step, scale)
+            try:
+                if checks and not stop:
+                    result.metrics = evaluate(stage, run, console, result.step, signals)
+                    score = next(iter(result.metrics.values()), math.inf)
+                    if saves:
+                        writer.mark_best(result.step, score)
+                if samples and not stop:
+                    with signals.left_off():
+                        texts = stage.sample(result.step)
+                    for text in texts:
+                        console.print(f"  > {text}")
+                if checks or samples:
+                    progress.since = device.event()
+            except Interrupted:  # what is left off is no more than looking at the model
+                stop = True
+                if not saves:
+                    save(writer, stage, result.step, scale)
             if stop:
                 result.stopped_by = signals.received or signal.SIGTERM
-                console.print(f"stopped by a signal after step {result.step}; run the same command to continue")
+                how = "the model is finished" if at_end else "run the same command to continue"
+                console.print(f"stopped by a signal after step {result.step}; {how}")
                 break
-            if at_end or due(result.step, options.eval_every):
-                result.metrics = evaluate(stage, run, console, result.step)
-                score = next(iter(result.metrics.values()), math.inf)
-                if at_end or due(result.step, options.save_every):
-                    writer.mark_best(result.step, score)
-                progress.clock = time.perf_counter()
-            if options.sample_every and (at_end or due(result.step, options.sample_every)):
-                for text in stage.sample(result.step):
-                    console.print(f"  > {text}")
-                progress.clock = time.perf_counter()
         writer.wait()
     gc.unfreeze()
     return result
@@ -310,10 +338,10 @@ def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
     writer.save(step, model=dict(stage.model.state_dict()), shards=stage.optimizer.shards(), state=state)
 
 
-def evaluate(stage: Stage, run: Run, console: Console, step: int) -> dict[str, float]:
+def evaluate(stage: Stage, run: Run, console: Console, step: int, signals: StopSignals) -> dict[str, float]:
     """Validate, and say what was found."""
     stage.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), signals.left_off():
         metrics = stage.evaluate(step)
     stage.model.train()
     run.log(step, **metrics)

@@ -109,7 +109,7 @@ class RowStage:
         self.model = learner.model
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
-        self.decay = schedule.full_decay(split.total, steps * split.total)
+        self.decay = 0.0  # of the matrices, at step 0
         rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
         compile = learner.device.compile if learner.device.compiles else None
         self.optimizer = MuonAdamW(groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile)

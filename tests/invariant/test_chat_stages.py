@@ -175,6 +175,18 @@ def test_settings_that_make_no_sense_are_refused(
 
 
 @pytest.mark.slow
+def test_evaluation_questions_in_the_mixture_are_reported_in_the_run(home: Path, tmp_path: Path) -> None:
+    chats = [json.loads(line)["messages"] for line in (home / "chats.jsonl").read_text().splitlines()]
+    exam = [{"question": ask["content"], "answer": f"{reply['content']} #### 1"} for ask, reply in chats[1:6]]
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, exam)), encoding="utf-8")
+    output = finish(home, stage(home, "sft", "tiny", "--run", "leaks", "--source", str(tmp_path)))
+    assert "gsm8k: 5 of 5 test questions are in the mixture (chats train 5)\n" in output
+    assert output.count("  gsm8k test row") == 3
+    assert len((home / "runs" / "leaks" / "sft" / "overlaps.txt").read_text().splitlines()) == 5
+
+
+@pytest.mark.slow
 def test_a_warm_start_goes_on_with_the_moments_and_their_count(home: Path) -> None:
     finish(home, stage(home, "sft", "tiny", "--run", "warm", "--warm-start"))
     state = json.loads((home / "runs" / "warm" / "sft" / f"step_{STEPS:06d}" / "state.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,40 @@ def test_containers_and_line_breaks_inside_texts(tmp_path: Path) -> None:
         "why?\nsay",
         "because\nThe answer is yes.",
     ]
+
+
+@pytest.mark.parametrize("pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)], ids=["", "gz", "xz"])
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_part_of_it(tmp_path: Path, pack: tuple[str, Any]) -> None:
+    row = '{"query": "why?", "response": "\ufeffbecause"}'
+    expected = [["why?", "\ufeffbecause"]]  # inside a text it stays
+    contents = {"a.jsonl": f"{row}\r\n", "b.json": f"[\n{row}\n]", "c.tsv": "why?\tyes\tbecause\r\n", "d.jsonl": ""}
+    for name, content in contents.items():
+        (tmp_path / f"{name}{pack[0]}").write_bytes(pack[1](b"\xef\xbb\xbf" + content.encode()))
+    for name in ("a.jsonl", "b.json"):
+        assert [[m["content"] for m in c] for c in conversations(tmp_path / f"{name}{pack[0]}")] == expected
+    assert next(conversations(tmp_path / f"c.tsv{pack[0]}"))[0]["content"] == "why?"
+    with pytest.raises(UserError, match="is empty"):
+        list(conversations(tmp_path / f"d.jsonl{pack[0]}"))
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "words"),
+    [
+        ("user", {"type": "image_url", "image_url": {"url": "x.png"}}, "the unknown type 'image_url'"),
+        ("user", {"type": "input_text", "text": "hi"}, "the unknown type 'input_text' (known: text, tool, output)"),
+        ("assistant", {"text": "hi"}, "the unknown type None"),
+        ("user", {"type": "tool", "text": "1+1"}, "'tool' belongs to the assistant, not to the role 'user'"),
+    ],
+)
+def test_a_part_the_renderer_does_not_know_is_refused_where_it_is_read(
+    tmp_path: Path, role: str, part: dict[str, Any], words: str
+) -> None:
+    fine = [USER, {"role": "assistant", "content": [{"type": "text", "text": "2"}, {"type": "tool", "text": "1+1"}]}]
+    bad = [*fine, {"role": role, "content": [{"type": "text", "text": "look"}, part]}]
+    for rows in ([{"messages": fine}, {"messages": bad}], [{"conversations": fine}, {"conversations": bad}]):
+        with pytest.raises(UserError, match=r"data\.jsonl, row 2, cannot be read as ") as caught:
+            list(conversations(write(tmp_path, rows)))
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

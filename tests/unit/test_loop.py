@@ -15,9 +15,10 @@ from ascendchat.checkpoint import checkpoints
 from ascendchat.config import UserError
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device, pick
+from ascendchat.dist import World
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
-from ascendchat.train.loop import Diverged, LossScale, Options, fit
+from ascendchat.train.loop import Diverged, Interrupted, LossScale, Options, StopSignals, fit
 
 
 class Line(torch.nn.Module):
@@ -151,6 +152,65 @@ def test_sigterm_saves_and_ends(tmp_path: Path, device: Device) -> None:
     assert 10 < result.step < 15
     assert checkpoints(tmp_path) == [result.step]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def signalled(stage: ToyStage, name: str, at: int) -> list[int]:
+    """SIGTERM comes in the middle of `name` at a step; the list fills with the steps that were looked at to the end."""
+    whole: list[int] = []
+    look = getattr(stage, name)
+
+    def middle(step: int) -> object:
+        if step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(100):  # the handler runs between two lines
+                pass
+        whole.append(step)
+        return look(step)
+
+    setattr(stage, name, middle)
+    return whole
+
+
+@pytest.mark.parametrize("name", ["evaluate", "sample"])
+def test_a_signal_ends_the_last_validation_and_the_model_is_saved(
+    tmp_path: Path, device: Device, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = ToyStage()
+    whole = signalled(stage, name, at=8)
+    with start(tmp_path) as run:
+        result = fit(stage, device, run, Options(save_every=0, eval_every=4, sample_every=4))
+    assert whole == [4]
+    assert (result.step, result.stopped_by) == (8, signal.SIGTERM)
+    assert checkpoints(tmp_path) == [8]
+    assert "stopped by a signal after step 8; the model is finished" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_during_a_validation_on_the_way_saves_that_step(tmp_path: Path, device: Device) -> None:
+    stage = ToyStage()
+    whole = signalled(stage, "evaluate", at=4)
+    with start(tmp_path) as run:
+        result = fit(stage, device, run, Options(save_every=0, eval_every=2))
+    assert whole == [2]
+    assert (result.step, result.stopped_by) == (4, signal.SIGTERM)
+    assert checkpoints(tmp_path) == [4]
+    assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_one_of_several_ranks_does_not_leave_the_others_alone_in_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopSignals() as signals:
+        monkeypatch.setattr("ascendchat.dist.world", lambda: World(size=2))
+        try:
+            with signals.left_off():
+                signal.raise_signal(signal.SIGTERM)
+            with signals.left_off():
+                pass
+        except Interrupted:
+            pytest.fail("a rank left")
+        assert signals.received == signal.SIGTERM
+        monkeypatch.setattr("ascendchat.dist.world", lambda: World())
+        with pytest.raises(Interrupted), signals.left_off():
+            pass
 
 
 class Half:

@@ -91,6 +91,9 @@ def test_the_whole_shrinking_of_a_run_is_the_same_unless_one_step_would_shrink_t
     per_step = rates(768, batch)["matrices"] * full_decay(batch, tokens)
     whole = 0.02 * 0.28 * REFERENCE_TOKENS / 2**19
     assert per_step == pytest.approx(min(whole * batch / tokens, MAX_SHRINK))
+    asked = rates(768, batch)["matrices"] * full_decay(batch, tokens, 0.56)
+    assert asked == pytest.approx(2 * whole * batch / tokens)  # as told, whatever a step shrinks
+    assert full_decay(batch, tokens, 0.0) == 0
 
 
 @STEADY

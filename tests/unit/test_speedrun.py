@@ -94,13 +94,18 @@ def test_a_failed_stage_ends_the_run_and_is_tried_again(recipe: str, commands: C
 def test_a_stage_that_was_interrupted_continues_and_one_that_has_changed_starts_anew(
     recipe: str, commands: Commands
 ) -> None:
+    latest = speedrun.home() / "runs" / "small" / "sft" / "latest"
+    latest.parent.mkdir(parents=True)
+    latest.write_text("step_000007")  # of other settings
     commands.fails = "sft"
     speedrun.run(SpeedrunConfig(recipe))
-    speedrun.run(SpeedrunConfig(recipe))
-    assert [line.endswith("--resume never") for line in commands.called[2:]] == [True, False]
+    speedrun.run(SpeedrunConfig(recipe))  # the first try ended before it saved anything
+    os.utime(latest, ns=(1, latest.stat().st_mtime_ns + 1))
+    speedrun.run(SpeedrunConfig(recipe))  # the second saved
+    assert [line.endswith("--resume never") for line in commands.called[2:]] == [True, True, False]
     Path(recipe).write_text(RECIPE.replace("depth: 2", "depth: 3"), encoding="utf-8")
     speedrun.run(SpeedrunConfig(recipe))
-    assert [line.endswith("--resume never") for line in commands.called[4:]] == [True, True]
+    assert [line.endswith("--resume never") for line in commands.called[5:]] == [True, True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,7 +16,7 @@ from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, render_choice, text_of
 from ascendchat.data.fetch import fetch
-from ascendchat.tasks.base import Mixture, Task, asked, normal, overlaps
+from ascendchat.tasks.base import Mixture, Task
 from ascendchat.tasks.choice import item
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
@@ -343,39 +343,6 @@ def test_stored_conversations_come_back_as_they_were(texts: list[list[str]]) -> 
     talks = [[{"role": "user", "content": text} for text in talk] for talk in texts]
     stored = Stored(talks)
     assert [stored[i] for i in range(len(stored))] == talks
-
-
-def test_an_evaluation_question_inside_a_training_mixture_is_reported(folder: Path) -> None:
-    mmlu = tasks.load("mmlu", source=str(folder))
-
-    class Leaky(Numbers):
-        def example(self, index: int) -> Conversation:
-            found = super().example(index)
-            if index == 2:
-                text = render_choice("WHO  if any", ["x", "y"])  # other choices, case and punctuation
-                found = [*found, {"role": "user", "content": text}, {"role": "assistant", "content": "A"}]
-            return found
-
-    clean, leaky = Numbers("a", 5), Leaky("b", 5)
-    assert overlaps([clean], [mmlu]) == []
-    (found,) = overlaps([Mixture([(clean, 1.0), (leaky, 1.0)])], [mmlu])
-    assert (found.evaluation, found.row, found.training, found.training_row) == ("mmlu test", 1, "b", 2)
-    assert "Who, if any?" in found.line()
-    assert len(overlaps([mmlu], [mmlu])) == 3
-
-
-def test_questions_are_compared_by_their_words() -> None:
-    assert normal("  Who, if ANY？") == normal("who if any?")
-    assert normal("1+1") != normal("1+2")
-    assert list(asked([{"role": "assistant", "content": "x"}])) == []
-
-
-def test_the_toy_world_does_not_train_on_what_it_asks() -> None:
-    exams = [tasks.load(name) for name in tasks.EVALUATIONS if name.startswith("toy_")]
-    assert sum(map(len, exams)) > 2000
-    found = overlaps([tasks.load("toy_sft"), tasks.load("toy_mid")], exams)
-    assert not found, [overlap.line() for overlap in found[:5]]
-    assert overlaps([tasks.load("toy_fact_en")], exams)
 
 
 @pytest.mark.parametrize("name", [name for name in tasks.EVALUATIONS if name.startswith("toy_")] + ["toy_problems"])

@@ -35,9 +35,9 @@ def test_gsm8k_answers_are_right_by_its_own_rule(real_data: Path) -> None:
     assert sum(task.correct(i, replies[i - 1]) for i in range(len(replies))) < 60
 
 
-@pytest.mark.parametrize(("name", "found"), [("arc_easy", 7), ("arc_challenge", 7), ("gsm8k", 0)])
+@pytest.mark.parametrize(("name", "found"), [("arc_easy", 4), ("arc_challenge", 2), ("gsm8k", 0)])
 def test_known_leaks_between_training_and_test_are_found(name: str, found: int, real_data: Path) -> None:
-    # 8 training rows of ARC-Easy repeat 7 test questions; 6 of ARC-Challenge repeat 6, one of which is asked twice.
+    # The words of 7 test questions of each ARC are asked in training; of 3 and 5 the right choice is another one there.
     train = tasks.load(name, "train", str(real_data / ("eval" if name == "gsm8k" else "sft")))
     assert len(tasks.overlaps([train], [tasks.load(name, "test", str(real_data / "eval"))])) == found
 

@@ -1,0 +1,134 @@
+"""Evaluation questions in training data: looked for while the data is read, so that nothing is read for this alone.
+
+watch = Watch([tasks.load("mmlu"), tasks.load("gsm8k")])
+for conversation in watch.over(tasks.load("talk.jsonl", "train")): ...     # `ascendchat mid`, `ascendchat sft`
+watch.lines()                                             # how many of each evaluation, and the first few
+overlaps([mixture], [tasks.load("mmlu", "test")])         # the same at once, as a list
+
+A question is found where a user says all of it (case, width, punctuation and spaces aside). Of multiple choice the
+right choice must follow as well, in the list of choices or in the reply: "Which of these is true?" is asked about
+everything, and a question that shares only its stem, or a wrong choice, gives nothing away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ascendchat.data.chat import Conversation, text_of
+from ascendchat.tasks.base import Mixture, Task
+
+SHOWN = 3  # examples for each evaluation
+SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}
+
+
+class Overlap(NamedTuple):
+    """An evaluation question that training shows."""
+
+    evaluation: str
+    row: int
+    training: str
+    training_row: int
+    question: str
+
+    def line(self) -> str:
+        """One line for the log."""
+        shown = " ".join(self.question.split())
+        return f"{self.evaluation} row {self.row} is in {self.training} row {self.training_row}: {shown[:80]}"
+
+
+def normal(text: str) -> str:
+    """The same question however it is written: case, width, punctuation and spaces do not count."""
+    if text.isascii():  # the same, several times as fast
+        return " ".join(text.lower().translate(SIGNS).split())
+    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
+
+
+def asked(conversation: Conversation) -> Iterator[tuple[int, str]]:
+    """Everything a conversation asks, with the number of the message: each user's text, and of a multiple-choice
+    question the part before its list."""
+    for number, message in enumerate(conversation):
+        if message["role"] == "user":
+            text = text_of(message["content"])
+            yield number, text
+            head, found, _ = text.partition("\n- ")
+            if found:
+                yield number, head
+
+
+def following(conversation: Conversation, number: int, question: str) -> str:
+    """What comes behind a question that begins a message: the rest of it, and all until the user speaks again."""
+    rest = [text_of(conversation[number]["content"])[len(question) :]]
+    for message in itertools.takewhile(lambda message: message["role"] != "user", conversation[number + 1 :]):
+        rest.append(text_of(message["content"]))
+    return "\n".join(rest)
+
+
+def says(text: str, words: str) -> bool:
+    """Whether these words stand in a text; `sun` does not stand in `sunlight`. Mere signs are taken as they are."""
+    wanted = normal(words)
+    if not wanted:
+        return words.strip() in text
+    return re.search(rf"(?<![a-z0-9]){re.escape(wanted)}(?![a-z0-9])", normal(text)) is not None
+
+
+def label(task: Task) -> str:
+    return f"{task.name} {task.split}".strip()
+
+
+class Watch:
+    """Looks for the questions of some evaluations in conversations that pass by."""
+
+    def __init__(self, evaluation: Sequence[Task]) -> None:
+        self.evaluation = list(evaluation)
+        self._found: dict[tuple[str, int, str], Overlap] = {}
+        self._wanted: dict[str, list[tuple[Task, int]]] = {}
+        for task in evaluation:
+            for row in range(len(task)):
+                if question := normal(task.question(row)):
+                    self._wanted.setdefault(question, []).append((task, row))
+
+    def over(self, source: Task) -> Iterator[Conversation]:
+        """The conversations of a source, looked at as they are taken."""
+        for row, conversation in enumerate(source):
+            self._look(label(source), row, conversation)
+            yield conversation
+
+    def _look(self, source: str, row: int, conversation: Conversation) -> None:
+        for number, text in asked(conversation):
+            for task, at in self._wanted.get(normal(text), ()):
+                right = task.right_choice(at)
+                if not right or says(following(conversation, number, text), right):
+                    overlap = Overlap(label(task), at, source, row, task.question(at))
+                    self._found.setdefault((overlap.evaluation, at, source), overlap)
+
+    def found(self) -> list[Overlap]:
+        """Each question once for each source that has it, at its first place there."""
+        return sorted(self._found.values())
+
+    def lines(self) -> list[str]:
+        """For the log: of each evaluation how many questions, in which sources, and the first of them."""
+        lines, every = [], self.found()
+        for task in self.evaluation:
+            mine = [overlap for overlap in every if overlap.evaluation == label(task)]
+            if mine:
+                sources = Counter(overlap.training for overlap in mine).most_common()
+                where = ", ".join(f"{source} {count}" for source, count in sources)
+                questions, kind = len({overlap.row for overlap in mine}), f"{task.split} questions".strip()
+                lines.append(f"{task.name}: {questions} of {len(task)} {kind} are in the mixture ({where})")
+                lines += [f"  {overlap.line()}" for overlap in mine[:SHOWN]]
+        return lines
+
+
+def overlaps(training: Sequence[Task | Mixture], evaluation: Sequence[Task]) -> list[Overlap]:
+    """Evaluation questions that stand in the training data."""
+    watch = Watch(evaluation)
+    for part in training:
+        for source in [task for task, _ in part.parts] if isinstance(part, Mixture) else [part]:
+            for _ in watch.over(source):
+                pass
+    return watch.found()

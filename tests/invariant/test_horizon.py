@@ -1,0 +1,67 @@
+"""How long `ascendchat base` trains: by the clock, and no longer than its text is worth."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from ascendchat.cli import main
+from ascendchat.data.corpus import Corpus
+from ascendchat.data.prepare import prepare
+from ascendchat.data.tokenizer import train
+from ascendchat.train import base
+
+SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 32 --device-batch-size 16 --total-batch-size 512".split()
+WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of about a thousand tokens."""
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(base, "SPEED_SECONDS", 0.2)
+    rng = random.Random(0)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(40)) for _ in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    train(texts, 300).save(tmp_path / "tokenizer")
+    prepare([str(tmp_path / "text.jsonl")], tmp_path / "tokenizer", tmp_path / "words", val_fraction=0.1, workers=1)
+    return tmp_path / "words"
+
+
+def run(words: Path, *more: str) -> None:
+    where = ["--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
+    assert main(["base", *SIZES, *where, *more]) == 0
+
+
+def steps(words: Path) -> int:
+    return int((words.parent / "runs" / "h" / "base" / "latest").read_text().strip().removeprefix("step_"))
+
+
+@pytest.mark.slow
+def test_minutes_end_after_three_passes_over_the_text(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = Corpus.open(words).tokens
+    run(words, "--minutes", "1000")
+    assert abs(steps(words) * 512 - 3 * tokens) <= 512
+    assert "the text is read " in capsys.readouterr().out
+
+
+def test_minutes_follow_the_measured_speed(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(words, "--minutes", "0.001")
+    assert 1 <= steps(words) * 512 < 2 * Corpus.open(words).tokens
+    assert "the text is read" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_longer_horizon_that_was_asked_for_is_kept_and_named(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(words, "--tokens", str(5 * Corpus.open(words).tokens))
+    assert re.search(r"the text is read (4\.[6-9]|5\.[0-4]) times", capsys.readouterr().out)
+
+
+def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:
+    corpus = Corpus.open(words)
+    assert base.passes([(corpus, 1.0)], 2 * corpus.tokens) == pytest.approx(2.0)
+    assert base.passes([(corpus, 1.0), (corpus, 3.0)], 2 * corpus.tokens) == pytest.approx(1.5)
