@@ -31,10 +31,13 @@ def attach(options: Options) -> CPU:
 
 @cache
 def matmul_rate() -> float:
-    """FLOP/s of fp32 matrix products here: CPUs differ tenfold, so what MFU is a share of is measured (about 50 ms)."""
+    """FLOP/s of fp32 matrix products here: CPUs differ tenfold, so what MFU is a share of is measured (about 0.1 s).
+
+    The best of many, since other programs may hold the cores for most of that time.
+    """
     a = torch.ones(512, 512)
     best = float("inf")
-    for _ in range(8):
+    for _ in range(32):
         begun = time.perf_counter()
         torch.mm(a, a)
         best = min(best, time.perf_counter() - begun)
