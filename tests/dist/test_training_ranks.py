@@ -48,7 +48,7 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total, "mean")
-        optimizer.step(lr_scale=lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
+        optimizer.step(lr_scale=0.25 * lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
         losses.append(total.item())
     if save:
         writer = Writer(Path(save))

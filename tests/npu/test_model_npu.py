@@ -40,7 +40,7 @@ def losses(shape: Shape, place: torch.device, kernel: Attention, ops: object, st
         batch = data[torch.randint(0, 8, (2,), generator=generator)].to(place)
         loss = head_loss(model(batch[:, :-1], attend), model.head, batch[:, 1:], shape.vocab)
         loss.backward()
-        optimizer.step(lr_scale=0.3 * lr_scale(step, steps, warmup=5), momentum=0.9, matrix_decay=0.1)
+        optimizer.step(lr_scale=0.075 * lr_scale(step, steps, warmup=5), momentum=0.9, matrix_decay=0.1)
         found.append(loss.item())
     return found
 
