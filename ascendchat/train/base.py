@@ -141,6 +141,10 @@ def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
 def run(config: BaseConfig) -> int:
     """The command."""
     check(config)
+    if config.minutes is not None and not config.minutes > 0:
+        raise UserError(f"--minutes must be greater than 0, found {config.minutes:g}")
+    if config.weight_decay is not None and not config.weight_decay >= 0:
+        raise UserError(f"--weight-decay must be at least 0, found {config.weight_decay:g}")
     device = pick(config.device_type, compiled=config.compile)
     world = dist.init(device)
     place = device.bind(world.local_rank)
@@ -171,7 +175,7 @@ def run(config: BaseConfig) -> int:
     if config.minutes is not None:
         tokens = found.state["steps"] * found.state["total_batch"] if found else 0
         if not tokens:
-            tokens = measured_horizon(learner, split, config.minutes)
+            tokens = max(1, measured_horizon(learner, split, config.minutes))
             tokens = int(tokens * min(1.0, MOST_PASSES / passes(corpora, tokens)))
         split, steps = steps_of(config, shape, device, tokens)
     stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer)

@@ -61,6 +61,14 @@ def test_a_longer_horizon_that_was_asked_for_is_kept_and_named(words: Path, caps
     assert re.search(r"the text is read (4\.[6-9]|5\.[0-4]) times", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--minutes", "0"), ("--minutes", "-1"), ("--weight-decay", "-0.1"), ("--weight-decay", "nan")]
+)
+def test_numbers_that_make_no_sense_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["base", *SIZES, "--device-type", "cpu", flag, value]) == 2
+    assert flag in capsys.readouterr().err
+
+
 def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:
     corpus = Corpus.open(words)
     assert base.passes([(corpus, 1.0)], 2 * corpus.tokens) == pytest.approx(2.0)
