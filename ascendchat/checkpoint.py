@@ -225,9 +225,14 @@ class Checkpoint:
         index = self.index()
 
         def read(wanted: Piece) -> Tensor:
+            if (wanted.parameter, wanted.kind) not in index:
+                raise UserError(
+                    f"{self.folder} was written by another version of ascendchat: it has no {wanted.kind} of "
+                    f"{wanted.parameter}; train it again (--resume never), or name another --run"
+                )
             out = torch.empty(wanted.stop - wanted.start, dtype=torch.float32)
             filled = 0
-            for piece, path in index.get((wanted.parameter, wanted.kind), []):
+            for piece, path in index[wanted.parameter, wanted.kind]:
                 low, high = max(wanted.start, piece.start), min(wanted.stop, piece.stop)
                 if low < high:
                     with safe_open(path, "pt") as file:

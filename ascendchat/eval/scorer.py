@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascendchat.nn.attention import Attention
-from ascendchat.nn.gpt import GPT, attention_scale, dense
+from ascendchat.nn.gpt import GPT, attention_scale, dense, shifted
 from ascendchat.nn.loss import chunk_rows, softcap
 
 MAX_TOKENS = 32768  # tokens of one forward pass
@@ -175,24 +175,31 @@ class ModelScorer:
         width = padded(max(lengths))
         keys: list[Tensor] = []
         values: list[Tensor] = []
+        newest: list[Tensor] = []  # queries, keys and values of the last token of each beginning
+        rows, last = self.put(np.arange(len(groups))), self.put(np.array(lengths) - 1)
 
         def keep(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(F.pad(k, (0, 0, 0, 0, 0, longest)))  # room for the options behind the beginning
             values.append(F.pad(v, (0, 0, 0, 0, 0, longest)))
             return self.kernel.dense(q, k, v, self.windows[layer], self.scale)
 
-        self.model(self.put(stack([group.prefix for group in groups], width)), keep)
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            newest.append(qkv[rows, last][:, None])
+            return shifted(layer, qkv, share)
+
+        self.model(self.put(stack([group.prefix for group in groups], width)), keep, shift=shift)
         budget = max(1, KEYS_PER_TOKEN * self.max_tokens // (width + longest))  # options at a time
         options.sort(key=lambda option: len(option[1].tokens) - option[1].start)
         for first in range(0, len(options), budget):
             part = options[first : first + budget]
             pieces = [piece for _, piece in part]
             owners = np.array([owner for owner, _ in part])
-            yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], keys, values)
+            yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], keys, values, newest)
 
     def run_options(
-        self, pieces: Sequence[Piece], owners: np.ndarray, before: np.ndarray, keys: list[Tensor], values: list[Tensor]
-    ) -> Tensor:
+        self, pieces: Sequence[Piece], owners: np.ndarray, before: np.ndarray, keys: list[Tensor],
+        values: list[Tensor], newest: list[Tensor],
+    ) -> Tensor:  # fmt: skip
         """Short rows that attend to the kept keys and values of row `owners[i]`, which has `before[i]` tokens."""
         width = padded(max(len(piece.tokens) - piece.start for piece in pieces))
         tokens = self.put(stack([piece.tokens[piece.start - 1 : -1] for piece in pieces], width))  # (B, Q)
@@ -210,10 +217,14 @@ class ModelScorer:
             all_values[rows, positions] = v
             return self.kernel.cached(q, all_keys, all_values, past + width, self.windows[layer], self.scale)
 
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            before = torch.cat((newest[layer].index_select(0, owner), qkv[:, :-1]), dim=1)
+            return torch.addcmul(qkv, before, share.to(qkv.dtype))
+
         model = self.model
         x = model.embedding(tokens, model.ops.rms_norm(model.embed(previous)))
         cos, sin = model.rope(self.room, x.dtype, x.device)
-        hidden = model.layers(x, tokens, attend, (cos[positions], sin[positions]))  # (B, Q, C)
+        hidden = model.layers(x, tokens, attend, (cos[positions], sin[positions]), shift)  # (B, Q, C)
         return self.judge(hidden, pieces, [0] * len(pieces))
 
     def judge(self, hidden: Tensor, pieces: Sequence[Piece], first: Sequence[int]) -> Tensor:

@@ -65,7 +65,7 @@ def measure(engine: Engine, requests: list[Request], device: Device) -> tuple[fl
 
 
 def read_bytes(shape: Shape, batch: int, length: float, size: int) -> float:
-    """Bytes that one step must read: the weights once, keys and values of every row."""
+    """Bytes that one step must read: the weights once, the cache of every row."""
     return size * (shape.read_parameters(batch) + batch * shape.kv_elements(max(1, round(length))))
 
 

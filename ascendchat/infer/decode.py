@@ -91,8 +91,11 @@ class Decoder:
             self.cache.put_prompts(layer, slot, k, v, lengths)
             return self.kernel.dense(q, k, v, windows[layer], self.scale)
 
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.cache.shift_prompts(layer, slot, lengths, qkv, share)
+
         cos, sin = self.rope
-        hidden = self.model(tokens, attend, (cos[:width], sin[:width]))  # (R, T, C)
+        hidden = self.model(tokens, attend, (cos[:width], sin[:width]), shift)  # (R, T, C)
         rows = torch.arange(len(prompts), device=self.place)
         self._settle(requests, slot)
         if mode.penalised:
@@ -171,10 +174,13 @@ class Decoder:
             there = (position + 1).clamp(max=places)  # a full ring is seen whole
             return self.kernel.cached(q, keys, values, there, places, self.scale)
 
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.cache.shift_tokens(layer, rows, position, qkv, share)
+
         before = model.ops.rms_norm(model.embed(self.previous[:count]))[:, None]
         cos, sin = self.rope
         rope = cos[position][:, None], sin[position][:, None]  # (B, 1, 1, D)
-        hidden = model.layers(model.embedding(token[:, None], before), token[:, None], attend, rope)
+        hidden = model.layers(model.embedding(token[:, None], before), token[:, None], attend, rope, shift)
         seen = None
         if mode.penalised and self.seen is not None:
             seen = self.seen[:count]

@@ -60,10 +60,18 @@ def load(
     model = GPT(shape, device.operators())
     weights = found.model()
     expected = dict(model.state_dict())
-    wrong = [name for name, tensor in expected.items() if name not in weights or weights[name].shape != tensor.shape]
-    if wrong or len(weights) != len(expected):
-        odd = (wrong or sorted(set(weights) - set(expected)))[0]
-        raise UserError(f"{found.folder}: the weight {odd} does not fit its own state.json; name another --checkpoint")
+    odd = sorted(set(weights) ^ set(expected))
+    if odd:
+        kind = "unknown" if odd[0] in weights else "missing"
+        raise UserError(
+            f"{found.folder} was written by another version of ascendchat: {kind} weight {odd[0]}; train it again, or "
+            f"name another --checkpoint"
+        )
+    wrong = [name for name, tensor in expected.items() if weights[name].shape != tensor.shape]
+    if wrong:
+        raise UserError(
+            f"{found.folder}: the weight {wrong[0]} does not fit its own state.json; name another --checkpoint"
+        )
     model.load_state_dict(weights)
     model.requires_grad_(False).eval()
     return Loaded(model.to_compute(device.dtype).to(place), text, found.state, found.folder, settings_of(found))

@@ -32,28 +32,44 @@ def softcap(logits: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
 
 
-def score(logits: Tensor, targets: Tensor, weight: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+def score(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    vocab: int,
+    later: Tensor | None = None,
+    ahead: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the logits (N, padded V): nats per row (0 where ignored), the gradient of the nats with respect to
     the raw logits up to a factor per row, and that factor (N, 1) times `weight`.
 
     The softcap bounds the logits, so exp(capped - SOFTCAP) needs no maximum first, and the division by its sum is left
     to the factor: whoever multiplies the gradient scales small rows instead of the large one. float16 has no room for
-    that, so it divides first. The columns behind `vocab` do not exist and get neither score nor gradient.
+    that, so it divides first. The columns behind `vocab` do not exist and get neither score nor gradient. The gradient,
+    not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it.
     """
     half = torch.sigmoid(logits[:, :vocab].float() * (2.0 / SOFTCAP))  # capped = SOFTCAP * (2 * half - 1)
     unscaled = torch.exp((2.0 * SOFTCAP) * (half - 1.0))
     slope = 4.0 * half * (1.0 - half)
     total = unscaled.sum(dim=-1, keepdim=True)
-    size = total / FP16_LIFT if logits.dtype == torch.float16 else None
-    gradient = unscaled * slope
-    gradient = (gradient if size is None else gradient / size).to(logits.dtype)
     valid = (targets != IGNORE).unsqueeze(-1)
     index = targets.clamp(min=0).unsqueeze(-1)
-    mine = torch.sigmoid(logits.gather(-1, index).float() * (2.0 / SOFTCAP))
-    chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # the target's capped logit, less SOFTCAP
+    size = total / FP16_LIFT if logits.dtype == torch.float16 else None
+    gradient = unscaled * slope
+    wanted: list[tuple[Tensor, Tensor | float]] = [(index, 1.0)]  # columns, and the weight of the targets there
+    share: Tensor | float = 0.0
+    if later is not None and ahead is not None:
+        second = torch.where((later != IGNORE).unsqueeze(-1), later.unsqueeze(-1), index)
+        share = ahead * (later != IGNORE).unsqueeze(-1)
+        wanted = [(second, share), (index, 1.0 + share * (second == index))]  # written in this order
+        gradient = gradient * (1.0 + share)
+    gradient = (gradient if size is None else gradient / size).to(logits.dtype)
+    for column, count in wanted:
+        mine = torch.sigmoid(logits.gather(-1, column).float() * (2.0 / SOFTCAP))
+        chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # that target's capped logit, less SOFTCAP
+        there = (chosen.exp() * (1.0 + share) - total * count) * 4.0 * mine * (1.0 - mine)
+        gradient = gradient.scatter(-1, column, (there if size is None else there / size).to(gradient.dtype))
     nats = torch.where(valid, total.log() - chosen, 0.0).squeeze(-1)
-    at_target = (chosen.exp() - total) * 4.0 * mine * (1.0 - mine)
-    gradient = gradient.scatter(-1, index, (at_target if size is None else at_target / size).to(gradient.dtype))
     if logits.size(-1) > vocab:
         gradient = torch.nn.functional.pad(gradient, (0, logits.size(-1) - vocab))
     return nats, gradient, torch.where(valid, weight / total if size is None else weight / FP16_LIFT, 0.0)
@@ -64,14 +80,17 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: Tensor, vocab: int, scorer: Callable[..., Any]
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: Tensor, vocab: int, scorer: Callable[..., Any],
+        later: Tensor | None, ahead: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         rows = chunk_rows(hidden, head)
         grad_hidden, grad_head = torch.empty_like(hidden), None
         nats = []
         for start in range(0, hidden.size(0), rows):
-            part = hidden[start : start + rows]
-            loss, gradient, factor = scorer(part @ head.t(), targets[start : start + rows], weight, vocab)
+            part, second = hidden[start : start + rows], None if later is None else later[start : start + rows]
+            loss, gradient, factor = scorer(
+                part @ head.t(), targets[start : start + rows], weight, vocab, second, ahead
+            )
             nats.append(loss.sum())
             grad_hidden[start : start + rows] = (gradient @ head) * factor
             scaled = (part * factor).to(part.dtype)
@@ -84,7 +103,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_output.to(grad_hidden.dtype)
-        return grad_hidden * scale, grad_head * scale, None, None, None, None
+        return grad_hidden * scale, grad_head * scale, None, None, None, None, None, None
 
 
 def head_loss(
@@ -94,16 +113,20 @@ def head_loss(
     vocab: int,
     *,
     weight: Tensor | None = None,
+    ahead: Tensor | None = None,
     scorer: Callable[..., Any] = score,
 ) -> Tensor:
     """Mean nats over the scored targets, or `weight * sum of nats` when the weight is given (a 0-dim tensor).
 
     hidden (..., C), targets (...) with IGNORE where nothing is scored. A batch without any scored target has loss 0.
+    With `ahead` (a 0-dim tensor) the gradient is that of the loss plus `ahead` times the loss of guessing the token
+    after next, by the same logits; targets are then (B, T).
     """
+    later = None if ahead is None else torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE).reshape(-1)
     flat, wanted = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
     if weight is None:
         weight = 1.0 / (wanted != IGNORE).sum().clamp(min=1).float()
-    return HeadLoss.apply(flat, head, wanted, weight, vocab, scorer)
+    return HeadLoss.apply(flat, head, wanted, weight, vocab, scorer, later, ahead)
 
 
 def token_nats(hidden: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:

@@ -122,6 +122,7 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
     every = dict(model.named_parameters())
     values = [(name, parameter) for name, parameter in every.items() if name.startswith("values.")]
     gates = [(name, parameter) for name, parameter in every.items() if name.endswith((".gate", "smear_gate"))]
+    shifts = [(name, parameter) for name, parameter in every.items() if name.endswith(".shift")]
     rest = [
         Group("head", [("head", model.head)], rates["head"], betas=(0.8, 0.96), decay=0.01),
         Group(
@@ -131,6 +132,7 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
         Group("residual", [("residual", model.residual)], rates["residual_scalars"], decay=0.05, eps=SCALAR_EPS),
         Group("first", [("first", model.first)], rates["skip_scalars"], betas=(0.96, 0.95), eps=SCALAR_EPS),
         Group("scalars", [("smear", model.smear), ("backout", model.backout)], rates["gates"], eps=SCALAR_EPS),
+        Group("shifts", shifts, rates["shifts"], eps=SCALAR_EPS),
         Group("gates", gates, rates["matrices"]),
     ]
     return result + [group for group in rest if group.parameters]
@@ -141,7 +143,7 @@ class Piece:
     """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
 
     parameter: str
-    kind: str  # "weight" (float32), "first", "second"
+    kind: str  # "weight" (float32), "first", "second", "mean"
     start: int
     stop: int
 
@@ -224,6 +226,10 @@ class Bucket:
             )  # fmt: skip
         self.publish()
 
+    def mean(self) -> Tensor:
+        """The mean of some weights of this rank's share, made when first asked for; then part of the state."""
+        return self.state.setdefault("mean", torch.zeros(self.weight.shape))
+
     def publish(self) -> None:
         """Round the float32 weights into this rank's part of the parameters."""
         if self.weight is not self.own_flat:
@@ -278,14 +284,30 @@ class MuonAdamW:
         self.zero_grad()
         self.steps_done += 1
 
+    @torch.no_grad()
+    def average(self, count: int, *, last: bool) -> None:
+        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean.
+
+        It lies in the memory of the host, which has room.
+        """
+        for bucket in self.buckets:
+            mean = bucket.mean().lerp_(bucket.weight.cpu(), 1.0 / count)
+            if last:
+                bucket.weight.copy_(mean)
+                bucket.publish()
+                dist.all_gather(bucket.flat, bucket.own_flat)
+
     def shards(self) -> dict[str, Tensor]:
         """This rank's state by piece, ready to be saved."""
         return {piece.key(): tensor for bucket in self.buckets for piece, tensor in bucket.pieces()}
 
     @torch.no_grad()
-    def load(self, read: Callable[[Piece], Tensor], steps_done: int) -> None:
-        """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it."""
+    def load(self, read: Callable[[Piece], Tensor], steps_done: int, *, averaging: bool = False) -> None:
+        """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it; `averaging`:
+        the mean of the weights is already part of the state."""
         for bucket in self.buckets:
+            if averaging:
+                bucket.mean()
             for piece, tensor in bucket.pieces():
                 tensor.copy_(read(piece))
             if not bucket.group.matrix:

@@ -33,13 +33,14 @@ class Traits:
     softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
     half: bool  # computes in 16 bits; False: float32
     always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
+    keeps_rotated: bool = False  # the fused rotation keeps its input for the backward pass
     compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
 
 
 # npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
 # together. cuda, cpu: the kernel keeps one fp32 log-sum-exp.
 TRAITS = {
-    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True),
+    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True),
     "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, compiled=True),
     "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=True),
     "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
@@ -75,12 +76,16 @@ def layer_bytes(shape: Shape, chip: Chip) -> float:
 
     In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys before and after rotary
     and norm (2 q + 2 kv); values (kv) and, on every other layer, the value embedding (kv); attention out (q); residual
-    and norm before the MLP (2 dim); the hidden layer before and after ReLU² (2 mlp). Plus what attention keeps of its
-    softmax: a few bytes per head where the kernel is fused, else the probabilities over the window, twice.
+    and norm before the MLP (2 dim); the hidden layer before and after ReLU² (2 mlp). Before the shift: queries, keys
+    and values again (q + 2 kv) and, in eager code under a value embedding, the shifted values (kv). A fused rotation
+    keeps its input (q + kv). Plus what attention keeps of its softmax: a few bytes per head where the kernel is fused,
+    else the probabilities over the window, twice.
     """
+    traits, size = TRAITS[chip.device_type], compute_bytes(chip)
     tables = shape.kv_dim * len(shape.value_layers) / shape.depth
     elements = 5 * shape.dim + 3 * shape.q_dim + 3 * shape.kv_dim + tables + 2 * shape.mlp_dim
-    traits, size = TRAITS[chip.device_type], compute_bytes(chip)
+    elements += shape.qkv_dim + (0 if traits.compiled else tables)
+    elements += shape.q_dim + shape.kv_dim if traits.keeps_rotated else 0
     if chip.fused_attention or traits.always_fused:
         return elements * size + traits.softmax * shape.heads
     return elements * size + 2 * size * shape.heads * sum(shape.windows()) / shape.depth
@@ -121,7 +126,7 @@ def optimizer_state(shape: Shape, devices: int) -> int:
     own_rows = -(-shape.padded_vocab // devices)
     adamw = own_rows * (2 * shape.dim + len(shape.value_layers) * shape.kv_dim)
     part = shape.parameters()
-    return FP32 * muon + 2 * FP32 * (adamw + part["scalars"] + part["smear_gate"])
+    return FP32 * muon + 2 * FP32 * (adamw + part["scalars"] + part["smear_gate"] + part["shifts"])
 
 
 def step_work(shape: Shape, chip: Chip, devices: int) -> int:

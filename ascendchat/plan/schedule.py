@@ -22,10 +22,12 @@ WARMDOWN = 0.65  # share of the run that lowers the learning rate
 FINAL_LR = 0.05  # of the full rate
 MOMENTUM = (0.85, 0.97, 0.90)  # first step, after the ramp, last step
 MOMENTUM_STEPS = 400
+TAIL, SNAPSHOTS = 0.1, 8  # at the end of the run, so much of it and about so many weights in it are averaged
+AHEAD = (0.4, 2 / 3)  # weight of the token after next at step 0, share of the run after which it is 0
 
 MATRIX_RATE = 0.02  # Muon, whose update has the same size at every width
 WIDTH_RATES = {"head": 0.008, "embedding": 0.3, "value_embeddings": 0.15}  # AdamW, x (dim / 768) ** -0.5
-FIXED_RATES = {"residual_scalars": 0.005, "skip_scalars": 0.5, "gates": 0.2}  # AdamW
+FIXED_RATES = {"residual_scalars": 0.005, "skip_scalars": 0.5, "gates": 0.2, "shifts": 0.1}  # AdamW
 
 
 def batch_scale(total_batch: int) -> float:
@@ -96,3 +98,18 @@ def momentum(
 def weight_decay(step: int, steps: int, full: float) -> float:
     """Weight decay of the matrices at `step`: a cosine from `full` to 0 at the end of the run."""
     return full * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+
+def averaged(step: int, steps: int) -> int:
+    """How many weights, at even distances and the last ones among them, the mean holds after `step`: a model that is
+    the mean of its last weights is rid of the noise of small batches."""
+    tail = round(TAIL * steps)
+    every = max(1, tail // SNAPSHOTS)
+    return max(0, tail // every - -(-(steps - 1 - step) // every))
+
+
+def ahead(step: int, steps: int, values: tuple[float, float] = AHEAD) -> float:
+    """Weight at `step` of the loss of the token after next: what is two tokens away shapes the early training, and the
+    end of the run is spent on the next token alone."""
+    full, until = values
+    return full * max(0.0, 1.0 - step / steps / until)

@@ -112,6 +112,11 @@ class Shape:
         """Width of the keys (and of the values) of one layer."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def qkv_dim(self) -> int:
+        """Width of the queries, keys and values of one layer together."""
+        return self.q_dim + 2 * self.kv_dim
+
     def windows(self, seq_len: int | None = None) -> tuple[int, ...]:
         """Tokens that each layer sees, the own one included. S follows the training row, L the row at hand."""
         length = seq_len or self.seq_len
@@ -141,6 +146,7 @@ class Shape:
             "mlp": self.depth * 2 * self.dim * self.mlp_dim,
             "value_gates": len(self.value_layers) * self.kv_heads * min(VALUE_GATE_CHANNELS, self.dim),
             "smear_gate": min(SMEAR_GATE_CHANNELS, self.dim),
+            "shifts": self.depth * self.qkv_dim,
             "scalars": 2 * self.depth + 2,  # residual and first-embedding weight per layer, smear, backout
             "head": table,
         }
@@ -174,8 +180,9 @@ class Shape:
         return 2 * self.matmul_parameters + 4 * self.q_dim * sum(self.windows(context))
 
     def kv_elements(self, context: int) -> int:
-        """Elements of the key-value cache of one sequence; an S layer keeps only its window."""
-        return 2 * self.kv_dim * sum(self.windows(context))
+        """Elements of the key-value cache of one sequence; an S layer keeps only its window. And of its last two tokens
+        the queries, keys and values as they were before they were mixed with those of the token before."""
+        return 2 * self.kv_dim * sum(self.windows(context)) + self.depth * 2 * self.qkv_dim
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

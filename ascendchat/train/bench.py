@@ -42,7 +42,7 @@ class Bench:
         device = self.learner.device
         marks = [device.event()]
         for _ in range(self.split.accumulation):
-            self.learner.loss(self.batch, self.weight).backward()  # type: ignore[no-untyped-call]
+            self.learner.loss(self.batch, self.weight, self.weight).backward()  # type: ignore[no-untyped-call]
         marks.append(device.event())
         self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
         marks.append(device.event())

@@ -55,6 +55,9 @@ class Stage(Protocol):
     def rates(self, step: int) -> dict[str, float]:
         """Arguments of optimizer.step."""
 
+    def averaged(self, step: int) -> int:
+        """The model is a mean of weights on the way; of how many, after `step`. 0 throughout: the last weights."""
+
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics, alike on all ranks; the first one is the one to be lowered."""
 
@@ -180,6 +183,8 @@ def train_step(stage: Stage, step: int, scale: LossScale) -> Tensor:
         stage.optimizer.zero_grad()
     else:
         stage.optimizer.step(**stage.rates(step), loss_scale=used)
+    if (count := stage.averaged(step)) > stage.averaged(step - 1):
+        stage.optimizer.average(count, last=step + 1 == stage.steps)
     return total / used if scale.needed else total
 
 
@@ -358,5 +363,6 @@ def load_state(stage: Stage, found: Checkpoint, expected: Mapping[str, Any]) -> 
                 f"{found.folder} was written with {name} {found.state.get(name)}, this command has {value}; "
                 f"give the same settings, another --run NAME, or --resume never"
             )
-    stage.optimizer.load(found.reader(), found.state.get("updates", found.step))
+    updates, averaging = found.state.get("updates", found.step), stage.averaged(found.step - 1) > 0
+    stage.optimizer.load(found.reader(), updates, averaging=averaging)
     return int(found.step)

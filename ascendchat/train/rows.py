@@ -71,11 +71,11 @@ class Learner:
         self._forward = device.compile(model, dynamic=False, fullgraph=True)
         self._score = device.compile(score, dynamic=False)
 
-    def loss(self, batch: MicroBatch, weight: Tensor) -> Tensor:
-        """`weight` times the sum of the nats of all targets."""
+    def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
+        """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
         hidden = self._forward(batch.inputs, self.attend, self._rope)
         vocab = self.model.shape.vocab
-        return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, scorer=self._score)
+        return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
 
 def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops | None:
@@ -141,6 +141,9 @@ class RowStage:
             "momentum": schedule.momentum(step, self.steps),
             "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
         }
+
+    def averaged(self, step: int) -> int:
+        return 0
 
     def smaller(self) -> bool:
         split = self.split.smaller()

@@ -36,7 +36,7 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
     if load:
         found = newest(Path(load))
         assert found is not None
-        optimizer.load(found.reader(), found.step)
+        optimizer.load(found.reader(), found.step, averaging=found.step > 8)
     mine = ROWS // world.size
     attend, losses = dense(model, Sdpa()), []
     for step in range(first, last):
@@ -49,6 +49,8 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
             total += loss.detach()
         dist.all_reduce(total, "mean")
         optimizer.step(lr_scale=0.25 * lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
+        if step >= 8:
+            optimizer.average(step - 7, last=step == 9)
         losses.append(total.item())
     if save:
         writer = Writer(Path(save))

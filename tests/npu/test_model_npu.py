@@ -74,7 +74,7 @@ def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> N
 
     def forward_backward() -> None:
         hidden = model(tokens[:, :-1], attend, rope)
-        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight).backward()
+        head_loss(hidden, model.head, tokens[:, 1:], shape.vocab, weight=weight, ahead=weight).backward()
 
     def launched(run: object) -> int:
         torch.npu.synchronize()

@@ -32,6 +32,7 @@ def model(seed: int = 0, ops: object = None, **sizes: object) -> GPT:
         for block in made.blocks:
             block.out.normal_(0, 0.2, generator=generator)
             block.down.normal_(0, 0.2, generator=generator)
+            block.shift.normal_(0, 0.5, generator=generator)
             if hasattr(block, "gate"):
                 block.gate.normal_(0, 0.5, generator=generator)
         made.head.normal_(0, 0.6, generator=generator)

@@ -80,7 +80,7 @@ def model() -> GPT:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.rsplit(".", 1)[-1] in ("out", "down", "smear", "head"):
+            if name.rsplit(".", 1)[-1] in ("out", "down", "smear", "head", "shift"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model
 

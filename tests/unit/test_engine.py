@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import engine_models as make
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from ascendchat.device import Device, pick
+from ascendchat.infer.cache import Cache
 from ascendchat.infer.engine import Engine, Request, Sampling
-from ascendchat.nn.attention import Flash, Reference, Sdpa, products
+from ascendchat.infer.sampling import Mode
+from ascendchat.nn.attention import Attention, Flash, Reference, Sdpa, products
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
 
@@ -23,6 +26,7 @@ MODELS = [
     {"seq_len": 64, "kv_heads": 1, "window_pattern": "L", "value_embeddings": False},
     {"seq_len": 16, "kv_heads": 4, "window_pattern": "LS"},
 ]
+BF16_ERROR = 0.25  # in logits: the worst of 4,000 tokens on a CPU was 0.08, wrong caches reach 0.7 and more
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
 
@@ -137,6 +141,55 @@ def test_log_probabilities_are_those_of_the_model(device: Device) -> None:
             row.append(token)
 
 
+def test_a_prompt_of_one_token_is_enough(device: Device) -> None:
+    model = make.model(10, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT)
+    way = Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)
+    requests = [Request([token], way) for token in (0, 17, 99, 200)]
+    for request, answer in zip(requests, engine.generate(requests)):
+        assert_greedy(model, request, answer.ids)
+
+
+def test_a_slot_keeps_nothing_of_the_request_before(device: Device) -> None:
+    """Every pair of odd and even lengths, before and after, in one slot."""
+    model = make.model(12, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=1, context=CONTEXT)
+    draw = random.Random(5)
+    for length, new in ((4, 3), (4, 4), (5, 3), (5, 4), (1, 1), (2, 1), (1, 2), (3, 2)):
+        prompt = [draw.randrange(model.shape.vocab) for _ in range(length)]
+        request = Request(prompt, Sampling(max_tokens=new, temperature=0.0, stop_tokens=(), tools=False))
+        assert_greedy(model, request, engine.generate([request])[0].ids)
+
+
+def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
+    """As while a graph is recorded: the step runs several times, and then in earnest."""
+    model = make.model(13, seq_len=16)
+    decoder = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT).decoder
+    draw, mode = random.Random(6), Mode()  # greedy
+    prompts = [[draw.randrange(model.shape.vocab) for _ in range(length)] for length in (9, 20)]
+    first = decoder.prefill([Request(prompt) for prompt in prompts], [0, 1], mode)[0]
+    rows = [[*prompt, int(token)] for prompt, token in zip(prompts, first)]
+    for _ in range(6):
+        decoder.advance.zero_()
+        with torch.no_grad():
+            tries = [decoder._extend(2, CONTEXT, mode) for _ in range(3)]
+            decoder.advance.fill_(1)
+            found = decoder._extend(2, CONTEXT, mode)
+        assert all(torch.equal(found, other) for other in tries)
+        for row, token in zip(rows, found[0].tolist()):
+            row.append(int(token))
+    for prompt, row in zip(prompts, rows):
+        assert row == [*prompt, *make.greedy(model, prompt, 7, CONTEXT)]
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=["ring", "grouped", "full", "full-ring"])
+def test_the_cache_is_as_large_as_the_plan_says(sizes: dict[str, object]) -> None:
+    shape = make.model(**sizes).shape
+    cache = Cache(shape, 3, CONTEXT, torch.bfloat16, torch.device("cpu"))
+    tensors = [tensor for kept in vars(cache).values() for tensor in kept if isinstance(tensor, torch.Tensor)]
+    assert cache.bytes == sum(tensor.nbytes for tensor in tensors) == 3 * 2 * shape.kv_elements(CONTEXT)
+
+
 def test_requests_can_join_while_others_run(device: Device) -> None:
     model = make.model(8, seq_len=16)
     engine = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT)
@@ -185,19 +238,59 @@ def test_decoding_on_a_gpu_reads_only_the_tokens_that_are_there(
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
+@torch.no_grad()
+def bf16_shortfall(device: Device, kernel: Attention, slots: int) -> float:
+    """How far the tokens that an engine chooses in bf16 fall short of the likeliest ones, in logits, at most.
+
+    The logits are those of the same weights in float32, without a cache, each behind the tokens that were chosen: one
+    tie that falls the other way does not change what is asked of the tokens after it.
+    """
+    place = device.bind(0)
+    model = make.model(9, seq_len=64, window_pattern="L", dim=64, head_dim=32).to_compute(torch.bfloat16).to(place)
+    requests = greedy_requests(random.Random(3), model.shape.vocab, 8)
+    engine = Engine(
+        model, kernel, make.tokenizer(), device, place, slots=slots, context=CONTEXT, compiled=device.compiles
+    )
+    exact, worst = copy.deepcopy(model).cpu().float(), 0.0
+    for request, answer in zip(requests, engine.generate(requests)):
+        ids, before = answer.ids, len(request.prompt)
+        assert len(ids) == min(request.sampling.max_tokens, CONTEXT - before)
+        hidden = exact(torch.tensor([[*request.prompt, *ids]]), dense(exact, Reference(), CONTEXT))[0, before - 1 : -1]
+        logits = softcap(hidden @ exact.head[: exact.shape.vocab].t())  # (tokens, V)
+        chosen = logits.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+        worst = max(worst, (logits.amax(dim=-1) - chosen).max().item())
+    return worst
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_in_bf16_every_token_is_nearly_the_likeliest(slots: int) -> None:
+    assert bf16_shortfall(pick("cpu", dtype="bf16", compiled=False), Sdpa(), slots) < BF16_ERROR
+
+
+def forget(
+    cache: Cache, layer: int, rows: torch.Tensor, position: torch.Tensor, qkv: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor:
+    return qkv
+
+
+def misplace(
+    cache: Cache, layer: int, rows: torch.Tensor, position: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    cache.keys[layer].index_put_((rows, position - 1), k[:, 0])
+    cache.values[layer].index_put_((rows, position - 1), v[:, 0])
+
+
+@pytest.mark.parametrize(("part", "wrong"), [("shift_tokens", forget), ("put_tokens", misplace)])
+def test_a_wrong_cache_does_not_pass_for_rounding(monkeypatch: pytest.MonkeyPatch, part: str, wrong: object) -> None:
+    monkeypatch.setattr(Cache, part, wrong)
+    assert bf16_shortfall(pick("cpu", dtype="bf16", compiled=False), Sdpa(), 4) > 2 * BF16_ERROR
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_compiled_and_recorded_step_on_a_gpu_gives_the_same_tokens(slots: int) -> None:
-    """bf16: another order of summation may choose the other of two nearly equal tokens, and the rest then differs."""
-    device = pick("cuda", dtype="bf16", compiled=True)
-    model = make.model(9, seq_len=64, window_pattern="L", dim=64, head_dim=32).to_compute(torch.bfloat16).cuda()
-    requests = greedy_requests(random.Random(3), model.shape.vocab, 2 * slots)
-    engine = Engine(model, Flash(), make.tokenizer(), device, device.bind(0), slots=slots, context=48, compiled=True)
-    plain = Engine(model, Reference(), make.tokenizer(), device, device.bind(0), slots=slots, context=48)
-    pairs = zip(engine.generate(requests), plain.generate(requests))
-    same = [a == b for one, other in pairs for a, b in zip(one.ids, other.ids, strict=True)]
-    assert sum(same) > 0.5 * len(same)  # a wrong cache leaves a few in a hundred
+    assert bf16_shortfall(pick("cuda", dtype="bf16", compiled=True), Flash(), slots) < BF16_ERROR
 
 
 @pytest.mark.slow

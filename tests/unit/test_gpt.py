@@ -6,10 +6,14 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from ascendchat.chips import find
 from ascendchat.nn.attention import Reference, Sdpa
-from ascendchat.nn.gpt import GPT, dense, rope_tables
+from ascendchat.nn.gpt import GPT, Block, attention_scale, dense, rope_tables, shifted
 from ascendchat.nn.loss import head_loss
+from ascendchat.plan.memory import activations
 from ascendchat.plan.shape import Shape
 
 
@@ -21,6 +25,7 @@ def build(**sizes: object) -> GPT:
         for block in model.blocks:
             block.out.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
             block.down.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
+            block.shift.normal_(0, 0.5, generator=torch.Generator().manual_seed(3))
         model.smear.fill_(0.3)
     return model
 
@@ -61,6 +66,76 @@ def test_kernels_give_the_same_model(sizes: dict[str, object]) -> None:
     torch.testing.assert_close(
         model(batch, dense(model, Sdpa())), model(batch, dense(model, Reference())), atol=1e-4, rtol=1e-4
     )
+
+
+def by_hand(block: Block, x: Tensor, cos: Tensor, sin: Tensor, shift: Tensor | None) -> Tensor:
+    """One row (T, C) through one block without a value embedding, place by place, query by query."""
+    shape, weight = block.shape, block.qkv.flatten(0, 1)
+    normed = [F.rms_norm(place, (shape.dim,), eps=1e-6) for place in x]
+    raw = [weight @ place for place in normed]  # queries, keys, values, end to end
+    heads = []
+    for t, own in enumerate(raw):
+        mixed = own if shift is None or t == 0 else own + shift * raw[t - 1]
+        q, k, v = (part.view(-1, shape.head_dim) for part in mixed.split((shape.q_dim, shape.kv_dim, shape.kv_dim)))
+        q, k = (F.rms_norm(part, (shape.head_dim,), eps=1e-6) for part in (q, k))
+        q, k = (part * cos[t] + part.roll(shape.head_dim // 2, dims=-1) * sin[t] for part in (q, k))
+        heads.append((q, k, v))
+    group, places = shape.heads // shape.kv_heads, []
+    for t, (q, _, _) in enumerate(heads):
+        seen = []
+        for h in range(shape.heads):
+            keys, values = (torch.stack([heads[s][i][h // group] for s in range(t + 1)]) for i in (1, 2))
+            seen.append((keys @ q[h] * attention_scale(shape)).softmax(dim=0) @ values)
+        middle = x[t] + block.out @ torch.cat(seen)
+        hidden = F.relu(block.up @ F.rms_norm(middle, (shape.dim,), eps=1e-6)).square()
+        places.append(middle + hidden @ block.down)
+    return torch.stack(places)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@torch.no_grad()
+def test_a_block_mixes_each_token_with_the_one_before(share: float, kv_heads: int) -> None:
+    model = build(kv_heads=kv_heads, window_pattern="L")
+    block = model.blocks[0]
+    block.shift.copy_(share * torch.randn(block.shift.shape, generator=torch.Generator().manual_seed(4)))
+    x = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(5))
+    cos, sin = rope_tables(7, 16)
+    found = block(x, None, (cos, sin), dense(model, Reference(), 7), shifted)
+    plain = torch.stack([by_hand(block, row, cos, sin, None) for row in x])
+    expected = torch.stack([by_hand(block, row, cos, sin, block.shift) for row in x]) if share else plain
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[:, 0], plain[:, 0], atol=1e-5, rtol=1e-5)  # before the first there is nothing
+    assert share == 0.0 or (found - plain)[:, 1:].abs().amax(dim=(0, 2)).min() > 1e-2
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_the_shift_adds_a_share_of_the_place_before_and_so_do_its_gradients(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, length, 3, 2, generator=generator, dtype=torch.double, requires_grad=True)
+    share = torch.randn(3, 2, generator=generator, dtype=torch.double, requires_grad=True)
+    found = shifted(0, rows, share)
+    assert torch.equal(found[:, 0], rows[:, 0])
+    torch.testing.assert_close(found[:, 1:], rows[:, 1:] + share * rows[:, :-1])
+    assert torch.autograd.gradcheck(lambda x, s: shifted(0, x, s), (rows, share))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_plan_counts_what_is_kept_for_the_backward_pass(kv_heads: int) -> None:
+    model = build(kv_heads=kv_heads, window_pattern="L", dim=128, head_dim=32)
+    attend, rope = dense(model, Sdpa()), model.rope(128, torch.float32, torch.device("cpu"))
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *rope)}
+    kept: dict[int, Tensor] = {}  # also holds them, so that no address is given twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model(tokens(rows=4), attend, rope)
+    assert hidden.requires_grad
+    found = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
+    assert activations(model.shape, find("cpu"), 4, False) == pytest.approx(found, rel=0.05)
 
 
 def test_a_new_model_knows_nothing() -> None:

@@ -18,7 +18,7 @@ from ascendchat.device import Device, pick
 from ascendchat.dist import World
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
-from ascendchat.train.loop import Diverged, Interrupted, LossScale, Options, StopSignals, fit
+from ascendchat.train.loop import Diverged, Interrupted, LossScale, Options, StopSignals, fit, train_step
 
 
 class Line(torch.nn.Module):
@@ -33,11 +33,13 @@ class ToyStage:
     """Pulls the weight to 3; every call is written down."""
 
     def __init__(
-        self, steps: int = 8, losses: dict[int, float] | None = None, oom: int = 0, scores: list[float] | None = None
-    ) -> None:
+        self, steps: int = 8, losses: dict[int, float] | None = None, oom: int = 0, scores: list[float] | None = None,
+        tail: int = 0,
+    ) -> None:  # fmt: skip
         self.scores = scores or []  # of the evaluations to come
         self.model = Line()
         self.steps, self.tokens_per_step, self.flops_per_token = steps, 100, 10.0
+        self.tail = tail
         self.optimizer = MuonAdamW([Group("w", [("weight", self.model.weight)], 0.1)], compute_dtype=torch.float32)
         self.losses, self.oom, self.seen = losses or {}, oom, []
         self.step = 0
@@ -55,6 +57,9 @@ class ToyStage:
 
     def rates(self, step: int) -> dict[str, float]:
         return {"lr_scale": 1.0, "momentum": 0.9, "matrix_decay": 0.0}
+
+    def averaged(self, step: int) -> int:
+        return max(0, step + 1 - (self.steps - self.tail))
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.seen.append(("evaluate", step))
@@ -226,6 +231,17 @@ class Half:
 
     def overflowed(self, gradients: list[torch.Tensor]) -> bool:
         return self.overflows.pop(0)
+
+
+def test_the_model_is_the_mean_of_its_last_weights(device: Device) -> None:
+    plain, averaged = ToyStage(), ToyStage(tail=3)
+    scale, after = LossScale(device), []
+    for step in range(8):
+        train_step(plain, step, scale), train_step(averaged, step, scale)
+        after.append(plain.model.weight.detach().clone())
+        if step < 7:
+            assert torch.equal(averaged.model.weight, after[-1]), "on the way nothing is changed"
+    torch.testing.assert_close(averaged.model.weight.detach(), torch.stack(after[-3:]).mean(dim=0))
 
 
 def test_the_loss_scale_halves_after_an_overflow_and_grows_after_many_good_steps() -> None:

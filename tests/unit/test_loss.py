@@ -42,6 +42,28 @@ def test_loss_and_gradients_equal_the_plain_formula_in_any_chunking(
     assert b.grad[37:].abs().max() == 0, "tokens that do not exist got a gradient"
 
 
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_the_token_after_next_is_in_the_gradient_and_not_in_the_loss(
+    share: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: chunk)
+    hidden, head, targets = case(rows=48)
+    hidden, targets = hidden.view(3, 16, -1), targets.view(3, 16)
+    targets[1, 5:9] = 4  # next and after next are the same token
+    a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    loss = head_loss(a, b, targets, 37, weight=torch.tensor(0.1), ahead=torch.tensor(share))
+    loss.backward()
+    c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
+    expected = plain(c.flatten(0, 1), d, targets.flatten(), 37).sum() * 0.1
+    later = torch.where(targets[:, :-1] == IGNORE, IGNORE, targets[:, 1:])  # a place that is not scored has no second
+    extra = plain(c[:, :-1].flatten(0, 1), d, later.flatten(), 37).sum() * 0.1
+    (expected + share * extra).backward()
+    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.grad.double(), c.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(b.grad.double(), d.grad, atol=1e-6, rtol=1e-4)
+
+
 def test_a_batch_without_any_scored_target_has_loss_zero_and_no_nan() -> None:
     hidden, head, targets = case()
     hidden.requires_grad_()

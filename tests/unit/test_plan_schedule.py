@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,8 @@ from ascendchat.plan.schedule import (
     LEAST_BATCH,
     MAX_SHRINK,
     REFERENCE_TOKENS,
+    ahead,
+    averaged,
     full_decay,
     lr_scale,
     momentum,
@@ -64,6 +67,7 @@ def test_depth_12_at_its_own_batch_has_the_reference_rates() -> None:
             "residual_scalars": 0.005,
             "skip_scalars": 0.5,
             "gates": 0.2,
+            "shifts": 0.1,
         }
     )
     assert full_decay(2**19, REFERENCE_TOKENS) == pytest.approx(0.28)
@@ -94,6 +98,21 @@ def test_the_whole_shrinking_of_a_run_is_the_same_unless_one_step_would_shrink_t
     asked = rates(768, batch)["matrices"] * full_decay(batch, tokens, 0.56)
     assert asked == pytest.approx(2 * whole * batch / tokens)  # as told, whatever a step shrinks
     assert full_decay(batch, tokens, 0.0) == 0
+
+
+def test_the_token_after_next_counts_for_two_thirds_of_a_run_and_less_and_less() -> None:
+    assert ahead(0, 900) == 0.4
+    assert ahead(300, 900) == pytest.approx(0.2)
+    assert [ahead(step, 900) for step in (600, 899)] == [0, 0]
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(1, []), (4, []), (10, [9]), (40, [36, 37, 38, 39]),
+                                              (1774, [1619, 1641, 1663, 1685, 1707, 1729, 1751, 1773])])  # fmt: skip
+def test_weights_of_the_last_tenth_are_averaged_the_last_ones_among_them(steps: int, taken: list[int]) -> None:
+    counts = [averaged(step, steps) for step in range(-1, steps)]
+    assert [step for step in range(steps) if counts[step + 1] > counts[step]] == taken
+    assert counts[-1] == len(taken)
+    assert all(0 <= b - a <= 1 for a, b in itertools.pairwise(counts)), "one at a time"
 
 
 @STEADY

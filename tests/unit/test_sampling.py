@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.infer.request import Sampling
-from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, penalise, sample, uniform
+from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, likeliest, penalise, sample, uniform
 
 
 def rows(count: int, **values: float) -> Settings:
@@ -109,6 +109,17 @@ def test_temperature_zero_takes_the_likeliest_in_every_mode(mode: Mode) -> None:
     chosen, logprob = sample(logits, rows(8, temperature=0.0, top_k=5), torch.arange(8), mode)
     assert torch.equal(chosen, logits.argmax(-1))
     torch.testing.assert_close(logprob, logits.log_softmax(-1).max(-1).values)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 37, 4096])
+def test_the_maximum_of_integers_is_the_argmax(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    scores = torch.randn(50, vocab, generator=generator) * 10
+    scores[10:20] = scores[10:20].round()  # equals: the first one
+    scores[20] = -3.5
+    scores[21, : vocab // 2] = float("-inf")
+    scores[22:30] = -scores[22:30].abs()
+    assert likeliest(scores).tolist() == scores.argmax(dim=-1).tolist()
 
 
 def test_seeds_of_any_size_and_sign_differ() -> None:

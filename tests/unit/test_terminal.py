@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import engine_models as make
 import pytest
+import torch
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
@@ -134,6 +136,29 @@ def command(*flags: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "LC_ALL": "C", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"blocks.0.shift": None}, "was written by another version of ascendchat: missing weight blocks.0.shift; "),
+        ({"blocks.0.bias": [1]}, "was written by another version of ascendchat: unknown weight blocks.0.bias; "),
+        ({"smear": [2]}, ": the weight smear does not fit its own state.json; "),
+    ],
+)
+def test_weights_of_another_version_are_refused_in_one_sentence(change: dict[str, list[int] | None], says: str) -> None:
+    model = make.scripted({})
+    weights = dict(model.state_dict()) | {name: torch.zeros(size) for name, size in change.items() if size}
+    weights = {name: tensor for name, tensor in weights.items() if change.get(name, []) is not None}
+    state = {"stage": "sft", "shape": model.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
+    writer = Writer(run_folder("old", "sft"))
+    writer.save(1, model=weights, shards={}, state=state)
+    writer.wait()
+    make.tokenizer().save(home() / "tokenizer")
+    device = pick("cpu")
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        load(device, device.bind(0), run="old")
+    assert "\n" not in str(error.value)
 
 
 def test_the_installed_command_speaks_chinese_in_any_locale() -> None:
