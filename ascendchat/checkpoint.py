@@ -51,13 +51,14 @@ class Writer:
     def __init__(
         self, folder: Path, *, start: int | None = None, keep: int = 2, say: Callable[[str], None] = print
     ) -> None:
-        """`start`: the step the run continues from. What lies beyond it is of an earlier run and counts no more."""
+        """On every rank. `start`: the step the run continues from. What lies beyond it is of an earlier run."""
         self.folder, self.keep, self.say = Path(folder), keep, say
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         if dist.world().rank == 0:
             self._set_aside(start)
+        dist.barrier()  # no rank writes before that
 
     def save(
         self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any]
@@ -157,7 +158,7 @@ class Writer:
         return found
 
     def _set_aside(self, start: int | None) -> None:
-        """Before any rank writes: drafts of a killed run go; later checkpoints are renamed, and deleted when the first
+        """Drafts of a killed run go; later checkpoints are renamed, and deleted when the first
         new one is whole."""
         for draft in self.folder.glob(".step_*.writing"):
             shutil.rmtree(draft)

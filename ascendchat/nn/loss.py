@@ -55,21 +55,20 @@ def score(
     valid = (targets != IGNORE).unsqueeze(-1)
     index = targets.clamp(min=0).unsqueeze(-1)
     size = total / FP16_LIFT if logits.dtype == torch.float16 else None
-    gradient = unscaled * slope
-    wanted: list[tuple[Tensor, Tensor | float]] = [(index, 1.0)]  # columns, and the weight of the targets there
-    share: Tensor | float = 0.0
+    gradient = (unscaled * slope if size is None else unscaled * slope / size).to(logits.dtype)
+    columns, parts = index, total  # where the targets are, and what they take off there
     if later is not None and ahead is not None:
-        second = torch.where((later != IGNORE).unsqueeze(-1), later.unsqueeze(-1), index)
         share = ahead * (later != IGNORE).unsqueeze(-1)
-        wanted = [(second, share), (index, 1.0 + share * (second == index))]  # written in this order
-        gradient = gradient * (1.0 + share)
-    gradient = (gradient if size is None else gradient / size).to(logits.dtype)
-    for column, count in wanted:
-        mine = torch.sigmoid(logits.gather(-1, column).float() * (2.0 / SOFTCAP))
-        chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # that target's capped logit, less SOFTCAP
-        there = (chosen.exp() * (1.0 + share) - total * count) * 4.0 * mine * (1.0 - mine)
-        gradient = gradient.scatter(-1, column, (there if size is None else there / size).to(gradient.dtype))
-    nats = torch.where(valid, total.log() - chosen, 0.0).squeeze(-1)
+        second = torch.where((later != IGNORE).unsqueeze(-1), later.unsqueeze(-1), index)
+        same = second == index  # then both columns get the same number
+        columns = torch.cat((second, index), dim=-1)
+        parts = torch.cat((share + same, 1.0 + share * same), dim=-1) * (total / (1.0 + share))
+        weight = weight * (1.0 + share)
+    mine = torch.sigmoid(logits.gather(-1, columns).float() * (2.0 / SOFTCAP))
+    chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # the targets' capped logits, less SOFTCAP
+    there = (chosen.exp() - parts) * 4.0 * mine * (1.0 - mine)
+    gradient = gradient.scatter(-1, columns, (there if size is None else there / size).to(gradient.dtype))
+    nats = torch.where(valid.squeeze(-1), total.squeeze(-1).log() - chosen[:, -1], 0.0)
     if logits.size(-1) > vocab:
         gradient = torch.nn.functional.pad(gradient, (0, logits.size(-1) - vocab))
     return nats, gradient, torch.where(valid, weight / total if size is None else weight / FP16_LIFT, 0.0)

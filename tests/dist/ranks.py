@@ -37,6 +37,20 @@ def _rank(rank: int, fn: Callable[..., Any], environ: Mapping[str, str], args: t
         results.put((rank, False, traceback.format_exc()))
 
 
+def _failures(results: Any, rank: int, text: str) -> list[str]:
+    """The first failure to arrive and those that follow it: one rank's fault makes the others fail too."""
+    found = {rank: text}
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        try:
+            other, good, value = results.get(timeout=0.2)
+        except queue.Empty:
+            continue
+        if not good:
+            found[other] = value
+    return [f"rank {rank} failed:\n{text}" for rank, text in sorted(found.items())]
+
+
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, seconds: float = 60.0, absent: tuple[int, ...] = ()
 ) -> list[Any]:
@@ -65,7 +79,7 @@ def run_ranks(
                     raise TimeoutError(f"{len(ranks) - len(values)} of {len(ranks)} ranks not done") from None
                 continue
             if not good:
-                raise AssertionError(f"rank {rank} failed:\n{value}")
+                raise AssertionError("\n".join(_failures(results, rank, value)))
             values[rank] = value
         for process in processes:
             process.join(max(0.1, end - time.monotonic()))
