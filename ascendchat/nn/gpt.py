@@ -92,7 +92,8 @@ class _Shifted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         qkv, share = ctx.saved_tensors
-        of_share = (grad[:, 1:] * qkv[:, :-1]).sum(dim=(0, 1), dtype=share.dtype)
+        wide = grad.float() if grad.dtype == torch.float16 else grad  # the product may leave the range of float16
+        of_share = (wide[:, 1:] * qkv[:, :-1]).sum(dim=(0, 1), dtype=share.dtype)
         return torch.addcmul(grad, F.pad(grad[:, 1:], (0, 0, 0, 0, 0, 1)), share.to(qkv.dtype)), of_share
 
 

@@ -120,6 +120,13 @@ def test_the_shift_adds_a_share_of_the_place_before_and_so_do_its_gradients(leng
     assert torch.autograd.gradcheck(lambda x, s: shifted(0, x, s), (rows, share))
 
 
+def test_the_gradient_of_the_shift_stays_in_range_under_a_large_loss_scale() -> None:
+    rows, share = torch.full((1, 4, 1, 2), 10.0, dtype=torch.half, requires_grad=True), torch.zeros(1, 2)
+    share.requires_grad_()
+    shifted(0, rows, share).backward(torch.full_like(rows, 30000.0))
+    assert share.grad.tolist() == [[900000.0, 900000.0]]
+
+
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_the_plan_counts_what_is_kept_for_the_backward_pass(kv_heads: int) -> None:
     model = build(kv_heads=kv_heads, window_pattern="L", dim=128, head_dim=32)
