@@ -56,17 +56,13 @@ class BaseStage(RowStage):
         self.corpora, self.validation, self.eval_tokens = corpora, validation, config.eval_tokens
         super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
-        self.ahead = torch.zeros((), device=learner.place)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        self.ahead.fill_(schedule.ahead(step, self.steps))
+        self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
         return super().micro_batches(step)
 
     def averaged(self, step: int) -> int:
         return schedule.averaged(step, self.steps)
-
-    def loss(self, batch: MicroBatch, scale: float = 1.0) -> Tensor:
-        return self.learner.loss(batch, self.weight if scale == 1.0 else self.weight * scale, self.ahead)
 
     def batches(self, rows_per_step: int) -> Batches:
         return Batches(self.corpora, self.split.seq_len, rows_per_step, self.seed)

@@ -110,6 +110,7 @@ class RowStage:
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = 0.0  # of the matrices, at step 0
+        self.ahead: Tensor | None = None  # weight of the token after next
         rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
         compile = learner.device.compile if learner.device.compiles else None
         self.optimizer = MuonAdamW(groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile)
@@ -133,7 +134,7 @@ class RowStage:
         return self._feed.take(step)
 
     def loss(self, batch: MicroBatch, scale: float = 1.0) -> Tensor:
-        return self.learner.loss(batch, self.weight if scale == 1.0 else self.weight * scale)
+        return self.learner.loss(batch, self.weight if scale == 1.0 else self.weight * scale, self.ahead)
 
     def rates(self, step: int) -> dict[str, float]:
         return {

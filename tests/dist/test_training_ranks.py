@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +98,25 @@ def test_a_run_moves_between_one_two_four_and_one_ranks(alone: Trained, tmp_path
     found += run_ranks(rank_main, 4, 6, 9, ROWS, places[1], places[2])[0][0]
     found += train(9, 12, ROWS, places[2], None)[0]
     assert found == pytest.approx(whole, abs=2e-4)
+
+
+def late_cleaner(rank: int, folder: str) -> int:
+    """Rank 0 takes its time to clear what a killed run left; the others could long be writing."""
+    dist.init(Host())
+    clear = Writer._set_aside
+    Writer._set_aside = lambda self, start: (time.sleep(1.5), clear(self, start))  # type: ignore[assignment, method-assign, return-value]
+    try:
+        writer = Writer(Path(folder))
+        writer.save(1, model={"w": torch.ones(2)}, shards={f"w{rank}|weight|0|2": torch.ones(2)}, state={})
+        writer.wait()
+        return rank
+    finally:
+        dist.teardown()
+
+
+def test_no_rank_writes_before_old_drafts_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".step_000001.writing").mkdir()
+    assert run_ranks(late_cleaner, 2, str(tmp_path)) == [0, 1]
+    found = newest(tmp_path)
+    assert found is not None
+    assert {path.name for path in found.folder.glob("optim-*")} == {f"optim-{i}-of-2.safetensors" for i in (0, 1)}
