@@ -44,7 +44,7 @@ NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor":
 # The one module that imports an optional or heavy dependency.
 OWNERS = {
     "torch_npu": {"device", "nn.attention"},
-    "triton": {"nn.one_query"},
+    "triton": {"nn.one_query", "nn.heads"},
     "transformers": {"hf"},
     "peft": {"hf"},
     "tensorboard": {"record"},

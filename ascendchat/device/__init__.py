@@ -69,6 +69,7 @@ class Device(Protocol):
     dtype: torch.dtype  # compute dtype this chip really supports
     pin: bool  # host memory can be pinned for asynchronous copies
     compiles: bool  # whether `compile` compiles
+    triton: bool  # whether our own Triton kernels run here
 
     def count(self) -> int:
         """Devices this process may use."""

@@ -39,6 +39,7 @@ class Accelerator:
     type: str
     pin = True
     compiles = False
+    triton = False
     saturates = False  # fp16 overflow shows only in a hardware flag
     graph_class: str  # name of the captured graph's class in `api`
 

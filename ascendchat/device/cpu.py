@@ -61,6 +61,7 @@ class CPU:
     type = "cpu"
     collective = KINDS["cpu"].collective
     pin = False
+    triton = False
 
     def __init__(self, options: Options) -> None:
         self.chip = replace(this_cpu(), flops=matmul_rate(), source="fp32 matrix products, measured at the start")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from ascendchat.device import Options
@@ -24,6 +26,7 @@ def attach(options: Options) -> CUDA:
     torch.set_float32_matmul_precision("high")  # fp32 products on the tensor cores (tf32)
     device = CUDA(torch.cuda, current_chip(torch.cuda, "cuda"), options)
     device.compiles = options.compiled is not False
+    device.triton = device.compiles and find_spec("triton") is not None
     return device
 
 

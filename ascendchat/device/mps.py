@@ -36,6 +36,7 @@ class MPS:
     collective = KINDS["mps"].collective
     pin = False
     compiles = False
+    triton = False
 
     def __init__(self, options: Options) -> None:
         name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)

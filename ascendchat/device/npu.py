@@ -114,6 +114,7 @@ class NPUOps:
     """The operators of a transformer block (nn.gpt.Ops) with the NPU's fused kernels, which have gradients."""
 
     sin_sign = 1.0  # npu_rotary_mul negates the half itself
+    heads = None
 
     def __init__(self) -> None:
         self.api = importlib.import_module("torch_npu")

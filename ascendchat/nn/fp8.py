@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.nn.gpt import PlainOps
+from ascendchat.nn.gpt import Heads, PlainOps
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHT_SCALE = 64.0
@@ -74,7 +74,8 @@ class Fp8Transposed(torch.autograd.Function):
 class Fp8Ops(PlainOps):
     """The operators of a block with 8-bit matrix products; `tokens` is what the mean loss of one step is over."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, heads: Heads | None = None) -> None:
+        super().__init__(heads)
         self.gradient_scale = GRADIENT_SCALE * tokens
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

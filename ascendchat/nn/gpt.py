@@ -31,10 +31,19 @@ VALUE_GATE_RANGE = 3.0
 NORM_EPS = 1e-6
 
 
+class Heads(Protocol):
+    """qkv (B, T, H + 2K, D), share (H + 2K, D) -> q, k, v: shifted, then queries and keys normalised and rotated."""
+
+    def __call__(
+        self, qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class Ops(Protocol):
     """The operators of a block that a chip may fuse; see PlainOps for what they compute."""
 
     sin_sign: float  # sign of the first half of the sin table that `rotary` expects
+    heads: Heads | None  # shift, norm and rotation over whole rows at once, where a chip has that
 
     def rms_norm(self, x: Tensor) -> Tensor: ...
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
@@ -47,6 +56,9 @@ class PlainOps:
     """The operators in plain torch; a compiler fuses them where there is one."""
 
     sin_sign = -1.0
+
+    def __init__(self, heads: Heads | None = None) -> None:
+        self.heads = heads
 
     def rms_norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
@@ -71,23 +83,19 @@ class Attend(Protocol):
 
 
 class Shift(Protocol):
-    """qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. Who has only the newest token
-    at hand keeps the one before."""
+    """qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. Where one may be given,
+    None stands for whole rows; who has only the newest token at hand keeps the one before."""
 
     def __call__(self, layer: int, qkv: Tensor, share: Tensor) -> Tensor: ...
 
 
-def _shifted(qkv: Tensor, share: Tensor) -> Tensor:
-    return torch.addcmul(qkv, F.pad(qkv[:, :-1], (0, 0, 0, 0, 1, 0)), share.to(qkv.dtype))
-
-
 class _Shifted(torch.autograd.Function):
-    """The same with a gradient written out, which keeps only qkv and takes five launches less."""
+    """The gradient is written out: so only qkv is kept, and five launches fewer are needed."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, share: Tensor) -> Tensor:
         ctx.save_for_backward(qkv, share)
-        return _shifted(qkv, share)
+        return torch.addcmul(qkv, F.pad(qkv[:, :-1], (0, 0, 0, 0, 1, 0)), share.to(qkv.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -98,12 +106,7 @@ class _Shifted(torch.autograd.Function):
 
 
 def shifted(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
-    """Shift over whole rows, the first place of which has none before it.
-
-    A compiler fuses the plain formula and its gradient with what stands around them; one of our own it would not.
-    """
-    if torch.compiler.is_compiling():
-        return _shifted(qkv, share)
+    """Shift over whole rows, the first place of which has none before it."""
     return _Shifted.apply(qkv, share)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -134,19 +137,23 @@ class Block(nn.Module):
             self.gate = nn.Parameter(torch.empty(shape.kv_heads, min(VALUE_GATE_CHANNELS, shape.dim)))
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend, shift: Shift
+        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend, shift: Shift | None
     ) -> Tensor:
         x = x + self.attention(self.ops.rms_norm(x), value, rope, attend, shift)
         return x + self.mlp(self.ops.rms_norm(x))
 
     def attention(
-        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend, shift: Shift
+        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend, shift: Shift | None
     ) -> Tensor:
         shape = self.shape
         qkv = self.ops.linear(x, self.qkv.flatten(0, 1)).unflatten(-1, (-1, shape.head_dim))  # (B, T, H + 2K, D)
-        qkv = shift(self.layer, qkv, self.shift.view(-1, shape.head_dim))
-        qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
-        q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
+        share = self.shift.view(-1, shape.head_dim)
+        if shift is None and self.ops.heads is not None:
+            q, k, v = self.ops.heads(qkv, share, rope, shape.kv_heads)
+        else:
+            qkv = shifted(self.layer, qkv, share) if shift is None else shift(self.layer, qkv, share)
+            qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
+            q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
         if value is not None:
             gate = torch.sigmoid(F.linear(x[..., : self.gate.size(1)], self.gate)) * VALUE_GATE_RANGE  # (B, T, K)
             v = torch.addcmul(v, gate.unsqueeze(-1), value.unflatten(-1, (shape.kv_heads, shape.head_dim)))
@@ -230,14 +237,14 @@ class GPT(nn.Module):
         return torch.addcmul(x, weight, previous)
 
     def forward(
-        self, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None, shift: Shift = shifted
+        self, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None, shift: Shift | None = None
     ) -> Tensor:
         """(B, T) token ids -> (B, T, C)."""
         return self.layers(self.embedding(tokens), tokens, attend, rope, shift)
 
     def layers(
         self, x: Tensor, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None,
-        shift: Shift = shifted,
+        shift: Shift | None = None,
     ) -> Tensor:  # fmt: skip
         """All blocks over an embedded row; decoding passes the rotary tables of its own positions."""
         rope = rope or self.rope(x.size(1), x.dtype, x.device)

@@ -33,11 +33,11 @@ def horizon(shape: Shape, ratio: float) -> int:
     return int(ratio * shape.scaling_parameters)
 
 
-def batch_for(tokens: int, seq_len: int = 1) -> int:
+def batch_for(tokens: int, seq_len: int = 1, least_steps: int = MIN_STEPS) -> int:
     """Tokens per step for a run of `tokens`: the rule at the top of this file; never less than one row."""
     ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = 2 ** round(math.log2(ideal))
-    while tokens // batch < MIN_STEPS and batch > seq_len:
+    while tokens // batch < least_steps and batch > seq_len:
         batch //= 2
     return max(batch, seq_len)  # a row is the smallest piece
 

@@ -75,11 +75,11 @@ def layer_bytes(shape: Shape, chip: Chip) -> float:
     """Activations that one layer keeps for its backward pass, per token (mean over the layers).
 
     In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys before and after rotary
-    and norm (2 q + 2 kv); values (kv) and, on every other layer, the value embedding (kv); attention out (q); residual
-    and norm before the MLP (2 dim); the hidden layer before and after ReLU² (2 mlp). Before the shift: queries, keys
-    and values again (q + 2 kv) and, in eager code under a value embedding, the shifted values (kv). A fused rotation
-    keeps its input (q + kv). Plus what attention keeps of its softmax: a few bytes per head where the kernel is fused,
-    else the probabilities over the window, twice.
+    and norm (2 q + 2 kv; only after where nn/heads.py runs, so a plan for CUDA is 4 % too high); values (kv) and, on
+    every other layer, the value embedding (kv); attention out (q); residual and norm before the MLP (2 dim); the hidden
+    layer before and after ReLU² (2 mlp). Before the shift: queries, keys and values again (q + 2 kv) and, in eager code
+    under a value embedding, the shifted values (kv). A fused rotation keeps its input (q + kv). Plus what attention
+    keeps of its softmax: a few bytes per head where the kernel is fused, else the probabilities over the window, twice.
     """
     traits, size = TRAITS[chip.device_type], compute_bytes(chip)
     tables = shape.kv_dim * len(shape.value_layers) / shape.depth

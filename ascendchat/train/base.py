@@ -31,7 +31,7 @@ from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe, pick
 from ascendchat.nn.loss import token_nats
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split, batch_for, horizon
+from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.train.loop import Options, fit, load_state
@@ -40,7 +40,8 @@ from ascendchat.train.rows import Learner, RowStage, build, check, share_out
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
 KEPT_SPEED = 0.88  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
-MOST_PASSES = 3.0  # depth 12 on 50 M tokens: 1.10 bits per byte after 2.3 passes, 1.23 after 5.4
+MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
+TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
 SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps")  # what a resumed run must have in common
 EMBEDDED_VOCAB = 1536  # tokens for the embedded corpus
 PROMPTS = ("", "The capital of", "北京")
@@ -117,10 +118,17 @@ def _stack(rows: Iterator[Any], size: int, place: torch.device) -> Iterator[tupl
         )
 
 
-def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int) -> tuple[Split, int]:
-    """Batch and steps of a run over `tokens`."""
-    split = share_out(config, shape, device, config.total_batch_size or batch_for(tokens, shape.seq_len))
+def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
+    """How the devices share `total` tokens a step, unless another batch was asked for, and the steps over `tokens`."""
+    split = share_out(config, shape, device, config.total_batch_size or total)
     return split, config.num_iterations or max(1, round(tokens / split.total))
+
+
+def timed(fits: int, corpora: Sequence[tuple[Corpus, float]], seq_len: int) -> tuple[int, int]:
+    """Tokens and batch of a run with time for `fits` tokens: no more than MOST_PASSES over the text, and the time that
+    is then left over goes into smaller steps."""
+    tokens = max(1, int(fits * min(1.0, MOST_PASSES / passes(corpora, fits))))
+    return tokens, batch_for(tokens, seq_len, MIN_STEPS if fits < TIME_LEFT * tokens else 2 * MIN_STEPS)
 
 
 def passes(corpora: Sequence[tuple[Corpus, float]], tokens: int) -> float:
@@ -142,7 +150,7 @@ def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
         done = done + noise[0].numel() if started else 0  # the first one compiles
         started = started or time.perf_counter()
     pace = dist.metrics({"pace": done / (time.perf_counter() - started)})["pace"] * dist.world().size
-    return int(pace * minutes * 60 * KEPT_SPEED)
+    return max(1, int(pace * minutes * 60 * KEPT_SPEED))
 
 
 def run(config: BaseConfig) -> int:
@@ -175,16 +183,17 @@ def run(config: BaseConfig) -> int:
         head_dim=config.head_dim, kv_heads=config.kv_heads, window_pattern=config.window_pattern,
     )  # fmt: skip
     tokens = config.tokens or horizon(shape, config.target_param_data_ratio)
-    split, steps = steps_of(config, shape, device, tokens)
+    split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     folder = run_folder(config.run or f"d{config.depth}", "base")
     found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
     learner = build(config, shape, device, place, split.total // split.devices, say)
     if config.minutes is not None:
-        tokens = found.state["steps"] * found.state["total_batch"] if found else 0
-        if not tokens:
-            tokens = max(1, measured_horizon(learner, split, config.minutes))
-            tokens = int(tokens * min(1.0, MOST_PASSES / passes(corpora, tokens)))
-        split, steps = steps_of(config, shape, device, tokens)
+        if found:
+            total = found.state["total_batch"]
+            tokens = found.state["steps"] * total
+        else:
+            tokens, total = timed(measured_horizon(learner, split, config.minutes), corpora, shape.seq_len)
+        split, steps = steps_of(config, shape, device, tokens, total)
     stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer)
     expected = {name: value for name, value in stage.state_dict().items() if name in SAME}
     start = load_state(stage, found, expected) if found else 0

@@ -21,7 +21,7 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.fp8 import Fp8Ops
-from ascendchat.nn.gpt import GPT, Ops, dense
+from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
 from ascendchat.nn.loss import head_loss, score, softcap
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
@@ -78,14 +78,17 @@ class Learner:
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
 
-def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops | None:
-    """The operators of a block: 8-bit, fused, or None for plain torch."""
+def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops:
+    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
+    heads: Heads | None = None
+    if device.triton:
+        from ascendchat.nn.heads import heads
     if config.fp8 and device.chip.fp8 and device.compiles:
-        return Fp8Ops(tokens)
+        return Fp8Ops(tokens, heads)
     if config.fp8:
         lacks = "is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit matrix products"
         say(f"--fp8 is ignored: {lacks}")
-    return device.operators()
+    return device.operators() or PlainOps(heads)
 
 
 def build(

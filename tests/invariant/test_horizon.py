@@ -13,6 +13,7 @@ from ascendchat.cli import main
 from ascendchat.data.corpus import Corpus
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train
+from ascendchat.plan.batch import batch_for
 from ascendchat.train import base
 
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 32 --device-batch-size 16 --total-batch-size 512".split()
@@ -42,10 +43,10 @@ def steps(words: Path) -> int:
 
 
 @pytest.mark.slow
-def test_minutes_end_after_three_passes_over_the_text(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_minutes_end_after_two_passes_over_the_text(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = Corpus.open(words).tokens
     run(words, "--minutes", "1000")
-    assert abs(steps(words) * 512 - 3 * tokens) <= 512
+    assert abs(steps(words) * 512 - 2 * tokens) <= 512
     assert "the text is read " in capsys.readouterr().out
 
 
@@ -67,6 +68,28 @@ def test_a_longer_horizon_that_was_asked_for_is_kept_and_named(words: Path, caps
 def test_numbers_that_make_no_sense_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["base", *SIZES, "--device-type", "cpu", flag, value]) == 2
     assert flag in capsys.readouterr().err
+
+
+def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> None:
+    corpora = [(Corpus.open(words), 1.0)]
+    text = int(base.MOST_PASSES * corpora[0][0].tokens)
+    assert base.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
+    tokens, total = base.timed(int(1.05 * text), corpora, 1)
+    assert abs(tokens - text) <= 1
+    assert total == batch_for(text)
+    tokens, total = base.timed(3 * text, corpora, 1)
+    assert abs(tokens - text) <= 1
+    assert total == batch_for(text, least_steps=2000) < batch_for(text)
+
+
+def test_a_timed_run_goes_on_with_the_batch_it_began_with(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "SPEED_SECONDS", 0.0)
+    sizes = [*SIZES[:-2], "--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
+    assert main(["base", *sizes, "--minutes", "1000"]) == 0
+    begun = steps(words)
+    monkeypatch.setattr(base, "measured_horizon", lambda *_: pytest.fail("measured again"))
+    assert main(["base", *sizes, "--minutes", "1000"]) == 0
+    assert steps(words) == begun
 
 
 def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:

@@ -62,7 +62,7 @@ def test_memory_grows_with_the_batch_and_checkpointing_never_adds(
         assert sum(with_it.values()) <= sum(without.values())
 
 
-@pytest.mark.parametrize(("depth", "rows", "measured"), [(12, 32, 35.03), (20, 16, 54.16)])
+@pytest.mark.parametrize(("depth", "rows", "measured"), [(12, 32, 31.18), (20, 16, 49.21)])
 def test_the_prediction_is_near_what_was_measured_on_an_h200(depth: int, rows: int, measured: float) -> None:
     """GiB, peak of torch's counter over real optimizer steps: `ascendchat bench train`, see docs/log.md."""
     shape = Shape.from_depth(depth, window_pattern="L")

@@ -1,0 +1,93 @@
+"""The kernels of nn/heads.py equal the model's own shift, norm and rotation, one by one in float64.
+
+They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_heads.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascendchat.nn.attention import Reference
+from ascendchat.nn.gpt import GPT, PlainOps, dense, rope_tables, shifted
+from ascendchat.plan.shape import Shape
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
+
+CUDA = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not CUDA and not INTERPRETED:
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+PLACE = torch.device("cuda" if CUDA else "cpu")
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+
+
+def one_by_one(qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
+    ops, query_heads = PlainOps(), qkv.size(2) - 2 * kv_heads
+    qk, v = shifted(0, qkv, share).split((query_heads + kv_heads, kv_heads), dim=2)
+    q, k = ops.rotary(ops.rms_norm(qk), *rope).split((query_heads, kv_heads), dim=2)
+    return q, k, v
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float(((found.double() - wanted).norm() / wanted.norm()).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_cuda)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 40, 4, 2, 16), (3, 7, 2, 2, 32), (1, 300, 3, 1, 8), (2, 33, 2, 1, 24), (2, 64, 4, 4, 64), (1, 1, 2, 2, 16)],
+    ids=str,
+)
+def test_the_kernels_equal_the_formula_and_its_gradient(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    from ascendchat.nn.heads import heads
+
+    rows, length, query_heads, kv_heads, dim = sizes
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, length, query_heads + 2 * kv_heads, dim).to(PLACE, dtype).requires_grad_()
+    share = torch.randn(query_heads + 2 * kv_heads, dim).to(dtype).float().to(PLACE).requires_grad_()
+    cos, sin = (table.to(PLACE, dtype) for table in rope_tables(length, dim))
+    found = heads(qkv, share, (cos, sin), kv_heads)
+    grads = [torch.randn_like(part) for part in found]
+    found += torch.autograd.grad(found, (qkv, share), grads)
+
+    exact, exact_share = qkv.detach().double().requires_grad_(), share.detach().double().requires_grad_()
+    wanted = one_by_one(exact, exact_share, (cos.double(), sin.double()), kv_heads)
+    wanted += torch.autograd.grad(wanted, (exact, exact_share), [grad.double() for grad in grads])
+    for name, one, other in zip(("q", "k", "v", "qkv's", "share's"), found, wanted, strict=True):
+        if length == 1 and name == "share's":
+            assert not one.any()  # no token has one before it
+        else:
+            assert error(one, other) < (1e-6 if dtype == torch.float32 else 3e-3), name
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_cuda)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_model_with_the_kernels_has_the_loss_and_gradients_of_one_without(checkpointed: bool, compiled: bool) -> None:
+    from ascendchat.nn.heads import heads
+
+    shape = Shape.from_depth(3, vocab=50, seq_len=24, dim=32, head_dim=8)
+    tokens = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(1)).to(PLACE)
+    results = []
+    for ops in (PlainOps(), PlainOps(heads)):
+        model = GPT(shape, ops, checkpoint_activations=checkpointed).to(PLACE)
+        model.initialise(0)
+        with torch.no_grad():
+            for parameter in model.parameters():  # many of them begin as 0, where a wrong gradient would not show
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+                parameter.add_(0.1 * noise.to(PLACE))
+        forward = torch.compile(model, fullgraph=True) if compiled else model
+        hidden = forward(tokens, dense(model, Reference()), model.rope(24, torch.float32, PLACE))
+        (hidden * torch.linspace(-1, 1, 32, device=PLACE)).sum().backward()
+        results.append({name: parameter.grad for name, parameter in model.named_parameters()} | {"hidden": hidden})
+    assert results[0].keys() == results[1].keys()
+    for name, wanted in results[0].items():
+        if wanted is None:
+            assert results[1][name] is None, name
+        else:
+            assert error(results[1][name], wanted.double()) < (1e-3 if CUDA else 1e-4), name
