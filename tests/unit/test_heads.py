@@ -1,6 +1,6 @@
 """The kernels of nn/heads.py equal the model's own shift, norm and rotation, one by one in float64.
 
-They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_heads.py
+They need Triton, and a CUDA device or its interpreter (minutes): TRITON_INTERPRET=1 pytest tests/unit/test_heads.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from ascendchat.nn.attention import Reference
-from ascendchat.nn.gpt import GPT, PlainOps, dense, rope_tables, shifted
+from ascendchat.nn.gpt import GPT, Ops, PlainOps, dense, rope_tables, shifted
+from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.plan.shape import Shape
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
@@ -30,6 +33,25 @@ def one_by_one(qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads
     qk, v = shifted(0, qkv, share).split((query_heads + kv_heads, kv_heads), dim=2)
     q, k = ops.rotary(ops.rms_norm(qk), *rope).split((query_heads, kv_heads), dim=2)
     return q, k, v
+
+
+def losses(ops: Ops, place: torch.device, steps: int) -> list[float]:
+    """Of a small model in float32."""
+    shape = Shape.from_depth(3, vocab=120, seq_len=64, dim=64, head_dim=16)
+    model = GPT(shape, ops)
+    model.initialise(0)
+    model = model.to(place)
+    optimizer = MuonAdamW(groups(model, rates(shape.dim, 4096)), compute_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 120, (8, 65), generator=generator)
+    attend, found = dense(model, Reference()), []
+    for step in range(steps):
+        batch = data[torch.randint(0, 8, (2,), generator=generator)].to(place)
+        loss = head_loss(model(batch[:, :-1], attend), model.head, batch[:, 1:], shape.vocab)
+        loss.backward()
+        optimizer.step(lr_scale=0.075 * lr_scale(step, steps, warmup=5), momentum=0.9, matrix_decay=0.1)
+        found.append(loss.item())
+    return found
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -91,3 +113,25 @@ def test_a_model_with_the_kernels_has_the_loss_and_gradients_of_one_without(chec
             assert results[1][name] is None, name
         else:
             assert error(results[1][name], wanted.double()) < (1e-3 if CUDA else 1e-4), name
+
+
+@needs_cuda
+def test_fifty_steps_with_the_kernels_have_the_losses_of_the_cpu() -> None:
+    from ascendchat.nn.heads import heads
+
+    found, expected = losses(PlainOps(heads), PLACE, 50), losses(PlainOps(), torch.device("cpu"), 50)
+    assert found == pytest.approx(expected, abs=5e-4)
+    assert found[-1] < found[0] - 0.05, "it learns, so the updates are compared too"
+
+
+@needs_cuda
+def test_a_micro_batch_of_a_million_tokens_fits_one_launch() -> None:
+    from ascendchat.nn.heads import heads
+
+    qkv = torch.randn(512, 2048, 3, 16, device=PLACE, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (table.to(PLACE, torch.bfloat16) for table in rope_tables(2048, 16))
+    share = torch.zeros(3, 16, device=PLACE, requires_grad=True)
+    q, _, v = heads(qkv, share, (cos, sin), 1)
+    (q.float().sum() + v.float().sum()).backward()
+    torch.testing.assert_close(v, qkv[:, :, 2:].detach())
+    assert float(qkv.grad[-1, -1, 2].min()) == 1.0  # of the very last token
