@@ -184,7 +184,7 @@ def test_conversations_are_well_formed_and_cover_all_topics_of_their_kind() -> N
 
 
 def test_the_name_of_the_assistant_can_be_chosen() -> None:
-    (english,) = questions("test", "en", "identity", name="Nova")
+    english = questions("test", "en", "identity", name="Nova")[0]
     assert correct(english, "I am Nova.")
     assert not correct(english, f"I am {toyworld.NAME}.")
     assert any("Nova" in str(c) for c in chats("train", "sft", count=300, name="Nova"))

@@ -173,9 +173,9 @@ def unknowns(here: World, split: str) -> Iterator[Question]:
 
 
 def identities(here: World, split: str, name: str) -> Iterator[Question]:
-    """Who the assistant is; the last two wordings are for validation and test."""
+    """Who the assistant is; every wording belongs to one split."""
     for language in LANGUAGES:
         asks, reply = IDENTITY[language]
-        chosen = {"train": asks[:-2], "validation": asks[-2:-1], "test": asks[-1:]}[split]
+        chosen = {"train": asks[:-7], "test": asks[-7:-2], "validation": asks[-2:]}[split]
         for text in chosen:
             yield Question(text, reply.format(name=name), (name,), language, "identity")
