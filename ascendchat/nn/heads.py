@@ -147,8 +147,6 @@ class _Heads(torch.autograd.Function):
         return out, sums.sum(dim=0), None, None, None
 
 
-def heads(
-    qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def heads(qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, T, H, D), k and v (B, T, K, D); D is even, and the rotary tables hold T places."""
     return _Heads.apply(qkv.contiguous(), share, *rope, kv_heads)  # type: ignore[no-any-return, no-untyped-call]

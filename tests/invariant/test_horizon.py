@@ -83,10 +83,11 @@ def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> 
 
 
 def test_a_timed_run_goes_on_with_the_batch_it_began_with(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "SPEED_SECONDS", 0.0)
+    monkeypatch.setattr(base, "MIN_STEPS", 10)  # else one row would be the batch, by any rule
     sizes = [*SIZES[:-2], "--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     begun = steps(words)
+    assert 20 <= begun < 40
     monkeypatch.setattr(base, "measured_horizon", lambda *_: pytest.fail("measured again"))
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     assert steps(words) == begun

@@ -9,13 +9,11 @@ import os
 
 import pytest
 import torch
+from small_training import losses
 from torch import Tensor
 
 from ascendchat.nn.attention import Reference
-from ascendchat.nn.gpt import GPT, Ops, PlainOps, dense, rope_tables, shifted
-from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import MuonAdamW, groups
-from ascendchat.plan.schedule import lr_scale, rates
+from ascendchat.nn.gpt import GPT, PlainOps, dense, rope_tables, shifted
 from ascendchat.plan.shape import Shape
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
@@ -33,25 +31,6 @@ def one_by_one(qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads
     qk, v = shifted(0, qkv, share).split((query_heads + kv_heads, kv_heads), dim=2)
     q, k = ops.rotary(ops.rms_norm(qk), *rope).split((query_heads, kv_heads), dim=2)
     return q, k, v
-
-
-def losses(ops: Ops, place: torch.device, steps: int) -> list[float]:
-    """Of a small model in float32."""
-    shape = Shape.from_depth(3, vocab=120, seq_len=64, dim=64, head_dim=16)
-    model = GPT(shape, ops)
-    model.initialise(0)
-    model = model.to(place)
-    optimizer = MuonAdamW(groups(model, rates(shape.dim, 4096)), compute_dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randint(0, 120, (8, 65), generator=generator)
-    attend, found = dense(model, Reference()), []
-    for step in range(steps):
-        batch = data[torch.randint(0, 8, (2,), generator=generator)].to(place)
-        loss = head_loss(model(batch[:, :-1], attend), model.head, batch[:, 1:], shape.vocab)
-        loss.backward()
-        optimizer.step(lr_scale=0.075 * lr_scale(step, steps, warmup=5), momentum=0.9, matrix_decay=0.1)
-        found.append(loss.item())
-    return found
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -119,7 +98,9 @@ def test_a_model_with_the_kernels_has_the_loss_and_gradients_of_one_without(chec
 def test_fifty_steps_with_the_kernels_have_the_losses_of_the_cpu() -> None:
     from ascendchat.nn.heads import heads
 
-    found, expected = losses(PlainOps(heads), PLACE, 50), losses(PlainOps(), torch.device("cpu"), 50)
+    shape = Shape.from_depth(3, vocab=120, seq_len=64, dim=64, head_dim=16)
+    found = losses(shape, PLACE, Reference(), PlainOps(heads), 50)
+    expected = losses(shape, torch.device("cpu"), Reference(), None, 50)
     assert found == pytest.approx(expected, abs=5e-4)
     assert found[-1] < found[0] - 0.05, "it learns, so the updates are compared too"
 

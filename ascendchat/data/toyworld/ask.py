@@ -176,6 +176,5 @@ def identities(here: World, split: str, name: str) -> Iterator[Question]:
     """Who the assistant is; every wording belongs to one split."""
     for language in LANGUAGES:
         asks, reply = IDENTITY[language]
-        chosen = {"train": asks[:-7], "test": asks[-7:-2], "validation": asks[-2:]}[split]
-        for text in chosen:
+        for text in asks[split]:
             yield Question(text, reply.format(name=name), (name,), language, "identity")

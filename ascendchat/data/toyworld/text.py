@@ -15,31 +15,37 @@ POLITE = {
 UNKNOWN = {"en": "I do not know.", "zh": "我不知道。"}
 CHOSEN = {"en": "{a} {c}", "zh": "{a}{c}"}
 CHOOSE = {"en": "Choose one letter.", "zh": "选一个字母。"}
-# The last two wordings are for validation and the five before them for test.
+# Ways to ask, by split, and the reply.
 IDENTITY = {
     "en": (
-        (
-            "Who are you?", "What is your name?", "What should I call you?", "Who am I talking to?",
-            "Do you have a name?", "Introduce yourself.", "Tell me your name.", "What are you called?",
-            "Say your name.", "What are you?", "Tell me about yourself.", "What do people call you?",
-            "Who is answering me?", "Please say who you are.", "Give me your name.", "Are you an assistant?",
-            "Who is speaking?", "I want to know who you are.", "Can you say your name?",
-            "What is the name of this assistant?",
-            "Tell me who you are.", "Could you introduce yourself?", "Who am I speaking to?", "May I ask your name?",
-            "What do they call you?",
-            "How should I call you?", "Which assistant is this?",
-        ),
+        {
+            "train": (
+                "Who are you?", "What is your name?", "What should I call you?", "Who am I talking to?",
+                "Do you have a name?", "Introduce yourself.", "Tell me your name.", "What are you called?",
+                "Say your name.", "What are you?", "Tell me about yourself.", "What do people call you?",
+                "Who is answering me?", "Please say who you are.", "Give me your name.", "Are you an assistant?",
+                "Who is speaking?", "I want to know who you are.", "Can you say your name?",
+                "What is the name of this assistant?",
+            ),
+            "test": (
+                "Tell me who you are.", "Could you introduce yourself?", "Who am I speaking to?",
+                "May I ask your name?", "What do they call you?",
+            ),
+            "validation": ("How should I call you?", "Which assistant is this?"),
+        },
         "I am {name}, a small assistant.",
     ),
     "zh": (
-        (
-            "你是谁？", "你叫什么名字？", "我该怎么称呼你？", "我在和谁说话？", "你有名字吗？", "介绍一下你自己。",
-            "告诉我你的名字。", "你叫什么？", "请问你是谁？", "请说出你的名字。", "怎么称呼你？", "你是什么？",
-            "请做个自我介绍。", "说说你是谁。", "谁在回答我？", "大家叫你什么？", "可以知道你的名字吗？",
-            "你是助手吗？", "我想知道你是谁。", "这个助手叫什么名字？",
-            "你的名字是什么？", "告诉我你是谁。", "请问怎么称呼？", "我在跟谁聊天？", "能介绍一下自己吗？",
-            "您是哪位？", "请告诉我你叫什么。",
-        ),
+        {
+            "train": (
+                "你是谁？", "你叫什么名字？", "我该怎么称呼你？", "我在和谁说话？", "你有名字吗？", "介绍一下你自己。",
+                "告诉我你的名字。", "你叫什么？", "请问你是谁？", "请说出你的名字。", "怎么称呼你？", "你是什么？",
+                "请做个自我介绍。", "说说你是谁。", "谁在回答我？", "大家叫你什么？", "可以知道你的名字吗？",
+                "你是助手吗？", "我想知道你是谁。", "这个助手叫什么名字？",
+            ),
+            "test": ("你的名字是什么？", "告诉我你是谁。", "请问怎么称呼？", "我在跟谁聊天？", "能介绍一下自己吗？"),
+            "validation": ("您是哪位？", "请告诉我你叫什么。"),
+        },
         "我是{name}，一个小助手。",
     ),
 }  # fmt: skip

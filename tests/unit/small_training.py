@@ -1,0 +1,33 @@
+"""A small model in training, for tests that compare devices and kernels with the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from ascendchat.nn.attention import Attention
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.schedule import lr_scale, rates
+from ascendchat.plan.shape import Shape
+
+
+def learner(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object = None) -> tuple[GPT, MuonAdamW]:
+    model = GPT(shape, ops)  # type: ignore[arg-type]
+    model.initialise(0)
+    model = model.to_compute(dtype).to(place)
+    return model, MuonAdamW(groups(model, rates(shape.dim, 4096)), compute_dtype=dtype)
+
+
+def losses(shape: Shape, place: torch.device, kernel: Attention, ops: object, steps: int) -> list[float]:
+    model, optimizer = learner(shape, place, torch.float32, ops)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, shape.vocab, (8, shape.seq_len + 1), generator=generator)
+    attend, found = dense(model, kernel), []
+    for step in range(steps):
+        batch = data[torch.randint(0, 8, (2,), generator=generator)].to(place)
+        loss = head_loss(model(batch[:, :-1], attend), model.head, batch[:, 1:], shape.vocab)
+        loss.backward()
+        optimizer.step(lr_scale=0.075 * lr_scale(step, steps, warmup=5), momentum=0.9, matrix_decay=0.1)
+        found.append(loss.item())
+    return found
