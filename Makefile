@@ -25,7 +25,7 @@ $(VENV)/.dev: $(VENV)/.core
 
 # A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead.
 DEVICE ?=
-RECIPE ?= recipes/tiny-cpu.yaml
+RECIPE ?= tiny-cpu
 ifeq ($(DEVICE),npu)
 demo: cannsim
 	$(BIN)/python -m cannsim run --devices 2 -- $(BIN)/ascendchat speedrun --recipe $(RECIPE) --device-type npu --devices 2

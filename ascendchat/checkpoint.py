@@ -31,6 +31,7 @@ from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.files import flush, sha256, write_atomic
 from ascendchat.nn.optim import Piece
+from ascendchat.record import begun_by_this_launch, earlier
 
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
 NAME = re.compile(r"step_(\d{6,})")
@@ -48,17 +49,18 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Writer:
     """Saves checkpoints from a background thread; at most one is under way, and an error in it is raised here."""
 
-    def __init__(
-        self, folder: Path, *, start: int | None = None, keep: int = 2, say: Callable[[str], None] = print
-    ) -> None:
-        """On every rank. `start`: the step the run continues from. What lies beyond it is of an earlier run."""
+    def __init__(self, folder: Path, *, keep: int = 2, say: Callable[[str], None] = print) -> None:
+        """On every rank. Drafts of a killed run are deleted before any rank may write."""
         self.folder, self.keep, self.say = Path(folder), keep, say
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._stuck: set[Path] = set()  # what could not be deleted, said once each
         self.folder.mkdir(parents=True, exist_ok=True)
         if dist.world().rank == 0:
-            self._set_aside(start)
-        dist.barrier()  # no rank writes before that
+            left = [".step_*.writing", ".deleted_*", f"../.deleted_{self.folder.name}.old*"]
+            for path in [path for form in left for path in self.folder.glob(form)]:
+                self._delete(path)
+        dist.barrier()
 
     def save(
         self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any]
@@ -100,6 +102,12 @@ class Writer:
             error, self._error = self._error, None
             raise UserError(f"the checkpoint could not be written to {self.folder}: {error}") from error
 
+    def forget_earlier(self) -> None:
+        """The run is finished: earlier models of its folder (record/earlier.py) are no longer needed."""
+        if dist.world().rank == 0:
+            for old in earlier(self.folder):
+                self._delete(old)
+
     def _run(self, *arguments: Any) -> None:
         try:
             self._write(*arguments)
@@ -135,11 +143,14 @@ class Writer:
         write_atomic(draft / "manifest.json", json.dumps({"step": step, "files": files}, indent=1))
         flush(draft)
         if final.exists():  # the same step again, after a resume
-            shutil.rmtree(final)
+            self._delete(final)
         draft.rename(final)
         flush(self.folder)
         write_atomic(self.folder / "latest", final.name + "\n")
         self._retain()
+        for old in earlier(self.folder):
+            if step >= max(checkpoints(old), default=0):
+                self._delete(old)
 
     def _entry(self, path: Path) -> dict[str, Any]:
         flush(path)
@@ -157,28 +168,24 @@ class Writer:
             found.update(json.loads(part.read_text()))
         return found
 
-    def _set_aside(self, start: int | None) -> None:
-        """Drafts of a killed run go; later checkpoints are renamed, and deleted when the first
-        new one is whole."""
-        for draft in self.folder.glob(".step_*.writing"):
-            shutil.rmtree(draft)
-        for step in checkpoints(self.folder):
-            if start is not None and step > start:
-                name = f"step_{step:06d}"
-                shutil.rmtree(self.folder / f".old_{name}", ignore_errors=True)
-                (self.folder / name).rename(self.folder / f".old_{name}")
-                for mark in (self.folder / "latest", self.folder / "best"):
-                    if mark.is_file() and mark.read_text(encoding="utf-8").split()[0] == name:
-                        mark.unlink()
-
     def _retain(self) -> None:
         """Keep the last few and the best of this run."""
         best, _ = self._best()
         for step in checkpoints(self.folder)[: -self.keep]:
             if f"step_{step:06d}" != best:
-                shutil.rmtree(self.folder / f"step_{step:06d}")
-        for old in self.folder.glob(".old_step_*"):
-            shutil.rmtree(old)
+                self._delete(self.folder / f"step_{step:06d}")
+
+    def _delete(self, path: Path) -> None:
+        """Delete a folder. Its name is free at once; files that cannot go (NFS keeps what somebody reads) do not end a
+        run: they are named, and tried again when the next run starts."""
+        gone = path if path.name.startswith(".deleted_") else path.with_name(f".deleted_{path.name}_{time.time_ns()}")
+        try:
+            path.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            if path not in self._stuck:
+                self.say(f"{gone if gone.exists() else path} could not be deleted ({error.strerror}); training goes on")
+            self._stuck.add(path)
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -250,11 +257,14 @@ class Checkpoint:
         return read
 
 
-def verify(folder: Path) -> Checkpoint:
-    """Check every file against the manifest; raise Damaged with the file's name."""
+def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
+    """Check the files against the manifest; raise Damaged with the file's name. Who only uses the model leaves the
+    optimizer's files alone: they are four times as large, and may have been deleted."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         for name, entry in manifest["files"].items():
+            if name.startswith("optim-") and not optimizer:
+                continue
             path = folder / name
             if not path.is_file():
                 raise Damaged(f"{path} is missing")
@@ -267,13 +277,20 @@ def verify(folder: Path) -> Checkpoint:
         raise Damaged(f"{folder / 'manifest.json'} cannot be read: {error!r}") from error
 
 
-def newest(folder: Path, *, say: Callable[[str], None] = print) -> Checkpoint | None:
+def to_continue(folder: Path, resume: str, *, say: Callable[[str], None] = print) -> Checkpoint | None:
+    """The checkpoint that a training run goes on from. `never` means: from nothing that was there before this launch,
+    so a restart by the launcher goes on from what the launch itself has saved."""
+    anew = dist.broadcast_object(resume == "never" and not begun_by_this_launch(folder))
+    return None if anew else newest(folder, say=say)
+
+
+def newest(folder: Path, *, optimizer: bool = True, say: Callable[[str], None] = print) -> Checkpoint | None:
     """The newest checkpoint that is whole; rank 0 verifies and all ranks use the same one."""
     chosen: str | None = None
     if dist.world().rank == 0:
         for step in reversed(checkpoints(folder)):
             try:
-                chosen = str(verify(folder / f"step_{step:06d}").folder)
+                chosen = str(verify(folder / f"step_{step:06d}", optimizer=optimizer).folder)
                 break
             except Damaged as damage:
                 say(f"DAMAGED CHECKPOINT, NOT USED: {damage}; trying the one before")

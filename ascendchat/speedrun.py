@@ -1,9 +1,10 @@
-"""`ascendchat speedrun --recipe recipes/tiny-cpu.yaml`: every stage of a recipe, in order, from text to a chat model.
+"""`ascendchat speedrun --recipe tiny-cpu`: every stage of a recipe, in order, from text to a chat model.
 
-A recipe is a YAML file with a `run` name and a list of `stages`, each one command with its settings. A stage is skipped
-when it was finished with the same settings, the same files and after the same stages; an interrupted one continues,
-because every command does; a training stage that has changed starts anew. Nothing here trains: each stage is the
-command you could type yourself, and it is shown. No torch.
+A recipe is a YAML file with a `run` name and a list of `stages`, each one command with its settings; those of the
+package are in ascendchat/recipes. A stage is skipped when it was finished with the same settings, the same files and
+after the same stages, and what it made is still there; an interrupted one continues, because every command does; a
+training stage that has changed starts anew. Nothing here trains: each stage is the command you could type yourself, and
+it is shown. No torch.
 """
 
 from __future__ import annotations
@@ -22,24 +23,39 @@ from ascendchat import __version__
 from ascendchat.config import UserError, home, load_yaml, spelling
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.files import write_atomic
-from ascendchat.record import read_metrics
+from ascendchat.record import read_metrics, run_folder
 
 TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
 RESUMABLE = ("base", "mid", "sft")  # these know --resume
 RESUMED = "continues where it was"
 
 
-def read_recipe(path: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+def find_recipe(name: str) -> Path:
+    """The file of that path, or the recipe of the package with that name."""
+    if Path(name).is_file():
+        return Path(name)
+    shipped = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+    if Path(name).stem in shipped and str(Path(name).parent) in (".", "recipes"):
+        return shipped[Path(name).stem]
+    raise UserError(f"there is no recipe {name}; give the path of a YAML file, or one of: {', '.join(shipped)}")
+
+
+def read_recipe(path: str | Path) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     """Run name and stages of a recipe file."""
     recipe = load_yaml(path)
     unknown = set(recipe) - {"run", "about", "stages", "next"}
     if unknown:
         raise UserError(f"{path}: unknown setting {sorted(unknown)[0]}; a recipe has run, about, stages and next")
     stages: list[tuple[str, dict[str, Any]]] = []
-    for entry in recipe.get("stages") or []:
+    listed = recipe.get("stages") or []
+    if not isinstance(listed, list):
+        raise UserError(f"{path}: stages is a list of `- command: {{setting: value}}`, found {listed!r}")
+    for entry in listed:
         if not isinstance(entry, dict) or len(entry) != 1:
             raise UserError(f"{path}: a stage is written `- command: {{setting: value}}`, found {entry!r}")
         ((command, settings),) = entry.items()
+        if not isinstance(settings or {}, dict):
+            raise UserError(f"{path}: the settings of {command} are written `name: value`, found {settings!r}")
         stages.append((str(command), dict(settings or {})))
     if not stages:
         raise UserError(f"{path} has no stages")
@@ -85,9 +101,9 @@ def stamp(before: str, words: list[str]) -> str:
 
 def run(config: SpeedrunConfig) -> int:
     """The command."""
-    name, stages = read_recipe(config.recipe)
+    name, stages = read_recipe(find_recipe(config.recipe))
     name = config.run or name
-    ledger = home() / "runs" / name / "speedrun.json"
+    ledger = run_folder(name, "speedrun.json")
     known: dict[str, Any] = json.loads(ledger.read_text()) if ledger.is_file() and not config.fresh else {}
     started, before = time.monotonic(), ""
     for number, (command, settings) in enumerate(stages, 1):
@@ -98,6 +114,10 @@ def run(config: SpeedrunConfig) -> int:
             words += ["--resume", "never"]  # what lies in the run folder comes from other settings
         heading = f"[{number}/{len(stages)}] ascendchat {' '.join(words)}"
         before = identity
+        made = output_of(command, settings, name)
+        if "seconds" in known.get(identity, {}) and made is not None and not made.exists():
+            print(f"[{number}/{len(stages)}] {made} is gone: this stage runs again", flush=True)
+            del known[identity]["seconds"]
         if "seconds" in known.get(identity, {}):
             print(f"{heading}\n      done before, in {known[identity]['seconds']:.0f} s: skipped", flush=True)
             continue
@@ -116,9 +136,18 @@ def run(config: SpeedrunConfig) -> int:
     return 0
 
 
+def output_of(command: str, settings: dict[str, Any], run: str) -> Path | None:
+    """The file or folder that a finished stage leaves behind; None where that is its printed result."""
+    if command in RESUMABLE:
+        return run_folder(run, command) / "latest"
+    defaults = {"tokenizer train": "$HOME/tokenizer", "data prepare": "$HOME/data/prepared"}
+    made = settings.get("out") or defaults.get(command)
+    return Path(str(made).replace("$HOME", str(home()))) if made else None
+
+
 def newest(run: str, stage: str) -> int:
     """When the last checkpoint of a stage was written; 0 without any."""
-    latest = home() / "runs" / run / stage / "latest"
+    latest = run_folder(run, stage) / "latest"
     return latest.stat().st_mtime_ns if latest.is_file() else 0
 
 
@@ -149,7 +178,7 @@ def summary(run: str) -> str:
     """One line per trained stage: steps, last loss, last validation."""
     lines = [f"{'stage':<8} {'steps':>7} {'train loss':>11}  validation"]
     for stage in ("base", "mid", "sft", "rl"):
-        path = home() / "runs" / run / stage / "metrics.jsonl"
+        path = run_folder(run, stage) / "metrics.jsonl"
         if not path.is_file():
             continue
         rows = read_metrics(path)
@@ -159,5 +188,4 @@ def summary(run: str) -> str:
         shown = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
         mean = sum(losses) / len(losses) if losses else float("nan")
         lines.append(f"{stage:<8} {rows[-1]['step'] if rows else 0:>7} {mean:>11.4f}  {shown}")
-    table = home() / "runs" / run / "table.txt"
-    return "\n".join(lines) + ("\n\n" + table.read_text(encoding="utf-8") if table.is_file() else "")
+    return "\n".join(lines)

@@ -12,8 +12,8 @@ from ascendchat.config import option
 class SpeedrunConfig:
     """Run every stage of a recipe in order, from text to a chat model; finished stages are skipped."""
 
-    recipe: str = option("recipes/tiny-cpu.yaml", words="each")
-    "YAML file with the stages"
+    recipe: str = option("tiny-cpu", words="each")
+    "name of a recipe of the package, or a YAML file with stages of your own"
     run: str = ""
     "name of the run; by default that of the recipe"
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None

@@ -18,6 +18,7 @@ than by concatenation, and all rows of kinds 2 (the first of a document) and 3 b
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,12 @@ class Layout:
     first: Ints  # (rows + 1,)
     position: Ints  # (segments,) place of the segment's first token in the corpus, or PADDING
     length: Ints  # (segments,) tokens; those of a row sum to T
+
+    @functools.cached_property
+    def padded_row(self) -> int:
+        """The row that holds the padding; -1 without any."""
+        segments = np.flatnonzero(self.position == PADDING)
+        return int(np.searchsorted(self.first, segments[0], side="right")) - 1 if len(segments) else -1
 
 
 def rows_of(tokens: int, seq_len: int) -> int:

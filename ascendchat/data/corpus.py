@@ -204,6 +204,16 @@ def named(entry: str) -> tuple[str, float | None]:
     return (name, _weight(text, entry)) if equals and not Path(entry).exists() else (entry, None)
 
 
+def absolute(data: Sequence[str]) -> tuple[str, ...]:
+    """A mixture whose files and folders are found from any directory; other names stay as they are."""
+    found = []
+    for entry in data:
+        name, weight = named(entry)
+        place = str(Path(name).absolute()) if Path(name).exists() else name
+        found.append(place if weight is None else f"{place}={weight:g}")
+    return tuple(found)
+
+
 def _weight(text: str, entry: str) -> float:
     try:
         weight = float(text)
@@ -256,6 +266,17 @@ class Rows:
             done += end - row
         return np.concatenate(lengths), np.concatenate(counts)
 
+    def targets(self, start: int, stop: int) -> int:
+        """How many targets the rows start .. stop - 1 of the run have: all places but the padding, which stands in one
+        row of each epoch."""
+        padding = self.per_epoch * self.seq_len - self.corpus.tokens
+        total = (stop - start) * self.seq_len
+        if not padding or start == stop:
+            return total
+        for epoch in range(start // self.per_epoch, (stop - 1) // self.per_epoch + 1):
+            total -= padding * (start <= epoch * self.per_epoch + self.layout(epoch).padded_row < stop)
+        return total
+
 
 class Batches:
     """Global batches of a weighted mixture: row g of the run belongs to one corpus, chosen evenly by weight."""
@@ -284,6 +305,12 @@ class Batches:
             counts.append(taken)
             rows -= taken
         return counts
+
+    def targets(self, step: int) -> int:
+        """How many targets the global batch of a step has; padding and what is not learnt have none."""
+        begin = step * self.rows_per_step
+        spans = zip(self.rows, self.counts(begin), self.counts(begin + self.rows_per_step))
+        return sum(rows.targets(start, stop) for rows, start, stop in spans)
 
     def epochs(self, step: int) -> list[float]:
         """How often each corpus has been read before this step."""

@@ -72,6 +72,8 @@ class ChatRows(Rows):
         packed = best_fit((np.diff(self.starts)[order] - 1).tolist(), seq_len)
         self.members = [order[row] for row in packed]  # row -> its conversations
         self.per_epoch = len(self.members)
+        learnt = np.add.reduceat(self.mask, self.starts[:-1], dtype=np.int64) - self.mask[self.starts[:-1]]
+        self._learnt = np.array([learnt[row].sum() for row in self.members])  # targets of each row
 
     @classmethod
     def build(
@@ -108,6 +110,10 @@ class ChatRows(Rows):
                 lengths.append(self.seq_len - at)
             counts.append(len(lengths) - before)
         return np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
+
+    def targets(self, start: int, stop: int) -> int:
+        places = (divmod(number, self.per_epoch) for number in range(start, stop))
+        return sum(int(self._learnt[self._order(epoch)[row]]) for epoch, row in places)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """The order of the rows in an epoch; the last one used is kept."""

@@ -23,13 +23,14 @@ class MicroBatch:
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, IGNORE where there is nothing to learn
     lengths: NDArray[np.int32]  # tokens of each segment, row after row, on the host
+    step_targets: int  # targets that are not IGNORE, in the whole step, over all ranks: what its loss is divided by
 
 
-Joined = tuple[NDArray[np.int64], NDArray[np.int32]]  # inputs and targets (2, B, T): one copy to the device; lengths
+Joined = tuple[NDArray[np.int64], NDArray[np.int32], int]  # inputs and targets (2, B, T): one copy to the device
 
 
-def _joined(batch: Batch) -> Joined:
-    return np.stack([batch.inputs, batch.targets]), batch.lengths
+def _joined(batch: Batch, step_targets: int) -> Joined:
+    return np.stack([batch.inputs, batch.targets]), batch.lengths, step_targets
 
 
 class Prefetcher:
@@ -80,8 +81,8 @@ class Prefetcher:
         start, end = self.rows
         while not stop.is_set():
             try:
-                edges = range(start, end, self.micro_batch)
-                found = [_joined(self.batches.batch(step, a, min(a + self.micro_batch, end))) for a in edges]
+                edges, targets = range(start, end, self.micro_batch), self.batches.targets(step)
+                found = [_joined(self.batches.batch(step, a, min(a + self.micro_batch, end)), targets) for a in edges]
             except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
                 found = error
             while not stop.is_set():
@@ -101,7 +102,7 @@ class Prefetcher:
         if self.pin:
             both = both.pin_memory()
         both = both.to(self.device, non_blocking=self.pin)
-        return MicroBatch(both[0], both[1], joined[1])
+        return MicroBatch(both[0], both[1], joined[1], joined[2])
 
     def close(self) -> None:
         """Stop the thread and wait for it."""

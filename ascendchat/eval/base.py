@@ -1,18 +1,15 @@
 """`ascendchat eval base --run NAME`: bits per byte and CORE of a base model; also under `ascendchat launch`.
 
-Prints a table, and adds what it found to eval_STEP.json beside the checkpoint. Bits per byte do not depend on the
-tokenizer: the nats of all text tokens, in bits, over the bytes they stand for; special tokens count in neither sum.
+Prints a table, and adds what it found to eval_STEP.json beside the checkpoint.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,75 +19,15 @@ from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home
 from ascendchat.config.eval import EvalBaseConfig
-from ascendchat.data.corpus import IGNORE, Corpus, evaluation_rows, open_mixture
+from ascendchat.data.corpus import Corpus, open_mixture
 from ascendchat.device import describe, pick
 from ascendchat.eval import core
+from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.bundle import load_bundle
-from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scorer
+from ascendchat.eval.scorer import ModelScorer, Scorer
 from ascendchat.files import write_atomic
 from ascendchat.infer.load import Loaded, load
 from ascendchat.nn.attention import choose
-
-ROWS_AT_ONCE = 128  # rows handed to the scorer together
-
-Pair = tuple[np.ndarray, np.ndarray]  # inputs (T,), targets (T,), IGNORE where nothing is scored
-
-
-@dataclass(frozen=True)
-class Bits:
-    """Bits per byte, and the sums behind it."""
-
-    bits_per_byte: float
-    nats: float
-    bytes: int
-    tokens: int
-    seconds: float
-
-
-def text_rows(tokenizer: core.Encoder, texts: Iterable[str], seq_len: int) -> Iterator[Pair]:
-    """Rows of at most `seq_len` tokens; every token of every text is a target exactly once."""
-    for text in texts:
-        ids = np.array([tokenizer.specials["<|bos|>"], *tokenizer.encode(text)], dtype=np.int64)
-        for begin in range(0, len(ids) - 1, seq_len):
-            row = ids[begin : begin + seq_len + 1]
-            yield row[:-1], row[1:]
-
-
-def bits_per_byte(scorer: Scorer, rows: Iterable[Pair], token_bytes: np.ndarray) -> Bits:
-    """`token_bytes[id]` is the length of a token, 0 for specials. With several ranks each scores its share."""
-    began, world = time.perf_counter(), dist.world()
-    nats, size, tokens = 0.0, 0, 0
-
-    def add(batch: Sequence[Pair], pending: Pending) -> None:
-        nonlocal nats, size, tokens
-        for (_, targets), result in zip(batch, pending()):
-            scored = result[0].nats.astype(np.float64)
-            wanted = targets[: len(scored)]
-            lengths = np.where(wanted == IGNORE, 0, token_bytes[np.maximum(wanted, 0)])
-            nats += float(scored[lengths > 0].sum())
-            size += int(lengths.sum())
-            tokens += int((lengths > 0).sum())
-
-    mine = itertools.islice(rows, world.rank, None, world.size)
-    before: tuple[Sequence[Pair], Pending] | None = None
-    while batch := list(itertools.islice(mine, ROWS_AT_ONCE)):
-        current = batch, scorer.submit([_example(*pair) for pair in batch])
-        if before:
-            add(*before)  # while the device works on the current one
-        before = current
-    if before:
-        add(*before)
-    sums = dist.gather_objects((nats, size, tokens))
-    nats, size, tokens = (sum(part[i] for part in sums) for i in range(3))
-    bits = nats / (math.log(2) * size) if size else math.nan
-    return Bits(bits, nats, size, tokens, time.perf_counter() - began)
-
-
-def _example(inputs: np.ndarray, targets: np.ndarray) -> Example:
-    """The row as far as something is scored. A target in the middle is the next input, scored or not."""
-    scored = np.flatnonzero(targets != IGNORE)
-    end = int(scored[-1]) + 1 if len(scored) else 0
-    return Example([np.append(inputs[:end], targets[end - 1 : end])], [1])
 
 
 def corpora_of(config: EvalBaseConfig, loaded: Loaded) -> list[Corpus]:
@@ -214,9 +151,8 @@ def _rows(found: dict[str, Any]) -> str:
 def _corpus(
     scorer: Scorer, corpus: Corpus, seq_len: int, most: int, token_bytes: np.ndarray, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    rows = evaluation_rows(corpus, seq_len)
+    bits = corpus_bits(scorer, corpus, seq_len, most, token_bytes)
     cut = most and corpus.tokens > most
-    bits = bits_per_byte(scorer, itertools.islice(rows, max(1, most // seq_len)) if cut else rows, token_bytes)
     note = f", the first of {corpus.tokens}" if cut else ""
     say(f"bits per byte {bits.bits_per_byte:.4f} on {corpus.folder} ({bits.tokens} tokens{note}; {bits.seconds:.1f} s)")
     asked = most if cut else corpus.tokens

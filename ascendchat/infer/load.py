@@ -83,13 +83,13 @@ def find(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None
         folder = Path(checkpoint)
         if NAME.fullmatch(folder.name):
             try:
-                return verify(folder)
+                return verify(folder, optimizer=False)
             except Damaged as damage:
                 raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
     else:
         run = run or last_run(stage)
         folder = run_folder(run, stage or last_stage(run))
-    found = newest(folder, say=say)
+    found = newest(folder, optimizer=False, say=say)
     if found is None:
         raise UserError(f"no checkpoint in {folder}; train one first, or name another: --run, --stage or --checkpoint")
     return found
@@ -101,7 +101,7 @@ def last_run(stage: str | None = None) -> str:
     saved = [path for path in saved if path.parent.name in STAGES]
     if not saved:
         what = f"no {stage} model" if stage else "no model"
-        raise UserError(f"{what} in {home() / 'runs'}; make one: ascendchat speedrun --recipe recipes/tiny-cpu.yaml")
+        raise UserError(f"{what} in {home() / 'runs'}; make one: ascendchat speedrun --recipe tiny-cpu")
     return saved[-1].parent.parent.name
 
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,7 @@ def resolve(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
     environment = {k: v for k, v in environ.items() if not k.startswith("PET_")}  # these would steer torchrun
     if config.device_type:
         environment["ASCENDCHAT_DEVICE"] = config.device_type
+    environment["ASCENDCHAT_LAUNCH"] = uuid.uuid4().hex  # the same for all restarts: `--resume never` is of this launch
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))
     return Plan(program, devices, nodes, node_rank, address, port, home() / "runs" / name / "logs", environment)
 

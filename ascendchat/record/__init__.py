@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat import __version__
-from ascendchat.config import UserError, dump, home
+from ascendchat.config import UserError, as_dict, dump, home, load_yaml, spelling
 from ascendchat.files import write_atomic
 from ascendchat.record.console import Console, Telemetry
+from ascendchat.record.earlier import begun_by_this_launch, earlier, notice, read_facts, set_aside, this_launch
 from ascendchat.record.sinks import Sinks, check_track
 from ascendchat.record.speed import Smooth, Speed, Window, eta, speed
 
@@ -41,8 +42,11 @@ __all__ = [
     "Speed",
     "Telemetry",
     "Window",
+    "begun_by_this_launch",
     "check_track",
+    "earlier",
     "eta",
+    "notice",
     "open_run",
     "read_metrics",
     "run_folder",
@@ -250,7 +254,8 @@ def open_run(
     main: bool = True,
     say: Callable[[str], None] = print,
 ) -> Run:
-    """Create or reopen a run folder. `resume_step=s`: rows after step s no longer count; None: none of them do.
+    """Create or reopen a run folder. `resume_step=s`: rows after step s no longer count; None: the run begins, and an
+    earlier model in the folder is set aside (earlier.py).
 
     `config` is the resolved dataclass, `facts` what only the caller knows (chip, world size). `main` is true on the
     one rank that writes.
@@ -262,21 +267,39 @@ def open_run(
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         run._lock = _take_lock(run.folder)
+        if resume_step is None and set_aside(run.folder):
+            run.folder.mkdir()
+            os.close(run._lock)
+            run._lock = _take_lock(run.folder)
+        if kept := notice(run.folder):
+            say(kept)
+        if resume_step is not None:
+            for line in changed(run.folder, config):
+                say(line)
         write_atomic(run.folder / "config.yaml", dump(config))
         _open_metrics(run, resume_step)
     except OSError as error:
         raise UserError(
             f"cannot write the run folder {run.folder}: {error.strerror}; set ASCENDCHAT_HOME to a writable folder"
         ) from None
-    before = _read_facts(run.folder / "run.json")
-    earlier = before.pop("history", [])
+    before = read_facts(run.folder / "run.json")
+    history = before.pop("history", [])
     if before:
-        earlier.append({k: before.get(k) for k in ("started", "ended", "status", "host", "argv", "resume_step")})
+        history.append({k: before.get(k) for k in ("started", "ended", "status", "host", "argv", "resume_step")})
     run.facts = {"id": before.get("id") or secrets.token_hex(4), "created": before.get("created") or time.time()}
     run.note(started=round(time.time(), 3), status="running", resume_step=resume_step, **environment())
-    run.note(**(facts or {}), history=earlier)
+    run.note(**(facts or {}), launch=this_launch(), history=history)
     run.sinks = Sinks(track, run.folder, run.facts["id"], config, resume_step, say) if track else None
     return run
+
+
+def changed(folder: Path, config: Any) -> list[str]:
+    """What differs between the settings that a run was last started with and those it goes on with."""
+    path = folder / "config.yaml"
+    before = load_yaml(path) if path.is_file() else {}
+    now = as_dict(config)
+    names = [name for name, value in now.items() if name in before and name != "resume" and before[name] != value]
+    return [f"continuing with {spelling(name)} {now[name]}; before, this run had {before[name]}" for name in names]
 
 
 def _take_lock(folder: Path) -> int:
@@ -307,11 +330,3 @@ def _open_metrics(run: Run, resume_step: int | None) -> None:
         if resume_step is None:
             run.say(f"{path}: this run starts anew; the rows of the earlier one no longer count")
         run._append({"resumed_at": kept, "time": round(time.time(), 3)})
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # absent, or damaged by hand: it is written anew
-        return {}
-    return facts if isinstance(facts, dict) else {}

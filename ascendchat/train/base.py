@@ -5,31 +5,26 @@ Reads top to bottom: device, data, shape, batch and horizon, model and optimizer
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ascendchat import dist
-from ascendchat.checkpoint import newest
+from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
 from ascendchat.data import toyworld
-from ascendchat.data.corpus import IGNORE, Batches, Corpus, evaluation_rows, open_mixture
+from ascendchat.data.corpus import Batches, Corpus, absolute, open_mixture
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe, pick
-from ascendchat.nn.loss import token_nats
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
@@ -52,7 +47,7 @@ class BaseStage(RowStage):
 
     def __init__(
         self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], config: BaseConfig,
-        validation: list[Corpus], tokenizer: Tokenizer | None,
+        validation: list[Corpus], tokenizer: Tokenizer,
     ) -> None:  # fmt: skip
         self.corpora, self.validation, self.eval_tokens = corpora, validation, config.eval_tokens
         super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
@@ -69,30 +64,9 @@ class BaseStage(RowStage):
         return Batches(self.corpora, self.split.seq_len, rows_per_step, self.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        bits = [self.bits_per_byte(corpus) for corpus in self.validation]
-        names = ["bpb"] if len(bits) == 1 else [f"bpb_{corpus.folder.name}" for corpus in self.validation]
-        found = dict(zip(names, bits))
-        return found if len(bits) <= 1 else {"bpb": sum(bits) / len(bits), **found}
-
-    def bits_per_byte(self, corpus: Corpus) -> float:
-        """Over the validation split, or its first eval_tokens with the bytes in proportion."""
-        shape, world = self.model.shape, dist.world()
-        limit = self.eval_tokens or MOST_EVAL_TOKENS
-        most = None if limit >= corpus.tokens else max(1, limit // shape.seq_len)
-        rows = itertools.islice(evaluation_rows(corpus, shape.seq_len), world.rank, most, world.size)
-        total = torch.zeros(2, device=self.learner.place)  # nats, targets
-        for inputs, targets in _stack(rows, self.split.rows, self.learner.place):
-            hidden = self.model(inputs, self.learner.attend)
-            nats = token_nats(hidden, self.model.head, targets, shape.vocab)
-            total += torch.stack((nats.sum(), (targets != IGNORE).sum().float()))
-        dist.all_reduce(total, "sum")
-        nats, count = total.tolist()
-        text_tokens = corpus.tokens - corpus.documents  # every document begins with bos, which has no bytes
-        return nats / count * text_tokens / (math.log(2) * corpus.text_bytes)
+        return self.text_bits(self.validation, self.eval_tokens or MOST_EVAL_TOKENS)
 
     def sample(self, step: int) -> list[str]:
-        if self.tokenizer is None:
-            return []
         starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)] for prompt in PROMPTS]
         return [f"{prompt} | {self.continue_text(start)}" for prompt, start in zip(PROMPTS, starts)]
 
@@ -100,22 +74,12 @@ class BaseStage(RowStage):
         return {
             "stage": "base",
             "shape": self.model.shape.to_dict(),
-            "tokenizer": self.tokenizer.fingerprint if self.tokenizer else self.corpora[0][0].tokenizer,
+            "tokenizer": self.tokenizer.fingerprint,
             "data": [[corpus.fingerprint, weight] for corpus, weight in self.corpora],
             "total_batch": self.split.total,
             "steps": self.steps,
             "seed": self.seed,
         }
-
-
-def _stack(rows: Iterator[Any], size: int, place: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows in batches of `size`."""
-    while batch := list(itertools.islice(rows, size)):
-        inputs, targets = zip(*batch)
-        yield (
-            torch.stack([torch.from_numpy(row) for row in inputs]).to(place),
-            torch.stack([torch.from_numpy(row) for row in targets]).to(place),
-        )
 
 
 def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
@@ -140,7 +104,7 @@ def passes(corpora: Sequence[tuple[Corpus, float]], tokens: int) -> float:
 def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
     """Tokens that fit in the time, from the speed of a few warm micro-batches of noise; alike on all ranks."""
     noise = torch.randint(0, learner.model.shape.vocab, (2, split.rows, split.seq_len)).to(learner.place)
-    batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32))
+    batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32), noise[0].numel())
     weight = torch.tensor(1.0 / noise[0].numel(), device=learner.place)
     started, done = 0.0, 0
     while not started or time.perf_counter() - started < SPEED_SECONDS:
@@ -167,11 +131,10 @@ def run(config: BaseConfig) -> int:
     say = print if main else lambda text: None
     say(describe(device))
     data, tokenizer_folder = find_data(config)
-    where = str(tokenizer_folder.resolve()) if tokenizer_folder else ""
-    config = replace(config, data=tuple(data), tokenizer=where)  # what later commands look up
+    config = replace(config, data=absolute(data), tokenizer=str(tokenizer_folder.resolve()))  # later commands look here
     corpora = open_mixture(data)
-    tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder else None
-    if tokenizer and tokenizer.fingerprint != corpora[0][0].tokenizer:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    if tokenizer.fingerprint != corpora[0][0].tokenizer:
         raise UserError(
             f"{data[0]} was not prepared with the tokenizer in {tokenizer_folder}; prepare it again with it"
         )
@@ -185,7 +148,7 @@ def run(config: BaseConfig) -> int:
     tokens = config.tokens or horizon(shape, config.target_param_data_ratio)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     folder = run_folder(config.run or f"d{config.depth}", "base")
-    found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
+    found = to_continue(folder, config.resume, say=say)
     learner = build(config, shape, device, place, split.total // split.devices, say)
     if config.minutes is not None:
         if found:
@@ -213,7 +176,7 @@ def run(config: BaseConfig) -> int:
     options = Options.of(config, start, found)
     facts = {"chip": device.chip.name, "world": world.size, "attention": learner.kernel.name, "split": vars(split)}
     with open_run(folder, config, facts=facts, resume_step=start or None, track=config.track, main=main) as record:
-        if main and tokenizer:
+        if main:
             tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
         result = fit(stage, device, record, options, title=f"base d{config.depth}")
     stage.close()
@@ -221,11 +184,16 @@ def run(config: BaseConfig) -> int:
     return 128 + result.stopped_by if result.stopped_by else 0
 
 
-def find_data(config: BaseConfig) -> tuple[list[str], Path | None]:
+def find_data(config: BaseConfig) -> tuple[list[str], Path]:
     """The prepared corpora and their tokenizer; without any, the embedded corpus is made, once, by rank 0."""
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
     if config.data:
-        return list(config.data), tokenizer if config.tokenizer or tokenizer.is_dir() else None
+        if not tokenizer.is_dir():
+            raise UserError(
+                f"no tokenizer in {tokenizer}, and nobody could talk to a model without one; name the folder of the "
+                "tokenizer that prepared the data: --tokenizer FOLDER"
+            )
+        return list(config.data), tokenizer
     corpus = home() / "data" / "toyworld"
     if dist.world().rank == 0 and not (corpus / "manifest.json").is_file():
         print("no --data given: preparing the embedded corpus", flush=True)

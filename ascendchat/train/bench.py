@@ -31,7 +31,7 @@ class Bench:
         shape = learner.model.shape
         generator = torch.Generator().manual_seed(seed + dist.world().rank)
         noise = torch.randint(0, shape.vocab, (2, split.rows, split.seq_len), generator=generator).to(learner.place)
-        self.batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32))
+        self.batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32), split.total)
         self.weight = torch.tensor(split.devices / split.total, device=learner.place)
         rates = schedule.rates(shape.dim, split.total)
         compile = learner.device.compile if learner.device.compiles else None

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor
 
 from ascendchat import dist, tasks
-from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
+from ascendchat.checkpoint import Checkpoint, Damaged, newest, to_continue, verify
 from ascendchat.config import UserError, home
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.data.chat import Conversation, Counts, render_prompt
-from ascendchat.data.corpus import IGNORE, Corpus, Rows, named
+from ascendchat.data.corpus import IGNORE, Corpus, Rows, absolute, named, open_mixture
 from ascendchat.data.pack import ChatBatches, ChatRows
-from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
 from ascendchat.device import Device, describe, pick
@@ -45,6 +43,7 @@ from ascendchat.train.rows import Learner, RowStage, build, check, share_out
 
 EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
+TEXT_TOKENS = 1_000_000  # of each text's validation split
 VALIDATION = 0.02  # share of a file's conversations that is kept for validation
 ASKED = ("Who are you?", "What is 17 + 25?", "你是谁？")
 SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps", "start")
@@ -58,21 +57,13 @@ class ChatStage(RowStage):
 
     def __init__(
         self, name: str, learner: Learner, split: Split, steps: int, sources: list[Source], validation: list[ChatRows],
-        tokenizer: Tokenizer, config: ChatTrainConfig, facts: dict[str, Any],
+        texts: list[Corpus], tokenizer: Tokenizer, config: ChatTrainConfig, facts: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.name, self.sources, self.validation, self.facts = name, sources, validation, facts
+        self.name, self.sources, self.validation, self.texts, self.facts = name, sources, validation, texts, facts
         super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
 
     def batches(self, rows_per_step: int) -> ChatBatches:
         return ChatBatches(self.sources, self.split.seq_len, rows_per_step, self.seed)
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        """The micro-batches; every reply token of the step weighs the same, whichever rank has it."""
-        found = super().micro_batches(step)
-        supervised = torch.stack([(batch.targets != IGNORE).sum() for batch in found]).sum().float()
-        dist.all_reduce(supervised, "sum")
-        self.weight = dist.world().size / supervised.clamp(min=1.0)
-        return found
 
     def rates(self, step: int) -> dict[str, float]:
         down = WARMDOWN[self.name]
@@ -83,6 +74,12 @@ class ChatStage(RowStage):
         }
 
     def evaluate(self, step: int) -> dict[str, float]:
+        """Loss on held-out replies; bits per byte of the texts in the mixture that have a validation split."""
+        return {**self._reply_loss(), **self.text_bits(self.texts, TEXT_TOKENS)}
+
+    def _reply_loss(self) -> dict[str, float]:
+        if not self.validation:
+            return {}
         total = torch.zeros(2, device=self.learner.place)  # nats, targets
         for inputs, targets in self._validation_rows():
             hidden = self.model(inputs, self.learner.attend)
@@ -90,7 +87,7 @@ class ChatStage(RowStage):
             total += torch.stack((nats.sum(), (targets != IGNORE).sum().float()))
         dist.all_reduce(total, "sum")
         nats_sum, count = total.tolist()
-        return {"val_loss": nats_sum / max(count, 1.0)}
+        return {"val_loss": nats_sum / count}
 
     def _validation_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         world, size = dist.world(), self.split.rows
@@ -101,7 +98,6 @@ class ChatStage(RowStage):
                 yield tuple(torch.from_numpy(x).to(self.learner.place) for x in (batch.inputs, batch.targets))  # type: ignore[misc]
 
     def sample(self, step: int) -> list[str]:
-        assert self.tokenizer is not None
         end = self.tokenizer.specials["<|assistant_end|>"]
         texts = []
         for question in ASKED:
@@ -110,7 +106,6 @@ class ChatStage(RowStage):
         return texts
 
     def state_dict(self) -> dict[str, Any]:
-        assert self.tokenizer is not None
         return {
             "stage": self.name,
             "shape": self.model.shape.to_dict(),
@@ -242,6 +237,12 @@ def open_sources(
     return sources, validation, identity.hexdigest()[:16]
 
 
+def validation_texts(config: ChatTrainConfig) -> list[Corpus]:
+    """The validation splits of the texts in the mixture that have one."""
+    names = [name for name, _ in map(named, config.data) if _is_corpus(name)]
+    return [corpus for corpus, _ in open_mixture(names, split="val", needed=False)] if names else []
+
+
 def steps_of(config: ChatTrainConfig, shape: Shape, device: Device, sources: list[Source]) -> tuple[Split, int]:
     """Batch and steps: `epochs` over all rows."""
     rows = sum(source.per_epoch for source, _ in sources)
@@ -271,7 +272,7 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     say(f"starting from {origin.folder}")
     shape = Shape.from_dict(origin.state["shape"])
     where = tokenizer_folder(config.tokenizer, origin).resolve()
-    config = replace(config, tokenizer=str(where))  # what later commands look up
+    config = replace(config, data=absolute(config.data), tokenizer=str(where))  # later commands look there
     tokenizer = open_tokenizer(where, origin, shape)
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
@@ -280,10 +281,11 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     split, steps = steps_of(config, shape, device, sources)
     learner = build(config, shape, device, place, split.total // split.devices, say)
     start_from = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
-    facts = {"data": [fingerprint, *config.data], "start": start_from}
-    trained = ChatStage(stage, learner, split, steps, sources, validation, tokenizer, config, facts)
+    facts = {"data": [fingerprint, *[weight for _, weight in sources]], "start": start_from}
+    texts = validation_texts(config)
+    trained = ChatStage(stage, learner, split, steps, sources, validation, texts, tokenizer, config, facts)
     folder = run_folder(config.run or origin.folder.parent.parent.name, stage)
-    found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
+    found = to_continue(folder, config.resume, say=say)
     if found:
         start = load_state(trained, found, {k: v for k, v in trained.state_dict().items() if k in SAME})
     else:

@@ -14,8 +14,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +28,8 @@ from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.device import Device, Mark, smi
 from ascendchat.nn.optim import MuonAdamW
-from ascendchat.record import Console, Run, Smooth, Telemetry, eta, speed
+from ascendchat.record import Console, Run, Smooth, Telemetry, eta, notice, speed
+from ascendchat.train.signals import Interrupted, StopSignals
 
 SPIKE = 3.0  # nats above the running mean that stop a run
 
@@ -105,41 +105,6 @@ class Result:
 
 class Diverged(UserError):
     """The loss is not a number, or far above where it was."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal came in the middle of something that may be left off there."""
-
-
-class StopSignals:
-    """SIGTERM and SIGINT ask for a checkpoint and an end; a second one ends at once."""
-
-    def __enter__(self) -> StopSignals:
-        self.received, self.leaving = 0, False
-        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.received:
-            raise KeyboardInterrupt
-        self.received = number
-        if self.leaving:
-            raise Interrupted
-
-    @contextmanager
-    def left_off(self) -> Iterator[None]:
-        """What is done in here ends with the signal. Not on several ranks: those without a signal would wait."""
-        self.leaving = dist.world().size == 1
-        try:
-            if self.leaving and self.received:
-                raise Interrupted
-            yield
-        finally:
-            self.leaving = False
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
 
 class LossScale:
@@ -283,17 +248,17 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
     scale = LossScale(device, options.loss_scale)
     result = Result(options.start)
     with (
-        StopSignals() as signals,
+        StopSignals(run) as signals,
         Console(
             stage.steps, title=title, log_every=options.log_every, main=main, telemetry=telemetry(device)
         ) as console,
     ):
         dry_run(stage, device, console.print)
-        writer = Writer(run.folder, start=options.start, keep=options.keep)
+        writer = Writer(run.folder, keep=options.keep, say=console.print)
         progress = Progress(stage, device, run, console, device.event(), first=options.start)
         for step in range(options.start, stage.steps):
             progress.add(step, train_step(stage, step, scale), signals.received)
-            result.step = step + 1
+            result.step, signals.unsaved = step + 1, True
             at_end = result.step == stage.steps
             saves, checks = (at_end or due(result.step, n) for n in (options.save_every, options.eval_every))
             samples = options.sample_every > 0 and (at_end or due(result.step, options.sample_every))
@@ -328,6 +293,10 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 console.print(f"stopped by a signal after step {result.step}; {how}")
                 break
         writer.wait()
+        if result.step == stage.steps:
+            writer.forget_earlier()
+        elif kept := notice(run.folder):
+            console.print(kept)
     gc.unfreeze()
     return result
 

@@ -6,19 +6,23 @@ stage = BaseStage(learner, split, steps, ...)                    # base.py; or C
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.config import UserError, spelling
 from ascendchat.config.train import TrainConfig
-from ascendchat.data.corpus import Batches, Prefetcher
+from ascendchat.data.corpus import Batches, Corpus, Prefetcher
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
+from ascendchat.eval.bits import corpus_bits
+from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
@@ -102,11 +106,21 @@ def build(
     return Learner(model.to_compute(device.dtype).to(place), kernel, device, place)
 
 
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as it takes to tell them all apart: a/wiki, b/wiki."""
+    parts = 1
+    while parts < max(len(folder.parts) for folder in folders):
+        if len({folder.parts[-parts:] for folder in folders}) == len(set(folders)):
+            break
+        parts += 1
+    return ["/".join(folder.parts[-parts:]) for folder in folders]
+
+
 class RowStage:
     """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
 
     def __init__(
-        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer | None, lr_multiplier: float, seed: int
+        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer, lr_multiplier: float, seed: int
     ) -> None:
         self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, seed
         self.model = learner.model
@@ -117,8 +131,7 @@ class RowStage:
         rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
         compile = learner.device.compile if learner.device.compiles else None
         self.optimizer = MuonAdamW(groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile)
-        # of one token in this rank's mean; the ranks are averaged afterwards
-        self.weight = torch.tensor(split.devices / split.total, device=learner.place)
+        self.weight: Tensor  # of one target in this rank's mean; the ranks are averaged afterwards
         self._feed = self._prefetcher()
 
     def batches(self, rows_per_step: int) -> Batches:
@@ -134,7 +147,10 @@ class RowStage:
         )  # fmt: skip
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        return self._feed.take(step)
+        """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
+        found = self._feed.take(step)
+        self.weight = torch.full((), self.split.devices / found[0].step_targets, device=self.learner.place)
+        return found
 
     def loss(self, batch: MicroBatch, scale: float = 1.0) -> Tensor:
         return self.learner.loss(batch, self.weight if scale == 1.0 else self.weight * scale, self.ahead)
@@ -158,10 +174,20 @@ class RowStage:
         self._feed = self._prefetcher()
         return True
 
+    def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
+        """Bits per byte of each corpus over its first `most` tokens, and their mean first."""
+        learner, seq_len = self.learner, self.model.shape.seq_len
+        tokens, pin = self.split.rows * seq_len, learner.device.pin
+        scorer = ModelScorer(self.model, learner.kernel, learner.place, max_tokens=tokens, pin=pin)
+        sizes = np.asarray(self.tokenizer.token_bytes(), dtype=np.int64)
+        bits = [corpus_bits(scorer, corpus, seq_len, most, sizes).bits_per_byte for corpus in corpora]
+        names = distinct_names([corpus.folder for corpus in corpora]) if len(bits) > 1 else []
+        mean = {"bpb": sum(bits) / len(bits)} if bits else {}
+        return {**mean, **{f"bpb_{name}": bit for name, bit in zip(names, bits)}}
+
     @torch.no_grad()
     def continue_text(self, ids: list[int], stop: int | None = None) -> str:
         """A greedy continuation, running the whole row for each token: slow, but short and without a cache."""
-        assert self.tokenizer is not None
         row = list(ids)
         for _ in range(SAMPLE_TOKENS):
             tokens = torch.tensor([row[-self.model.shape.seq_len :]], device=self.learner.place)

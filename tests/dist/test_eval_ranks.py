@@ -12,7 +12,7 @@ import torch
 from ranks import Host, run_ranks
 
 from ascendchat import dist
-from ascendchat.eval.base import bits_per_byte, text_rows
+from ascendchat.eval.bits import bits_per_byte
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.core import evaluate
 from ascendchat.eval.scorer import ModelScorer
@@ -21,7 +21,7 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-from test_core import Hashed, write_bundle
+from test_core import Hashed, text_rows, write_bundle
 
 TEXTS = [f"{'the cat sat ' * n}on the mat." for n in range(13)]
 

@@ -203,3 +203,16 @@ def test_base_trains_on_a_single_text_without_validation(home: Path, tmp_path: P
     )
     assert "no validation text" in output
     assert "step 2/2" in output
+
+
+@pytest.mark.parametrize("name", ["mid", "sft"])
+def test_text_alone_is_validated_in_bits_per_byte(home: Path, name: str) -> None:
+    words = stage(home, name, "tiny", "--run", f"text_{name}")
+    words[2] = str(home / "words")
+    finish(home, words)
+    rows = read_metrics(home / "runs" / f"text_{name}" / name)
+    assert not any("val_loss" in row for row in rows)
+    bits = [row["bpb"] for row in rows if "bpb" in row]
+    assert bits[0] > bits[-1] > 0
+    best = (home / "runs" / f"text_{name}" / name / "best").read_text().split()
+    assert float(best[1]) == min(bits)

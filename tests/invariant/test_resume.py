@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train
+from ascendchat.record import read_metrics
 
 STEPS = 24
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
@@ -137,3 +140,134 @@ def test_other_settings_are_refused_with_the_way_out(home: Path, undisturbed: di
     assert "seed 0, this command has 5" in result.stderr
     assert "--resume never" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def interrupt(home: Path, run: str, line: str, number: signal.Signals, *more: str) -> tuple[int, str]:
+    """Start the run with --resume never and send a signal at the first line that holds `line`."""
+    words = command(home, run, "--resume", "never", *more)
+    both = subprocess.STDOUT
+    process = subprocess.Popen(words, env=environment(home), stdout=subprocess.PIPE, stderr=both, text=True)
+    assert process.stdout is not None
+    shown = ""
+    for text in process.stdout:
+        shown += text
+        if line in text:
+            process.send_signal(number)
+            break
+    rest, _ = process.communicate()
+    return process.returncode, shown + rest
+
+
+MOMENTS = [("parameters;", "SIGINT"), ("kept in", "SIGTERM"), (" step 1/", "SIGINT"), (" step 4/", "SIGKILL")]
+
+
+@pytest.mark.parametrize(("line", "number"), MOMENTS)
+def test_resume_never_and_a_signal_leave_the_finished_model_where_it_is_said(
+    home: Path, undisturbed: dict[str, bytes], line: str, number: str
+) -> None:
+    run = f"kept{line.strip('; /').replace(' ', '')}"
+    shutil.copytree(home / "runs" / "whole", home / "runs" / run)
+    _, shown = interrupt(home, run, line, signal.Signals[number])
+    folder, old = home / "runs" / run / "base", home / "runs" / run / "base.old"
+    if old.exists():
+        if line == "parameters;":  # the signal may come before the notice; the next start gives it again
+            shown += interrupt(home, run, " step 1/", signal.SIGKILL)[1]
+        assert f"mv {old} {folder}" in shown
+        shutil.rmtree(folder)
+        old.rename(folder)
+    assert final(home, run) == undisturbed
+    assert "is finished" in finish(home, run)
+
+
+def test_a_finished_new_run_takes_the_place_of_the_old_one(home: Path, undisturbed: dict[str, bytes]) -> None:
+    shutil.copytree(home / "runs" / "whole", home / "runs" / "renewed")
+    interrupt(home, "renewed", " step 4/", signal.SIGTERM, "--seed", "7")
+    assert (home / "runs" / "renewed" / "base.old" / f"step_{STEPS:06d}").is_dir()
+    finish(home, "renewed", "--seed", "7")  # goes on with the new one
+    assert not (home / "runs" / "renewed" / "base.old").exists()
+    assert final(home, "renewed") != undisturbed
+
+
+@pytest.mark.slow
+def test_a_restart_of_the_launcher_means_nothing_from_before_this_launch(
+    home: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """The first attempt of a launch may end before it has touched the run: the second must not take the old model."""
+    shutil.copytree(home / "runs" / "whole", home / "runs" / "launched")
+    launched = {**environment(home), "ASCENDCHAT_LAUNCH": "one", "ASCENDCHAT_RESTART": "1"}
+    words = command(home, "launched", "--resume", "never", "--seed", "7")
+    process = subprocess.Popen(words, env=launched, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    shown = ""
+    for line in process.stdout:
+        shown += line
+        if " step 8/" in line:
+            process.kill()
+            break
+    process.wait()
+    assert "continuing after" not in shown
+    again = subprocess.run(
+        words, env={**launched, "ASCENDCHAT_RESTART": "2"}, capture_output=True, text=True, check=True
+    )
+    assert "continuing after step" in again.stdout  # what this launch has saved itself is used
+    other = {**launched, "ASCENDCHAT_LAUNCH": "two"}
+    assert "continuing" not in subprocess.run(words, env=other, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_settings_that_may_change_are_said_when_a_run_goes_on(home: Path) -> None:
+    interrupt(home, "rates", " step 4/", signal.SIGTERM)
+    shown = finish(home, "rates", "--lr-multiplier", "0.5", "--weight-decay", "0.1")
+    assert "continuing with --lr-multiplier 0.5; before, this run had 1.0" in shown
+    assert "continuing with --weight-decay 0.1; before, this run had None" in shown
+    assert shown.count("continuing with") == 2
+
+
+def test_the_loss_is_a_mean_over_tokens_and_not_over_padding(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": "red blue tree"}), encoding="utf-8")
+    prepare([str(tmp_path / "short.jsonl")], home / "tokenizer", tmp_path / "short", val_fraction=0.0, workers=1)
+    where = ["--data", str(tmp_path / "short"), "--num-iterations", "1"]
+    finish(home, "padded", *where)
+    rows = read_metrics(home / "runs" / "padded" / "base")
+    assert rows[0]["loss"] == pytest.approx(math.log(300), rel=0.02)  # an untrained model guesses
+
+
+@pytest.mark.slow
+def test_corpora_in_folders_of_one_name_are_told_apart_and_found_from_any_directory(home: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(home / "data" / "words", tmp_path / name / "words")
+    words = [*command(home, "twins"), "--data", "a/words,b/words"]
+    subprocess.run(words, env=environment(home), cwd=tmp_path, capture_output=True, check=True)
+    last = [row for row in read_metrics(home / "runs" / "twins" / "base") if "bpb" in row][-1]
+    assert {"bpb", "bpb_a/words", "bpb_b/words"} <= set(last)
+    examine = [
+        "eval",
+        "base",
+        "--run",
+        "twins",
+        "--eval",
+        "bpb",
+        "--json",
+        "--device-type",
+        "cpu",
+        "--eval-tokens",
+        "500",
+    ]
+    shown = subprocess.run(
+        [sys.executable, "-m", "ascendchat", *examine], env=environment(home), cwd="/", capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout)["bpb"]
+    assert [one["bits_per_byte"] for one in found.values()] == pytest.approx([last["bpb"]] * 2, rel=1e-4)
+
+
+def test_base_without_a_tokenizer_is_refused_before_anything_is_made(home: Path, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        command(home, "mute"),
+        env={**environment(home), "ASCENDCHAT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 2
+    assert "no tokenizer in" in shown.stderr
+    assert not (tmp_path / "runs").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
 from ascendchat.config import UserError
 from ascendchat.nn.optim import Piece
+from ascendchat.record import earlier
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -59,25 +61,51 @@ def test_only_the_last_few_are_kept_and_drafts_of_killed_runs_go(tmp_path: Path)
     assert not list(tmp_path.glob(".step*"))
 
 
-def test_a_run_that_starts_anew_never_meets_the_later_checkpoints_of_the_old_one(tmp_path: Path) -> None:
-    save(tmp_path, 100, 342)
-    old = newest(tmp_path)
-    assert old is not None
-    Writer(tmp_path).mark_best(342, 1.5)
-    writer = Writer(tmp_path, start=100)
-    assert checkpoints(tmp_path) == [100]
-    assert not (tmp_path / "latest").exists()
-    assert not (tmp_path / "best").exists()
-    assert len(list(tmp_path.glob(".old_step_*"))) == 1  # nothing is lost before something new is there
+def test_an_earlier_model_is_kept_until_the_new_run_has_passed_it(tmp_path: Path) -> None:
+    stage, old, older = (tmp_path / name for name in ("base", "base.old.2", "base.old"))
+    save(old, 100, 342)
+    save(older, 120)
+    (tmp_path / "base.older").mkdir()  # not ours
+    writer = Writer(stage)
     model, shards = tensors(5)
-    writer.save(150, model=model, shards=shards, state={})
-    writer.wait()
-    assert checkpoints(tmp_path) == [100, 150]
-    assert not list(tmp_path.glob(".old_step_*"))
-    found = newest(tmp_path)
+    for step, left in ((119, [older, old]), (120, [old]), (341, [old]), (342, [])):
+        writer.save(step, model=model, shards=shards, state={})
+        writer.wait()
+        assert earlier(stage) == left, step
+    assert (tmp_path / "base.older").is_dir()
+
+
+def test_what_cannot_be_deleted_is_named_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def busy(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # as on NFS while somebody reads a file in it
+
+    writer = Writer(tmp_path, keep=1, say=said.append)
+    model, shards = tensors(5)
+    with monkeypatch.context() as nfs:
+        nfs.setattr("ascendchat.checkpoint.shutil.rmtree", busy)
+        for step in (1, 2, 3, 3):  # the last one again, as after a resume
+            writer.save(step, model=model, shards=shards, state={})
+            writer.wait()
+    assert checkpoints(tmp_path) == [3]
+    assert newest(tmp_path).step == 3  # type: ignore[union-attr]
+    assert len(said) == 3
+    assert all("could not be deleted (Directory not empty); training goes on" in line for line in said)
+    Writer(tmp_path)
+    assert not list(tmp_path.glob(".deleted_*"))  # tried again by the next run
+
+
+def test_who_only_uses_the_model_does_not_need_the_optimizer_files(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step_000002" / "optim-0-of-1.safetensors").unlink()
+    assert newest(tmp_path, say=lambda text: None).step == 1  # type: ignore[union-attr]
+    found = newest(tmp_path, optimizer=False)
     assert found is not None
-    assert found.step == 150
-    assert found.fingerprint != verify(tmp_path / "step_000100").fingerprint
+    assert found.step == 2
+    assert set(found.model()) == set(tensors(2)[0])
+    (tmp_path / "step_000002" / "model.safetensors").write_bytes(b"damaged")
+    assert newest(tmp_path, optimizer=False, say=lambda text: None).step == 1  # type: ignore[union-attr]
 
 
 def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: Path) -> None:

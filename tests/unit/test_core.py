@@ -8,7 +8,7 @@ import math
 import random
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -376,3 +376,12 @@ def test_batches_hold_every_row_once_within_the_budget_longest_first() -> None:
     assert lengths[made[0][0]] == max(lengths)
     assert list(batches([9000], 4096)) == [[0]]  # a row larger than the budget still runs, alone
     assert all(n <= padded(n) <= max(16, n + n // 8 + 16) for n in range(1, 3000))
+
+
+def text_rows(tokenizer: core.Encoder, texts: Sequence[str], seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows of at most `seq_len` tokens; every token of every text is a target exactly once."""
+    for text in texts:
+        ids = np.array([tokenizer.specials["<|bos|>"], *tokenizer.encode(text)], dtype=np.int64)
+        for begin in range(0, len(ids) - 1, seq_len):
+            row = ids[begin : begin + seq_len + 1]
+            yield row[:-1], row[1:]

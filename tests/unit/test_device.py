@@ -232,24 +232,33 @@ def test_marks_measure_milliseconds() -> None:
     assert 19 <= device.event().since(start) < 2000
 
 
+MEMORY = """
+import torch
+from ascendchat.device import pick
+
+device = pick("cpu")
+device.release()
+device.reset_peak()
+before = device.memory()
+block = torch.ones(64 << 20, dtype=torch.uint8)  # 64 MiB, touched
+during = device.memory()
+assert during.used - before.used > 48 << 20
+assert during.peak >= during.used - (8 << 20)
+del block
+device.release()
+after = device.memory()
+assert after.used < during.used - (48 << 20)
+assert after.peak > after.used + (48 << 20)
+device.reset_peak()
+assert device.memory().peak < during.peak - (32 << 20)
+assert after.used < after.total == device.chip.memory
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells resident memory only on Linux")
 def test_memory_follows_tensors_and_the_peak_can_be_reset() -> None:
-    device = pick("cpu")
-    device.release()
-    device.reset_peak()
-    before = device.memory()
-    block = torch.ones(64 << 20, dtype=torch.uint8)  # 64 MiB, touched
-    during = device.memory()
-    assert during.used - before.used > 48 << 20
-    assert during.peak >= during.used - (8 << 20)
-    del block
-    device.release()
-    after = device.memory()
-    assert after.used < during.used - (48 << 20)
-    assert after.peak > after.used + (48 << 20)
-    device.reset_peak()
-    assert device.memory().peak < during.peak - (32 << 20)
-    assert after.used < after.total == device.chip.memory
+    """In a process of its own: what other tests leave behind is freed at any time."""
+    subprocess.run([sys.executable, "-c", MEMORY], check=True)
 
 
 def test_compiling_is_off_on_the_cpu_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from core_reference import run as run_reference
-from test_core import CPU, KERNEL, Hashed, Letters, model, write_bundle  # noqa: F401 (model is a fixture)
+from test_core import CPU, KERNEL, Hashed, Letters, model, text_rows, write_bundle  # noqa: F401 (model is a fixture)
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home
@@ -23,7 +23,8 @@ from ascendchat.data import prepare
 from ascendchat.data.corpus import IGNORE
 from ascendchat.data.tokenizer import Tokenizer, train
 from ascendchat.eval import core
-from ascendchat.eval.base import bits_per_byte, merged, run, text_rows
+from ascendchat.eval.base import merged, run
+from ascendchat.eval.bits import bits_per_byte
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
 from ascendchat.nn.gpt import GPT, dense
@@ -49,13 +50,6 @@ def test_a_uniform_model_costs_log2_of_the_vocabulary_per_token() -> None:
     assert bits.bits_per_byte == pytest.approx(math.log2(41), rel=1e-6)
     wide = bits_per_byte(Uniform(), text_rows(Letters(), TEXTS, 32), 3 * token_bytes)
     assert wide.bits_per_byte == pytest.approx(math.log2(41) * wide.tokens / wide.bytes, rel=1e-6)
-
-
-@pytest.mark.parametrize("seq_len", [7, 64, 5000])
-def test_every_token_of_every_text_is_a_target_once(seq_len: int) -> None:
-    rows = list(text_rows(Hashed(), TEXTS, seq_len))
-    assert all(len(inputs) == len(targets) <= seq_len for inputs, targets in rows)
-    assert [int(t) for _, targets in rows for t in targets] == [t for text in TEXTS for t in Hashed().encode(text)]
 
 
 def test_the_model_is_scored_as_its_loss_says(model: GPT) -> None:  # noqa: F811

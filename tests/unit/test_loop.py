@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,8 @@ from ascendchat.device import Device, pick
 from ascendchat.dist import World
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
-from ascendchat.train.loop import Diverged, Interrupted, LossScale, Options, StopSignals, fit, train_step
+from ascendchat.train.loop import Diverged, LossScale, Options, fit, train_step
+from ascendchat.train.signals import Interrupted, StopSignals
 
 
 class Line(torch.nn.Module):
@@ -202,8 +207,11 @@ def test_a_signal_during_a_validation_on_the_way_saves_that_step(tmp_path: Path,
     assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4]
 
 
-def test_one_of_several_ranks_does_not_leave_the_others_alone_in_a_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    with StopSignals() as signals:
+def test_one_of_several_ranks_does_not_leave_the_others_alone_in_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(tmp_path) as run, StopSignals(run) as signals:
+        signals.unsaved = True
         monkeypatch.setattr("ascendchat.dist.world", lambda: World(size=2))
         try:
             with signals.left_off():
@@ -265,7 +273,48 @@ def test_the_best_checkpoint_is_the_best_that_was_saved_and_a_resumed_run_knows_
         fit(ToyStage(8, scores=[1.0, 2.0, 1.5, 3.0]), device, run, often)
     assert (tmp_path / "best").read_text() == "step_000004 2.0\n"
     assert checkpoints(tmp_path) == [4, 8]
-    with start(tmp_path) as run:
+    with open_run(tmp_path, BaseConfig(), resume_step=8) as run:
         fit(ToyStage(12, scores=[0.5, 2.5]), device, run, Options(save_every=4, eval_every=2, keep=1, start=8))
     assert (tmp_path / "best").read_text() == "step_000004 2.0\n"
     assert checkpoints(tmp_path) == [4, 12]
+
+
+STUCK = """
+import hashlib, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_loop import ToyStage, start
+from ascendchat.device import pick
+from ascendchat.train.loop import Options, fit
+
+class Stuck(ToyStage):
+    def loss(self, batch, scale=1.0):
+        if {forward!r} == "first" or batch == 3:
+            print("in a long operation", flush=True)
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)  # minutes in C: no Python handler runs meanwhile
+        return super().loss(batch, scale)
+
+with start(Path({folder!r})) as run:
+    fit(Stuck(), pick("cpu"), run, Options(save_every=2))
+"""
+
+
+@pytest.mark.parametrize(("forward", "signals"), [("first", 1), ("fourth", 2)])
+def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_always(
+    tmp_path: Path, forward: str, signals: int
+) -> None:
+    code = STUCK.format(tests=str(Path(__file__).parent), forward=forward, folder=str(tmp_path / "run"))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "long operation" in line:
+            break
+    for _ in range(signals):
+        assert process.poll() is None, "it ended too early"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+    _, shown = process.communicate(timeout=60)  # the operation takes many times as long
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "nothing to save" in shown if signals == 1 else "second signal" in shown
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+    assert checkpoints(tmp_path / "run") == ([] if signals == 1 else [2])

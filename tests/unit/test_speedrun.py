@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from ascendchat.config import UserError, load_yaml, parse
 from ascendchat.config.speedrun import SpeedrunConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "ascendchat" / "recipes").glob("*.yaml"))
 
 RECIPE = """
 run: small
@@ -44,7 +45,16 @@ class Commands:
 
     def call(self, words: list[str]) -> int:
         self.called.append(" ".join(words))
-        return 1 if self.fails and self.called[-1].startswith(self.fails) else 0
+        if self.fails and self.called[-1].startswith(self.fails):
+            return 1
+        stage = next((word for word in words if word in speedrun.RESUMABLE), None)
+        made = (
+            f"runs/small/{stage}/latest" if stage else {"tokenizer": "tokenizer/x", "data": "data/prepared/x"}[words[0]]
+        )
+        path = speedrun.home() / made
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("step_000001")
+        return 0
 
 
 @pytest.fixture
@@ -144,7 +154,19 @@ def test_a_stage_whose_file_has_changed_runs_again(tmp_path: Path, recipe: str, 
     assert len(commands.called) == 2
 
 
-@pytest.mark.parametrize("text", ["stages: []", "run: a", "stages: [3]", "stages: [{base: {}, sft: {}}]", "stagse: []"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "stages: []",
+        "run: a",
+        "stages: [3]",
+        "stages: [{base: {}, sft: {}}]",
+        "stagse: []",
+        "stages: {base: {}}",
+        "stages: [{base: [1, 2]}]",
+        "stages: [base]",
+    ],
+)
 def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
@@ -162,5 +184,38 @@ def test_every_shipped_recipe_is_made_of_valid_commands(path: Path) -> None:
         parse(cli._load("config.", cli.COMMANDS[found][0]), rest)
 
 
-def test_recipes_are_shipped() -> None:
+def test_recipes_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [speedrun.find_recipe(name) for name in ("tiny-cpu", "tiny-cpu.yaml", "recipes/tiny-cpu.yaml")] == [
+        ROOT / "ascendchat" / "recipes" / "tiny-cpu.yaml"
+    ] * 3
+    (tmp_path / "tiny-cpu").write_text("run: mine\nstages: [{sft: {}}]")
+    assert speedrun.read_recipe(speedrun.find_recipe("tiny-cpu"))[0] == "mine"  # a file of one's own wins
+    with pytest.raises(UserError, match=r"there is no recipe huge; .*tiny-cpu"):
+        speedrun.find_recipe("huge")
+
+
+def test_recipes_are_part_of_the_package() -> None:
     assert RECIPES
+    assert "recipes/*.yaml" in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", ".hidden", "a/b"])
+def test_a_name_that_leaves_the_home_is_refused_before_anything_is_written(
+    recipe: str, commands: Commands, name: str
+) -> None:
+    with pytest.raises(UserError, match="cannot name a run"):
+        speedrun.run(SpeedrunConfig(recipe, run=name))
+    assert not commands.called
+    assert not list(speedrun.home().rglob("*"))
+    assert not (speedrun.home().parent / "evil").exists()
+
+
+@pytest.mark.parametrize(("gone", "again"), [("runs/small/base", ["base"]), ("tokenizer", ["tokenizer"])])
+def test_a_stage_whose_result_was_deleted_runs_again(
+    recipe: str, commands: Commands, gone: str, again: list[str]
+) -> None:
+    speedrun.run(SpeedrunConfig(recipe))
+    shutil.rmtree(speedrun.home() / gone)
+    speedrun.run(SpeedrunConfig(recipe))
+    assert [line.split()[0] for line in commands.called[3:]] == again

@@ -7,7 +7,7 @@
     toyworld.questions("test", language="zh")        # questions that training never saw; toyworld.correct(q, reply)
     toyworld.problems("train")                       # word problems of two steps, for RL
 
-`ascendchat speedrun --recipe recipes/tiny-cpu.yaml` trains on it and is examined on it. Everything follows from a seed.
+`ascendchat speedrun --recipe tiny-cpu` trains on it and is examined on it. Everything follows from a seed.
 
 What is unseen: all facts are told in the pretraining text, but a fifth of them is never asked in training, two fifths
 are asked in one language only, and of the rest one wording per language is kept back (world.asked); numbers, word

@@ -1,0 +1,82 @@
+"""SIGTERM and Ctrl-C while `ascendchat base`, `mid` or `sft` trains: save and end, or end at once.
+
+with StopSignals(run) as signals:
+    signals.unsaved = True          # from now on there is something to save
+    signals.received                # the loop looks here after every step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ascendchat import dist
+from ascendchat.record import Run, notice
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal came in the middle of something that may be left off there."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT ask for a checkpoint and an end. Where there is nothing to save, and at a second one, the
+    process ends at once, also in the middle of a long operation: Python's own handlers run only after it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.received, self.leaving, self.unsaved = 0, False, False
+
+    def __enter__(self) -> StopSignals:
+        self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write)  # the interpreter writes a signal's number there at once
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        return self
+
+    def _listen(self) -> None:
+        count = 0
+        while number := os.read(self._read, 1):
+            count += number[0] in (signal.SIGTERM, signal.SIGINT)
+            if count > 1:
+                self._end(number[0], "stopped by a second signal, at once")
+            elif count and not self.unsaved:
+                self._end(number[0], "stopped by a signal; there was nothing to save")
+        os.close(self._read)
+
+    def _end(self, number: int, reason: str) -> None:
+        if self.run.main:
+            cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a progress bar has hidden it
+            with contextlib.suppress(OSError):
+                os.write(2, f"{cursor}{reason}\n{notice(self.run.folder)}".encode().rstrip() + b"\n")
+                self.run.note(status="stopped", ended=round(time.time(), 3))
+        os._exit(128 + number)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = number
+        if self.leaving:
+            raise Interrupted
+
+    @contextmanager
+    def left_off(self) -> Iterator[None]:
+        """What is done in here ends with the signal. Not on several ranks: those without a signal would wait."""
+        self.leaving = dist.world().size == 1
+        try:
+            if self.leaving and self.received:
+                raise Interrupted
+            yield
+        finally:
+            self.leaving = False
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._write)  # the listener reads the end, and ends
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
