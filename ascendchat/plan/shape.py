@@ -73,7 +73,7 @@ class Shape:
         head_dim: int | None = None,
         kv_heads: int | None = None,
         mlp_dim: int | None = None,
-        window_pattern: str = "SSSL",
+        window_pattern: str = "L",
         value_embeddings: bool = True,
     ) -> Shape:
         """Turn the dial. Width is 64 per layer in whole heads of 128; everything can be overridden.
