@@ -106,9 +106,11 @@ def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most
     found = (batch.split_fixed if fixed else batch.split)(wanted, devices, seq_len, most)
     if found.total == wanted:
         return found, []
-    reason = f"{wanted:,} tokens do not split into rows of {seq_len} on {devices} device{'s' * (devices > 1)}"
-    reason += f" x {most} rows" if fixed else ""
-    return found, [f"total batch raised to {found.total:,}: {reason}"]
+    note = (
+        f"total batch raised to {found.total:,}: {wanted:,} tokens do not split into rows of {seq_len} on "
+        f"{devices} device{'s' * (devices > 1)}{f' x {most} rows' if fixed else ''}"
+    )
+    return found, [note]
 
 
 def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
