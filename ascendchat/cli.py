@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ from typing import Any
 
 from ascendchat import __version__
 from ascendchat.config import UserError, nearest, parse, show_help, wants_help
+from ascendchat.config.language import language, translate
 
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -50,11 +52,12 @@ def _load(prefix: str, target: str) -> Any:
 
 def overview(group: str = "") -> str:
     """The page of `ascendchat --help`, or of a group of commands: `ascendchat data --help`."""
-    rows = "\n".join(f"  {name:<18} {text}" for name, (_, _, text) in COMMANDS.items() if name.startswith(group))
+    shown = [(name, translate(text)) for name, (_, _, text) in COMMANDS.items() if name.startswith(group)]
+    rows = "\n".join(f"  {name:<18} {text}" for name, text in shown)
+    head = translate(f"ascendchat {__version__}: from raw text to a chat model, on Ascend NPUs and on anything else")
     return (
-        f"ascendchat {__version__}: from raw text to a chat model, on Ascend NPUs and on anything else\n\n"
-        f"usage: ascendchat COMMAND [--flags]      ascendchat COMMAND --help\n\n{rows}\n\n"
-        "Start with: ascendchat doctor\n"
+        f"{head}\n\n{translate('usage: ')}ascendchat COMMAND [--flags]      ascendchat COMMAND --help\n\n{rows}\n\n"
+        f"{translate('Start with: ascendchat doctor')}\n"
     )
 
 
@@ -76,6 +79,8 @@ def find(argv: list[str]) -> tuple[str, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    if language() == "zh" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console may not know every character
     code = 0
     try:
         code = _main(argv)
@@ -110,7 +115,7 @@ def _main(argv: list[str]) -> int:
             _load("", function) if not hasattr(config, "npu_debug") else _computing(config, function), config
         )
     except UserError as error:
-        print(f"ascendchat {name}: {error}", file=sys.stderr)
+        print(f"ascendchat {name}: {translate(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"ascendchat {name}: stopped", file=sys.stderr)

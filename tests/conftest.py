@@ -13,6 +13,9 @@ import pytest
 if "CANNSIM_HOME" not in os.environ:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Texts are compared in English, whatever the developer's shell speaks; tests of Chinese set these themselves.
+for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+    os.environ.pop(name, None)
 # A suite that was started in the background of a shell may have inherited an ignored Ctrl-C, and pass it on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -94,8 +94,7 @@ def convert(flag: str, kind: Any, value: Any) -> Any:
         try:
             return _number(kind, value)
         except (TypeError, ValueError, OverflowError):
-            expected = "a whole number" if kind is int else "a number"
-            raise UserError(f"{flag}: {value!r} is not {expected}") from None
+            raise UserError(f"{flag}: {value!r} is not a {'whole ' if kind is int else ''}number") from None
     if kind is str:
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
             return str(value)

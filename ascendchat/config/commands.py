@@ -86,7 +86,7 @@ class PlanConfig:
     rollout_devices: int = 0
     "RL: devices that only generate; by default trainer and rollout share all devices"
     mfu: float | None = None
-    "share of the peak you expect to reach; by default a measured or cautious figure per chip"
+    "share of the peak you expect to reach; by default a measured or cautious figure per type of device"
     price: float | None = None
     "price per device-hour, for the cost"
     context: int | None = None

@@ -6,11 +6,12 @@ import ast
 import dataclasses
 import shutil
 import sys
-import textwrap
 import types
 import typing
 from pathlib import Path
 from typing import Any
+
+from ascendchat.config.language import translate, wrap
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -50,7 +51,7 @@ def shape(kind: Any) -> str:
 
 def usage(prog: str, cls: type) -> str:
     words = [f.name.upper() for f in dataclasses.fields(cls) if f.metadata.get("words")]
-    return f"usage: {prog} [--flags] {' '.join(words)}".rstrip()
+    return f"{translate('usage: ')}{prog} [--flags] {' '.join(words)}".rstrip()
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -58,14 +59,15 @@ def _default(field: dataclasses.Field[Any]) -> str:
     value = field.default
     if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
         return ""
-    return f" (default: {','.join(map(str, value)) if isinstance(value, tuple) else value})"
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return translate(f" (default: {shown})")
 
 
 def describe(prog: str, cls: type) -> str:
     """The whole help page of one command."""
     docs, kinds = field_docs(cls), typing.get_type_hints(cls)
     width = min(shutil.get_terminal_size((110, 24)).columns, 120)
-    lines = [usage(prog, cls), "", *textwrap.wrap(" ".join((cls.__doc__ or "").split()), width), ""]
+    lines = [usage(prog, cls), "", *wrap(translate(" ".join((cls.__doc__ or "").split())), width), ""]
     for field in dataclasses.fields(cls):
         names = [field.name, *field.metadata.get("also", ())]
         if field.metadata.get("words"):
@@ -73,10 +75,7 @@ def describe(prog: str, cls: type) -> str:
         else:
             flags = [("-" if len(n) == 1 else "--") + n.replace("_", "-") for n in names]
             head = ", ".join(flags) + " " + shape(kinds[field.name])
-        text = docs.get(field.name, "")
-        text += _default(field)
-        lines += textwrap.wrap(text, width, initial_indent=f"  {head:<30} ", subsequent_indent=" " * 33) or [
-            f"  {head}"
-        ]
-    lines += ["  --config FILE                  YAML file with the same names; flags win over it", ""]
+        text = translate(docs.get(field.name, "")) + _default(field)
+        lines += wrap(text, width, f"  {head:<30} ", " " * 33) or [f"  {head}"]
+    lines += [f"  {'--config FILE':<30} {translate('YAML file with the same names; flags win over it')}", ""]
     return "\n".join(lines)

@@ -271,10 +271,10 @@ def conversations(
             whole = False
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         what = f"the column {error} is missing" if isinstance(error, KeyError) else str(error)
-        kind = f" as {reader.__name__}" if reader else ""
         number += not whole
         raise UserError(
-            f"{path.name}, row {number}, cannot be read{kind}: {what}; mend that row or leave it out"
+            f"{path.name}, row {number}, cannot be read{f' as {reader.__name__}' if reader else ''}: {what}; "
+            "mend that row or leave it out"
         ) from error
     if not number:
         raise UserError(f"{path.name} is empty; name a file with at least one conversation")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ascendchat.chips import KINDS, Chip
 from ascendchat.config import UserError, nearest
+from ascendchat.config.language import translate
 from ascendchat.device.env import load_problem, look, requested
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
             device: Device = module.attach(options)
             return device
         if not asked and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"ascendchat: {problem}", file=sys.stderr)
+            print(f"ascendchat: {translate(problem)}", file=sys.stderr)
     raise UserError(problem)
 
 

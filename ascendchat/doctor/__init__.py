@@ -8,7 +8,6 @@ them live, `ascendchat clean` (clean.py) frees them, `ascendchat explain` reads 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,10 @@ MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")
 
 def run(config: DoctorConfig) -> int:
     """`ascendchat doctor`: exit status 1 when a check failed, else 0."""
-    from ascendchat.doctor.checks import gather, judge, language
+    from ascendchat.config.language import language
+    from ascendchat.doctor.checks import gather, judge
 
-    lang = language(config.lang, os.environ)
+    lang = language(config.lang)
     if config.watch:
         from ascendchat.doctor.watch import watch
 

@@ -122,14 +122,6 @@ class Machine:
         return kind, found[kind][0], len(found[kind])
 
 
-def language(asked: str | None, environ: Mapping[str, str]) -> str:
-    """The language asked for, else that of the locale; English unless it is Chinese."""
-    if asked:
-        return asked
-    locale = environ.get("LC_ALL") or environ.get("LC_MESSAGES") or environ.get("LANG") or ""
-    return "zh" if locale.lower().startswith("zh") else "en"
-
-
 def installed() -> dict[str, str]:
     """Versions of the distributions whose pairing matters, without importing them."""
     found = {}

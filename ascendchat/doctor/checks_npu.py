@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ascendchat.chips import KINDS, find
 from ascendchat.config import UserError
+from ascendchat.config.language import translate
 from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, folklore, visible_problem
 from ascendchat.doctor.checks import Check, Machine, cpu_count
@@ -218,7 +219,7 @@ def bf16(m: Machine) -> Check:
         except UserError as error:
             told = m.npu.values.get("bf16") if m.npu else None
             if told is None:
-                return Check("bf16", "skip", str(error))
+                return Check("bf16", "skip", translate(str(error), m.lang))
             has = bool(told)
     if has:
         return Check("bf16", "ok", m.say(f"{name}: yes", f"{name}：支持"))

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from ascendchat.config import home
 from ascendchat.config.commands import CleanConfig
+from ascendchat.config.language import language
 from ascendchat.device import smi
-from ascendchat.doctor.checks import gib, language
+from ascendchat.doctor.checks import gib
 
 HOUR = 3600.0
 SHM = Path("/dev/shm")
@@ -363,7 +364,7 @@ def confirmed(config: CleanConfig, question: str) -> bool:
 def run(config: CleanConfig) -> int:
     """`ascendchat clean`: exit status 1 when something confirmed could not be freed."""
     items = find()
-    lang = language(config.lang, os.environ)
+    lang = language(config.lang)
     if config.json:
         groups = {g: [asdict(i) for i in items if i.group == g] for g in GROUPS}
         print(json.dumps({"bytes": sum(i.bytes for i in items if not i.keep), "groups": groups}, ensure_ascii=False))

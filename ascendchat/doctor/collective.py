@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
+from ascendchat.config.language import translate
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> int:
         world = dist.init(device, timeout=300.0, connect_timeout=CONNECT)
         place = device.bind(world.local_rank)
     except UserError as error:
-        print(f"ascendchat doctor: {error}", file=sys.stderr)
+        print(f"ascendchat doctor: {translate(str(error))}", file=sys.stderr)
         return 2
     rows, faults = [], []
     simulated = device.type != "cpu" and "CANNSIM_HOME" in os.environ

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import sys
 import zlib
@@ -21,6 +20,7 @@ from typing import IO, TextIO
 
 from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
+from ascendchat.config.language import language
 from ascendchat.doctor import (
     explain_rules_codes,
     explain_rules_driver,
@@ -248,14 +248,6 @@ def explain(text: str, lang: str = "en") -> list[Finding]:
     scan = _Scan()
     scan.read(io.BytesIO(text.encode("utf-8", "replace")))
     return scan.findings(lang)
-
-
-def language(lang: str | None = None) -> str:
-    """`lang` if given, else that of the locale: Chinese for zh*, English for all others."""
-    if lang:
-        return "zh" if lang.startswith("zh") else "en"
-    locale = os.environ.get("LC_ALL") or os.environ.get("LC_MESSAGES") or os.environ.get("LANG") or ""
-    return "zh" if locale.lower().startswith("zh") else "en"
 
 
 WORDS = {

@@ -62,10 +62,10 @@ def load(
     expected = dict(model.state_dict())
     odd = sorted(set(weights) ^ set(expected))
     if odd:
-        kind = "unknown" if odd[0] in weights else "missing"
         raise UserError(
-            f"{found.folder} was written by another version of ascendchat: {kind} weight {odd[0]}; train it again, or "
-            f"name another --checkpoint"
+            f"{found.folder} was written by another version of ascendchat: "
+            f"{'unknown' if odd[0] in weights else 'missing'} weight {odd[0]}; train it again, or name another "
+            "--checkpoint"
         )
     wrong = [name for name, tensor in expected.items() if weights[name].shape != tensor.shape]
     if wrong:
@@ -100,8 +100,10 @@ def last_run(stage: str | None = None) -> str:
     saved = sorted((home() / "runs").glob(f"*/{stage or '*'}/latest"), key=lambda path: path.stat().st_mtime)
     saved = [path for path in saved if path.parent.name in STAGES]
     if not saved:
-        what = f"no {stage} model" if stage else "no model"
-        raise UserError(f"{what} in {home() / 'runs'}; make one: ascendchat speedrun --recipe tiny-cpu")
+        raise UserError(
+            f"no {f'{stage} model' if stage else 'model'} in {home() / 'runs'}; "
+            "make one: ascendchat speedrun --recipe tiny-cpu"
+        )
     return saved[-1].parent.parent.name
 
 

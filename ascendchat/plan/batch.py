@@ -121,7 +121,7 @@ class Duration:
 
 def duration(
     flops_per_token: float,
-    gradient_bytes: int,
+    exchanged: int,
     chip: Chip,
     total: Split,
     steps: int,
@@ -131,12 +131,12 @@ def duration(
 ) -> Duration:
     """Seconds from FLOPs and the share of the peak. `recompute` is the share of FLOPs done twice by checkpointing.
 
-    Gradients are reduce-scattered and weights gathered once per step: each device sends 2 (N-1)/N of them, at
-    the speed between nodes as soon as there are several.
+    `exchanged` is the bytes of the gradients, which are reduce-scattered, and of the weights, which are gathered, once
+    per step: each device sends (N-1)/N of them, at the speed between nodes as soon as there are several.
     """
     share = mfu if mfu is not None else MFU[chip.device_type]
     compute = total.total * flops_per_token * (1 + recompute) / (chip.flops * share * total.devices)
-    moved = 2 * gradient_bytes * (total.devices - 1) / total.devices
+    moved = exchanged * (total.devices - 1) / total.devices
     link = chip.link if total.devices <= chip.devices_per_node else chip.node_link
     communication = moved / link if moved and link else 0.0
     step = max(compute, communication)

@@ -106,9 +106,11 @@ def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most
     found = (batch.split_fixed if fixed else batch.split)(wanted, devices, seq_len, most)
     if found.total == wanted:
         return found, []
-    reason = f"{wanted:,} tokens do not split into rows of {seq_len} on {devices} device{'s' * (devices > 1)}"
-    reason += f" x {most} rows" if fixed else ""
-    return found, [f"total batch raised to {found.total:,}: {reason}"]
+    note = (
+        f"total batch raised to {found.total:,}: {wanted:,} tokens do not split into rows of {seq_len} on "
+        f"{devices} device{'s' * (devices > 1)}{f' x {most} rows' if fixed else ''}"
+    )
+    return found, [note]
 
 
 def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
@@ -119,9 +121,12 @@ def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
     return (1 - head / model.train_flops_per_token) / 3
 
 
-def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int) -> int:
-    """Bytes of the gradients that devices exchange."""
-    return train_parts(config, model, chip, devices, 1)["gradients"]
+def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
+    """Bytes that devices exchange in a step: gradients as they are kept, and the trained weights (adapters: fp32)."""
+    weights = memory.compute_bytes(chip) * model.total_parameters
+    if isinstance(model, HFModel) and config.lora_rank:
+        weights = memory.FP32 * model.lora_parameters(config.lora_rank)
+    return train_parts(config, model, chip, 1, 1)["gradients"] + weights
 
 
 def train(config: PlanConfig, chip: Chip) -> dict[str, Any]:
@@ -132,7 +137,7 @@ def train(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     split, raised = _share_out(config, wanted, config.devices, model.seq_len, rows)
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
-    exchanged = _exchanged(config, model, chip, config.devices)
+    exchanged = _exchanged(config, model, chip)
     time = batch.duration(
         model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, _recompute(config, model)
     )
@@ -232,7 +237,7 @@ def rl(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     if not config.tokens:
         notes.append(f"no --tokens given: {RL_STEPS} steps assumed")
     time = batch.duration(
-        model.train_flops_per_token, _exchanged(config, model, chip, trainers), chip, split, steps, config.mfu, None,
+        model.train_flops_per_token, _exchanged(config, model, chip), chip, split, steps, config.mfu, None,
         _recompute(config, model),
     )  # fmt: skip
     rollout = split.total / rate

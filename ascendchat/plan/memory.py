@@ -2,10 +2,10 @@
 
     ascendchat plan --depth 20 --chip Ascend910B3 --devices 8
 
-Training keeps fp32 master weights (the tables in the compute dtype), a compute-dtype copy of the matrices, gradients
-of the stored dtype, and optimizer state sharded over the devices: gradients are reduce-scattered, the owner updates
-its share, the weights are gathered back. Everything is counted at the highest point of a step, so the parts add up to
-the total. All figures are bytes.
+Training keeps on every device all parameters in the compute dtype and all gradients in float32; the float32 weights
+and the optimizer state are sharded over the devices: gradients are reduce-scattered, the owner updates its share, the
+parameters are gathered back. Everything is counted at the highest point of a step, so the parts add up to the total.
+All figures are bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Traits:
     context: int  # runtime and kernels of one process, on top of what the driver holds
     collectives: int  # buffers of one communicator: send and receive
     softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
-    half: bool  # computes in 16 bits; False: float32
+    half: bool  # trains in 16 bits; False: float32 (as device.choose_dtype)
     always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
     keeps_rotated: bool = False  # the fused rotation keeps its input for the backward pass
     compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
@@ -42,13 +42,13 @@ class Traits:
 TRAITS = {
     "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True),
     "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, compiled=True),
-    "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=True),
+    "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
     "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
 }
 
 
 def compute_dtype(chip: Chip) -> str:
-    """bfloat16 where the chip has it, float16 on older accelerators, float32 on the CPU."""
+    """bfloat16 where the chip has it, float16 on older accelerators, float32 on CPUs and Apple GPUs."""
     if not TRAITS[chip.device_type].half:
         return "float32"
     return "bfloat16" if chip.bf16 else "float16"

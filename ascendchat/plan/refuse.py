@@ -95,14 +95,13 @@ def refusal(plan: Planner, config: PlanConfig, chip: Chip, reason: Refused) -> D
     model = config.hf_config or f"depth {config.depth}"
     where = chip.name if config.devices == 1 else f"{config.devices} x {chip.name}"
     memory = summary(reason.parts, chip)
+    changes = suggestions(plan, config, chip)
+    remedy = "no change of its settings fits: use a chip with more memory"
+    if changes:
+        remedy = f"use {', or '.join(flags(change) for change in changes)}"
     text = (
         f"{model} does not fit {where}: {reason.what} needs {memory['total'] / GIB:.1f} GiB on a device, "
-        f"{memory['room'] / GIB:.1f} of its {chip.memory / GIB:.0f} GiB can be used"
+        f"{memory['room'] / GIB:.1f} of its {chip.memory / GIB:.0f} GiB can be used; {remedy}"
     )
-    changes = suggestions(plan, config, chip)
-    if changes:
-        text += f"; use {', or '.join(flags(change) for change in changes)}"
-    else:
-        text += "; no change of its settings fits: use a chip with more memory"
     facts = {"model": describe(model_of(config)), "memory": memory, "reason": text, "suggestions": changes}
     return DoesNotFit(text, facts)

@@ -73,7 +73,7 @@ class Shape:
         head_dim: int | None = None,
         kv_heads: int | None = None,
         mlp_dim: int | None = None,
-        window_pattern: str = "SSSL",
+        window_pattern: str = "L",
         value_embeddings: bool = True,
     ) -> Shape:
         """Turn the dial. Width is 64 per layer in whole heads of 128; everything can be overridden.
@@ -194,6 +194,8 @@ class Shape:
         names = {f.name for f in fields(cls)}
         wrong = sorted(names ^ set(values))
         if wrong:
-            kind = "unknown" if wrong[0] in values else "missing"
-            raise UserError(f"model shape: {kind} size {wrong[0]}; the file was written by another version")
+            raise UserError(
+                f"model shape: {'unknown' if wrong[0] in values else 'missing'} size {wrong[0]}; "
+                "the file was written by another version"
+            )
         return cls(**{**values, "value_layers": tuple(values["value_layers"])})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from typing import Any
 
+from ascendchat.config.language import pad, translate, wrap
 from ascendchat.plan.memory import GIB
 
 WIDTH = 100
@@ -31,7 +31,7 @@ def size(value: float) -> str:
 def span(hours: float) -> str:
     """Hours in the unit that reads best."""
     if hours >= 48:
-        return f"{hours / 24:.1f} days ({hours:.0f} h)"
+        return translate(f"{hours / 24:.1f} days ({hours:.0f} h)")
     return f"{hours:.2f} h" if hours >= 1 else f"{hours * 60:.1f} min" if hours > 1 / 60 else f"{hours * 3600:.1f} s"
 
 
@@ -43,7 +43,11 @@ def _memory(title: str, found: dict[str, Any]) -> Section:
     rows = [(_words(name), size(value)) for name, value in found["parts"].items() if value]
     share = found["total"] / found["device"]
     rows.append(("total", f"{size(found['total'])} of {size(found['device'])} ({share:.0%})"))
-    return f"{title}, per device", rows
+    return title, rows
+
+
+def _verdict(total: int, fits: bool) -> str:
+    return f"{size(total)} per device: {'fits' if fits else 'does not fit'}"
 
 
 def _model(found: dict[str, Any]) -> list[Section]:
@@ -90,7 +94,7 @@ def sections(plan: dict[str, Any]) -> list[Section]:
     found: list[Section] = [
         ("device", [("chip", device), ("computes in", plan["dtype"]), ("figures", chip["source"])]),
         *_model(plan["model"]),
-        _memory("memory in training" if plan["goal"] != "inference" else "memory", plan["memory"]),
+        _memory(f"memory{'' if plan['goal'] == 'inference' else ' in training'}, per device", plan["memory"]),
     ]
     if plan["goal"] == "inference":
         rate = plan["roofline_tokens_per_second"]
@@ -121,17 +125,16 @@ def sections(plan: dict[str, Any]) -> list[Section]:
                 f"{count(rollout['tokens_per_second'])} tokens/s at {rollout['roofline_share']:.0%} of the roofline",
             ),
         ]
-        found += [_memory("memory in rollout", plan["rollout_memory"]), ("rollout", rows)]
+        found += [_memory("memory in rollout, per device", plan["rollout_memory"]), ("rollout", rows)]
     found += _batch(plan)
     if "rates" in plan:
         rates = [(_words(name), f"{value:.4g}") for name, value in plan["rates"].items()]
         found.append(("learning rates", [*rates, ("weight decay", f"{plan['weight_decay']:.4g}")]))
     if "lora" in plan:
         lora = plan["lora"]
-        verdict = {True: "fits", False: "does not fit"}
         rows = [
-            ("all weights", f"{size(lora['full_total'])} per device: {verdict[lora['full_fits']]}"),
-            (f"LoRA, rank {lora['rank']}", f"{size(lora['total'])} per device: {verdict[lora['fits']]}"),
+            ("all weights", _verdict(lora["full_total"], lora["full_fits"])),
+            (f"LoRA, rank {lora['rank']}", _verdict(lora["total"], lora["fits"])),
             ("LoRA parameters", count(lora["parameters"])),
         ]
         found.append(("full or LoRA, same rows", rows))
@@ -142,11 +145,11 @@ def plain(plan: dict[str, Any]) -> str:
     """Text without colours."""
     lines = []
     for title, rows in sections(plan):
-        lines.append(title)
+        lines.append(translate(title))
         for label, value in rows:
-            lines += textwrap.wrap(value, WIDTH, initial_indent=f"  {label:<26} ", subsequent_indent=" " * 29)
+            lines += wrap(translate(value), WIDTH, f"  {pad(translate(label), 26)} ", " " * 29)
     for note in plan["notes"]:
-        lines += textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="      ")
+        lines += wrap(f"{translate('note: ')}{translate(note)}", WIDTH, following="      ")
     return "\n".join(lines) + "\n"
 
 
@@ -161,12 +164,17 @@ def show(plan: dict[str, Any]) -> None:
     console = Console(width=min(WIDTH, Console().width))
     for title, rows in sections(plan):
         table = Table(
-            title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2)
+            title=translate(title),
+            title_justify="left",
+            title_style="bold",
+            show_header=False,
+            box=None,
+            padding=(0, 2),
         )
         table.add_column(style="cyan", no_wrap=True, min_width=26)
         table.add_column()
         for label, value in rows:
-            table.add_row(label, value)
+            table.add_row(translate(label), translate(value))
         console.print(table)
     for note in plan["notes"]:
-        console.print(f"note: {note}", style="yellow", markup=False, highlight=False)
+        console.print(f"{translate('note: ')}{translate(note)}", style="yellow", markup=False, highlight=False)

@@ -14,12 +14,13 @@ import torch
 
 from ascendchat.chips import CHIPS, find, unknown
 from ascendchat.config import UserError
-from ascendchat.device import Device, Options, Scaling, choose_dtype, describe, pick
+from ascendchat.device import DTYPES, Device, Options, Scaling, choose_dtype, describe, pick
 from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.env import look
 from ascendchat.device.mps import MPS
 from ascendchat.device.npu import NPU
+from ascendchat.plan.memory import compute_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +58,11 @@ def test_every_device_has_all_of_the_interface(kind: type) -> None:
 )
 def test_the_dtype_is_what_the_chip_supports(chip: str, asked: str | None, expected: str) -> None:
     assert choose_dtype(find(chip), asked) == expected
+
+
+@pytest.mark.parametrize("name", sorted(CHIPS))
+def test_a_plan_counts_in_the_dtype_that_training_uses(name: str) -> None:
+    assert DTYPES[compute_dtype(find(name))] == choose_dtype(find(name))
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def trained(tokenizer: Tokenizer) -> GPT:
 
 def save(tokenizer: Tokenizer, seed: int) -> GPT:
     """A model as step 7 of the run `tiny`."""
-    tiny = GPT(Shape.from_depth(2, vocab=tokenizer.vocab_size, dim=32, head_dim=16, seq_len=256))
+    tiny = GPT(Shape.from_depth(2, vocab=tokenizer.vocab_size, dim=32, head_dim=16, seq_len=256, window_pattern="SL"))
     tiny.initialise(seed=seed)
     state = {"shape": tiny.shape.to_dict(), "tokenizer": tokenizer.fingerprint}
     writer = Writer(run_folder("tiny", "base"), say=lambda text: None)

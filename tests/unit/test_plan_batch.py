@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
+from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, duration, fit_split, largest_rows, split, split_fixed
+from ascendchat.plan.goals import train
 from ascendchat.plan.memory import room, training
 from ascendchat.plan.schedule import REFERENCE_TOKENS
 from ascendchat.plan.shape import Shape
@@ -106,13 +108,18 @@ def test_hours_come_from_flops_and_the_share_of_the_peak() -> None:
 
 def test_a_slow_exchange_between_nodes_bounds_the_step() -> None:
     chip = find("Ascend910B3")
-    gradients = 3 * 10**9
-    inside = duration(1e6, gradients, chip, Split(8, 1, 1, 2048), 10, None, None)
-    across = duration(1e6, gradients, chip, Split(16, 1, 1, 2048), 10, None, None)
-    assert inside.communication_seconds == pytest.approx(2 * gradients * 7 / 8 / chip.link)
-    assert (
-        across.step_seconds == across.communication_seconds == pytest.approx(2 * gradients * 15 / 16 / chip.node_link)
-    )
+    exchanged = 6 * 10**9
+    inside = duration(1e6, exchanged, chip, Split(8, 1, 1, 2048), 10, None, None)
+    across = duration(1e6, exchanged, chip, Split(16, 1, 1, 2048), 10, None, None)
+    assert inside.communication_seconds == pytest.approx(exchanged * 7 / 8 / chip.link)
+    assert across.step_seconds == across.communication_seconds == pytest.approx(exchanged * 15 / 16 / chip.node_link)
+
+
+def test_devices_exchange_float32_gradients_and_weights_in_the_compute_dtype() -> None:
+    config = PlanConfig(depth=12, devices=2, chip="Ascend910B3")
+    time = train(config, find("Ascend910B3"))["time"]
+    moved = (4 + 2) * Shape.from_depth(12).total_parameters / 2  # each of two devices sends a half
+    assert time["communication_seconds"] == pytest.approx(moved / find("Ascend910B3").link)
 
 
 def test_a_training_command_takes_the_most_rows_that_fit_or_those_it_was_told() -> None:

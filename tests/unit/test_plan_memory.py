@@ -113,7 +113,7 @@ def test_optimizer_state_is_shared_out_by_whole_matrices() -> None:
 
 @pytest.mark.parametrize(
     ("chip", "dtype"),
-    [("Ascend910B3", "bfloat16"), ("Ascend910A", "float16"), ("H100", "bfloat16"), ("cpu", "float32")],
+    [("910B3", "bfloat16"), ("Ascend910A", "float16"), ("H100", "bfloat16"), ("M2", "float32"), ("cpu", "float32")],
 )
 def test_the_compute_dtype_is_one_the_chip_has(chip: str, dtype: str) -> None:
     assert compute_dtype(find(chip)) == dtype
@@ -121,7 +121,7 @@ def test_the_compute_dtype_is_one_the_chip_has(chip: str, dtype: str) -> None:
 
 def test_the_cache_keeps_only_the_window_of_short_layers() -> None:
     chip = find("H200")
-    full, short = Shape.from_depth(12, window_pattern="L"), Shape.from_depth(12)
+    full, short = Shape.from_depth(12), Shape.from_depth(12, window_pattern="SSSL")
     two_tokens = 12 * 2 * 3 * 768 * 2  # bytes of their queries, keys and values, bf16
     assert kv_bytes(full, chip, 2048) == 12 * 2048 * 2 * 768 * 2 + two_tokens
     assert kv_bytes(short, chip, 2048) == (3 * 2048 + 9 * 512) * 2 * 768 * 2 + two_tokens

@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
+from ascendchat.config.commands import PlanConfig
+from ascendchat.config.infer import BenchDecodeConfig
+from ascendchat.config.train import BaseConfig, BenchTrainConfig
 from ascendchat.plan.batch import batch_for, horizon
 from ascendchat.plan.shape import Shape, short_window
 
@@ -29,7 +32,7 @@ TABLE = {
 
 @pytest.mark.parametrize("depth", TABLE)
 def test_the_dial_reproduces_the_published_sizes(depth: int) -> None:
-    shape = Shape.from_depth(depth)
+    shape = Shape.from_depth(depth, window_pattern="SSSL")  # as published
     tokens = horizon(shape, 12)
     batch = batch_for(tokens, shape.seq_len)
     published = shape.total_parameters - shape.parameters()["shifts"]  # the published model does not mix tokens so
@@ -51,6 +54,11 @@ def test_width_is_64_per_layer_in_heads_of_128(depth: int, dim: int, heads: int)
     assert (shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.mlp_dim) == (dim, heads, heads, 128, 4 * dim)
 
 
+def test_every_command_and_the_dial_itself_have_full_attention_by_default() -> None:
+    configs = (PlanConfig, BaseConfig, BenchTrainConfig, BenchDecodeConfig)
+    assert {Shape.from_depth(4).window_pattern, *(cls.window_pattern for cls in configs)} == {"L"}
+
+
 @pytest.mark.parametrize(("depth", "pattern", "flops"), [(12, "L", 8.871e8), (12, "SSSL", 7.597e8), (20, "L", 3.240e9)])
 def test_flops_per_token_equal_the_measured_programs_count(depth: int, pattern: str, flops: float) -> None:
     assert Shape.from_depth(depth, window_pattern=pattern).train_flops_per_token == pytest.approx(flops, rel=2e-4)
@@ -58,12 +66,13 @@ def test_flops_per_token_equal_the_measured_programs_count(depth: int, pattern: 
 
 def test_the_last_layer_sees_the_whole_row_and_has_a_value_embedding() -> None:
     for depth in (1, 2, 3, 5, 12, 13):
-        shape = Shape.from_depth(depth)
+        shape = Shape.from_depth(depth, window_pattern="S")
         assert shape.windows()[-1] == shape.seq_len
         assert shape.value_layers[-1] == depth - 1
         assert len(shape.value_layers) == (depth + 1) // 2
-    assert Shape.from_depth(5).windows() == (512, 512, 512, 2048, 2048)
-    assert Shape.from_depth(5).windows(300) == (300,) * 5
+    shape = Shape.from_depth(5, window_pattern="SSSL")
+    assert shape.windows() == (512, 512, 512, 2048, 2048)
+    assert shape.windows(300) == (300,) * 5
 
 
 def test_short_windows_are_whole_kernel_blocks_and_fit_the_row() -> None:

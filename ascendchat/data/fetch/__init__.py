@@ -150,9 +150,9 @@ def _offline(folder: Path, wish: Wish, dataset: DataSet, check: bool) -> Path:
     damaged = [f.file.name for v in verify([folder]) for f in v.faults] if check and not missing else []
     if missing or damaged:
         shown = ", ".join((missing or damaged)[:5]) + (", ..." if len(missing or damaged) > 5 else "")
-        what = "missing" if missing else "damaged"
         raise UserError(
-            f"offline, and {len(missing or damaged)} of {len(names)} files of {wish.word} are {what} in {folder}: "
+            f"offline, and {len(missing or damaged)} of {len(names)} files of {wish.word} are "
+            f"{'missing' if missing else 'damaged'} in {folder}: "
             f"{shown}; where there is a network run: {wish.command}; or copy from a folder: {wish.command} --source DIR"
         )
     return folder
