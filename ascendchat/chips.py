@@ -1,7 +1,8 @@
 """Facts per chip: memory, peak FLOP/s, bandwidth, links, dtypes. Read by `ascendchat plan --chip Ascend910B3`,
 by the device layer and by `ascendchat doctor`. No torch here.
 
-Names are matched whole, never by a part: "Ascend910B" is a 2019 chip without bf16, "Ascend910B3" a 2023 chip with it.
+Names are matched whole, never by a part: a driver says "Ascend910B" for a 2019 chip without bf16, "Ascend910B3" for
+a 2023 chip with it. A person who types 910B means the second kind, so `find` asks which one; so with other families.
 Units: bytes, FLOP/s, bytes per second in one direction.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +104,7 @@ _ASCEND = [
     _npu(_A2, "Ascend910B4", 245.8e12, memory=32 * GIB, bandwidth=0.8e12),
     _npu(_A2, "Ascend910B4-1", 245.8e12),
     _npu(_A3, "Ascend910_9391", 353.9e12),
-    _npu(_A3, "Ascend910_9392", 353.9e12, ("910C", "Ascend910C")),
+    _npu(_A3, "Ascend910_9392", 353.9e12),
     *[_npu(_A3, f"Ascend910_{n}", 245.8e12) for n in (9362, 9363, 9372, 9381, 9382)],
     *[_npu(_OLD, f"Ascend910{n}") for n in ("A", "ProA", "ProB", "PremiumA", "B")],
     *[_npu(_310P, f"Ascend310P{n}") for n in (1, 2, 3, 4, 5, 7)],
@@ -142,9 +144,9 @@ _NVIDIA = [
     _gpu("NVIDIA H20-3e|H20-3e", 140.4, 148, 4.8, 450),
     _gpu("NVIDIA B200|B200", 179, 2250, 7.7, 900, generation="blackwell"),
     _gpu("NVIDIA GB200|GB200", 185, 2500, 8.0, 900, generation="blackwell"),
-    _gpu("NVIDIA A100-SXM4-80GB|A100|A100-80GB", 80, 312, 2.039, 300, 25, "ampere"),
+    _gpu("NVIDIA A100-SXM4-80GB|A100-80GB", 80, 312, 2.039, 300, 25, "ampere"),
     _gpu("NVIDIA A100-SXM4-40GB|A100-40GB", 40, 312, 1.555, 300, 25, "ampere"),
-    _gpu("NVIDIA A100 80GB PCIe|A100-PCIe", 80, 312, 1.935, 32, 25, "ampere"),
+    _gpu("NVIDIA A100 80GB PCIe|A100-PCIe-80GB", 80, 312, 1.935, 32, 25, "ampere"),
     _gpu("NVIDIA A100-PCIE-40GB|A100-PCIe-40GB", 40, 312, 1.555, 32, 25, "ampere"),
     _gpu("NVIDIA A800-SXM4-80GB|A800|A800-80GB", 80, 312, 2.039, 200, 25, "ampere"),
     _gpu("NVIDIA A800 80GB PCIe|A800-PCIe", 80, 312, 1.935, 32, 25, "ampere"),
@@ -163,7 +165,7 @@ _NVIDIA = [
     _gpu("NVIDIA GeForce RTX 4090|RTX 4090|4090", 24, 165.2, 1.008, 32, 1.25, "ada"),
     _gpu("NVIDIA GeForce RTX 4090 D|RTX 4090 D|4090D", 24, 147, 1.008, 32, 1.25, "ada"),
     _gpu("NVIDIA GeForce RTX 5090|RTX 5090|5090", 31.8, 209.5, 1.792, 64, 1.25, "blackwell"),
-    _gpu("Tesla V100-SXM2-32GB|V100|V100-32GB", 32, 125, 0.9, 150, 12.5, "volta"),
+    _gpu("Tesla V100-SXM2-32GB|V100-32GB", 32, 125, 0.9, 150, 12.5, "volta"),
     _gpu("Tesla V100-SXM2-16GB|V100-16GB", 16, 125, 0.9, 150, 12.5, "volta"),
     _gpu("Tesla T4|T4|NVIDIA T4", 15, 65, 0.32, 16, 1.25, "volta"),
 ]
@@ -196,31 +198,44 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in [*_ASCEND, *_NVIDIA, *_APP
 
 
 def _key(name: str) -> str:
-    return " ".join(name.casefold().split())
+    """Spellings that mean the same: letter case, blanks, `Ascend 910B3`, `昇腾910B3`."""
+    words = " ".join(name.casefold().replace("昇腾", "ascend").split())
+    return re.sub(r"^ascend[ -]", "ascend", words)
 
 
 _BY_NAME = {_key(spelling): chip for chip in CHIPS.values() for spelling in (chip.name, *chip.aliases)}
 
-# Names that stand for several chips with different figures: guessing between them would be wrong without a word.
+# Names that people use for several chips with different figures: guessing between them would be wrong without a word.
+_A2_CARDS = "the Atlas A2 cards are Ascend910B1, Ascend910B2, Ascend910B3 (64 GB) and Ascend910B4 (32 GB)"
+_A3_CARDS = (
+    "a card of Atlas A3 (910C) is two devices, Ascend910_9392 each; lower bins are Ascend910_9382 or Ascend910_9362"
+)
+_310P_CARDS = "cards of Atlas 300I Pro and Duo are Ascend310P3"
+_NPUS = f"{_A2_CARDS}, {_A3_CARDS}"
 _FAMILIES = {
-    "ascend910": "npu-smi prints Ascend910 for every Atlas A3 part",
-    "910": "910 is a family from 2019 to 2025",
-    "910b*": "910B* is a family",
-    "310p": "310P is a family; most cards are Ascend310P3",
-    "ascend310p": "310P is a family; most cards are Ascend310P3",
-    "950": "950 is a family: Ascend950DT or Ascend950PR",
-    "ascend950": "950 is a family: Ascend950DT or Ascend950PR",
+    "npu ascend": _NPUS,
+    "gpu cuda nvidia": "for example H100, A100-80GB or RTX 4090",
+    "910 ascend910": f"{_NPUS}; the chips of 2019 are Ascend910A",
+    "910b 910b* ascend910b": f"{_A2_CARDS}; the chip of 2019 with this name has the figures of Ascend910A",
+    "a2 atlas-a2 800t-a2 800i-a2 atlas-800t-a2 atlas-800i-a2": _A2_CARDS,
+    "910c ascend910c a3 atlas-a3 800t-a3 800i-a3 atlas-800t-a3 atlas-800i-a3": _A3_CARDS,
+    "310 310p ascend310 ascend310p 300i-pro 300i-duo atlas-300i-pro atlas-300i-duo": _310P_CARDS,
+    "950 ascend950 a5": "Ascend950DT and Ascend950PR differ in memory",
+    "a100 nvidia-a100": "A100-40GB or A100-80GB",
+    "a100-pcie": "A100-PCIe-40GB or A100-PCIe-80GB",
+    "v100 tesla-v100 nvidia-v100": "V100-16GB or V100-32GB",
 }
+_MEANT = {name: choice for names, choice in _FAMILIES.items() for name in names.split()}
 
 
 def find(name: str) -> Chip:
-    """The chip of that name, as torch, npu-smi or nvidia-smi spell it; letter case does not matter."""
+    """The chip that a person named, as torch, npu-smi or nvidia-smi spell it; letter case does not matter."""
+    meant = _MEANT.get(_key(name).replace(" ", "-"))
+    if meant:
+        raise UserError(f"{name!r} does not name one chip ({meant}); give one, `ascendchat doctor` shows yours")
     chip = _BY_NAME.get(_key(name))
     if chip is not None:
         return chip
-    family = _FAMILIES.get(_key(name))
-    if family:
-        raise UserError(f"{name!r} does not name one chip ({family}); give the full name, for example Ascend910B3")
     spelled = {_key(spelling): spelling for c in CHIPS.values() for spelling in (c.name, *c.aliases)}
     near = [spelled[key] for key in difflib.get_close_matches(_key(name), list(spelled), n=3, cutoff=0.6)]
     hint = f"the nearest are {', '.join(near)}" if near else "for example Ascend910B3, Ascend910_9392, H100 or cpu"

@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "explain": (
         "commands:ExplainConfig",
         "doctor.explain:run",
-        "turn an error text into cause, checks and fix",
+        "turn an error text or a symptom into cause, checks and fix",
     ),
     "plan": ("commands:PlanConfig", "plan:run", "parameters, memory, batch, hours and cost of a run"),
     "clean": (

@@ -41,10 +41,10 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Turn an error text into its cause, what to check and the command to run."""
+    """Turn an error text, or what you see ("training hangs"), into its cause, what to check and the command to run."""
 
     log: tuple[str, ...] = option((), words="each")
-    "log files, run folders (all their *.log), or - for standard input (the default)"
+    "log files, run folders (all their *.log), - for standard input (the default), or a symptom in words"
     lang: Literal["en", "zh"] | None = None
     "language of the texts; by default that of the locale"
     json: bool = False

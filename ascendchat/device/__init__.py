@@ -189,7 +189,7 @@ def _import_torch() -> None:
             raise
         raise UserError(load_problem(error, look())) from error
     except ImportError as error:
-        raise UserError(f"PyTorch cannot be imported ({error}); pip install ascendchat") from error
+        raise UserError(f"PyTorch cannot be imported ({error}); `ascendchat doctor` says what to install") from error
 
 
 def describe(device: Device) -> str:

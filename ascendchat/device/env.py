@@ -23,6 +23,7 @@ from ascendchat.device.folklore import Harmful, folklore, visible_problem
 __all__ = ["Harmful", "Outside", "Prepared", "announce", "folklore", "look", "prepare", "requested", "visible_problem"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_npu alone
+INSTALL_NPU = "pip install -e '.[npu]' in your clone of ascendchat"
 SOURCE_CANN = "source /usr/local/Ascend/cann/set_env.sh (or /usr/local/Ascend/ascend-toolkit/set_env.sh)"
 
 NPU_TRAINING = {
@@ -170,7 +171,7 @@ def _npu_expected(asked: str | None, seen: Outside, environ: Mapping[str, str], 
         if seen.nodes:
             warnings.append(
                 f"{len(seen.nodes)} NPU(s) are here ({seen.nodes[0]}) but torch_npu is not installed, so they are not "
-                "used: pip install 'ascendchat[npu]'"
+                f"used: {INSTALL_NPU}"
             )
         return False
     if seen.cann and seen.driver:
@@ -187,7 +188,7 @@ def torch_npu_missing(seen: Outside) -> str:
     found = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci* either"
     return (
         f"no NPU can be used: torch_npu is not installed (found {found}); "
-        "pip install 'ascendchat[npu]', or choose another device, for example --device-type cpu"
+        f"{INSTALL_NPU}, or choose another device, for example --device-type cpu"
     )
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,7 +51,8 @@ class DeviceReading:
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """One process on one device. `pid` is the one visible here: inside a container, the container's."""
+    """One process on one device, as the tool names it. Inside a container `pid` is the container's only where the tool
+    tells it (npu-smi from 26 on); else it is the host's, and here another process may have that number."""
 
     pid: int
     device: int
@@ -130,7 +131,7 @@ def _read_npu(timeout: float) -> Readings | Problem:
     readings = parse_npu_table(text, _logic_ids(locate("npu-smi") or "", timeout))
     if not readings.devices:
         return Problem(f"npu-smi listed no device: {' '.join(text.split())[:200] or 'no output'}", "npu-smi")
-    return replace(readings, processes=[p if p.name else replace(p, name=_comm(p.pid)) for p in readings.processes])
+    return readings
 
 
 @lru_cache(maxsize=8)
@@ -231,11 +232,21 @@ def _process_row(cells: list[str], places: dict[tuple[int, int], int]) -> Proces
     inside = cells[4] if len(cells) > 4 else ""
     memory = _number(cells[3])
     return ProcessReading(
-        pid=int(inside) if inside.isdigit() and int(inside) > 0 else int(cells[1]),
+        pid=_pid_here(int(cells[1]), int(inside)) if inside.isdigit() and int(inside) > 0 else int(cells[1]),
         device=places.get(place, place[0]),
         name=cells[2],
         memory=None if memory is None else int(memory) * MIB,
     )
+
+
+def _pid_here(host: int, inside: int) -> int:
+    """Of the pids that the host and a container have for one process, the one that is valid where we run: on the host
+    the kernel tells that its process `host` is `inside` in its container."""
+    try:
+        known = re.search(r"^NSpid:.*\b(\d+)$", Path(f"/proc/{host}/status").read_text(), re.M)
+    except OSError:
+        return inside
+    return host if known and int(known.group(1)) == inside else inside
 
 
 USAGE_NAMES = {  # ours: the spellings of npu-smi over the years, in lower case
@@ -339,11 +350,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _comm(pid: int) -> str:
-    """Name of a process that npu-smi left blank, when it is one we can see."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""

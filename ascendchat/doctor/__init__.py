@@ -45,6 +45,8 @@ def run(config: DoctorConfig) -> int:
 
 def verdict(machine: Machine, checks: list[Check]) -> tuple[str, str]:
     """(one line that sums up, the next command to type)"""
+    from ascendchat.doctor.checks import plan_flag
+
     failed = [c for c in checks if c.status == "fail"]
     warned = sum(c.status == "warn" for c in checks)
     kind, name, count = machine.choice()
@@ -60,19 +62,7 @@ def verdict(machine: Machine, checks: list[Check]) -> tuple[str, str]:
         return text, f"ascendchat doctor --devices {count}"
     if kind == "cpu":
         return text, "ascendchat plan --depth 4 --chip cpu"
-    return text, "ascendchat plan --depth 12" + (f" --chip '{name}'" if known(name) else "")
-
-
-def known(name: str) -> bool:
-    """Whether the chip table has this name, so that `--chip NAME` works."""
-    from ascendchat.chips import find
-    from ascendchat.config import UserError
-
-    try:
-        find(name)
-    except UserError:
-        return False
-    return True
+    return text, "ascendchat plan --depth 12" + plan_flag(name)
 
 
 def summary(machine: Machine, checks: list[Check]) -> dict[str, Any]:

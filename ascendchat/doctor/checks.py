@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ascendchat.chips import KINDS
-from ascendchat.config import home
+from ascendchat.chips import KINDS, find
+from ascendchat.config import UserError, home
 from ascendchat.device import smi
 from ascendchat.doctor import probe
 from ascendchat.doctor.probe import Probe
@@ -120,6 +121,15 @@ class Machine:
         wanted = self.environ.get("ASCENDCHAT_DEVICE", "")
         kind = wanted if found.get(wanted) else next(k for k in KINDS if found[k])
         return kind, found[kind][0], len(found[kind])
+
+
+def plan_flag(name: str) -> str:
+    """What `ascendchat plan` needs to plan the chip that a driver calls `name`; nothing when its table has none."""
+    try:
+        # Typed by a person, the name of this 2019 chip would mean others; Ascend910A has the same figures.
+        return f" --chip {shlex.quote(find('Ascend910A' if name == 'Ascend910B' else name).name)}"
+    except UserError:
+        return ""
 
 
 def installed() -> dict[str, str]:

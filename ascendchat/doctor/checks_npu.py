@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from ascendchat.chips import KINDS, find
-from ascendchat.config import UserError
-from ascendchat.config.language import translate
+from ascendchat.chips import KINDS, detected
 from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, folklore, visible_problem
-from ascendchat.doctor.checks import Check, Machine, cpu_count
+from ascendchat.doctor.checks import Check, Machine, cpu_count, plan_flag
 from ascendchat.doctor.checks_cann import set_env
 from ascendchat.doctor.probe import last_line
 
@@ -214,13 +212,11 @@ def bf16(m: Machine) -> Check:
         has = bool(m.torch.values.get("cuda_bf16"))
     else:
         name = m.chip_name or name
-        try:
-            has = find(name).bf16
-        except UserError as error:
-            told = m.npu.values.get("bf16") if m.npu else None
-            if told is None:
-                return Check("bf16", "skip", translate(str(error), m.lang))
-            has = bool(told)
+        chip = detected(name, "npu" if m.chip_name else kind, 0)
+        told = m.npu.values.get("bf16") if m.npu else None
+        if not chip.known and told is None:
+            return Check("bf16", "skip", m.say(f"{name} is not in the chip table", f"芯片表中没有 {name}"))
+        has = chip.bf16 if chip.known else bool(told)
     if has:
         return Check("bf16", "ok", m.say(f"{name}: yes", f"{name}：支持"))
     return Check(
@@ -231,7 +227,7 @@ def bf16(m: Machine) -> Check:
             "this chip has no bf16; ascendchat trains in fp16 with loss scaling and converts models saved in bf16",
             "该芯片不支持 bf16；ascendchat 会用 fp16 加损失缩放训练，bf16 模型会被转换",
         ),
-        f"ascendchat plan --chip {name}",
+        f"ascendchat plan{plan_flag(name)}",
     )
 
 

@@ -1,8 +1,9 @@
 """Frees what dead or forgotten runs still hold: `ascendchat clean` lists it, asks per group, and frees what is yours.
 
-Four groups: processes that hold devices (from npu-smi or nvidia-smi), shared memory in /dev/shm whose owner is dead,
-partial downloads under $ASCENDCHAT_HOME, and lock files nobody holds. Never touched: what belongs to another user,
-this process and its ancestors, a file that a live process has open, a pid that was reused since it was listed.
+Four groups: processes that npu-smi or nvidia-smi lists, shared memory in /dev/shm whose owner is dead, partial
+downloads under $ASCENDCHAT_HOME, and lock files nobody holds. Never touched: a process that has no device open itself
+(in a container the tools print pids of the host, which mean other processes here; names prove nothing), what belongs
+to another user, this process and its ancestors, a file that a live process has open.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from ascendchat.config.commands import CleanConfig
 from ascendchat.config.language import language
 from ascendchat.device import smi
 from ascendchat.doctor.checks import gib
+from ascendchat.doctor.proc import alive, ancestors, birth, command_line, open_devices, open_files, owner
 
 HOUR = 3600.0
 SHM = Path("/dev/shm")
@@ -38,6 +41,12 @@ GROUPS = {
     "shared memory": ("shared memory of dead processes", "已退出进程遗留的共享内存"),
     "partial downloads": ("partial files (a download would resume from them)", "未完成的文件（下载可从中续传）"),
     "locks": ("lock files that nobody holds", "无人持有的锁文件"),
+}
+KEPT = {  # why a process is only listed, in English and Chinese
+    "not visible here: it runs in another container or is already gone": "此处不可见：在别的容器中运行，或已经退出",
+    "this process or one that started it": "本进程或启动它的进程",
+    "belongs to another user": "属于其他用户",
+    "another process is meant: the one with this pid here has no device open": "此处该 pid 的进程没有打开设备",
 }
 
 
@@ -66,87 +75,16 @@ class Outcome:
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def birth(pid: int) -> str:
-    """Start time of a live process in clock ticks since boot; "" when it is gone or only waits to be reaped."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()
-    # A main thread that has ended is Z too, while others of its process (fields[17]) still free the device.
-    gone = fields[0] == "X" or (fields[0] == "Z" and int(fields[17]) <= 1)
-    return "" if gone else fields[19]
-
-
-def alive(pid: int) -> bool:
-    """Some process has this pid, whoever owns it."""
-    if Path("/proc/self/stat").exists():
-        return bool(birth(pid))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def ancestors() -> set[int]:
-    """This process, its parent, and so on up to init."""
-    found, pid = set(), os.getpid()
-    while pid > 0 and pid not in found:
-        found.add(pid)
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            pid = os.getppid() if pid == os.getpid() else 0
-    return found
-
-
-def command_line(pid: int) -> str:
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return " ".join(text.split())
-    except OSError:
-        return ""
-
-
-def matches(pid: int, name: str) -> bool:
-    """Whether this pid is the process the vendor tool meant. In a container the tool may print pids of the host, which
-    belong to somebody else here; so the name must agree, or a device file must be open."""
-    try:
-        opened = [os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")]
-        if any(target.startswith(("/dev/davinci", "/dev/nvidia")) for target in opened):
-            return True
-    except OSError:
-        pass  # not ours or gone: the name decides
-    try:
-        here = Path(f"/proc/{pid}/comm").read_text().strip()
-        program = Path(os.readlink(f"/proc/{pid}/exe")).name
-    except OSError:
-        return False
-    # The kernel and npu-smi cut names (15 and 13 characters), so one may be the beginning of the other.
-    return bool(name) and any(own.startswith(name) or name.startswith(own) for own in (here, program) if own)
-
-
-def owner(pid: int) -> int | None:
-    """User id of a process; None when it is gone."""
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
-
-
-def protected(pid: int, name: str, mine: set[int]) -> str:
-    """Why this process must not be ended; "" when it may."""
+def protected(pid: int, mine: set[int]) -> str:
+    """Why this process must not be ended, a key of KEPT; "" when it may."""
     if not alive(pid):
         return "not visible here: it runs in another container or is already gone"
     if pid in mine:
         return "this process or one that started it"
     if owner(pid) != os.getuid():
         return "belongs to another user"
-    if not matches(pid, name):
-        return f"the process with this pid here is not {name or 'the one on the device'}"
+    if not open_devices(pid):
+        return "another process is meant: the one with this pid here has no device open"
     return ""
 
 
@@ -158,7 +96,7 @@ def processes(readings: smi.Readings | smi.Problem) -> list[Item]:
     items = []
     for pid in dict.fromkeys(p.pid for p in readings.processes):
         rows = [p for p in readings.processes if p.pid == pid]
-        keep = protected(pid, rows[0].name, mine)
+        started, keep = birth(pid), protected(pid, mine)
         items.append(
             Item(
                 "processes",
@@ -166,31 +104,51 @@ def processes(readings: smi.Readings | smi.Problem) -> list[Item]:
                 bytes=sum(p.memory or 0 for p in rows),
                 pid=pid,
                 devices=tuple(sorted({p.device for p in rows})),
-                birth=birth(pid),
+                birth=started,
                 keep=keep,
             )
         )
     return items
 
 
+def on_device(item: Item) -> bool:
+    """The process is the one that was listed, and still has a device open."""
+    return bool(item.birth) and birth(item.pid) == item.birth and bool(open_devices(item.pid))
+
+
+def send(item: Item, number: signal.Signals) -> None:
+    """Signal a listed process, unless it has ended or left the device by now."""
+    handle = -1
+    with suppress(AttributeError, OSError):  # a kernel before 5.3 knows only pids
+        handle = os.pidfd_open(item.pid)  # stands for this process even if its pid is given to another one
+    try:
+        if not on_device(item):
+            return
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(item.pid, number)
+    except ProcessLookupError:
+        pass
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
 def end(items: list[Item], grace: float) -> Outcome:
-    """SIGTERM to all, `grace` seconds to stop, then SIGKILL; a pid that was reused meanwhile is left alone."""
+    """SIGTERM to all, `grace` seconds to leave the device, then SIGKILL to those that still have it open."""
     outcome = Outcome()
-    waiting: list[Item] = []
+    waiting = listed = [item for item in items if on_device(item)]
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-        for item in items if number == signal.SIGTERM else list(waiting):
-            if birth(item.pid) != item.birth or not item.birth:
-                continue
+        for item in waiting:
             try:
-                os.kill(item.pid, number)
-            except ProcessLookupError:
-                continue
+                send(item, number)
             except PermissionError as error:
                 outcome.failed.append((item, str(error)))
         refused = {item.pid for item, _ in outcome.failed}
         deadline = time.monotonic() + patience
         while True:
-            waiting = [i for i in items if i.birth and birth(i.pid) == i.birth and i.pid not in refused]
+            waiting = [item for item in waiting if item.pid not in refused and on_device(item)]
             if not waiting or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
@@ -198,7 +156,7 @@ def end(items: list[Item], grace: float) -> Outcome:
             break
     outcome.failed += [(item, "still runs after SIGKILL (waits inside the driver)") for item in waiting]
     stuck = {item.pid for item, _ in outcome.failed}
-    outcome.freed = [item for item in items if item.pid not in stuck]
+    outcome.freed = [item for item in listed if item.pid not in stuck]
     return outcome
 
 
@@ -207,17 +165,7 @@ def end(items: list[Item], grace: float) -> Outcome:
 
 def opened() -> set[str]:
     """Files that live processes we may look into have open or mapped."""
-    found: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            for number in os.listdir(folder / "fd"):
-                found.add(os.readlink(folder / "fd" / number))
-            for line in (folder / "maps").read_text(errors="replace").splitlines():
-                if "/" in line:
-                    found.add(line[line.index("/") :])
-        except OSError:  # gone meanwhile, or somebody else's
-            continue
-    return found
+    return set().union(*(open_files(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")))
 
 
 def size_of(path: Path) -> int:
@@ -347,9 +295,10 @@ def find() -> list[Item]:
     ]
 
 
-def describe(item: Item) -> str:
+def describe(item: Item, lang: str) -> str:
+    keep = KEPT[item.keep] if item.keep and lang == "zh" else item.keep
     where = f"  pid {item.pid} on device {','.join(map(str, item.devices))}: " if item.group == "processes" else "  "
-    return f"{where}{item.what[:100]} ({gib(item.bytes)})" + (f" [{item.keep}]" if item.keep else "")
+    return f"{where}{item.what[:100]} ({gib(item.bytes)})" + (f" [{keep}]" if keep else "")
 
 
 def confirmed(config: CleanConfig, question: str) -> bool:
@@ -381,7 +330,7 @@ def run(config: CleanConfig) -> int:
             continue
         print(f"{titles[lang == 'zh']}: {gib(sum(i.bytes for i in yours))}")
         for item in members:
-            print(describe(item))
+            print(describe(item, lang))
         if config.dry_run or not asking or not yours:
             continue
         if confirmed(config, f"释放 {len(yours)} 项？" if lang == "zh" else f"free {len(yours)}?"):

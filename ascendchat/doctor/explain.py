@@ -1,6 +1,7 @@
-"""From an error text to its cause, what to check and the command to run.
+"""From an error text, or from what a user sees, to its cause, what to check and the command to run.
 
     ascendchat explain LOG...        ascendchat explain --lang zh < LOG        ascendchat explain --json RUN-FOLDER
+    ascendchat explain "training hangs"                                        ascendchat explain 显存不足
 
 The rules stand in explain_rules_*.py; explain_rules.py says how to add one. A log of any size is read in blocks: the
 plain text inside each pattern is looked for first (fast), and the pattern runs only on the lines that hold it.
@@ -13,8 +14,8 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -23,6 +24,7 @@ from ascendchat.config.commands import ExplainConfig
 from ascendchat.config.language import language
 from ascendchat.doctor import (
     explain_rules_codes,
+    explain_rules_cuda,
     explain_rules_driver,
     explain_rules_hccl,
     explain_rules_host,
@@ -34,19 +36,26 @@ from ascendchat.doctor import (
     explain_rules_own,
     explain_rules_ranks,
     explain_rules_speed,
+    explain_rules_torch_npu,
+    explain_rules_training,
 )
 from ascendchat.doctor.explain_rules import CONSEQUENCE, GENERIC, NOTE, SYMPTOM, Rule, literal
+from ascendchat.doctor.explain_symptoms import alike
+from ascendchat.doctor.explain_text import Finding, render
 
 OWN = explain_rules_own.RULE
 # Of two rules that match the same line, the one named first comes first.
 RULES: list[Rule] = [
     *explain_rules_memory.RULES,
     *explain_rules_kernel.RULES,
+    *explain_rules_cuda.RULES,
+    *explain_rules_torch_npu.RULES,
     *explain_rules_import.RULES,
     *explain_rules_driver.RULES,
     *explain_rules_hccl.RULES,
     *explain_rules_ranks.RULES,
     *explain_rules_model.RULES,
+    *explain_rules_training.RULES,
     *explain_rules_speed.RULES,
     *explain_rules_hub.RULES,
     *explain_rules_host.RULES,
@@ -68,23 +77,9 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[-T ]\d\d:\d\d:\d\d")
 # What stands between two attempts of a launcher in one log. The last attempt is the one asked about.
 RESTART = (b"will restart worker group", b"Restarting worker group", b"ascendchat launch: starting again")
+PATH = re.compile(r"^\S*/\S*$|\.(?:log|txt|gz|out|err|json|jsonl)$")  # not there, but meant as a file
+HOLE = re.compile(r"\{\w+\}")
 ATTEMPT = re.compile(r"attempt_(\d+)")  # the folder `ascendchat launch` gives to each attempt
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One explained fault; the first of a list is the likely root cause."""
-
-    rule: str
-    title: str
-    cause: str
-    check: list[str]
-    commands: list[str]
-    line: str
-    count: int
-    line_number: int
-    file: str
-    level: int
 
 
 @dataclass
@@ -209,21 +204,27 @@ def _finding(hit: _Hit, lang: str) -> Finding:
             text = text.replace("{" + name + "}", value)
         return text
 
-    words = hit.rule.text(lang)
-    commands = [fill(command) for command in hit.rule.commands]
+    found = _say(hit.rule, lang, fill)
     if "message" in hit.values:
-        commands += explain_rules_own.quoted_commands(hit.values["message"])
+        found.commands.extend(explain_rules_own.quoted_commands(hit.values["message"]))
+    return replace(found, line=hit.line, count=hit.count, line_number=hit.place[1], file=hit.file)
+
+
+def _say(rule: Rule, lang: str, fill: Callable[[str], str], symptom: str = "") -> Finding:
+    """The words of a rule, as a finding without a place."""
+    words = rule.text(lang)
     return Finding(
-        rule=hit.rule.id,
+        rule=rule.id,
         title=fill(words.title),
         cause=fill(words.cause),
         check=[fill(check) for check in words.check],
-        commands=commands,
-        line=hit.line,
-        count=hit.count,
-        line_number=hit.place[1],
-        file=hit.file,
-        level=hit.rule.level,
+        commands=[fill(command) for command in rule.commands],
+        line="",
+        count=0,
+        line_number=0,
+        file="",
+        level=rule.level,
+        symptom=symptom,
     )
 
 
@@ -250,64 +251,19 @@ def explain(text: str, lang: str = "en") -> list[Finding]:
     return scan.findings(lang)
 
 
-WORDS = {
-    "en": {
-        "head": "What this means:",
-        "seen": "Seen: ",
-        "cause": "Cause:",
-        "check": "Check:",
-        "run": "Run:  ",
-        "line": "line {}",
-        "times": "{} times",
-        "also": "Also in the log, most likely because of the above:",
-        "unknown": "ascendchat does not know this error, so it makes no guess. Where to look next:",
-        "next": [
-            "the first error in the log (not the last): later lines are often only consequences",
-            "on an NPU: the logs of the driver under $HOME/ascend/log/debug/plog (or $ASCEND_PROCESS_LOG_PATH)",
-            "the same command with --npu-debug: every launch blocks, and the traceback shows the true line",
-            "this machine: ascendchat doctor",
-        ],
-    },
-    "zh": {
-        "head": "这是什么意思：",
-        "seen": "位置：",
-        "cause": "原因：",
-        "check": "检查：",
-        "run": "执行：",
-        "line": "第 {} 行",
-        "times": "{} 次",
-        "also": "日志中还有以下内容，很可能由上面的问题引起：",
-        "unknown": "ascendchat 不认识这个错误，因此不作猜测。接下来可以看：",
-        "next": [
-            "日志中的第一个错误（而不是最后一个）：后面的往往只是后果",
-            "在 NPU 上：$HOME/ascend/log/debug/plog（或 $ASCEND_PROCESS_LOG_PATH）下的日志",
-            "加上 --npu-debug 重跑同一命令：每次下发都会同步，调用栈指向真正的行",
-            "检查本机：ascendchat doctor",
-        ],
-    },
-}
+def ask(question: str, lang: str = "en") -> list[Finding]:
+    """What a question means: a known error text in it, else the rules whose symptoms are like it, likeliest first."""
+    found = explain(question, lang)
+    if any(f.level <= CONSEQUENCE for f in found):
+        return found
+    told = [f for f in found if f.level != GENERIC]  # a description that a rule knows word by word
+    likely = [_say(rule, lang, _unfilled, phrase) for rule, phrase in alike(question, RULES)]
+    return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or found
 
 
-def render(findings: list[Finding], lang: str) -> str:
-    """The answer as plain text."""
-    words: dict[str, str] = {key: value for key, value in WORDS[lang].items() if isinstance(value, str)}
-    if not findings:
-        return "\n".join([words["unknown"], *(f"  - {step}" for step in WORDS[lang]["next"])]) + "\n"
-    rooted = findings[0].level <= SYMPTOM
-    whole = [f for f in findings if not (rooted and f.level == CONSEQUENCE) and f.level != GENERIC][:5] or findings[:5]
-    rest = [f for f in findings if f not in whole]
-    lines = [words["head"]]
-    for number, found in enumerate(whole, 1):
-        times = f", {words['times'].format(found.count)}" if found.count > 1 else ""
-        place = f"{found.file}:{found.line_number}" if found.file else words["line"].format(found.line_number)
-        lines += ["", f"{number}. {found.title}  [{found.rule}{times}]"]
-        lines += [f"   {words['seen']} {place}: {found.line}", f"   {words['cause']} {found.cause}"]
-        lines += [f"   {words['check']} {check}" for check in found.check]
-        lines += [f"   {words['run']} {command}" for command in found.commands]
-    if rest:
-        decoded = {f.rule: f" {f.cause}" for f in rest if f.level == GENERIC}
-        lines += ["", words["also"], *(f"  - {f.title}  [{f.rule}]{decoded.get(f.rule, '')}" for f in rest)]
-    return "\n".join(lines) + "\n"
+def _unfilled(text: str) -> str:
+    """A text of a rule without the log that would fill its holes."""
+    return HOLE.sub("…", text)
 
 
 def _write(stream: TextIO, text: str) -> None:
@@ -320,6 +276,13 @@ def print_findings(text: str, stream: TextIO, lang: str | None = None) -> None:
     """Explain an uncaught error under its traceback; says so when it is unknown."""
     lang = language(lang)
     _write(stream, "\n" + render(explain(text, lang), lang))
+
+
+def _question(words: tuple[str, ...]) -> str:
+    """What was asked in words instead of naming logs; "" when a word is a file, or looks like the name of one."""
+    if not words or any(word == "-" or PATH.search(word) or Path(word).exists() for word in words):
+        return ""
+    return " ".join(words)
 
 
 def _logs(words: tuple[str, ...]) -> list[str]:
@@ -335,14 +298,16 @@ def _logs(words: tuple[str, ...]) -> list[str]:
                 raise UserError(f"there is no *.log file in {word}; name the log itself: ascendchat explain FILE")
             found += inside
         else:
-            raise UserError(f"there is no file {word}; give a log, or pipe one in: COMMAND 2>&1 | ascendchat explain")
+            raise UserError(
+                f"there is no file {word}; give a log, pipe one in: COMMAND 2>&1 | ascendchat explain, or say what "
+                'you see: ascendchat explain "training hangs"'
+            )
     return found
 
 
-def run(config: ExplainConfig) -> int:
-    """`ascendchat explain`: 0 when something was recognised, 1 when the text is unknown."""
-    scan, lang = _Scan(), language(config.lang)
-    for name in _logs(config.log):
+def _scan_logs(words: tuple[str, ...], lang: str) -> list[Finding]:
+    scan = _Scan()
+    for name in _logs(words):
         if name == "-":
             if sys.stdin.isatty():
                 print("paste the error text, then press Ctrl-D", file=sys.stderr)
@@ -353,10 +318,16 @@ def run(config: ExplainConfig) -> int:
                 scan.read(stream, name)
         except OSError as error:
             raise UserError(f"cannot read {name}: {error.strerror or error}; check its permissions: ls -l") from None
-    findings = scan.findings(lang)
+    return scan.findings(lang)
+
+
+def run(config: ExplainConfig) -> int:
+    """`ascendchat explain`: 0 when something was recognised, 1 when the text is unknown."""
+    lang, question = language(config.lang), _question(config.log)
+    findings = ask(question, lang) if question else _scan_logs(config.log, lang)
     if config.json:
         answer = {"known": bool(findings), "findings": [asdict(found) for found in findings]}
         _write(sys.stdout, json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
     else:
-        _write(sys.stdout, render(findings, lang))
+        _write(sys.stdout, render(findings, lang, asked=bool(question)))
     return 0 if findings else 1

@@ -15,6 +15,9 @@ tests/unit/explain_samples/ (a test fails until it is there):
 A pattern is a regular expression searched in one line of the log. It must hold a run of plain text outside brackets
 (the scan looks for that text first) and no `|` outside brackets. `{name}` in a text is replaced by the group
 (?P<name>...) of the pattern; every pattern of the rule must then have that group.
+
+`ascendchat explain "训练卡住"` looks for what a user sees instead: the phrases in `symptoms` of both languages, and
+the titles. A few words per phrase are enough; their order and endings do not matter.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Text:
     title: str
     cause: str
     check: list[str] = field(default_factory=list)
+    symptoms: list[str] = field(default_factory=list)  # what a user would say: "training hangs"; see explain_symptoms
 
 
 @dataclass(frozen=True)

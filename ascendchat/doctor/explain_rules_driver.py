@@ -14,29 +14,52 @@ RULES = [
             r"[Nn]o (?:available )?NPU(?: devices?)? (?:is |are |was |were )?(?:found|available|detected)",
             r"NPU is not available",
             r"npu device is not available",
+            r"[Nn]either NPU nor (?:CUDA|GPU) (?:is|are) available",
             r"ASCEND_RT_VISIBLE_DEVICES.{0,60}(?:invalid|not ascending|must be|ascending order)",
         ],
         en=Text(
-            title="The NPUs are there for npu-smi but not for torch",
+            title="torch sees no NPU",
             cause=(
-                "torch sees no device. Usual reasons: ASCEND_RT_VISIBLE_DEVICES is not ascending or has spaces "
-                "(then the count is 0), the driver libraries are not on the path, /dev/davinci* is not mounted, or "
-                "the user is not in the group HwHiAiUser."
+                "Usual reasons: torch_npu is not installed or not imported, CANN's set_env.sh was not sourced, "
+                "ASCEND_RT_VISIBLE_DEVICES is not ascending or has spaces (then the count is 0), the driver libraries "
+                "are not on the path, /dev/davinci* is not mounted, or the user is not in the group HwHiAiUser."
             ),
             check=[
+                "Does `npu-smi info` list the cards? If not, mend the driver or the mounts of the container first.",
                 "ASCEND_RT_VISIBLE_DEVICES must look like 0,1,2,3: ascending, digits and commas only.",
                 "In a container: are /dev/davinci*, /dev/davinci_manager, /dev/devmm_svm and /dev/hisi_hdc present?",
             ],
+            symptoms=[
+                "NPU not found",
+                "no NPU",
+                "cannot see the NPU",
+                "NPU not detected",
+                "NPU not available",
+                "runs on CPU instead of NPU",
+                "wrong number of NPUs",
+            ],
         ),
         zh=Text(
-            title="npu-smi 能看到 NPU，但 torch 看不到",
+            title="torch 看不到 NPU",
             cause=(
-                "torch 没有看到任何设备。常见原因：ASCEND_RT_VISIBLE_DEVICES 不是升序或含有空格（此时数量为 0）；驱"
-                "动库不在路径中；没有挂载 /dev/davinci*；用户不在 HwHiAiUser 组。"
+                "常见原因：没有安装或没有导入 torch_npu；没有 source CANN 的 set_env.sh；ASCEND_RT_VISIBLE_DEVICES "
+                "不是升序或含有空格（此时数量为 0）；驱动库不在路径中；没有挂载 /dev/davinci*；用户不在 HwHiAiUser 组。"
             ),
             check=[
+                "`npu-smi info` 能列出卡吗？不能的话，先解决驱动或容器挂载的问题。",
                 "ASCEND_RT_VISIBLE_DEVICES 必须形如 0,1,2,3：升序，只有数字和逗号。",
                 "容器内：/dev/davinci*、/dev/davinci_manager、/dev/devmm_svm、/dev/hisi_hdc 是否存在？",
+            ],
+            symptoms=[
+                "找不到 NPU",
+                "NPU not found",
+                "没有 NPU",
+                "检测不到 NPU",
+                "识别不到 NPU",
+                "看不到卡",
+                "NPU 不可用",
+                "用了 CPU 没用 NPU",
+                "卡数不对",
             ],
         ),
         commands=[
@@ -68,6 +91,7 @@ RULES = [
                 "Does npu-smi show another process on this device?",
                 "Are the driver/firmware the ones named in the release notes of this CANN?",
             ],
+            symptoms=["device busy", "NPU is in use", "cannot open the device"],
         ),
         zh=Text(
             title="设备无法打开",
@@ -80,6 +104,7 @@ RULES = [
                 "npu-smi 是否显示该设备上有别的进程？",
                 "驱动和固件是否是该 CANN 发行说明中要求的版本？",
             ],
+            symptoms=["设备被占用", "卡被占用", "NPU 被占用", "设备打不开"],
         ),
         commands=[
             "npu-smi info; cat /usr/local/Ascend/driver/version.info",
@@ -108,6 +133,7 @@ RULES = [
                 ),
                 "Which other containers run on this host? Stop the one that holds the device.",
             ],
+            symptoms=["npu-smi fails", "npu-smi does not work in the container", "NPU not found in container"],
         ),
         zh=Text(
             title="npu-smi 无法访问驱动（-8005 / -8020）",
@@ -119,6 +145,7 @@ RULES = [
                 ),
                 "宿主机上还有哪些容器？停掉占用该设备的那个。",
             ],
+            symptoms=["npu-smi 报错", "npu-smi 用不了", "容器里找不到 NPU", "容器看不到卡"],
         ),
         commands=[
             "ls -l /dev/davinci* /dev/hisi_hdc /usr/local/dcmi /usr/local/Ascend/driver/lib64",
@@ -143,6 +170,7 @@ RULES = [
             check=[
                 "Does `id` list HwHiAiUser? A new group counts only after logging in again.",
             ],
+            symptoms=["no permission for the NPU", "NPU only works as root"],
         ),
         zh=Text(
             title="没有使用 NPU 的权限",
@@ -150,6 +178,7 @@ RULES = [
             check=[
                 "`id` 的输出里有 HwHiAiUser 吗？加入新组后要重新登录才生效。",
             ],
+            symptoms=["NPU 没有权限", "没有权限使用 NPU", "只有 root 能用 NPU"],
         ),
         commands=[
             "ls -l /dev/davinci*; id",
@@ -175,6 +204,7 @@ RULES = [
                     "on the host, not in the image."
                 ),
             ],
+            symptoms=["wrong driver version", "driver does not match CANN"],
         ),
         zh=Text(
             title="驱动、固件与 CANN 不配套",
@@ -182,6 +212,7 @@ RULES = [
             check=[
                 "对照所用 CANN 的发行说明检查驱动版本；驱动在宿主机上，不在镜像里。",
             ],
+            symptoms=["驱动版本不匹配", "驱动不配套", "固件版本不匹配"],
         ),
         commands=[
             "cat /usr/local/Ascend/driver/version.info; npu-smi info -t board -i 0",

@@ -22,6 +22,7 @@ RULES = [
                 "Does npu-smi list processes from an earlier run? End them and wait ten seconds.",
                 "One rank per NPU. If two must share one (RL on the same card), set HCCL_NPU_SOCKET_PORT_RANGE=auto.",
             ],
+            symptoms=["stale process on the NPU", "second run fails to start"],
         ),
         zh=Text(
             title="仍有进程在用这块 NPU 通信（EJ0001）",
@@ -30,6 +31,7 @@ RULES = [
                 "npu-smi 是否列出了上次运行的进程？结束它们并等待十秒。",
                 "每块 NPU 一个 rank。如果必须共用（同卡 RL），设置 HCCL_NPU_SOCKET_PORT_RANGE=auto。",
             ],
+            symptoms=["残留进程", "第二次启动失败"],
         ),
         commands=[
             "npu-smi info; ascendchat clean",
@@ -58,6 +60,7 @@ RULES = [
                     "switch must be equal on all."
                 ),
             ],
+            symptoms=["ranks cannot connect", "multi-node does not start", "HCCL connection timeout"],
         ),
         zh=Text(
             title="HCCL：有的 rank 一直没有连上（EI0006）",
@@ -69,6 +72,7 @@ RULES = [
                 "第一次集合通信之前，是否有只在 rank 0 上做的慢操作（下载、分词）？",
                 "多机：所有节点的 HCCL_SOCKET_IFNAME 要指向同一块存在的网卡；TLS 开关要一致。",
             ],
+            symptoms=["多机连不上", "多机训练起不来", "HCCL 连接超时"],
         ),
         commands=[
             "grep -L EI0006 ~/ascend/log/debug/plog/*.log",
@@ -170,6 +174,7 @@ RULES = [
                 "Do all ranks run the same number of steps and the same collectives?",
                 "Raise HCCL_EXEC_TIMEOUT only when the wait is legitimate.",
             ],
+            symptoms=["training hangs", "communication timeout", "HCCL timeout", "rank waits"],
         ),
         zh=Text(
             title="集合通信在等一个没有到来的 rank(EI0002)",
@@ -182,9 +187,46 @@ RULES = [
                 "所有 rank 的步数和通信序列是否相同？",
                 "只有在等待确实合理时才增大 HCCL_EXEC_TIMEOUT。",
             ],
+            symptoms=["训练卡住", "通信超时", "HCCL 超时", "多卡卡住"],
         ),
         commands=[
             'grep -rnE "Cluster Exception Location|HeartbeatAbnormal" ~/ascend/log/debug/plog | tail -5',
+        ],
+    ),
+    Rule(
+        id="hccl-if-ip",
+        level=CAUSE,
+        patterns=[
+            r"HCCL_IF_IP\b.{0,160}(?:invalid|[Ff]ail|[Ee]rror|not |mismatch|inconsistent)",
+            r"(?:[Ii]nvalid|[Ff]ailed|EI0001|cannot|can't).{0,160}HCCL_IF_IP\b",
+        ],
+        en=Text(
+            title="HCCL_IF_IP does not name an address of this machine",
+            cause=(
+                "HCCL_IF_IP must be the address of a network card of the very machine it is set on, so it differs "
+                "from node to node. It wins over HCCL_SOCKET_IFNAME; one value copied to all nodes fails."
+            ),
+            check=[
+                "Does `ip -br addr` show this address here, and can the other nodes reach it?",
+                "Simpler: unset it and name the card, which is the same on all nodes, in HCCL_SOCKET_IFNAME.",
+            ],
+            symptoms=["HCCL_IF_IP", "wrong network card", "HCCL uses the wrong network"],
+        ),
+        zh=Text(
+            title="HCCL_IF_IP 不是本机的地址",
+            cause=(
+                "HCCL_IF_IP 必须是设置它的那台机器自己网卡的地址，因此每个节点各不相同。它优先于 "
+                "HCCL_SOCKET_IFNAME；把同一个值拷到所有节点就会失败。"
+            ),
+            check=[
+                "`ip -br addr` 在本机能看到这个地址吗？其他节点能连上它吗？",
+                "更简单：取消它，改用 HCCL_SOCKET_IFNAME 指定网卡名（各节点相同）。",
+            ],
+            symptoms=["HCCL_IF_IP", "网卡选错", "HCCL 网卡"],
+        ),
+        commands=[
+            'ip -br addr; echo "[$HCCL_IF_IP]"',
+            "unset HCCL_IF_IP; export HCCL_SOCKET_IFNAME==eth0   # the name of your network card; `=` means exactly",
         ],
     ),
     Rule(

@@ -23,6 +23,7 @@ RULES = [
                 "Which folder: data, checkpoints, or /tmp? Also look at inodes and quotas.",
                 "Keep fewer checkpoints, or set ASCENDCHAT_HOME to a larger disk.",
             ],
+            symptoms=["disk full", "no space"],
         ),
         zh=Text(
             title="磁盘已满",
@@ -31,6 +32,7 @@ RULES = [
                 "是哪个目录：数据、检查点还是 /tmp？也要看 inode 和配额。",
                 "少保留几个检查点，或把 ASCENDCHAT_HOME 指向更大的磁盘。",
             ],
+            symptoms=["磁盘满了", "磁盘空间不足", "空间不够"],
         ),
         commands=[
             "df -h . /tmp ~; df -i . ~; du -sh ~/.cache/ascendchat/*",
@@ -50,6 +52,7 @@ RULES = [
             check=[
                 "What does `ulimit -n` say in the shell that starts the run? 65536 is comfortable.",
             ],
+            symptoms=["too many files"],
         ),
         zh=Text(
             title="打开的文件太多",
@@ -57,6 +60,7 @@ RULES = [
             check=[
                 "启动任务的 shell 里 `ulimit -n` 是多少？65536 比较合适。",
             ],
+            symptoms=["文件句柄不足", "打开文件过多"],
         ),
         commands=[
             "ulimit -n 65536",
@@ -82,6 +86,7 @@ RULES = [
                 ),
                 "Are files of dead runs left there?",
             ],
+            symptoms=["shared memory too small", "bus error", "container crashes in the loader"],
         ),
         zh=Text(
             title="共享内存（/dev/shm）太小",
@@ -93,6 +98,7 @@ RULES = [
                 ),
                 "那里是否留有异常退出的任务的文件？",
             ],
+            symptoms=["共享内存不足", "共享内存太小", "shm 不足"],
         ),
         commands=[
             "df -h /dev/shm; ls -la /dev/shm | head",
@@ -148,6 +154,7 @@ RULES = [
             check=[
                 "Run again with PYTHONFAULTHANDLER=1: it prints the Python line.",
             ],
+            symptoms=["crash", "core dump", "segfault"],
         ),
         zh=Text(
             title="本地代码崩溃（段错误）",
@@ -155,6 +162,7 @@ RULES = [
             check=[
                 "用 PYTHONFAULTHANDLER=1 重跑：会打印出 Python 行。",
             ],
+            symptoms=["段错误", "程序崩溃", "核心转储"],
         ),
         commands=[
             "export PYTHONFAULTHANDLER=1",
@@ -179,6 +187,7 @@ RULES = [
                 "Who owns the path in the message?",
                 "Point ASCENDCHAT_HOME to a folder of your own.",
             ],
+            symptoms=["permission denied", "cannot write"],
         ),
         zh=Text(
             title="没有读写文件的权限",
@@ -187,6 +196,7 @@ RULES = [
                 "报错中的路径属于谁？",
                 "把 ASCENDCHAT_HOME 指向自己的目录。",
             ],
+            symptoms=["没有权限", "权限不足", "不能写文件"],
         ),
         commands=[
             "id; ls -ld ~/.cache/ascendchat",
@@ -208,6 +218,7 @@ RULES = [
             check=[
                 "Is the path spelt right, and is ASCENDCHAT_HOME the same as in the earlier step?",
             ],
+            symptoms=["file not found"],
         ),
         zh=Text(
             title="文件不存在：{path}",
@@ -215,6 +226,7 @@ RULES = [
             check=[
                 "路径是否正确？ASCENDCHAT_HOME 与前一步是否相同？",
             ],
+            symptoms=["找不到文件", "文件不存在"],
         ),
         commands=[
             'echo "$ASCENDCHAT_HOME"; ls ~/.cache/ascendchat',

@@ -25,6 +25,7 @@ RULES = [
                 "Can this machine reach the site at all? Set a mirror (HF_ENDPOINT) or a proxy (https_proxy).",
                 "No internet: download on another machine and copy $ASCENDCHAT_HOME over.",
             ],
+            symptoms=["download fails", "cannot download", "slow download", "no internet", "download timeout"],
         ),
         zh=Text(
             title="无法连接下载站点",
@@ -33,6 +34,7 @@ RULES = [
                 "本机到底能不能访问该站点？可设置镜像（HF_ENDPOINT）或代理（https_proxy）。",
                 "没有外网：在另一台机器下载，再把 $ASCENDCHAT_HOME 拷过来。",
             ],
+            symptoms=["下载失败", "下载不了", "下载慢", "没有网络", "连不上 huggingface"],
         ),
         commands=[
             "export HF_ENDPOINT=https://hf-mirror.com HF_HUB_DOWNLOAD_TIMEOUT=300",
@@ -54,6 +56,7 @@ RULES = [
             check=[
                 "Is the date right? Does the proxy need its own certificate? Name it in SSL_CERT_FILE.",
             ],
+            symptoms=["certificate error", "SSL error"],
         ),
         zh=Text(
             title="安全连接被拒绝（证书问题）",
@@ -61,6 +64,7 @@ RULES = [
             check=[
                 "系统日期是否正确？代理是否需要自己的证书？用 SSL_CERT_FILE 指定。",
             ],
+            symptoms=["证书错误", "SSL 错误"],
         ),
         commands=[
             "date; pip install --upgrade certifi",
@@ -88,6 +92,7 @@ RULES = [
                 "Is the name spelt as on the site (owner/name)? Does the mirror carry it?",
                 "Accept the licence on its page, then give a token.",
             ],
+            symptoms=["access denied", "model needs permission", "download 404"],
         ),
         zh=Text(
             title="仓库不存在或需要授权（401 / 403 / 404）",
@@ -96,6 +101,7 @@ RULES = [
                 "名字是否与网站一致（owner/name）？镜像上是否有？",
                 "在其页面接受许可，然后设置令牌。",
             ],
+            symptoms=["没有权限下载", "模型需要授权"],
         ),
         commands=[
             "export HF_TOKEN=...   # a token with read access",
@@ -118,6 +124,7 @@ RULES = [
                 "A download: delete it and fetch again. A checkpoint: go back to the one before it.",
                 "Does it happen again on the same disk? Then look at the disk.",
             ],
+            symptoms=["file damaged", "download corrupt"],
         ),
         zh=Text(
             title="文件内容与校验和不符",
@@ -126,6 +133,7 @@ RULES = [
                 "下载的文件：删除后重新下载。检查点：回退到前一个。",
                 "同一磁盘上是否反复出现？若是，检查磁盘。",
             ],
+            symptoms=["文件损坏", "校验失败", "下载的文件不对"],
         ),
         commands=[
             "ascendchat data verify",

@@ -24,6 +24,7 @@ RULES = [
                 "Is ASCEND_HOME_PATH set in the shell (or service file, or container) that starts the run?",
                 "Without root, CANN lives under ~/Ascend instead of /usr/local/Ascend.",
             ],
+            symptoms=["CANN not found", "CANN not loaded", "cannot import torch_npu"],
         ),
         zh=Text(
             title="CANN 没有加载：找不到 {lib}",
@@ -34,6 +35,7 @@ RULES = [
                 "启动任务的 shell（或服务、容器）里是否设置了 ASCEND_HOME_PATH？",
                 "非 root 安装时，CANN 在 ~/Ascend 下，而不在 /usr/local/Ascend 下。",
             ],
+            symptoms=["找不到 CANN", "CANN 没有加载", "没有 source set_env"],
         ),
         commands=[
             "source /usr/local/Ascend/cann/set_env.sh || source /usr/local/Ascend/ascend-toolkit/set_env.sh",
@@ -120,6 +122,7 @@ RULES = [
                 "Do torch and torch_npu show the same major.minor.patch?",
                 "Was torch upgraded by another package after torch_npu was installed?",
             ],
+            symptoms=["torch and torch_npu do not match", "wrong version"],
         ),
         zh=Text(
             title="两个软件包版本不配套：{lib} 中有未定义符号",
@@ -131,6 +134,7 @@ RULES = [
                 "torch 与 torch_npu 的 主.次.修订 版本号是否相同？",
                 "安装 torch_npu 之后，torch 是否被别的软件包升级过？",
             ],
+            symptoms=["版本不匹配", "版本不配套", "torch 和 torch_npu 版本"],
         ),
         commands=[
             'pip list | grep -iE "^(torch|torch.npu|torchvision|triton)"',
@@ -156,6 +160,7 @@ RULES = [
                 ),
                 "To work on the CPU only, switch the automatic loading off.",
             ],
+            symptoms=["import torch fails"],
         ),
         zh=Text(
             title="`import torch` 失败，因为 torch_npu 无法加载",
@@ -167,6 +172,7 @@ RULES = [
                 "若上方是某个 lib*.so 的 ImportError，说明没有加载 CANN；若是 undefined symbol，说明版本不配套。",
                 "如果只想用 CPU，可以关闭自动加载。",
             ],
+            symptoms=["import torch 报错", "导入 torch 失败"],
         ),
         commands=[
             "source /usr/local/Ascend/cann/set_env.sh || source /usr/local/Ascend/ascend-toolkit/set_env.sh",
@@ -273,34 +279,43 @@ RULES = [
         id="missing-package",
         level=CAUSE,
         patterns=[
-            r"(?:ModuleNotFoundError|ImportError): No module named '(?P<module>[\w.]+)'",
+            r"(?:ModuleNotFoundError|ImportError): No module named '(?!torch_npu\b|flash_attn\b)(?P<module>[\w.]+)'",
             r"(?P<module>transformers|peft|accelerate|safetensors) (?:is|was) not (?:installed|found)",
         ],
         en=Text(
             title="The Python package {module} is not installed in this environment",
             cause=(
                 "The program that runs is another Python than the one the package was installed into, or the "
-                "optional part of ascendchat that needs it was not installed."
+                "package was never installed. The name of a module and of its package can differ (yaml: PyYAML)."
             ),
             check=[
                 "Does `which python` point into the environment you expect?",
                 (
-                    "transformers, peft and accelerate come with the extra `hf`; torch_npu and CANN's Python needs "
-                    "with `npu`."
+                    "In your clone of ascendchat: `pip install -e .` brings what it needs itself, "
+                    "`pip install -e '.[hf]'` transformers, peft and accelerate, `pip install -e '.[track]'` "
+                    "TensorBoard, SwanLab and W&B."
                 ),
             ],
+            symptoms=["module not found", "package missing", "import error"],
         ),
         zh=Text(
             title="当前环境没有安装 Python 包 {module}",
-            cause="运行程序的 Python 与安装该包的 Python 不是同一个，或者没有安装 ascendchat 中需要它的可选部分。",
+            cause=(
+                "运行程序的 Python 与安装该包的 Python 不是同一个，或者根本没有安装。模块名与包名可能不同（yaml 对应 "
+                "PyYAML）。"
+            ),
             check=[
                 "`which python` 指向的是你想用的环境吗？",
-                "transformers、peft、accelerate 属于可选项 `hf`;torch_npu 及 CANN 的 Python 依赖属于 `npu`。",
+                (
+                    "在 ascendchat 的克隆目录里：`pip install -e .` 装它自身需要的包，`pip install -e '.[hf]'` 装 "
+                    "transformers、peft、accelerate，`pip install -e '.[track]'` 装 TensorBoard、SwanLab、W&B。"
+                ),
             ],
+            symptoms=["缺少包", "找不到模块", "导入失败"],
         ),
         commands=[
             "which python; python -m pip list",
-            'pip install "ascendchat[hf]"',
+            "python -m pip install {module}   # or one of the lines above",
         ],
     ),
     Rule(

@@ -114,11 +114,9 @@ RULES = [
                 "`Ascend910B` without a digit is the old chip)."
             ),
             check=[
-                (
-                    "Use fp16 with torch_npu's own GradScaler, or fp32; ascendchat chooses this when --dtype is "
-                    "not given."
-                ),
+                "Use fp16 with torch_npu's own GradScaler, or fp32; ascendchat does unless ASCENDCHAT_DTYPE is bf16.",
             ],
+            symptoms=["bf16 not supported", "which dtype"],
         ),
         zh=Text(
             title="该芯片不支持 bf16",
@@ -127,8 +125,9 @@ RULES = [
                 "`Ascend910B` 是老芯片）。"
             ),
             check=[
-                "用 fp16 加 torch_npu 自带的 GradScaler，或用 fp32；不指定 --dtype 时 ascendchat 会自动选择。",
+                "用 fp16 加 torch_npu 自带的 GradScaler，或 fp32；ascendchat 自动选择（除非 ASCENDCHAT_DTYPE=bf16）。",
             ],
+            symptoms=["不支持 bf16", "bf16 报错"],
         ),
         commands=[
             'python -c "import torch, torch_npu; print(torch.npu.get_device_name(), torch.npu.is_bf16_supported())"',
@@ -171,6 +170,7 @@ RULES = [
                     "matches the driver."
                 ),
             ],
+            symptoms=["aicore error", "operator fails on the NPU", "kernel crash"],
         ),
         zh=Text(
             title="NPU 上的算子执行异常（aicore / vector core / aicpu）",
@@ -183,6 +183,7 @@ RULES = [
                 "所有 token id 是否都在 [0, vocab_size) 内，标签是否在其内或等于忽略值？",
                 'plog 中 "fault kernel_name=" 一行给出算子名。310P 上还要检查固件与驱动是否配套。',
             ],
+            symptoms=["aicore 报错", "算子报错", "算子执行失败"],
         ),
         commands=[
             "ascendchat COMMAND --npu-debug   # your command again, blocking and verbose",
@@ -250,6 +251,7 @@ RULES = [
                 ),
                 "On later chips remove INF_NAN_MODE_ENABLE=0 and INF_NAN_MODE_FORCE_DISABLE=1.",
             ],
+            symptoms=["overflow on 910A", "loss diverges in fp16"],
         ),
         zh=Text(
             title="溢出被掩盖：NPU 处于饱和模式",
@@ -261,6 +263,7 @@ RULES = [
                 "在 910A/310P 上使用 torch_npu.npu.amp.GradScaler（读取硬件溢出标志），且优化器不要用 fused。",
                 "在之后的芯片上去掉 INF_NAN_MODE_ENABLE=0 和 INF_NAN_MODE_FORCE_DISABLE=1。",
             ],
+            symptoms=["fp16 溢出", "910A 溢出"],
         ),
         commands=[
             "unset INF_NAN_MODE_ENABLE INF_NAN_MODE_FORCE_DISABLE",
@@ -320,6 +323,7 @@ RULES = [
                     "from the last checkpoint."
                 ),
             ],
+            symptoms=["broken card", "ECC error", "hardware fault"],
         ),
         zh=Text(
             title="NPU 报告硬件故障（显存或 ECC），或任务被强制停止",
@@ -327,74 +331,11 @@ RULES = [
             check=[
                 "这张卡的 ECC 计数是否增长？停用它，在其他卡上从最近的检查点继续。",
             ],
+            symptoms=["卡坏了", "硬件故障", "ECC 错误"],
         ),
         commands=[
             "for i in 0 1 2 3 4 5 6 7; do npu-smi info -t ecc -i $i; done",
             "npu-smi info -t health -i 0",
-        ],
-    ),
-    Rule(
-        id="cuda-assert",
-        level=CAUSE,
-        patterns=[
-            r"device-side assert triggered",
-            r"Assertion `[^`]*(?:srcIndex < srcSelectDimSize|t >= 0 && t < n_classes|index out of bounds)",
-        ],
-        en=Text(
-            title="A GPU kernel was given an index out of range",
-            cause=(
-                "A token id or a target lies outside the vocabulary. The launch is asynchronous, so the Python "
-                "line shown is not the guilty one."
-            ),
-            check=[
-                "Does the tokenizer belong to this model (same vocabulary size)?",
-                "Run again with CUDA_LAUNCH_BLOCKING=1, or once on the CPU, to see the true line.",
-            ],
-        ),
-        zh=Text(
-            title="GPU 算子收到了越界的索引",
-            cause="某个 token id 或标签超出词表。算子是异步下发的，所以显示的 Python 行不是真正出错的地方。",
-            check=[
-                "分词器与模型是否配套（词表大小相同）？",
-                "用 CUDA_LAUNCH_BLOCKING=1 重跑，或在 CPU 上跑一次，可以看到真正的行。",
-            ],
-        ),
-        commands=[
-            "export CUDA_LAUNCH_BLOCKING=1   # then your command again",
-        ],
-    ),
-    Rule(
-        id="cuda-fault",
-        level=SYMPTOM,
-        patterns=[
-            r"CUBLAS_STATUS_(?:EXECUTION_FAILED|NOT_INITIALIZED|INVALID_VALUE|INTERNAL_ERROR|NOT_SUPPORTED)",
-            r"CUDA error: an illegal memory access was encountered",
-            r"CUDA error: unspecified launch failure",
-            r"CUDNN_STATUS_\w+",
-            r"no kernel image is available for execution on the device",
-        ],
-        en=Text(
-            title="A CUDA library call failed",
-            cause=(
-                "Often a late sign of something earlier: an index out of range, memory used up, or a torch build "
-                'that does not know this GPU ("no kernel image").'
-            ),
-            check=[
-                "Is there an assert or an out-of-memory line above? That is the cause.",
-                "Run again with CUDA_LAUNCH_BLOCKING=1 to see the true line.",
-            ],
-        ),
-        zh=Text(
-            title="CUDA 库调用失败",
-            cause='往往是更早问题的后果：索引越界、显存用尽，或者 torch 的版本不支持这种 GPU("no kernel image")。',
-            check=[
-                "上方是否有 assert 或显存不足？那才是原因。",
-                "用 CUDA_LAUNCH_BLOCKING=1 重跑以看到真正的行。",
-            ],
-        ),
-        commands=[
-            "export CUDA_LAUNCH_BLOCKING=1   # then your command again",
-            'nvidia-smi; python -c "import torch; print(torch.version.cuda, torch.cuda.get_arch_list())"',
         ],
     ),
 ]

@@ -33,6 +33,7 @@ RULES = [
                     "instead of 2 lowers the peak."
                 ),
             ],
+            symptoms=["out of memory", "oom", "NPU memory full", "not enough device memory"],
         ),
         zh=Text(
             title="NPU 显存不足",
@@ -48,6 +49,7 @@ RULES = [
                     "低峰值。"
                 ),
             ],
+            symptoms=["显存不足", "显存不够", "爆显存", "显存溢出", "NPU 内存不足", "oom"],
         ),
         commands=[
             "ascendchat plan --help   # what fits: give --depth, --chip and --devices",
@@ -73,6 +75,7 @@ RULES = [
                 "How many process groups does the program make? Each one costs 400 MB by default.",
                 "Make the batch smaller, or the buffers: HCCL_BUFFSIZE=100, P2P_HCCL_BUFFSIZE=0.",
             ],
+            symptoms=["HCCL out of memory", "communication buffers out of memory"],
         ),
         zh=Text(
             title="NPU 显存不够分配 HCCL 缓冲",
@@ -81,6 +84,7 @@ RULES = [
                 "程序建立了多少个通信组？默认每个约占 400 MB。",
                 "减小批量，或减小缓冲：HCCL_BUFFSIZE=100,P2P_HCCL_BUFFSIZE=0。",
             ],
+            symptoms=["通信显存不足", "HCCL 显存不足"],
         ),
         commands=[
             "export HCCL_BUFFSIZE=100 P2P_HCCL_BUFFSIZE=0",
@@ -102,6 +106,7 @@ RULES = [
                 "Halve --device-batch-size; the total batch stays the same by accumulation.",
                 "Does nvidia-smi show another process?",
             ],
+            symptoms=["out of memory", "oom", "GPU memory full", "not enough device memory"],
         ),
         zh=Text(
             title="GPU 显存不足",
@@ -110,6 +115,7 @@ RULES = [
                 "把 --device-batch-size 减半；梯度累积会保持总批量不变。",
                 "nvidia-smi 是否显示别的进程？",
             ],
+            symptoms=["显存不足", "显存不够", "爆显存", "GPU 显存不足", "GPU 显存不够", "oom"],
         ),
         commands=[
             "nvidia-smi; ascendchat clean",
@@ -128,6 +134,7 @@ RULES = [
             check=[
                 "Halve --device-batch-size or --max-seq-len; close other programs.",
             ],
+            symptoms=["out of memory", "Mac out of memory"],
         ),
         zh=Text(
             title="Mac 的 GPU(MPS)内存不足",
@@ -135,6 +142,7 @@ RULES = [
             check=[
                 "把 --device-batch-size 或 --max-seq-len 减半；关闭其他程序。",
             ],
+            symptoms=["Mac 内存不足", "Mac 显存不足"],
         ),
         commands=[
             "ascendchat plan --help",
@@ -165,6 +173,7 @@ RULES = [
                 "What does the kernel log say, and what is the memory limit of the container?",
                 "Fewer loader workers, a smaller batch, fewer processes per host.",
             ],
+            symptoms=["out of memory", "not enough RAM", "host memory full", "memory leak"],
         ),
         zh=Text(
             title="主机内存不足",
@@ -176,6 +185,7 @@ RULES = [
                 "内核日志怎么说？容器的内存上限是多少？",
                 "减少数据加载进程、减小批量、减少每台主机的进程数。",
             ],
+            symptoms=["内存不足", "主机内存不足", "内存不够", "内存泄漏"],
         ),
         commands=[
             'free -g; dmesg -T | grep -iE "killed process|oom" | tail -3',
@@ -200,6 +210,7 @@ RULES = [
             check=[
                 "Does the kernel log name the process? Did the job reach a time or memory limit?",
             ],
+            symptoms=["process killed", "program disappears", "killed without an error"],
         ),
         zh=Text(
             title="进程被外部强制终止（信号 9）",
@@ -207,6 +218,7 @@ RULES = [
             check=[
                 "内核日志里有这个进程吗？作业是否到了时间或内存上限？",
             ],
+            symptoms=["进程被杀", "进程消失", "程序莫名退出"],
         ),
         commands=[
             'dmesg -T | grep -iE "killed process|oom" | tail -3; free -g',

@@ -24,6 +24,7 @@ RULES = [
                 "Is the vocabulary size of the tokenizer not larger than that of the model?",
                 "Was the data prepared with this tokenizer?",
             ],
+            symptoms=["index out of range", "token id too large", "vocabulary size does not match"],
         ),
         zh=Text(
             title="token id 或索引超出范围",
@@ -32,6 +33,7 @@ RULES = [
                 "分词器的词表大小是否不超过模型的词表大小？",
                 "数据是否用当前分词器处理？",
             ],
+            symptoms=["索引越界", "词表大小不匹配", "token 越界"],
         ),
         commands=[
             "ascendchat data verify",
@@ -58,6 +60,7 @@ RULES = [
                 "Is the checkpoint of the same --depth and tokenizer? The saved config lies in the run folder.",
                 "The message gives both shapes: which of them is the one you expect?",
             ],
+            symptoms=["shapes do not match", "cannot load the checkpoint", "size mismatch"],
         ),
         zh=Text(
             title="张量形状不匹配",
@@ -66,6 +69,7 @@ RULES = [
                 "检查点的 --depth 和分词器是否相同？保存的配置在运行目录里。",
                 "报错给出了两个形状：哪一个是你预期的？",
             ],
+            symptoms=["形状不匹配", "加载不了权重", "加载不了检查点"],
         ),
         commands=[
             "ls $ASCENDCHAT_HOME/runs 2>/dev/null || ls ~/.cache/ascendchat/runs",
@@ -91,6 +95,7 @@ RULES = [
                 "Compare one batch with plain attention on the CPU.",
                 "Is the kernel named at the start of the run the one you expect?",
             ],
+            symptoms=["attention wrong", "attention mask wrong"],
         ),
         zh=Text(
             title="注意力掩码与其模式不一致",
@@ -103,6 +108,7 @@ RULES = [
                 "取一个批次，与 CPU 上的普通注意力比较结果。",
                 "启动时打印的注意力实现是否是你想要的？",
             ],
+            symptoms=["注意力不对", "掩码不对"],
         ),
         commands=[
             "ascendchat doctor",
@@ -117,8 +123,8 @@ RULES = [
             r"""(?<!best )(?<!min )(?<!lowest )(?:\bloss)["']?\s*[:= ]\s*["']?NaN\b""",
             r"""(?<!best )(?<!min )(?<!lowest )(?:\bloss)["']?\s*[:= ]\s*["']?-?inf\b""",
             r"""(?<!best )(?<!min )(?<!lowest )(?:\bloss)["']?\s*[:= ]\s*["']?-?Infinity\b""",
-            r"(?:oss|rad\w*).{0,30}(?:is|was|became|contains) (?:a )?NaN\b",
-            r"(?:oss|rad\w*).{0,30}(?:is|was|became|contains) (?:a )?nan\b",
+            r"(?:oss(?! of step \d)|rad\w*).{0,30}(?:is|was|became|contains) (?:a )?NaN\b",
+            r"(?:oss(?! of step \d)|rad\w*).{0,30}(?:is|was|became|contains) (?:a )?nan\b",
             r"(?:oss|rad\w*).{0,40}non-finite",
             r"(?:oss|rad\w*).{0,40}not finite",
             r"Function '\w+' returned nan values",
@@ -139,6 +145,7 @@ RULES = [
                 ),
                 "Is every row left with at least one target?",
             ],
+            symptoms=["loss nan", "loss is nan", "loss inf", "gradient nan"],
         ),
         zh=Text(
             title="loss（或梯度）变成 NaN 或无穷大",
@@ -151,6 +158,7 @@ RULES = [
                 "同一步在 CPU 上用 fp32 跑，loss 是否正常？正常则是精度问题；不正常则是数据或学习率问题。",
                 "每一行是否至少有一个有效标签？",
             ],
+            symptoms=["loss nan", "loss 变成 nan", "loss 为 nan", "loss 是 nan", "出现 nan"],
         ),
         commands=[
             "ascendchat doctor",
@@ -177,6 +185,7 @@ RULES = [
                 ),
                 "Same dtype, same kernels, deterministic order on both sides.",
             ],
+            symptoms=["rollout and training disagree"],
         ),
         zh=Text(
             title="RL：采样与训练的对数概率不一致",
@@ -185,6 +194,7 @@ RULES = [
                 "第一次更新之前就有差距吗？若有则是数值问题；若更新之后才增大，则是权重同步问题。",
                 "两侧使用相同的数据类型、相同的算子和确定的求和顺序。",
             ],
+            symptoms=["采样和训练不一致"],
         ),
         commands=[
             (
@@ -279,6 +289,7 @@ RULES = [
                 "Is the file only a few hundred bytes long? Then it is a pointer: download again.",
                 "Train it again, or delete it and fetch it again.",
             ],
+            symptoms=["tokenizer cannot be loaded", "tokenizer damaged"],
         ),
         zh=Text(
             title="分词器文件已损坏",
@@ -287,6 +298,7 @@ RULES = [
                 "文件是否只有几百字节？若是，它只是指针：请重新下载。",
                 "重新训练，或删除后重新下载。",
             ],
+            symptoms=["分词器加载失败", "分词器损坏"],
         ),
         commands=[
             "ls -l ~/.cache/ascendchat/tokenizer",

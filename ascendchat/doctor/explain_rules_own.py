@@ -11,13 +11,16 @@ RULE = Rule(
     id="own-error",
     level=CAUSE,
     patterns=[
-        # what the launcher says while all is well, or about a rank whose own log holds the reason, is no error
+        # What the launcher says while all is well, or about a rank whose own log holds the reason, is no error; that
+        # the loss diverged has a rule of its own.
         (
             r"^(?:\[[^\]]{1,40}\]:? ?)?ascendchat [a-z][a-z-]*(?: [a-z][a-z-]*)?: "
-            r"(?!stopped\b|\d+ process|card \d|starting again|rank \d+ (?:failed|was killed)|the port of the rend)"
+            r"(?!stopped\b|\d+ process|card \d|starting again|rank \d+ (?:failed|was killed)|the port of the rend|"
+            r"the loss of step \d)"
             r"(?P<message>\S.*)"
         ),
-        r"\bascendchat\.[\w.]+\.(?!MissingRanks)[A-Z]\w+: (?P<message>\S.*)",  # an exception class of this package
+        # an exception class of this package
+        r"\bascendchat\.[\w.]+\.(?!MissingRanks|Diverged)[A-Z]\w+: (?P<message>\S.*)",
     ],
     en=Text(
         title="ascendchat stopped and says why",

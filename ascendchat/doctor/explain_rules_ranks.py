@@ -79,6 +79,7 @@ RULES = [
                 "Which process holds the port? Is it yours and of an earlier run?",
                 "`ascendchat launch` chooses a free port by itself; with torchrun give another --master_port.",
             ],
+            symptoms=["port in use", "address in use"],
         ),
         zh=Text(
             title="端口已被占用",
@@ -87,6 +88,7 @@ RULES = [
                 "哪个进程占用端口？是不是你之前的任务？",
                 "`ascendchat launch` 会自动选择空闲端口；使用 torchrun 时请换一个 --master_port。",
             ],
+            symptoms=["端口被占用", "端口冲突"],
         ),
         commands=[
             'ss -ltnp | grep -E ":(29500|8000)"',
@@ -116,6 +118,7 @@ RULES = [
                 "Find the rank whose log stops first or shows another error.",
                 "Does rank 0 evaluate or save for longer than the timeout while the others wait?",
             ],
+            symptoms=["training hangs on several GPUs", "NCCL timeout"],
         ),
         zh=Text(
             title="集合通信看门狗超时：有 rank 一直没有到来",
@@ -124,6 +127,7 @@ RULES = [
                 "找到最先停下、或有其他报错的那个 rank 的日志。",
                 "rank 0 是否在评测或保存，时间超过了超时，而其他 rank 在等它？",
             ],
+            symptoms=["NCCL 超时", "多卡训练卡住"],
         ),
         commands=[
             "export TORCH_NCCL_TRACE_BUFFER_SIZE=20000 TORCH_HCCL_DESYNC_DEBUG=1   # then run again",
@@ -223,6 +227,7 @@ RULES = [
                 ),
                 "Can the other nodes reach that address and port?",
             ],
+            symptoms=["nodes cannot connect", "multi-node training does not start", "rendezvous timeout"],
         ),
         zh=Text(
             title="不是所有 rank 都到达了汇合点（TCPStore）",
@@ -234,6 +239,7 @@ RULES = [
                 "是否在每个节点都启动了命令，--nnodes 与 --master 相同，--node-rank 各不相同？",
                 "其他节点能否连上该地址和端口？",
             ],
+            symptoms=["多机启动不了", "节点连不上", "启动时卡住"],
         ),
         commands=[
             "nc -vz $MASTER_ADDR $MASTER_PORT",
@@ -263,6 +269,7 @@ RULES = [
                 ),
                 "`ascendchat launch` keeps one log per rank in the run folder.",
             ],
+            symptoms=["torchrun failed", "worker failed"],
         ),
         zh=Text(
             title="torchrun 报告有工作进程失败",
@@ -277,6 +284,7 @@ RULES = [
                 ),
                 "`ascendchat launch` 会在运行目录中为每个 rank 保存日志。",
             ],
+            symptoms=["torchrun 失败", "子进程失败"],
         ),
         commands=[
             'grep -A 12 "Root Cause" LOG   # then: ascendchat explain the log of that rank',

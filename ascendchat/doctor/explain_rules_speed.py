@@ -20,6 +20,7 @@ RULES = [
                 "Is float64 involved? Use float32. Can the line be written with another operator (isin, nonzero)?",
                 "TORCH_NPU_FALLBACK_CPU_DISABLE=1 turns this warning into an error that shows the line.",
             ],
+            symptoms=["slow training", "one operator is slow", "runs on the CPU"],
         ),
         zh=Text(
             title="速度慢：算子 {op} 在 CPU 上执行",
@@ -28,6 +29,7 @@ RULES = [
                 "是否用了 float64？请改用 float32。能否换一种写法（如 isin、nonzero）？",
                 "TORCH_NPU_FALLBACK_CPU_DISABLE=1 会把警告变成报错，从而显示具体的行。",
             ],
+            symptoms=["训练很慢", "速度慢", "算子在 CPU 上跑", "算子慢"],
         ),
         commands=[
             "export TORCH_NPU_FALLBACK_CPU_DISABLE=1",
@@ -37,7 +39,8 @@ RULES = [
         id="host-bound",
         level=NOTE,
         patterns=[
-            r"""ASCEND_LAUNCH_BLOCKING["']?\s*[=:]\s*["']?1\b""",
+            # torch_npu ends many errors with the advice to set this variable: that does not say that it is set
+            r"""(?<!variable )(?<!set )(?<!with )ASCEND_LAUNCH_BLOCKING["']?\s*[=:]\s*["']?1\b(?!\.\s*$)""",
             r"""TASK_QUEUE_ENABLE["']?\s*[=:]\s*["']?0\b""",
             r"""ASCEND_GLOBAL_LOG_LEVEL["']?\s*[=:]\s*["']?[01]\b""",
             r"AICore.{0,40}(?:idle|usage (?:is )?(?:low|0 ?%))",
@@ -56,6 +59,7 @@ RULES = [
                 "Are these variables left over from a debugging session?",
                 "Does the loop read a number from the device every step?",
             ],
+            symptoms=["slow training", "training is slow", "low MFU", "low utilisation", "NPU idle", "low throughput"],
         ),
         zh=Text(
             title="速度慢：NPU 在等待主机",
@@ -67,6 +71,7 @@ RULES = [
                 "这些变量是不是调试后忘了去掉？",
                 "训练循环是否每步都从设备读取数值？",
             ],
+            symptoms=["训练很慢", "训练慢", "速度慢", "利用率低", "MFU 低", "吞吐低", "NPU 空闲"],
         ),
         commands=[
             "unset ASCEND_LAUNCH_BLOCKING ASCEND_GLOBAL_LOG_LEVEL; export TASK_QUEUE_ENABLE=2 CPU_AFFINITY_CONF=1",
@@ -93,6 +98,7 @@ RULES = [
                 "Pad lengths to a few sizes (buckets).",
                 "Call torch.npu.set_compile_mode(jit_compile=False) before the first operator.",
             ],
+            symptoms=["first step is slow", "slow start", "slow at new lengths", "slow training"],
         ),
         zh=Text(
             title="第一步慢，或每遇到新长度就慢：正在编译算子",
@@ -103,6 +109,7 @@ RULES = [
                 "把长度补齐到少数几种（分桶）。",
                 "在第一个算子之前调用 torch.npu.set_compile_mode(jit_compile=False)。",
             ],
+            symptoms=["第一步很慢", "启动很慢", "编译很慢", "训练很慢"],
         ),
         commands=[
             "export ACLNN_CACHE_LIMIT=100000   # for many shapes",
@@ -130,6 +137,7 @@ RULES = [
                 "CUDA: are a C compiler (gcc) and the triton that belongs to this torch installed?",
                 "NPU: is the upstream package triton installed beside triton-ascend? Remove it.",
             ],
+            symptoms=["torch.compile fails", "compiling fails"],
         ),
         zh=Text(
             title="torch.compile 失败",
@@ -142,6 +150,7 @@ RULES = [
                 "CUDA：是否装有 C 编译器（gcc）以及与当前 torch 配套的 triton？",
                 "NPU：除了 triton-ascend 是否还装了上游的 triton？请卸载它。",
             ],
+            symptoms=["编译失败", "torch.compile 报错"],
         ),
         commands=[
             "export ASCENDCHAT_COMPILE=0",

@@ -98,3 +98,37 @@ sys.stdin.readline()
         child.wait()
     assert smi.parse_npu_table(npu_smi("info", **settings)).processes == []
     assert os.listdir(tmp_path) == [f"{child.pid}.device"]  # killed: the next process to start removes it
+
+
+def test_clean_ends_the_process_on_the_device_and_not_one_that_only_has_a_listed_pid(tmp_path: Path):
+    settings = cannsim.environment() | {"CANNSIM_STATE": str(tmp_path), "CANNSIM_DEVICES": "2"}
+    program = "import sys, torch; held = torch.ones(9, device='npu:1'); print('ready', flush=True); sys.stdin.read()"
+    bystander = "import sys; print('ready', flush=True); sys.stdin.read()"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for code in (program, bystander)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert "ready" in child.stdout.readline()
+        on_device, innocent = children
+        # As in a container: a process of the host has the pid that the bystander has here.
+        record = bytearray((tmp_path / f"{on_device.pid}.device").read_bytes())
+        record[8:12] = innocent.pid.to_bytes(4, "little")
+        (tmp_path / f"{innocent.pid}.device").write_bytes(record)
+        answer = subprocess.run(
+            [sys.executable, "-m", "ascendchat", "clean", "--yes", "--lang", "en"],
+            env=settings, capture_output=True, text=True, timeout=120, check=True,
+        ).stdout  # fmt: skip
+        assert f"pid {on_device.pid} on device 1: {sys.executable}" in answer
+        assert f"pid {innocent.pid} on device 1: python" in answer
+        assert "has no device open" in answer
+        assert on_device.wait(timeout=30) != 0
+        assert innocent.poll() is None
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

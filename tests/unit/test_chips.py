@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -21,7 +22,8 @@ from ascendchat.config import UserError
         ("910B3", "Ascend910B3"),
         ("ascend910b3", "Ascend910B3"),
         ("910B4-1", "Ascend910B4-1"),
-        ("910B", "Ascend910B"),
+        ("Ascend 910B3", "Ascend910B3"),
+        ("昇腾910B3", "Ascend910B3"),
         ("910ProB", "Ascend910ProB"),
         ("Ascend910_9372", "Ascend910_9372"),
         ("Ascend950DT_95A1", "Ascend950DT"),
@@ -37,8 +39,8 @@ def test_find_knows_the_spellings_of_torch_and_the_vendor_tools(spelling: str, n
     assert find(spelling).name == name
 
 
-def test_910B_without_a_digit_is_the_old_chip_without_bf16() -> None:
-    old, new = find("Ascend910B"), find("Ascend910B3")
+def test_a_driver_that_says_910B_without_a_digit_has_the_old_chip_without_bf16() -> None:
+    old, new = detected("Ascend910B", "npu", 0), detected("Ascend910B3", "npu", 0)
     assert (old.bf16, old.saturates, old.fused_attention, old.memory) == (False, True, False, 32 * GIB)
     assert (new.bf16, new.saturates, new.fused_attention, new.memory) == (True, False, True, 64 * GIB)
 
@@ -52,10 +54,37 @@ def test_peaks_are_dense_matrix_figures(name: str, teraflops: float) -> None:
     assert find(name).flops == pytest.approx(teraflops * 1e12)
 
 
-@pytest.mark.parametrize("name", ["Ascend910", "910", "310P", "950"])
-def test_a_family_name_is_refused_instead_of_guessed(name: str) -> None:
-    with pytest.raises(UserError, match="does not name one chip"):
-        find(name)
+@pytest.mark.parametrize(
+    ("names", "choices"),
+    [
+        ("910B|Ascend910B|Ascend 910B|昇腾910B|910b*", "Ascend910B1 Ascend910B2 Ascend910B3 Ascend910B4 Ascend910A"),
+        ("A2|Atlas A2|Atlas 800T A2|800I A2", "Ascend910B1 Ascend910B2 Ascend910B3 Ascend910B4"),
+        ("A3|910C|Ascend910C|Atlas 800T A3", "Ascend910_9392 Ascend910_9382"),
+        ("910|Ascend910|npu|ascend", "Ascend910B3 Ascend910_9392"),
+        ("310|310P|Ascend310|300I Duo|Atlas 300I Pro", "Ascend310P3"),
+        ("950|Ascend950", "Ascend950DT Ascend950PR"),
+        ("A100|NVIDIA A100", "A100-40GB A100-80GB"),
+        ("a100-pcie|A100 PCIe", "A100-PCIe-40GB A100-PCIe-80GB"),
+        ("V100|Tesla V100", "V100-16GB V100-32GB"),
+        ("gpu|cuda|NVIDIA", "H100 A100-80GB"),
+    ],
+)
+def test_a_name_of_several_chips_is_answered_with_the_choices_and_each_of_them_works(names: str, choices: str) -> None:
+    for name in names.split("|"):
+        with pytest.raises(UserError, match="does not name one chip") as caught:
+            find(name)
+        for choice in choices.split():
+            assert choice in str(caught.value)
+    figures = {(find(c).memory, find(c).flops) for c in choices.split()}
+    assert len(figures) > 1 or " " not in choices  # the choice matters
+
+
+def test_every_chip_named_in_such_an_answer_is_in_the_table() -> None:
+    for choice in chips._FAMILIES.values():
+        named = re.findall(r"Ascend\w+|[AHV]100[-\w]*|RTX \d+", choice)
+        assert named
+        for name in named:
+            find(name)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:

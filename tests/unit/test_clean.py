@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -21,20 +22,34 @@ import pytest
 from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.device import smi
-from ascendchat.doctor import clean
+from ascendchat.doctor import clean, proc
 from ascendchat.doctor.clean import Item
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+# argv[1] is a file that stands for a device node
+HOLD = "import sys; device = open(sys.argv[1]); "
+MAPPED = "import mmap, sys; f = open(sys.argv[1], 'r+b'); device = mmap.mmap(f.fileno(), 0); f.close(); "
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 
 
 @pytest.fixture
-def start() -> Iterator:
-    """Start real child processes; whatever is left of them ends with the test."""
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that stands for /dev/davinci0."""
+    folder = tmp_path / "dev"
+    folder.mkdir()
+    (folder / "davinci0").write_bytes(b"x" * 4096)
+    monkeypatch.setattr(proc, "DEVICE_NODE", re.compile(re.escape(f"{folder}/") + r"davinci\d"))
+    return folder / "davinci0"
+
+
+@pytest.fixture
+def start(node: Path) -> Iterator:
+    """Start real child processes that hold the device; whatever is left of them ends with the test."""
     children: list[subprocess.Popen[str]] = []
 
-    def one(code: str = SLEEP) -> subprocess.Popen[str]:
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    def one(before: str = HOLD, then: str = SLEEP) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", before + then, str(node)]
+        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         child.stdout.readline()  # its signal handler is installed
         children.append(child)
@@ -76,6 +91,24 @@ def nvidia_smi(tmp_path: Path):
         gpu = "0, NVIDIA H200, 0, 30, 80.0, 5000, 143771, 00000000:18:00.0, GPU-aa\\n"
         script = folder / "nvidia-smi"
         script.write_text(f'#!/bin/sh\ncase "$1" in --query-gpu*) printf "{gpu}";; *) printf "{apps}";; esac\n')
+        script.chmod(0o755)
+
+    return make
+
+
+@pytest.fixture
+def npu_smi(tmp_path: Path):
+    """`npu_smi(pid, name)`: a tool on PATH whose table has this process on NPU 3, with 61700 MB."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    table = (Path(__file__).parent / "smi_samples" / "a2_25.txt").read_text()
+
+    def make(pid: int, name: str) -> None:
+        row = next(line for line in table.splitlines() if "576490" in line)
+        mine = f"| 3       0                 | {pid:<13} | {name:<24} | 61700                   |"
+        lines = [mine if line == row else line for line in table.splitlines() if "576489" not in line]
+        script = folder / "npu-smi"
+        script.write_text(f"#!{sys.executable}\nprint({chr(10).join(lines)!r})\n")
         script.chmod(0o755)
 
     return make
@@ -128,7 +161,7 @@ def test_yes_ends_own_process_on_the_device_and_says_what_it_freed(nvidia_smi, s
 
 
 def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(nvidia_smi, start, cli) -> None:
-    child = start(STUBBORN)
+    child = start(STUBBORN + HOLD)
     nvidia_smi([(child.pid, name_of(child))])
     began = time.monotonic()
     status, _ = cli("--yes", "--grace", "0.7")
@@ -137,9 +170,61 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(nvidia_sm
     assert status == 0
 
 
-def test_itself_and_its_parents_are_never_ended(nvidia_smi, cli) -> None:
-    nvidia_smi([(os.getpid(), Path("/proc/self/comm").read_text().strip())])
+@pytest.mark.parametrize("name", ["", "python", "python3", "same"])
+def test_process_that_only_has_the_listed_pid_and_name_is_left_alone(npu_smi, start, cli, name: str) -> None:
+    child = start("")  # in a container: npu-smi means a process of the host
+    npu_smi(child.pid, name_of(child) if name == "same" else name)
+    status, shown = cli("--yes")
+    assert f"pid {child.pid} on device 3" in shown
+    assert "has no device open" in shown
+    assert "freed" not in shown
+    assert status == 0
+    assert child.poll() is None
+
+
+@pytest.mark.parametrize("holding", [HOLD, MAPPED], ids=["open", "mapped"])
+@pytest.mark.parametrize("name", ["", "VLLMWorker_TP"])
+def test_process_with_the_device_open_is_ended_whatever_its_name(npu_smi, start, cli, holding: str, name: str) -> None:
+    child = start(holding)
+    npu_smi(child.pid, name)
     _, shown = cli("--yes")
+    assert child.wait(timeout=5) == -signal.SIGTERM
+    assert "freed 1, 60.3 GiB" in shown
+
+
+def test_process_that_left_the_device_after_it_was_listed_is_left_alone(npu_smi, start) -> None:
+    leaves = "print('up', flush=True); input(); device.close(); print('left', flush=True); input()"
+    child = start(HOLD, leaves)
+    npu_smi(child.pid, "python")
+    (item,) = clean.processes(smi.read())
+    assert item.keep == ""
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "left\n"
+    assert clean.end([item], grace=0.2).freed == []
+    assert child.poll() is None
+
+
+def test_process_that_leaves_the_device_on_sigterm_may_go_on_without_it(npu_smi, start) -> None:
+    leaves = "import signal; signal.signal(signal.SIGTERM, lambda *_: (device.close(), print('left', flush=True))); "
+    child = start(leaves + HOLD, SLEEP + "; time.sleep(120)")
+    npu_smi(child.pid, "python")
+    (item,) = clean.processes(smi.read())
+    assert clean.end([item], grace=60).freed == [item]
+    assert child.stdout.readline() == "left\n"
+    assert child.poll() is None
+
+
+def test_only_nodes_of_accelerators_count_as_devices() -> None:
+    nodes = ["/dev/davinci7", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/nvidia0", "/dev/nvidia-uvm"]
+    others = ["/dev/nvidiactl", "/dev/null", "/dev/shm/davinci0", "/tmp/dev/davinci0", "/dev/nvidia-modeset"]
+    assert [bool(proc.DEVICE_NODE.fullmatch(path)) for path in nodes + others] == [True] * 5 + [False] * 5
+
+
+def test_itself_and_its_parents_are_never_ended(nvidia_smi, node: Path, cli) -> None:
+    nvidia_smi([(os.getpid(), Path("/proc/self/comm").read_text().strip())])
+    with node.open():
+        _, shown = cli("--yes")
     assert "this process or one that started it" in shown
     assert "freed" not in shown
 
@@ -155,20 +240,12 @@ def test_process_of_another_user_is_listed_and_left_alone(
     assert child.poll() is None
 
 
-def test_pid_of_the_host_that_means_another_process_here_is_left_alone(nvidia_smi, start, cli) -> None:
-    child = start()
-    nvidia_smi([(child.pid, "VLLMWorker_TP")])
-    _, shown = cli("--yes")
-    assert "is not VLLMWorker_TP" in shown
-    assert child.poll() is None
-
-
-def test_process_whose_main_thread_ended_first_still_counts_as_alive() -> None:
-    code = (
+def test_process_whose_main_thread_ended_first_still_counts_as_alive_and_on_the_device(node: Path) -> None:
+    code = HOLD + (
         "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
         "print('up', flush=True); ctypes.CDLL(None).pthread_exit(None)"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", code, str(node)], stdout=subprocess.PIPE)
     try:
         stat = Path(f"/proc/{child.pid}/stat")
         deadline = time.monotonic() + 10
@@ -176,6 +253,7 @@ def test_process_whose_main_thread_ended_first_still_counts_as_alive() -> None:
             time.sleep(0.02)
         assert ") Z " in stat.read_text()
         assert clean.alive(child.pid)
+        assert proc.open_devices(child.pid) == [str(node)]
     finally:
         child.kill()
         child.wait()

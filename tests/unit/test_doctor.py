@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ascendchat.chips import find
 from ascendchat.config import home
 from ascendchat.device import smi
 from ascendchat.doctor import (
@@ -240,7 +241,11 @@ def test_visible_devices_are_checked_for_order_spaces_and_range(
 @pytest.mark.parametrize(("chip", "status"), [("Ascend910B3", "ok"), ("Ascend910B", "warn"), ("Ascend310P3", "warn")])
 def test_bf16_is_told_by_the_whole_name_of_the_chip(tmp_path: Path, chip: str, status: str) -> None:
     machine = atlas(tmp_path, npu=Probe({"version": "2.12.0", "count": 1, "names": [chip]}))
-    told(checks_npu.bf16(machine), status, chip)
+    check = checks_npu.bf16(machine)
+    told(check, status, chip)
+    if check.fix:
+        assert check.fix.startswith("ascendchat plan --chip ")
+        assert not find(check.fix.split()[-1]).bf16
 
 
 def test_missing_collective_backend_is_a_failure_with_many_devices(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def test_npus_whose_cann_is_not_sourced_end_with_the_command_to_type() -> None:
 
 def test_npus_without_torch_npu_are_mentioned_and_not_used() -> None:
     done = prepare(None, environ={}, outside=replace(NPU, torch_npu=False))
-    assert "pip install 'ascendchat[npu]'" in done.warnings[0]
+    assert "pip install -e '.[npu]' in your clone" in done.warnings[0]
     assert "TASK_QUEUE_ENABLE" not in done.set
 
 
 def test_asking_for_an_npu_without_torch_npu_says_what_to_install() -> None:
-    with pytest.raises(UserError, match=r"torch_npu is not installed .*pip install 'ascendchat\[npu\]'"):
+    with pytest.raises(UserError, match=r"torch_npu is not installed .*pip install -e '.\[npu\]' in your clone"):
         prepare("npu", environ={}, outside=BARE)
 
 

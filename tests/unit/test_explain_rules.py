@@ -148,6 +148,20 @@ OTHERS = [
     ("glibc", "/lib64/libc.so.6: version `GLIBC_2.34' not found (required by x)"),
     ("safetensors", "Error while deserializing header: MetadataIncompleteBuffer"),
     ("checksum", "OSError: Consistency check failed: file should be of size 10 but has size 9"),
+    ("torch-npu-missing", "ImportError: No module named 'torch_npu'"),
+    ("torch-npu-missing", "ModuleNotFoundError: No module named 'torch_npu.npu'"),
+    ("flash-attn-missing", "ModuleNotFoundError: No module named 'flash_attn.flash_attn_interface'"),
+    ("missing-package", "ModuleNotFoundError: No module named 'torch_npu_extra'"),
+    ("torch-npu-call", "    if torch_npu.is_available():"),
+    ("npu-not-visible", "RuntimeError: Neither NPU nor CUDA is available"),
+    ("hccl-if-ip", "HCCL_IF_IP 10.0.0.7 is not an address of this host"),
+    (
+        "diverged",
+        "ascendchat.train.loop.Diverged: the loss of step 9 is 12.31 (running mean 3.1); batch 9 of this data",
+    ),
+    ("diverged", "ascendchat sft: the loss of step 9 is inf (running mean 3.1); batch 9 of this data and seed"),
+    ("host-bound", "Note: ASCEND_LAUNCH_BLOCKING=1 will force ops to run in synchronous mode"),
+    ("host-bound", "+ export ASCEND_LAUNCH_BLOCKING=1"),
     ("same-device", "Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu!"),
 ]
 
@@ -203,6 +217,38 @@ def test_all_32_known_failures_are_covered() -> None:
 @pytest.mark.parametrize(("name", "line"), OTHERS)
 def test_other_errors_users_search_for_are_recognised(name: str, line: str) -> None:
     assert explain(line)[0].rule == name
+
+
+def test_advice_of_torch_npu_to_set_a_variable_is_not_read_as_that_it_is_set() -> None:
+    advice = (
+        "Since the operator is called asynchronously, the stacktrace may be inaccurate. If you want to get the "
+        "accurate stacktrace, please set the environment variable ASCEND_LAUNCH_BLOCKING=1.\n"
+    )
+    assert explain("ZorkError: the grue ate the flux\n" + advice) == []
+    assert explain("set the environment variable\nASCEND_LAUNCH_BLOCKING=1.\n") == []
+    assert [f.rule for f in explain("RuntimeError: NPU out of memory. Tried to allocate 2 GiB\n" + advice)] == [
+        "npu-oom"
+    ]
+
+
+def test_a_missing_package_gets_the_extra_it_belongs_to() -> None:
+    (npu,) = explain("ModuleNotFoundError: No module named 'torch_npu'")
+    assert any(".[npu]" in command for command in npu.commands)
+    assert not any(".[hf]" in text for text in [*npu.check, *npu.commands])
+    (flash,) = explain("ModuleNotFoundError: No module named 'flash_attn'")
+    assert "cannot be installed for an NPU" in flash.cause
+    (other,) = explain("ModuleNotFoundError: No module named 'einops'")
+    assert "python -m pip install einops" in other.commands[1]
+
+
+def test_the_loss_that_the_training_loop_refuses_gets_a_cause() -> None:
+    from ascendchat.train.loop import Diverged
+
+    text = f"{Diverged.__module__}.{Diverged.__name__}: the loss of step 120 is nan (running mean 3.2); batch 120"
+    for line in (text, "ascendchat base: the loss of step 120 is 14.2 (running mean 3.2); batch 120 of this data"):
+        (found,) = explain(line)
+        assert found.rule == "diverged"
+        assert "learning rate" in found.cause
 
 
 def test_every_pattern_has_plain_text_for_the_scan_and_every_hole_is_filled() -> None:

@@ -200,6 +200,7 @@ def test_a_refusal_names_the_smallest_changes_and_they_can_be_typed() -> None:
         (["--rollout-devices", "1"], "--goal rl"),
         (["--goal", "rl", "--rollout-devices", "1"], "--devices 2"),
         (["--chip", "Ascend910C9"], "no chip"),
+        (["--chip", "910B"], "the Atlas A2 cards are Ascend910B1"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(flags: list[str], says: str) -> None:

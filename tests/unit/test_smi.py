@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,11 +130,30 @@ def test_950_with_the_name_in_its_own_cell_is_read(tool) -> None:
     assert [(p.pid, p.device) for p in found.processes] == [(1001, 0), (101, 1)]
 
 
-def test_blank_process_name_is_looked_up_when_the_process_is_here(tool) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_blank_process_name_is_not_guessed_from_a_process_with_that_pid_here(tool) -> None:
+    tool("npu-smi", {"info": sample("a2_25").replace("576490", f"{os.getpid():<6}")})
+    process = readings(smi.read()).processes[1]
+    assert (process.pid, process.name) == (os.getpid(), "")
+
+
+def test_on_the_host_the_pid_of_the_host_is_taken_for_a_process_in_a_container() -> None:
+    code = "import os; print(os.getpid(), flush=True); os.read(0, 1)"
+    spaces = ["unshare", "--user", "--pid", "--fork", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*spaces, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this kernel gives no pid namespaces: unshare --user --pid --fork true")
+    child = subprocess.Popen(
+        [*spaces, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
-        tool("npu-smi", {"info": sample("a2_25").replace("576490", f"{child.pid:<6}")})
-        assert readings(smi.read()).processes[1].name.startswith("python")
+        assert child.stdout is not None
+        inside = int(child.stdout.readline())
+        (host,) = map(int, Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split())
+        assert host != inside
+        row = "| 0       0                 | {:<13} | python3            | 1500                  | {:<23} |"
+        shown = "\n".join(
+            row.format(host, inside) if " 692400 " in line else line for line in sample("a2_26_container").splitlines()
+        )
+        assert [p.pid for p in smi.parse_npu_table(shown).processes] == [692318, host]
     finally:
         child.kill()
         child.wait()

@@ -1,0 +1,69 @@
+"""Finds rules by what a user sees instead of an error text: `ascendchat explain "training hangs"`, `explain 显存不足`.
+
+Question and phrases are cut into terms: English words without their endings, Chinese characters and pairs of them. A
+rare term weighs more than a common one. A rule is as good as its best phrase: how much of the phrase is in the
+question, and how much of the question in the phrase.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+from ascendchat.doctor.explain_rules import Rule
+
+MOST = 5  # rules in an answer
+ENOUGH = 0.45  # score from which a rule is named at all
+NEAR = 0.6  # share of the best score from which others are named too
+TITLE = 0.8  # a title is worth less than a symptom: it names the cause
+PLAIN = frozenset(
+    "a an the is are was were be been am my your i we it its this that of on in at to for with from by and or as do "
+    "does did has have had when while after before very so too just get gets got what why how can will would there "
+    "please help me during all always still then".split()
+)
+NEGATED = frozenset("no not cannot can't doesn't don't isn't won't never".split())
+ENDING = re.compile(r"(?:ing|ed|er|ly|es|s|e)$")
+FILLER = re.compile("[的了很是在太我你吗呢么怎为什个有会就都也啊呀请问时候一直老总]")
+
+
+def terms(text: str) -> frozenset[str]:
+    """What a text is compared by."""
+    found: set[str] = set()
+    for word in re.findall(r"[a-z0-9][a-z0-9_'-]*", text.casefold()):
+        if word in NEGATED:
+            found.add("not")
+        elif word not in PLAIN:
+            found.add(word if len(word) < 5 or word.endswith("ss") else ENDING.sub("", word))
+    for run in re.findall(r"[\u4e00-\u9fff]+", FILLER.sub("", text)):
+        found |= set(run) | {run[i : i + 2] for i in range(len(run) - 1)}
+    return frozenset(found)
+
+
+def phrases(rule: Rule) -> list[tuple[str, float]]:
+    """(phrase, what it is worth) of a rule in both languages."""
+    told = [(phrase, 1.0) for words in (rule.en, rule.zh) for phrase in words.symptoms]
+    return told + [(re.sub(r"\{\w+\}", "", words.title), TITLE) for words in (rule.en, rule.zh)]
+
+
+def alike(question: str, rules: list[Rule]) -> list[tuple[Rule, str]]:
+    """(rule, the phrase of it that is most like the question), best first; empty when nothing is like it."""
+    known = [(rule, phrase, worth, terms(phrase)) for rule in rules for phrase, worth in phrases(rule)]
+    frequency = Counter(term for _, _, _, parts in known for term in parts)
+
+    def weight(parts: frozenset[str]) -> float:
+        return sum(math.log(1 + len(known) / (1 + frequency[term])) for term in parts)
+
+    wanted = terms(question)
+    whole = weight(wanted)
+    best: dict[str, tuple[float, Rule, str]] = {}
+    for rule, phrase, worth, parts in known:
+        shared = weight(parts & wanted)
+        if not shared:
+            continue
+        score = worth * shared / weight(parts) * (0.5 + 0.5 * shared / whole)
+        if score > best.get(rule.id, (0.0,))[0]:
+            best[rule.id] = (score, rule, phrase)
+    ranked = sorted(best.values(), key=lambda entry: -entry[0])  # stable: rules named first stay first
+    floor = max(ENOUGH, NEAR * ranked[0][0]) if ranked else 0.0
+    return [(rule, phrase) for score, rule, phrase in ranked if score >= floor][:MOST]

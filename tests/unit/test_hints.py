@@ -1,0 +1,133 @@
+"""What our texts tell a user to type can be typed: commands and flags exist, and pip installs what it is told to."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ascendchat.cli import COMMANDS
+from ascendchat.config import _flags
+from ascendchat.doctor.explain import RULES
+from ascendchat.doctor.explain_text import WORDS
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "ascendchat").rglob("*.py"))
+# Flags of other programs: docker, pip, srun, ps, git, torchrun, tensorboard, vendor tools and installers.
+OTHERS = set(
+    "device shm-size ipc net upgrade version only-binary no-build-isolation force-reinstall install format sort "
+    "query-gpu query-compute-apps ntasks-per-node rdzv-backend porcelain logdir pid".split()
+)
+STANDING_IN = {"flags", "X", "no-X"}  # `--flags` in a usage line; `--{name}` in an f-string
+
+
+def flags_of(command: str) -> set[str]:
+    """Every spelling of every flag of a command, with dashes."""
+    module, name = COMMANDS[command][0].split(":")
+    known = _flags(getattr(importlib.import_module(f"ascendchat.config.{module}"), name))
+    return {flag.replace("_", "-") for flag in [*known, *(f"no_{flag}" for flag in known), "config", "help"]}
+
+
+KNOWN = {command: flags_of(command) for command in COMMANDS}
+ANY = set().union(*KNOWN.values())
+
+
+def texts(path: Path) -> Iterator[str]:
+    """The strings of a file that are no docstrings; what an f-string fills in is written X."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in ast.walk(node)}
+            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.value
+
+
+def rule_texts() -> Iterator[str]:
+    """All that `ascendchat explain` can say."""
+    for rule in RULES:
+        for words in (rule.en, rule.zh):
+            yield from (words.title, words.cause, *words.check, *words.symptoms)
+        yield from rule.commands
+    for language in WORDS.values():
+        for said in language.values():
+            yield from [said] if isinstance(said, str) else said
+
+
+def commands_in(text: str) -> Iterator[tuple[str, str]]:
+    """(command, the words behind it) for each `ascendchat COMMAND ...` that a text tells the user to type."""
+    for begin in re.finditer(r"(?<![\w/.-])ascendchat (?=[a-z])", text):
+        rest = re.split(r"[`;,|()\n，。；、（）]|\.(?:\s|$)|  #|: | && ", text[begin.end() :])[0]
+        words = rest.split()
+        typed = text[begin.start() - 1 : begin.start()] == "`" or any(word.startswith("--") for word in words)
+        name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS), "")
+        if name:
+            yield name, rest[len(name) :]
+        elif typed:
+            yield rest, ""
+
+
+def wrong(text: str) -> list[str]:
+    """Commands and flags in a text that do not exist."""
+    found = []
+    for name, rest in commands_in(text):
+        if name not in COMMANDS:
+            found.append(f"ascendchat {name}")
+            continue
+        inner = next((w for w in rest.split() if w in COMMANDS), "") if name == "launch" else ""
+        known = KNOWN[name] | (KNOWN[inner] if inner else set()) | STANDING_IN
+        for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", rest):
+            if flag.replace("_", "-") not in known:
+                found.append(f"ascendchat {name} --{flag}")
+    for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text):
+        if flag.replace("_", "-") not in ANY | OTHERS | STANDING_IN:
+            found.append(f"--{flag}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_and_flags_in_texts_exist(path: Path) -> None:
+    assert [problem for text in texts(path) for problem in wrong(text)] == []
+
+
+def test_commands_and_flags_in_explanations_exist() -> None:
+    assert [problem for text in rule_texts() for problem in wrong(text)] == []
+    assert sum(1 for text in rule_texts() for _ in commands_in(text)) > 30
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run `ascendchat serve --port 8`",
+        "ascendchat base --dtype bf16",
+        "when --dtype is not given",
+        "ascendchat launch --devices 8 base --dept 3",
+        "ascendchat plan --yes   # a flag of another command",
+    ],
+)
+def test_a_wrong_hint_would_be_noticed(text: str) -> None:
+    assert wrong(text)
+
+
+def test_nothing_tells_to_install_ascendchat_from_an_index_that_does_not_have_it() -> None:
+    """It is installed from a clone (README): `pip install ascendchat` finds nothing, or a stranger's package."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile", ROOT / "constraints.txt"]
+    folders = [
+        p for name in ("scripts", "recipes", "cannsim") for p in (ROOT / name).rglob("*") if "build" not in p.parts
+    ]
+    wanted = re.compile(r"""pip3? install (?:-\S+ )*["']?ascendchat\b""")
+    files = [p for p in [*SOURCES, *pages, *folders] if p.suffix in (".py", ".md", ".yaml", ".sh", ".txt", "")]
+    told = [str(p.relative_to(ROOT)) for p in files if p.is_file() and wanted.search(p.read_text(errors="replace"))]
+    assert told == []
+    assert wanted.search("pip install 'ascendchat[npu]'")
+    assert wanted.search("pip install -U ascendchat")
+    assert any("pip install -e '.[npu]'" in page.read_text(encoding="utf-8") for page in pages)
