@@ -139,6 +139,11 @@ def render_message(tokenizer: Encoder, message: Message) -> Rendered:
     return Rendered([*ids, special["<|assistant_end|>"]], [*mask, 1])
 
 
+def has_reply(messages: Sequence[Message]) -> bool:
+    """Whether there is something to learn: a turn of the assistant, even an empty one, since it has an end."""
+    return any(message["role"] in ("assistant", "tool") for message in messages)
+
+
 def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
     """A whole conversation, of any length."""
     rendered = Rendered([tokenizer.specials["<|bos|>"]], [0])
