@@ -38,6 +38,7 @@ from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
 from ascendchat.data.read import format_of
 from ascendchat.data.tables import KINDS, Row, Unread, entries, reason
+from ascendchat.record.console import inert
 
 SPEAKERS = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant",
@@ -218,8 +219,8 @@ def detect(row: Row, path: Path) -> Callable[[Row], Iterator[Conversation]]:
             return reader
     known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in FORMATS[:-1])
     raise UserError(
-        f"{path.name} has the columns {', '.join(row) or '(none)'}, which no reader knows; rename them to those of one "
-        f"of these formats: {known}"
+        f"{path.name} has the columns {inert(', '.join(row)) or '(none)'}, which no reader knows; rename them to those "
+        f"of one of these formats: {known}"
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, unpack
+from ascendchat.record.console import inert
 
 Row = dict[str, Any]
 KINDS = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
@@ -128,4 +129,4 @@ class Unread:
 
     def line(self) -> str:
         """One line for the log."""
-        return f"{self.name}: {self.count} of {self.rows} rows cannot be read: {'; '.join(self.first)}"
+        return f"{self.name}: {self.count} of {self.rows} rows cannot be read: {inert('; '.join(self.first))}"

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ascendchat.data.chat import Conversation, text_of
+from ascendchat.record.console import inert
 from ascendchat.tasks.base import Task
 
 SHOWN = 3  # examples for each evaluation
@@ -37,7 +38,7 @@ class Overlap(NamedTuple):
 
     def line(self) -> str:
         """One line for the log."""
-        shown = " ".join(self.question.split())
+        shown = inert(" ".join(self.question.split()))
         return f"{self.evaluation} row {self.row} is in {self.training} row {self.training_row}: {shown[:80]}"
 
 
