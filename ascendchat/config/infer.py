@@ -42,6 +42,8 @@ class ChatConfig(ModelConfig):
     "tokens of an answer at most"
     seed: int | None = None
     "the same seed gives the same answers; by default they differ each time"
+    verbose: bool = option(False, also=("v",))
+    "also say which checkpoint, device and attention kernel are used"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""From conversations to tokens and back: the one renderer for mid-training, SFT, RL, evaluation and serving.
+"""From conversations to tokens and back: the one renderer for mid-training, SFT, evaluation and chat.
 
     rendered = render(tokenizer, messages)            # ids, and a mask: 1 where the assistant must produce the token
     prompt = render_prompt(tokenizer, messages)       # ends with <|assistant_start|>, ready for generation
     messages = parse(tokenizer, rendered.ids)         # back again
     pieces = fit(tokenizer, messages, limit, counts)  # for training: no piece is longer than `limit` tokens
 
-`ascendchat sft`, `ascendchat rl`, `ascendchat eval chat`, `ascendchat chat` and `ascendchat serve` all go through here.
+`ascendchat mid`, `ascendchat sft`, `ascendchat eval chat` and `ascendchat chat` all go through here.
 
 A conversation is a list of messages {"role": "system" | "user" | "assistant" | "tool", "content": ...}. Content is a
 string, or a list of parts {"type": "text" | "tool" | "output", "text": ...}: text, a call of the calculator, and its
@@ -34,7 +34,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Encoder(Protocol):
-    """What the renderer needs of a tokenizer (data/tokenizer.py)."""
+    """What the renderer needs of a tokenizer (data/tokenizer/)."""
 
     @property
     def specials(self) -> dict[str, int]: ...
@@ -137,6 +137,11 @@ def render_message(tokenizer: Encoder, message: Message) -> Rendered:
         ids += text
         mask += [0 if span == "output" else 1] * len(text)  # the result comes from the tool, not from the model
     return Rendered([*ids, special["<|assistant_end|>"]], [*mask, 1])
+
+
+def has_reply(messages: Sequence[Message]) -> bool:
+    """Whether there is something to learn: a turn of the assistant, even an empty one, since it has an end."""
+    return any(message["role"] in ("assistant", "tool") for message in messages)
 
 
 def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:

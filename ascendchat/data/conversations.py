@@ -2,41 +2,44 @@
 
     for messages in conversations("alpaca.json"): ...      # a list of messages as data/chat.py takes them
 
-`ascendchat sft --data FILE` reads through here. The container (json, jsonl, tsv, parquet; plain, .gz, .bz2, .xz, .zst)
-is told by its name, the format of the rows by the columns of the first one:
+`ascendchat sft --data FILE` reads through here. The container (json, jsonl, tsv, parquet; all but parquet also as .gz,
+.bz2, .xz, .zst) is told by its name, the format of the rows by the columns of the first one that has known ones:
 
 | format    | columns                                                 | becomes                                        |
 |-----------|---------------------------------------------------------|------------------------------------------------|
 | openai    | messages (role, content, tool_calls)                    | the same                                       |
 | sharegpt  | conversations (from, value); system, tools              | tools are listed in the system message         |
-| dpo       | conversations or prompt, with chosen and rejected       | the conversation up to the chosen reply        |
-| alpaca    | instruction, input, output or response; system, history | input follows the instruction                  |
+| dpo       | conversations, prompt or instruction; chosen, rejected  | the conversation up to the chosen reply        |
+| alpaca    | instruction, input, output or response; system, history | input (Dolly: context) follows the instruction |
 | bilingual | en_instruction, en_output, zh_instruction, ...          | one conversation per language                  |
-| query     | query, response; system, history                        | one exchange behind the history                |
 | choice    | question, choices, gold, answer or answerKey            | `chat.render_choice` and the letter            |
 | question  | question, answer                                        | <<48/2=24>> becomes a call of the calculator   |
+| pair      | query, prompt, question or input with response,         | one exchange behind the history; lists of      |
+|           | completion, output or answer; system, history           | messages stay as they are                      |
 | text      | text                                                    | turns at `### Human:`; else one reply          |
 | reasoned  | tsv of three columns: question, answer, explanation     | the explanation, then the answer               |
+
+Rows that cannot be read are counted and left out, and the first of them are named. More than 1 % of them in a file is
+an error, as for `ascendchat data prepare`.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
-from ascendchat.data.read import format_of, unpack
+from ascendchat.data.read import format_of
+from ascendchat.data.tables import KINDS, Row, Unread, entries, reason
+from ascendchat.record.console import inert
 
-Row = dict[str, Any]
 SPEAKERS = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "assistant": "assistant", "model": "assistant",
@@ -46,6 +49,8 @@ SPEAKERS = {
 TOOLS = "You can call these tools:\n"
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
+ASK, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair, the first that is
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what a row of another form raises
 
 
 def message(role: str, content: str | Sequence[Part]) -> Message:
@@ -107,30 +112,40 @@ def sharegpt(row: Row) -> Iterator[Conversation]:
 
 def dpo(row: Row) -> Iterator[Conversation]:
     chosen = row["chosen"]
-    before = row.get("conversations", row.get("prompt", row.get("instruction", [])))
-    head = [message("user", before)] if isinstance(before, str) else turns(before)
+    head = said(row.get("conversations", row.get("prompt", row.get("instruction", []))), "user")
     if isinstance(chosen, str):
         yield opening(row) + head + [message("assistant", chosen)]
     elif isinstance(chosen, list):  # some sets repeat the whole conversation in `chosen`
-        said = turns(chosen)
-        yield opening(row) + (said if said[:1] == head[:1] else head + said)
+        whole = turns(chosen)
+        yield opening(row) + (whole if whole[:1] == head[:1] else head + whole)
     else:
         yield opening(row) + head + turns([chosen])
 
 
 def alpaca(row: Row) -> Iterator[Conversation]:
-    ask = "\n".join(part for part in (row["instruction"], row.get("input") or "") if part)
-    yield paired(row, ask, row["output"] if "output" in row else row["response"])
+    ask = "\n".join(part for part in (row["instruction"], row.get("input") or row.get("context") or "") if part)
+    yield opening(row) + history(row) + said(ask, "user") + said(cell(row, "output|response"), "assistant")
 
 
-def query(row: Row) -> Iterator[Conversation]:
-    yield paired(row, row["query"], row["response"])
+def pair(row: Row) -> Iterator[Conversation]:
+    yield opening(row) + history(row) + said(cell(row, ASK), "user") + said(cell(row, REPLY), "assistant")
 
 
-def paired(row: Row, ask: str, reply: str) -> Conversation:
-    """One exchange behind the system message and the earlier exchanges of a row."""
-    past = [m for u, a in row.get("history") or [] for m in (message("user", u), message("assistant", a))]
-    return opening(row) + past + [message("user", ask), message("assistant", reply)]
+def cell(row: Row, names: str) -> Any:
+    """The first of these columns that the row has."""
+    return row[next((name for name in names.split("|") if name in row), names.replace("|", " or "))]
+
+
+def said(content: Any, role: str) -> Conversation:
+    """A text is one message of this role; a list is messages already."""
+    if not isinstance(content, (str, list)):
+        raise ValueError(f"what the {role} says is not text but {type(content).__name__}")
+    return [message(role, content)] if isinstance(content, str) else turns(content)
+
+
+def history(row: Row) -> Conversation:
+    """The earlier exchanges of a row."""
+    return [m for u, a in row.get("history") or [] for m in (message("user", u), message("assistant", a))]
 
 
 def bilingual(row: Row) -> Iterator[Conversation]:
@@ -176,6 +191,8 @@ def text(row: Row) -> Iterator[Conversation]:
 
 
 def reasoned(row: Row) -> Iterator[Conversation]:
+    if len(row["cells"]) != 3:
+        raise ValueError(f"it has {len(row['cells'])} columns, not question, answer and explanation")
     ask, answer, why = (cell.replace("\\n", "\n").strip() for cell in row["cells"])
     yield [message("user", ask), message("assistant", f"{why}\nThe answer is {answer}.")]
 
@@ -187,9 +204,9 @@ FORMATS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], 
     (sharegpt, ("conversations",)),
     (bilingual, ("en_instruction", "en_output", "zh_instruction", "zh_output")),
     (alpaca, ("instruction", "output|response")),
-    (query, ("query", "response")),
     (choice, ("question", "choices", "gold|answer|answerKey")),
     (question, ("question", "answer")),
+    (pair, (ASK, REPLY)),
     (text, ("text",)),
     (reasoned, ("cells",)),
 )
@@ -202,43 +219,9 @@ def detect(row: Row, path: Path) -> Callable[[Row], Iterator[Conversation]]:
             return reader
     known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in FORMATS[:-1])
     raise UserError(
-        f"{path.name} has the columns {', '.join(row) or '(none)'}, which no reader knows; rename them to those of one "
-        f"of these formats: {known}"
+        f"{path.name} has the columns {inert(', '.join(row)) or '(none)'}, which no reader knows; rename them to those "
+        f"of one of these formats: {known}"
     )
-
-
-def opened(path: Path) -> IO[str]:
-    """The file as text, unpacked by its last suffix, without a byte-order mark at its beginning.
-
-    Only \\n ends a line: a text may hold other line breaks."""
-    return io.TextIOWrapper(unpack(path.open("rb"), format_of(path.name)[1]), encoding="utf-8-sig", newline="\n")
-
-
-def rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, as they are."""
-    kind = format_of(path.name)[0]
-    if kind == ".parquet":
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-        return
-    with closing(opened(path)) as file:
-        if kind == ".tsv":
-            for line in file:
-                cells = line.rstrip("\n").split("\t")
-                if len(cells) != 3:
-                    raise ValueError(f"a line has {len(cells)} columns, not question, answer and explanation")
-                yield {"cells": cells}
-            return
-        first = next((line for line in file if line.strip()), "")
-        if first.lstrip().startswith("["):
-            yield from json.loads(first + file.read())
-        else:
-            for line in chain([first], file):
-                if line.strip():
-                    yield json.loads(line)
 
 
 def filled(value: Any, slots: Mapping[str, str]) -> Any:
@@ -253,31 +236,52 @@ def filled(value: Any, slots: Mapping[str, str]) -> Any:
 
 
 def conversations(
-    path: str | Path, *, limit: int | None = None, slots: Mapping[str, str] | None = None
-) -> Iterator[Conversation]:
-    """Every conversation of a file, in order; `slots` fills {{name}} and its like, `limit` stops after so many rows."""
+    path: str | Path, *, limit: int | None = None, slots: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = print,
+) -> Iterator[Conversation]:  # fmt: skip
+    """Every conversation of a file, in order; `say` gets a line about rows that were left out, if there are any.
+
+    `slots` are words for places like {{name}}, `limit` stops after so many rows."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} is not a file; name a json, jsonl, tsv or parquet file of conversations")
-    reader, number, whole = None, 0, False  # whole: the row itself could be read
-    try:
-        for row in islice(rows(path), limit):
-            number, whole = number + 1, True
-            if not isinstance(row, dict):
-                raise ValueError(f"a row is {type(row).__name__}, not an object with named columns")
-            reader = reader or detect(row, path)
-            for found in reader(filled(row, slots) if slots else row):
-                yield checked(found)
-            whole = False
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        what = f"the column {error} is missing" if isinstance(error, KeyError) else str(error)
-        number += not whole
+    if format_of(path.name)[0] not in KINDS:
         raise UserError(
-            f"{path.name}, row {number}, cannot be read{f' as {reader.__name__}' if reader else ''}: {what}; "
-            "mend that row or leave it out"
+            f"{path.name}: conversations are read from {' '.join(KINDS)} files; convert it to .jsonl, with one line "
+            'for each conversation, like {"prompt": "Who are you?", "completion": "A small assistant."}'
+        )
+    unread, reader, unknown = Unread(path.name), None, None
+    try:
+        for where, row in islice(entries(path), limit):
+            unread.rows += 1
+            try:
+                if isinstance(row, Exception):
+                    raise row
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is {type(row).__name__}, not an object with named columns")
+                reader = reader or detect(row, path)
+                found = [checked(one) for one in reader(filled(row, slots) if slots else row)]
+            except UserError as error:  # columns that no reader knows; those of another row may be known
+                unknown = unknown or error
+                unread.add(where, f"it has the columns {', '.join(row) or '(none)'}")
+            except UNREADABLE as error:
+                unread.add(where, reason(error))
+            else:
+                yield from found
+            if unread.count > 1000 and unread.too_many:
+                break  # no need to read the wrong thing to its end
+    except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:  # of the file, not of a row
+        raise UserError(
+            f"{path.name} cannot be read beyond row {unread.rows}: {reason(error)}; fetch or write it again"
         ) from error
-    if not number:
+    if not unread.rows:
         raise UserError(f"{path.name} is empty; name a file with at least one conversation")
+    if reader is None and unknown is not None:
+        raise unknown
+    if unread.too_many:
+        raise UserError(f"{unread.line()}; more than 1 % is too much: mend these rows or take them out")
+    if unread.count:
+        say(f"{unread.line()}; left out")
 
 
 def checked(found: Conversation) -> Conversation:

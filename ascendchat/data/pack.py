@@ -3,7 +3,7 @@
     counts = Counts()
     rows = ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
     batches = ChatBatches([(rows, 1.0)], seq_len, rows_per_step, seed)
-    batches.batch(step, start, stop)                  # a Batch as of data/corpus.py; its Prefetcher takes these too
+    batches.batch(step, start, stop)                  # a Batch as of data/corpus.py; prefetch.py takes these too
 
 A conversation of n tokens takes n - 1 places of a row: its last token is only a target. Targets are IGNORE where the
 assistant does not speak. What is longer than a row was split by `chat.fit` and counted, and what has nothing to learn

@@ -24,7 +24,7 @@ from ascendchat.device import describe, pick
 from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.bundle import load_bundle
-from ascendchat.eval.scorer import ModelScorer, Scorer
+from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
 from ascendchat.files import write_atomic
 from ascendchat.infer.load import Loaded, load
 from ascendchat.nn.attention import choose
@@ -72,7 +72,7 @@ def run(config: EvalBaseConfig) -> int:
     shape = model.shape
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     say(reason)
-    limit = config.max_seq_len or shape.seq_len
+    limit = row_length("--max-seq-len", config.max_seq_len, shape.seq_len)
     scorer = ModelScorer(model, kernel, place, max_tokens=config.tokens_per_batch, max_len=limit, pin=device.pin)
     settings = {
         "chip": device.chip.name, "world": world.size, "dtype": str(device.dtype).removeprefix("torch."),

@@ -25,7 +25,8 @@ from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home, nearest
 from ascendchat.config.eval import EvalChatConfig
 from ascendchat.device import describe, pick
-from ascendchat.eval.examine import EngineWriter, Examiner, ModelChooser, Outcome, examine, selection
+from ascendchat.eval.examine import EngineWriter, Examiner, ModelChooser, Outcome, check_room, examine, selection
+from ascendchat.eval.scorer import row_length
 from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.load import STAGES, load
@@ -301,7 +302,7 @@ def run(config: EvalChatConfig) -> int:
     say(reason)
     if any(task.name == "humaneval" for task in tasks):
         say(sandbox_line())
-    context = config.context or shape.seq_len
+    context = row_length("--context", config.context, shape.seq_len)
     engine = Engine(loaded.model, kernel, loaded.tokenizer, device, place, slots=config.slots, context=context)
     chooser = ModelChooser(
         loaded.model, kernel, place, max_tokens=config.tokens_per_batch, max_len=context, pin=device.pin
@@ -310,7 +311,11 @@ def run(config: EvalChatConfig) -> int:
         loaded.tokenizer, chooser, EngineWriter(engine), context, config.max_new_tokens, config.samples,
         config.temperature, config.seed, most,
     )  # fmt: skip
+    if config.context:
+        check_room(tasks, examiner)
     say(f"{loaded.folder}: {shape.total_parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")
+    if config.max_new_tokens >= context and any(task.kind == "reply" for task in tasks):
+        say(f"prompt and reply share {context} tokens: a long prompt leaves half of them, not {config.max_new_tokens}")
     settings = {
         "max_new_tokens": config.max_new_tokens, "samples": config.samples, "temperature": config.temperature,
         "context": context, "seed": config.seed,

@@ -29,7 +29,7 @@ CHUNK = 512  # examples written, and their tokens held, at a time
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer (data/tokenizer.py)."""
+    """What is needed of a tokenizer (data/tokenizer/)."""
 
     @property
     def specials(self) -> Mapping[str, int]: ...

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ascendchat import dist
+from ascendchat.config import UserError
 from ascendchat.data.chat import Counts, Encoder, render_prompt
 from ascendchat.eval.core import centre
 from ascendchat.eval.scorer import batches, padded, stack
@@ -33,6 +34,7 @@ from ascendchat.tasks import Task, pass_at_k
 
 CHUNK = 1024  # prompts written and handed over at a time
 SHUFFLE_SEED = 1337  # which rows are taken when not all are: tables are sorted by subject
+TRIED = 32  # prompts of each task that are measured before the start
 JUDGES = 4  # programs of HumanEval that run at once, per rank
 
 Chosen = Callable[[], list[int]]
@@ -123,6 +125,10 @@ class Examiner:
     seed: int = 0
     max_rows: int | None = None  # per task
 
+    def room(self, task: Task) -> int:
+        """Tokens that a prompt may have: all but those of the reply, which takes half of the context at most."""
+        return self.context - (0 if task.kind == "choice" else min(self.max_tokens, self.context // 2))
+
 
 @dataclass
 class Outcome:
@@ -149,6 +155,19 @@ def selection(task: Task, most: int | None) -> list[int]:
         return rows
     random.Random(SHUFFLE_SEED).shuffle(rows)
     return rows[:most]
+
+
+def check_room(tasks: Sequence[Task], examiner: Examiner) -> None:
+    """Refuse a --context in which not even the shortest of a task's first prompts is whole: a score would say nothing
+    about the model."""
+    for task in tasks:
+        rows = selection(task, examiner.max_rows)[:TRIED]
+        shortest = min((len(render_prompt(examiner.tokenizer, task.prompt(row))) for row in rows), default=0)
+        if shortest > examiner.room(task):
+            raise UserError(
+                f"--context {examiner.context} leaves a prompt {examiner.room(task)} tokens, and those of {task.name} "
+                f"have {shortest} and more; give a larger --context, or leave it out"
+            )
 
 
 def examine(task: Task, examiner: Examiner) -> Outcome:
@@ -184,7 +203,7 @@ def _choices(task: Task, examiner: Examiner, rows: Sequence[int], counts: Counts
     pending: list[Chosen] = []
     for first in range(0, len(rows), CHUNK):
         part = rows[first : first + CHUNK]
-        prompts = [render_prompt(examiner.tokenizer, task.prompt(row), examiner.context, counts) for row in part]
+        prompts = [render_prompt(examiner.tokenizer, task.prompt(row), examiner.room(task), counts) for row in part]
         pending.append(examiner.chooser.submit(prompts, [[token(x) for x in task.letters(row)] for row in part]))
     answers = [answer for chosen in pending for answer in chosen()]
     return [int(answer == task.answer(row)) for row, answer in zip(rows, answers)]
@@ -197,7 +216,7 @@ def seed_of(*key: object) -> int:
 
 def _replies(task: Task, examiner: Examiner, rows: Sequence[int], counts: Counts) -> list[int]:
     """How many of the replies to each row are right. Replies are judged while the next ones are generated."""
-    limit = examiner.context - min(examiner.max_tokens, examiner.context // 2)
+    limit = examiner.room(task)
     verdicts: list[Future[bool]] = []
     with ThreadPoolExecutor(min(JUDGES, os.cpu_count() or 1)) as judges:
         for first in range(0, len(rows), CHUNK):

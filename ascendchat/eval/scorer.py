@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ascendchat.config import UserError
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, attention_scale, dense, shifted
 from ascendchat.nn.loss import chunk_rows, softcap
@@ -70,6 +71,14 @@ class Group(NamedTuple):
 
     prefix: Row
     options: list[Piece]
+
+
+def row_length(flag: str, asked: int | None, trained: int) -> int:
+    """Tokens per row: as asked for, by default as many as the model was trained with. Positions behind those it has
+    never seen, and a score over them would say nothing."""
+    if asked is not None and asked > trained:
+        raise UserError(f"{flag} {asked}: this model was trained with rows of {trained} tokens; give at most those")
+    return asked or trained
 
 
 def padded(length: int) -> int:

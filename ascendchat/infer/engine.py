@@ -3,10 +3,10 @@
     engine = Engine(model, kernel, tokenizer, device, place, slots=16, context=2048)
     engine.generate([Request(prompt, Sampling(temperature=0.7, seed=1)), ...])     # -> [Completion, ...]
     for text in engine.stream(Request(prompt)): print(text, end="")
-    job = engine.add(request); engine.step()                                      # or turn by turn, as a server does
+    job = engine.add(request); engine.step()                                      # or turn by turn, as chat does
 
-`ascendchat chat`, `ascendchat eval chat` and `ascendchat serve` generate through here. decode.py is what runs on the
-device; this file is the host's side: who is in which slot, what each sampled token means, calculator calls, endings.
+`ascendchat chat` and `ascendchat eval chat` generate through here. decode.py is what runs on the device; this file is
+the host's side: who is in which slot, what each sampled token means, calculator calls, endings.
 
 The host reads results one step late where the device works on its own: while it looks at the tokens of step n, step
 n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees.

@@ -3,7 +3,7 @@
     run = open_run(run_folder("demo", "base"), config, facts={"chip": "cpu"}, track=("tensorboard",), main=rank == 0)
     run.log(100, loss=2.5, tokens_per_second=1200.0)
 
-`ascendchat base --run demo --track tensorboard` writes it, `ascendchat report` reads it. A step is the number of
+`ascendchat base --run demo --track tensorboard` writes it, `ascendchat speedrun` sums it up. A step is the number of
 optimizer steps done. No torch here, and nothing that makes a device wait: numbers come in, lines go out.
 """
 

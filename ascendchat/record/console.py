@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 
-# Cursor moves and colours in a message (a model's sample can hold anything) would break the bar or a log file.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Controls (C0 but tab and line feed, DEL, C1) and overrides of the writing direction.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,18 @@ class Telemetry:
     "bytes"
     memory_total: int | None = None
     "bytes"
+
+
+def inert(text: str) -> str:
+    """The text with control characters shown and not obeyed: what a model or a data set says can hold anything, and
+    would move the cursor, break the bar or reach the terminal's clipboard. Character by character, so a stream may come
+    in any pieces."""
+
+    def shown(found: re.Match[str]) -> str:
+        code = ord(found.group())
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+    return _CONTROL.sub(shown, text.replace("\r\n", "\n"))
 
 
 def clock(seconds: float) -> str:
@@ -188,7 +200,7 @@ class Console:
         """A message; on a terminal it appears above the bar. Control characters in it are shown, not obeyed."""
         if not self.main:
             return
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", str(text).replace("\r\n", "\n"))
+        text = inert(str(text))
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)  # a Chinese sample on an ASCII stream
         with self._writing:

@@ -4,8 +4,9 @@
     ascendchat chat -p "What is 17 + 25?"        # one answer
     cat questions.txt | ascendchat chat          # every line is a turn of one conversation; /reset begins anew
 
-Answers go to standard output, everything else to standard error. Ctrl-C stops the answer and not the program; at the
-prompt it clears the line. Ctrl-D ends.
+Answers go to standard output, everything else to standard error. Control characters in an answer are shown and not
+obeyed; /save writes them as they are. Ctrl-C stops the answer and not the program; at the prompt it clears the line.
+Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ascendchat.config import UserError
+from ascendchat.config import UserError, home
 from ascendchat.config.infer import ChatConfig
 from ascendchat.data.chat import Conversation, parse_content
 from ascendchat.device import describe, pick
@@ -30,6 +31,7 @@ from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.infer.load import load
 from ascendchat.nn.attention import choose
+from ascendchat.record.console import inert
 
 HELP = """\
 /reset            forget the conversation
@@ -97,7 +99,7 @@ class Chat:
                     self._mark(kind, piece.kind)
                     kind = piece.kind
                     if piece.kind == "text" or self.colour:
-                        shown = self._write(piece.text)
+                        shown = self._write(inert(piece.text))
         self._mark(kind, "text")
         self._write("" if shown.endswith("\n") else "\n")
         if self.chats:
@@ -202,12 +204,16 @@ def run(config: ChatConfig) -> int:
     engine = Engine(loaded.model, kernel, loaded.tokenizer, device, place, slots=1, context=shape.seq_len)
     talking = not config.prompt and sys.stdin.isatty()
     chat = Chat(engine, config, loaded.chats, sys.stdout, colour=sys.stdout.isatty())
+    if config.verbose:
+        say(f"{loaded.folder}\n{describe(device)}\n{reason}")
     if not loaded.chats:
         say(BASE_NOTICE)
     if config.prompt:
         return 0 if chat.answer(config.prompt) else 130
     if talking:
-        say(f"{loaded.folder}\n{describe(device)}; {reason}\n/help lists the commands, Ctrl-D ends")
+        runs, folder = home() / "runs", loaded.folder
+        name = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
+        say(f"{name} on {device.chip.name}; /help lists the commands, Ctrl-D ends")
     for line in typed_lines() if talking else piped_lines():
         if line.startswith("/"):
             chat.command(line)

@@ -1,19 +1,17 @@
-"""What a task is: rows that can be learned from and examined with; slices and mixtures of them.
+"""What a task is: rows that can be learned from and examined with; slices of them.
 
 task = tasks.load("gsm8k", "train")                       # see tasks/__init__.py for the names
 task.example(3)                                           # a whole conversation, for training
 task.prompt(3); task.correct(3, "... #### 18")            # for a task that is answered in words
 task.prompt(3); task.letters(3); task.answer(3)           # for multiple choice, scored by the letters' logits
-Mixture([(task, 2.0), (other[:1000], 1.0)], seed=7)       # `ascendchat mid`, `ascendchat sft`
+task[:1000]                                               # the first thousand rows, as a task
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, text_of
 
 Kind = Literal["choice", "reply", "dialog"]  # examined by letters, by what is said, or not at all
@@ -27,6 +25,7 @@ class Task:
     kind: Kind = "dialog"
     language: str = ""  # "en", "zh" or "" for both
     baseline: float = 0.0  # accuracy of guessing
+    notices: Sequence[str] = ()  # what had to be left out when it was read, in a line each
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -101,59 +100,3 @@ class Slice(Task):
 
     def correct(self, index: int, reply: str) -> bool:
         return self.task.correct(self.rows[index], reply)
-
-
-class Mixture:
-    """Tasks with weights: 2 shows every row twice in an epoch, 0.25 a quarter of the rows, others in each epoch.
-
-    Epoch `e` is a pure function of (tasks, weights, seed, e): whoever asks, in whatever order, sees the same.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Task, float]], seed: int = 0) -> None:
-        if not parts:
-            raise UserError("a mixture needs at least one task")
-        for task, weight in parts:
-            if not weight > 0 or not len(task):
-                raise UserError(f"{task.name}: {len(task)} rows with weight {weight}; both must be above 0")
-        self.parts, self.seed = list(parts), seed
-        self.counts = [max(1, round(len(task) * weight)) for task, weight in parts]
-        self._epoch: tuple[int, list[tuple[int, int]]] | None = None
-
-    def __len__(self) -> int:
-        """Conversations per epoch."""
-        return sum(self.counts)
-
-    def order(self, epoch: int) -> list[tuple[int, int]]:
-        """(task, row) of every conversation of an epoch."""
-        if self._epoch is not None and self._epoch[0] == epoch:
-            return self._epoch[1]
-        found: list[tuple[int, int]] = []
-        for number, ((task, _), count) in enumerate(zip(self.parts, self.counts)):
-            whole, rest = divmod(count, len(task))
-            found += [(number, row) for _ in range(whole) for row in range(len(task))]
-            if rest:
-                # One order for all epochs, and each epoch takes the next piece of it: no row is left out for long.
-                turns = self._shuffled(list(range(len(task))), "part", number)
-                first = epoch * rest
-                found += [(number, turns[(first + i) % len(task)]) for i in range(rest)]
-        order = self._shuffled(found, "epoch", epoch)
-        self._epoch = epoch, order
-        return order
-
-    def _shuffled(self, rows: list, *key: object) -> list:  # type: ignore[type-arg]
-        random.Random(f"mixture {self.seed} {' '.join(map(str, key))}").shuffle(rows)
-        return rows
-
-    def example(self, position: int) -> Conversation:
-        """The conversation at a position of the endless stream: epoch after epoch."""
-        epoch, index = divmod(position, len(self))
-        number, row = self.order(epoch)[index]
-        return self.parts[number][0].example(row)
-
-    def lines(self) -> list[str]:
-        """What is in it, for the log."""
-        total = len(self)
-        return [
-            f"  {task.name:<24}{task.split:<8}{len(task):>9} rows x {weight:<6g}{count / total:>7.1%} of an epoch"
-            for (task, weight), count in zip(self.parts, self.counts)
-        ]

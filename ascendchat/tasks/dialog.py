@@ -2,7 +2,7 @@
 
 Dialog("smoltalk")                                        # a named set of `ascendchat data fetch`
 Dialog("talk.jsonl")                                      # a file, or a folder of files: see data/conversations.py
-Dialog("identity.json", slots={"name": "Ada", "author": "us"})       # {{name}} and {{author}} are filled in
+Dialog("identity.json")                                   # its {{name}} and {{author}} are filled in: SLOTS
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from ascendchat.config import UserError
+from ascendchat.data import toyworld
 from ascendchat.data.chat import Conversation
 from ascendchat.data.conversations import conversations
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
+from ascendchat.data.read import format_of
+from ascendchat.data.tables import KINDS
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import SPLIT, kind_of
+from ascendchat.tasks.files import SPLIT
 
-SLOT = re.compile(r"\{\{(\w+)\}\}")
+# Sets whose texts have places to be filled, and the words. `identity` is what LLaMA-Factory publishes as identity.json.
+# Everywhere else {{name}} is text, like the {{user}} of a template and the \frac{{1}}{{2}} of a formula.
+SLOTS = {"identity": {"name": toyworld.NAME, "author": toyworld.NAME}}
 
 
 class Stored:
@@ -47,7 +52,7 @@ def files_of(where: Path, split: str) -> list[Path]:
     if where.is_file():
         return [where]
     every = [p for p in sorted(where.rglob("*")) if p.is_file() and p.name != "manifest.json"]
-    tables = [p for p in every if kind_of(p.name.lower()) is not None or p.name.endswith((".tsv", ".tsv.xz"))]
+    tables = [p for p in every if format_of(p.name)[0] in KINDS]
 
     def of(path: Path, name: str) -> bool:
         return re.search(SPLIT[name], f"/{path.relative_to(where).as_posix().lower()}") is not None
@@ -59,9 +64,7 @@ def files_of(where: Path, split: str) -> list[Path]:
 class Dialog(Task):
     """Conversations from files."""
 
-    def __init__(
-        self, where: str, split: str = "train", source: str = "", slots: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, where: str, split: str = "train", source: str = "") -> None:
         self.split = split or "train"
         path, known = Path(where).expanduser(), ALSO.get(where, where)
         if known in SETS and not path.exists():
@@ -75,13 +78,13 @@ class Dialog(Task):
             raise UserError(f"{path} does not exist; give a file, a folder or a name of `ascendchat data fetch`")
         files = files_of(path, self.split)
         if not files:
-            raise UserError(f"{path} has no files of the split {self.split!r}")
-        self.stored = Stored(talk for file in files for talk in conversations(file, slots=slots))
-        if open_slots := sorted(set(SLOT.findall(self.stored.text[: 1 << 20].decode("utf-8", "ignore")))):
             raise UserError(
-                f"{self.name} has places to be filled: {', '.join(open_slots)}; give their words in the mixture, "
-                f"slots: {{{', '.join(f'{name}: ...' for name in open_slots)}}}"
+                f"{path} holds no conversations of the split {self.split!r}; they are read from {' '.join(KINDS)} files"
             )
+        slots, self.notices = SLOTS.get(self.name), list[str]()
+        self.stored = Stored(t for file in files for t in conversations(file, slots=slots, say=self.notices.append))
+        if not slots and b"{{name}}" in self.stored.text:
+            self.notices.append(f"{self.name}: {{{{name}}}} stays as it is; it is filled in only in identity.json")
 
     def __len__(self) -> int:
         return len(self.stored)

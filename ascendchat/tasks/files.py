@@ -16,13 +16,12 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ascendchat.config import UserError
-from ascendchat.data import conversations
 from ascendchat.data.fetch import fetch
-
-Row = dict[str, Any]
+from ascendchat.data.tables import Row, opened
+from ascendchat.data.tables import rows as rows_of
 
 # A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz
 SPLIT = {
@@ -98,7 +97,7 @@ def rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[
     for found in tables(set_name, pattern, split, source):
         try:
             yield from _read(found)
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, KeyError, RecursionError, zipfile.BadZipFile) as error:
             raise UserError(
                 f"{found.path} cannot be read ({error}); fetch it again: ascendchat data fetch {set_name}"
             ) from None
@@ -109,7 +108,7 @@ def _read(found: Found) -> Iterator[Row]:
         text = io.StringIO(_text(found), newline="")
         yield from _csv(text)
     elif not found.member:
-        yield from conversations.rows(found.path)
+        yield from rows_of(found.path)
     else:
         for line in _text(found).split("\n"):
             if line.strip():
@@ -120,7 +119,7 @@ def _text(found: Found) -> str:
     if found.member:
         with zipfile.ZipFile(found.path) as archive:
             return archive.read(found.member).decode("utf-8-sig")
-    with conversations.opened(found.path) as file:
+    with opened(found.path) as file:
         return file.read()
 
 

@@ -3,7 +3,7 @@
 watch = Watch([tasks.load("mmlu"), tasks.load("gsm8k")])
 for conversation in watch.over(tasks.load("talk.jsonl", "train")): ...     # `ascendchat mid`, `ascendchat sft`
 watch.lines()                                             # how many of each evaluation, and the first few
-overlaps([mixture], [tasks.load("mmlu", "test")])         # the same at once, as a list
+overlaps([talk], [tasks.load("mmlu", "test")])            # the same at once, as a list
 
 A question is found where a user says all of it (case, width, punctuation and spaces aside). Of multiple choice the
 right choice must follow as well, in the list of choices or in the reply: "Which of these is true?" is asked about
@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ascendchat.data.chat import Conversation, text_of
-from ascendchat.tasks.base import Mixture, Task
+from ascendchat.record.console import inert
+from ascendchat.tasks.base import Task
 
 SHOWN = 3  # examples for each evaluation
 SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}
@@ -37,7 +38,7 @@ class Overlap(NamedTuple):
 
     def line(self) -> str:
         """One line for the log."""
-        shown = " ".join(self.question.split())
+        shown = inert(" ".join(self.question.split()))
         return f"{self.evaluation} row {self.row} is in {self.training} row {self.training_row}: {shown[:80]}"
 
 
@@ -124,11 +125,10 @@ class Watch:
         return lines
 
 
-def overlaps(training: Sequence[Task | Mixture], evaluation: Sequence[Task]) -> list[Overlap]:
+def overlaps(training: Sequence[Task], evaluation: Sequence[Task]) -> list[Overlap]:
     """Evaluation questions that stand in the training data."""
     watch = Watch(evaluation)
-    for part in training:
-        for source in [task for task, _ in part.parts] if isinstance(part, Mixture) else [part]:
-            for _ in watch.over(source):
-                pass
+    for source in training:
+        for _ in watch.over(source):
+            pass
     return watch.found()

@@ -1,6 +1,6 @@
 """The toy world as tasks: conversations to learn from, and its examination by topic and language.
 
-ToyChats("train", "sft")                          # `ascendchat sft` of the recipe tiny-cpu
+ToyChats("train", "sft")                          # `ascendchat sft --data toy_sft`
 ToyExam("fact", "zh", "test")                     # `ascendchat eval chat --tasks toy`
 """
 

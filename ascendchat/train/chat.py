@@ -23,7 +23,7 @@ from ascendchat import dist, tasks
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, to_continue, verify
 from ascendchat.config import UserError, home
 from ascendchat.config.train import ChatTrainConfig
-from ascendchat.data.chat import Conversation, Counts, render_prompt
+from ascendchat.data.chat import Conversation, Counts, has_reply, render_prompt
 from ascendchat.data.corpus import IGNORE, Corpus, Rows, absolute, named, open_mixture
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.tokenizer import Tokenizer
@@ -145,10 +145,11 @@ def _runs() -> list[str]:
 
 
 def parted(found: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
-    """The conversations to train on, in one pass over all; those that are kept for validation go to `held`."""
+    """The conversations to train on, in one pass over all; those that are kept for validation go to `held`. One without
+    a reply cannot validate: it goes on, to be counted with the others that are left out."""
     for conversation in found:
         said = json.dumps(conversation, sort_keys=True).encode()
-        if int(hashlib.sha256(said).hexdigest()[:8], 16) < VALIDATION * 2**32:
+        if int(hashlib.sha256(said).hexdigest()[:8], 16) < VALIDATION * 2**32 and has_reply(conversation):
             held.append(conversation)
         else:
             yield conversation
@@ -163,15 +164,23 @@ def open_chats(
         train = chats("train", kind=stage, seed=config.seed)
     else:
         source = tasks.load(name, "train", config.source)
+        for notice in source.notices:
+            say(notice)
         train = parted(watch.over(source) if watch else source, held)
-    first = list(itertools.islice(train, 1))
-    rows = pack(itertools.chain(first, train), counts)
+    begin: list[Conversation] = []  # up to the first with a reply
+    for conversation in train:
+        begin.append(conversation)
+        if has_reply(conversation):
+            break
+    else:  # the hash chose all that have one for validation
+        begin, held = [*begin, *held], []
+    rows = pack(itertools.chain(begin, train), counts)
     say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
     if name == "toyworld":
         return rows, pack(chats("validation", kind=stage, seed=config.seed), Counts())
     if not held:
         say(f"{name} is too small to keep some for validation: validated on the first, which is also trained on")
-    return rows, pack(held or first, Counts())
+    return rows, pack(held or begin[-1:], Counts())
 
 
 def watch_for(config: ChatTrainConfig) -> Watch | None:

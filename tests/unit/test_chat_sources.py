@@ -89,6 +89,50 @@ def test_a_small_source_is_validated_on_its_first_conversation(
     assert same(validation, ChatRows.build(tokenizer, talks[:1], 64, 0, Counts()))
 
 
+def without_reply(held: bool) -> Conversation:
+    """A conversation in which nobody answers, and which the hash does or does not pick for validation."""
+    talks = ([{"role": "user", "content": f"nobody answers {n}"}] for n in range(10_000))
+    return next(talk for talk in talks if held_out(talk) == held)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_conversation_without_a_reply_never_validates_and_is_counted(
+    chats: Path, tokenizer: Tokenizer, tmp_path: Path, validates: bool, first: bool
+) -> None:
+    every = [talk for talk in tasks.load(str(chats), "train")]
+    talks = [talk for talk in every if not held_out(talk)][:3] + [talk for talk in every if held_out(talk)][:validates]
+    empty = [without_reply(held=True), without_reply(held=False)]
+    path, said = tmp_path / "some.jsonl", list[str]()
+    lines = [json.dumps({"messages": talk}) for talk in ([*empty, *talks] if first else [*talks, *empty])]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    ((rows, _),), (validation,), _ = open_sources(SftConfig(data=(str(path),)), "sft", tokenizer, 64, said.append)
+    assert isinstance(rows, ChatRows)
+    assert same(validation, ChatRows.build(tokenizer, talks[3:] or talks[:1], 64, 0, Counts()))
+    assert "3 conversations whole" in said[0]
+    assert "2 without a reply" in said[0]
+
+
+def test_a_source_whose_only_conversation_is_picked_for_validation_is_trained_on_too(
+    chats: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    talk = next(talk for talk in tasks.load(str(chats), "train") if held_out(talk))
+    path, said = tmp_path / "one.jsonl", list[str]()
+    path.write_text(json.dumps({"messages": talk}), encoding="utf-8")
+    ((rows, _),), (validation,), _ = open_sources(SftConfig(data=(str(path),)), "sft", tokenizer, 64, said.append)
+    assert isinstance(rows, ChatRows)
+    assert same(rows, validation)
+    assert "too small to keep some for validation" in said[-1]
+
+
+def test_rows_that_were_left_out_are_said(chats: Path, tokenizer: Tokenizer) -> None:
+    with chats.open("a", encoding="utf-8") as file:
+        file.write("\n{broken")
+    said: list[str] = []
+    open_sources(SftConfig(data=(str(chats),)), "sft", tokenizer, 64, said.append)
+    assert said[0].startswith("chats.jsonl: 1 of 301 rows cannot be read: line 301: ")
+
+
 def test_overlaps_are_summed_up_and_all_are_in_a_file_when_not_all_are_shown(chats: Path, tmp_path: Path) -> None:
     watch = watch_for(SftConfig(data=(str(chats),), source=str(chats.parent / "eval")))
     assert watch is not None

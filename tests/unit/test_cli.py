@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import resource
 import runpy
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat import __version__, cli
+from ascendchat.config import UserError, _flags, _plain
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,3 +207,23 @@ def test_options_are_those_written_down() -> None:
         difflib.unified_diff(before.splitlines(), now.splitlines(), "written down", "now", n=0, lineterm="")
     )
     assert not change, f"command-line options changed:\n{change}\nif that is meant: python tests/golden/update.py"
+
+
+SPOKEN_OF = re.compile(r"(?:`|^    )ascendchat ([a-z][^`\n#]*)", re.MULTILINE)  # in a text, or on a line of its own
+
+
+def test_the_commands_and_flags_that_the_code_speaks_of_exist() -> None:
+    seen, wrong = 0, []
+    for path in (ROOT / "ascendchat").rglob("*.py"):
+        for said in SPOKEN_OF.findall(path.read_text(encoding="utf-8")):
+            words, seen = said.split(), seen + 1
+            try:
+                name, rest = cli.find(words)
+            except UserError as error:
+                wrong += [f"{path}: {said}"] * ("needs a second word" not in str(error))
+                continue
+            known = {*_flags(cli._load("config.", cli.COMMANDS[name][0])), "config", "help"}
+            flags = [_plain(word) for word in rest if re.match("--?[a-z]", word)] if name != "launch" else []
+            wrong += [f"{path}: {said}: {flag}" for flag in flags if flag.removeprefix("no_") not in known]
+    assert seen > 150
+    assert wrong == []

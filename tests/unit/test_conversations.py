@@ -42,6 +42,11 @@ SYSTEM = {"role": "system", "content": "be brief"}
         {"instruction": "hi", "input": "", "output": "hello", "system": "be brief"},
         {"instruction": "hi", "response": "hello", "system": "be brief", "history": []},
         {"query": "hi", "response": "hello", "system": "be brief"},
+        {"prompt": "hi", "completion": "hello", "system": "be brief"},
+        {"prompt": [SYSTEM, USER], "completion": [REPLY]},
+        {"prompt": "hi", "response": "hello", "system": "be brief"},
+        {"input": "hi", "output": "hello", "system": "be brief"},
+        {"question": "hi", "response": "hello", "system": "be brief"},
         {"text": "### System: be brief ### Human: hi ### Assistant: hello"},
         {
             "conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"}],
@@ -60,6 +65,8 @@ def test_the_same_exchange_in_every_format_is_the_same_conversation(tmp_path: Pa
 def test_earlier_exchanges_and_the_input_of_alpaca_rows_come_before_the_reply(tmp_path: Path) -> None:
     row = {"instruction": "add", "input": "1 and 2", "output": "3", "history": [["a", "b"], ["c", "d"]]}
     assert [m["content"] for m in read(tmp_path, row)] == ["a", "b", "c", "d", "add\n1 and 2", "3"]
+    dolly = {"instruction": "who?", "context": "Ada wrote it.", "response": "Ada", "category": "closed_qa"}
+    assert [m["content"] for m in read(tmp_path, dolly)] == ["who?\nAda wrote it.", "Ada"]
 
 
 def test_a_function_call_is_a_tool_part_of_the_assistants_turn_and_its_result_an_output_part(tmp_path: Path) -> None:
@@ -175,7 +182,7 @@ def test_a_part_the_renderer_does_not_know_is_refused_where_it_is_read(
     fine = [USER, {"role": "assistant", "content": [{"type": "text", "text": "2"}, {"type": "tool", "text": "1+1"}]}]
     bad = [*fine, {"role": role, "content": [{"type": "text", "text": "look"}, part]}]
     for rows in ([{"messages": fine}, {"messages": bad}], [{"conversations": fine}, {"conversations": bad}]):
-        with pytest.raises(UserError, match=r"data\.jsonl, row 2, cannot be read as ") as caught:
+        with pytest.raises(UserError, match=r"data\.jsonl: 1 of 2 rows cannot be read: line 2: ") as caught:
             list(conversations(write(tmp_path, rows)))
         assert words in str(caught.value)
 
@@ -184,11 +191,13 @@ def test_a_part_the_renderer_does_not_know_is_refused_where_it_is_read(
     ("content", "words"),
     [
         ('{"foo": 1, "bar": 2}\n', "columns foo, bar"),
-        ('{"query": "a", "response": "b"}\n{"query": \n', "row 2"),
-        ('{"query": "a", "response": "b"}\n{"query": "a"}\n', "column 'response' is missing"),
-        ('{"query": "a", "response": 5}\n', "row 1"),
+        ('{"query": "a", "response": "b"}\n{"query": \n', "1 of 2 rows cannot be read: line 2: Expecting value"),
+        ('{"query": "a", "response": "b"}\n\n{"query": "a"}\n', "line 3: the column 'response or completion or "),
+        ('{"query": "a", "response": 5}\n', "line 1: what the assistant says is not text but int"),
         ('{"conversations": [{"from": "martian", "value": "a"}]}\n', "'martian' is unknown"),
         ('{"question": "a", "choices": ["x"], "gold": 3}\n', "none of the 1 choices"),
+        ('[{"query": "a", "response": "b"}, {"query": ]', "cannot be read beyond row 1: Expecting value: line 1"),
+        ('[{"query": "a", "response": "b"}]\n[{"query": "c", "response": "d"}]', "there is more behind the list"),
         ("", "empty"),
     ],
 )
@@ -198,6 +207,66 @@ def test_an_unreadable_file_is_named_with_its_row_and_what_was_found(tmp_path: P
     with pytest.raises(UserError, match=r"bad\.jsonl") as caught:
         list(conversations(path))
     assert words in str(caught.value)
+
+
+GOOD = '{"query": "a", "response": "b"}'
+DEEP = '{"query": ' + "[" * 100_000 + "]" * 100_000 + ', "response": "b"}'
+BAD = {  # a bad row, and what is said about it
+    "cut": ('{"query": "a", "resp', "Unterminated string"),
+    "no object": ("17", "it is int, not an object with named columns"),
+    "other columns": ('{"foo": "a", "bar": "b"}', "the column"),
+    "no text": ('{"query": "a", "response": null}', "what the assistant says is not text but NoneType"),
+    "deep": (DEEP, "it is nested too deep"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("first", [False, True], ids=["inside", "first"])
+def test_a_bad_row_among_many_is_counted_named_and_left_out(tmp_path: Path, kind: str, first: bool) -> None:
+    bad, words = BAD[kind]
+    at = [0, 120, 130, 140] if first else [100, 120, 130, 140]
+    lines = [bad if number in at else GOOD for number in range(500)]
+    path, said = tmp_path / "talk.jsonl", list[str]()
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert len(list(conversations(path, say=said.append))) == 496
+    (line,) = said
+    assert line.startswith(f"talk.jsonl: 4 of 500 rows cannot be read: line {at[0] + 1}: ")
+    assert words in line or (first and "it has the columns foo, bar" in line)
+    assert "line 131: " in line
+    assert "line 141" not in line  # the first three are enough
+    path.write_text("\n".join(lines[:150]), encoding="utf-8")  # more than 1 % now
+    with pytest.raises(UserError, match=r"4 of 150 rows cannot be read: line .*more than 1 % is too much"):
+        list(conversations(path, say=said.append))
+
+
+def test_a_byte_that_is_no_utf8_costs_its_line_only(tmp_path: Path) -> None:
+    path, said = tmp_path / "talk.jsonl", list[str]()
+    lines = [GOOD.encode()] * 200
+    lines[7] = b'{"query": "\xff", "response": "b"}'
+    path.write_bytes(b"\n".join(lines))
+    assert len(list(conversations(path, say=said.append))) == 199
+    assert said[0].startswith("talk.jsonl: 1 of 200 rows cannot be read: line 8: 'utf-8' codec")
+
+
+def test_an_entry_of_a_list_that_is_nested_too_deep_is_passed_over(tmp_path: Path) -> None:
+    path, said = tmp_path / "talk.json", list[str]()
+    deep = '{"query": "]}\\"", "response": ' + '["\\"]", ' * 50_000 + "1" + "]" * 50_000 + "}"
+    path.write_text("[" + ",\n".join([GOOD] * 150 + [deep] + [GOOD] * 50) + "]", encoding="utf-8")
+    assert len(list(conversations(path, say=said.append))) == 200
+    assert said == ["talk.json: 1 of 201 rows cannot be read: row 151: it is nested too deep; left out"]
+
+
+def test_rows_that_no_reader_knows_are_refused_early_with_the_columns_that_are_known(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"foo": 1}] * 5000)
+    with pytest.raises(UserError, match=r"has the columns foo, which no reader knows; rename .*pair \(query\|prompt"):
+        list(conversations(path))
+
+
+@pytest.mark.parametrize("name", ["talk.csv", "talk.txt", "talk.csv.gz", "talk.xlsx", "talk", "talk.zip"])
+def test_a_file_of_another_kind_is_refused_with_what_to_convert_it_to(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("prompt,completion\nhi,hello\n", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"{name}: conversations are read from .*convert it to \.jsonl, with one line"):
+        list(conversations(tmp_path / name))
 
 
 def test_a_truncated_archive_is_an_error(tmp_path: Path) -> None:

@@ -231,3 +231,8 @@ def test_a_model_is_never_scored_with_another_tokenizer(trained: GPT) -> None:
     train(["entirely different words"] * 5, 290).save(home() / "tokenizer")
     with pytest.raises(UserError, match="was not trained with the tokenizer"):
         run(dataclasses.replace(CONFIG, eval=("core",)))
+
+
+def test_rows_longer_than_those_the_model_was_trained_with_are_refused(trained: GPT) -> None:
+    with pytest.raises(UserError, match="--max-seq-len 257: this model was trained with rows of 256 tokens"):
+        run(dataclasses.replace(CONFIG, eval=("core",), max_seq_len=257))

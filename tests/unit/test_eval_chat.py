@@ -339,6 +339,29 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(flags
         command(*flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--context", "257"], "--context 257: this model was trained with rows of 256 tokens; give at most those"),
+        (["--context", "16"], "--context 16 leaves a prompt 11 tokens, and those of toy_choice_en have "),
+        (["--context", "90", "--max-new-tokens", "80"], "--context 90 leaves a prompt 45 tokens, and those of toy"),
+    ],
+)
+def test_a_context_that_fits_neither_model_nor_prompts_is_refused_in_a_sentence(flags: list[str], words: str) -> None:
+    save("sft", 2)
+    with pytest.raises(UserError, match=words):
+        command("--tasks", "toy_choice_en", *flags)
+    assert not (run_folder("tiny", "sft") / "eval_chat.json").exists()
+
+
+def test_replies_that_cannot_be_as_long_as_asked_for_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    save("sft", 2)
+    assert command("--tasks", "toy_choice_en", "--max-per-task", "1", "--max-new-tokens", "256") == 0
+    assert "share 256 tokens: a long prompt leaves half of them, not 256" in capsys.readouterr().out
+    assert command("--tasks", "toy_choice_en", "--max-per-task", "1", "--context", "200") == 0
+    assert "share" not in capsys.readouterr().out
+
+
 def test_the_chosen_kernel_of_this_machine_chooses_like_the_reference() -> None:
     made, place = random_model(), torch.device("cpu")
     prompts = [render_prompt(TOKENIZER, Quiz().prompt(i)) for i in range(12)]

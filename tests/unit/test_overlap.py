@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ascendchat import tasks
 from ascendchat.data.chat import Conversation, render_choice
-from ascendchat.tasks.base import Mixture, Task
+from ascendchat.tasks.base import Task
 from ascendchat.tasks.overlap import SHOWN, Watch, asked, normal, overlaps, says
 
 
@@ -75,7 +75,7 @@ def test_questions_that_are_answered_in_words_are_found_by_their_words() -> None
     exam = Talks("sums", [talk("What is 1+1?", "2"), talk("What is 1+2?", "3")], "test")
     leaky = Talks("b", [talk("x", "y"), talk("x", "y", "WHAT is  1 + 2", "many")])
     clean = Talks("a", [talk("x", "y")])
-    (found,) = overlaps([Mixture([(clean, 1.0), (leaky, 1.0)])], [exam])
+    (found,) = overlaps([clean, leaky], [exam])
     assert found[:4] == ("sums test", 1, "b train", 1)
     assert "What is 1+2?" in found.line()
     assert len(overlaps([exam], [exam])) == 2

@@ -15,10 +15,19 @@ from pathlib import Path
 import pytest
 
 from ascendchat.record import Console, Telemetry
-from ascendchat.record.console import clock, devices, status
+from ascendchat.record.console import clock, devices, inert, status
 
 GIB = 1024**3
 ROOT = Path(__file__).parents[2]
+
+
+def test_control_characters_and_bidi_overrides_are_made_inert_in_any_pieces() -> None:
+    text = "\x1b[2Ja\tb\r\nc\x00\x85\x9bd\u202e\u2069e\x7f\n你"
+    shown = r"\x1b[2Ja" + "\tb\n" + r"c\x00\x85\x9bd\u202e\u2069e\x7f" + "\n你"
+    assert inert(text) == shown
+    assert "".join(inert(letter) for letter in text) == shown.replace("b\n", "b" + r"\x0d" + "\n")
+    assert inert("naïve \u200f עברית 😀") == "naïve \u200f עברית 😀"
+
 
 SHOW = """
 import sys, time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import lzma
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, render_choice, text_of
 from ascendchat.data.fetch import fetch
-from ascendchat.tasks.base import Mixture, Task
+from ascendchat.tasks.base import Task
 from ascendchat.tasks.choice import item
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
@@ -276,58 +275,50 @@ def test_slices_take_rows_by_start_stop_and_step() -> None:
     assert Numbers("n", 10)[::-1].question(0) == "What comes after n 9?"
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.3, 0.5, 1.0, 2.0, 2.5])), min_size=1, max_size=4))
-def test_an_epoch_of_a_mixture_holds_each_task_by_its_weight(parts: list[tuple[int, float]]) -> None:
-    mixture = Mixture([(Numbers(str(i), rows), weight) for i, (rows, weight) in enumerate(parts)], seed=1)
-    for epoch in (0, 1, 5):
-        counts = Counter(mixture.order(epoch))
-        for number, (rows, weight) in enumerate(parts):
-            own = [counts[number, row] for row in range(rows)]
-            assert sum(own) == max(1, round(rows * weight))
-            assert max(own) - min(own) <= 1
-        assert len(mixture.order(epoch)) == len(mixture)
+TEMPLATES = "Dear {{name}} and {{user}} of {{author}}: \\frac{{1}}{{2}}, {{ x }}, {{town}}"
 
 
-def test_a_mixture_is_a_pure_function_of_seed_and_epoch_and_shows_all_rows_in_time() -> None:
-    parts: list[tuple[Task, float]] = [(Numbers("a", 20), 0.25), (Numbers("b", 7), 1.0)]
-    one, two = Mixture(parts, seed=3), Mixture(parts, seed=3)
-    late = two.order(5)
-    assert [one.order(e) for e in range(6)][5] == late
-    assert one.order(0) != one.order(1)
-    assert Mixture(parts, seed=4).order(0) != one.order(0)
-    seen = {row for epoch in range(4) for number, row in one.order(epoch) if number == 0}
-    assert seen == set(range(20))  # a quarter in each of four epochs: all of them
-    assert one.example(len(one) + 2) == parts[one.order(1)[2][0]][0].example(one.order(1)[2][1])
-    assert "a" in one.lines()[0]
+def alpaca(path: Path, reply: str) -> Path:
+    path.write_text(json.dumps([{"instruction": "who?", "output": reply}]), encoding="utf-8")
+    return path
 
 
-def test_a_recipe_lists_a_mixture(tmp_path: Path) -> None:
-    talk = tmp_path / "talk.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"{{{{name}}}} {i}?"}, {"role": "assistant", "content": "yes"}]}
-            for i in range(6)]  # fmt: skip
-    talk.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    made = tasks.mixture([{"task": str(talk), "weight": 2, "stop": 4, "slots": {"name": "Ada"}}], seed=1)
-    assert len(made) == 8
-    assert made.parts[0][0].example(3)[0]["content"] == "Ada 3?"
-    for wrong, match in [
-        ({"task": str(talk), "wieght": 2}, "did you mean weight"),
-        ({"weight": 2}, "needs a task"),
-        ({"task": str(talk), "weight": "much"}, "numbers"),
-        ({"task": str(talk), "weight": 0}, "above 0"),
-        ({"task": "nothing-like-this"}, "neither a task nor a file"),
-    ]:
-        with pytest.raises(UserError, match=match):
-            tasks.mixture([wrong])
-    with pytest.raises(UserError, match="at least one"):
-        tasks.mixture([])
+@pytest.mark.parametrize("name", ["talk.json", "my_identity.json"])
+def test_double_braces_in_ordinary_conversations_are_text(tmp_path: Path, name: str) -> None:
+    task = tasks.load(str(alpaca(tmp_path / name, TEMPLATES)))
+    assert task.example(0)[1]["content"] == TEMPLATES
+    assert task.notices == [f"{name[:-5]}: {{{{name}}}} stays as it is; it is filled in only in identity.json"]
+    assert tasks.load(str(alpaca(tmp_path / name, "\\frac{{1}}{{2}}"))).notices == []
 
 
-def test_places_that_nobody_fills_are_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "identity.json"
-    path.write_text(json.dumps([{"instruction": "who?", "output": "{{name}} of {{town}}"}]), encoding="utf-8")
-    with pytest.raises(UserError, match="town"):
-        tasks.load(str(path))
-    assert tasks.load(str(path), slots={"town": "Ulm"}).example(0)[1]["content"] == "Ascend Chat of Ulm"
+def test_only_the_declared_places_of_a_set_are_filled(tmp_path: Path) -> None:
+    filled = TEMPLATES.replace("{{name}}", "Ascend Chat").replace("{{author}}", "Ascend Chat")
+    path = alpaca(tmp_path / "identity.json", TEMPLATES)
+    (tmp_path / "identity").mkdir()
+    alpaca(tmp_path / "identity" / "a.json", TEMPLATES)
+    named = [tasks.load("identity", source=str(tmp_path)), *(tasks.load(str(p)) for p in (path, path.with_suffix("")))]
+    for task in named:
+        assert task.example(0)[1]["content"] == filled
+        assert not task.notices
+
+
+def test_the_real_identity_file_has_no_open_place_left(real_data: Path) -> None:
+    task = tasks.load(str(real_data / "sft" / "llamafactory" / "identity.json"))
+    assert len(task) == 91
+    assert not any("{{" in message["content"] for talk in task for message in talk)
+
+
+def test_a_folder_takes_only_what_can_hold_conversations_and_says_what_that_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"holds no conversations of the split 'train'; they are read from \.parquet"):
+        tasks.load(str(tmp_path))
+    alpaca(tmp_path / "talk.json", "me")
+    assert len(tasks.load(str(tmp_path))) == 1
+
+
+def test_what_is_neither_a_task_nor_a_file_is_named() -> None:
+    with pytest.raises(UserError, match="'smoltlak' is neither a task nor a file; did you mean smoltalk"):
+        tasks.load("smoltlak")
 
 
 def test_a_folder_of_conversations_is_read_by_split(tmp_path: Path) -> None:

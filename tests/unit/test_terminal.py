@@ -81,6 +81,28 @@ def test_every_line_of_a_pipe_is_a_turn_and_commands_work(
     assert len(json.loads((tmp_path / "short.json").read_text())["messages"]) == 3, "reset keeps the system message"
 
 
+@pytest.mark.parametrize("flags", [("-p", "hi"), ()])
+def test_control_characters_of_the_model_are_shown_and_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = "\x1b[31m\x07\x9b\x7f\r\u202e\t!\n"  # byte after byte, each once: the model is a table
+    save(follows=make.script([SPECIAL["<|assistant_start|>"], *said.encode(), SPECIAL["<|assistant_end|>"]]))
+    out, _ = chat(monkeypatch, capsys, f"hi\n/save {tmp_path / 'talk.json'}\n", "-t", "0", *flags)
+    assert out == r"\x1b[31m\x07\x9b\x7f\x0d\u202e" + "\t!\n"
+    if not flags:
+        assert json.loads((tmp_path / "talk.json").read_text())["messages"][-1]["content"] == said, "as it was said"
+
+
+def test_the_machinery_is_shown_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save()
+    out, err = chat(monkeypatch, capsys, "", "-p", "hi", "-t", "0", "-v")
+    assert out == "你好!\n"
+    assert [line.split(":")[0] for line in err.splitlines()] == [str(folder), "cpu", "attention"]
+    assert chat(monkeypatch, capsys, "", "-p", "hi", "-t", "0", "--verbose") == (out, err)
+
+
 def test_a_conversation_longer_than_the_context_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +201,7 @@ class Terminal:
             preexec_fn=lambda: __import__("fcntl").ioctl(slave, __import__("termios").TIOCSCTTY, 0),  # Ctrl-C arrives
         )  # fmt: skip
         os.close(slave)
-        self.seen = ""
+        self.seen = self.before = ""  # not waited for yet; what stood before the text that was waited for last
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -194,15 +216,15 @@ class Terminal:
                     self.seen += os.read(self.master, 65536).decode(errors="replace")
                 except OSError:  # the other side has ended
                     assert text in self.seen, f"ended before {text!r}: {self.seen[-300:]!r}"
-        self.seen = self.seen[self.seen.index(text) + len(text) :]
+        self.before, _, self.seen = self.seen.partition(text)
 
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends() -> None:
     save(follows=ENDLESS, seq_len=16384)
     talk = Terminal("-t", "0", "--max-tokens", "16000")
     try:
-        talk.wait_for("/help lists the commands")
-        talk.wait_for("> ")
+        talk.wait_for("tiny/sft/step_000001 on cpu; /help lists the commands, Ctrl-D ends\r\n> ")
+        assert talk.before == "", "one line before the first question"
         talk.type("说\n")
         talk.wait_for("ababab")
         talk.type("\x03")

@@ -1,0 +1,132 @@
+"""Rows of the files that hold conversations and evaluation sets: json, jsonl, tsv and parquet, packed or not.
+
+    for where, row in entries(Path("chats.jsonl.xz")): ...     # ("line 1", {"messages": [...]})
+
+`ascendchat sft --data FILE` reads through here (conversations.py says what the rows become), `ascendchat eval chat
+--source DIR` too. Documents for `ascendchat data prepare` are read by read.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, unpack
+from ascendchat.record.console import inert
+
+Row = dict[str, Any]
+KINDS = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
+BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)  # of JSON, and texts: one in a text is none
+SHOWN = 3  # rows that could not be read, named
+
+
+def opened(path: Path) -> IO[str]:
+    """The file as text, unpacked by its last suffix, without a byte-order mark at its beginning."""
+    return io.TextIOWrapper(unpack(path.open("rb"), format_of(path.name)[1]), encoding="utf-8-sig", newline="\n")
+
+
+def entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) of a file; in place of a row that is not UTF-8 or not JSON, the ValueError that says so."""
+    kind, packing = format_of(path.name)
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as table:
+            every = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(every, 1))
+        return
+    begun = False
+    with path.open("rb") as packed, closing(unpack(packed, packing)) as file:
+        for number, line in enumerate(file, 1):  # lines of bytes end at \n only: a text may hold other line breaks
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            if not begun and kind != ".tsv" and line.lstrip().startswith(b"["):
+                yield from listed((line + file.read()).decode())
+                return
+            begun = True
+            yield f"line {number}", decoded(line, kind)
+
+
+def decoded(line: bytes, kind: str) -> Any:
+    """The row in a line, or what is wrong with it."""
+    try:
+        text = line.decode().rstrip("\r\n")
+        return {"cells": text.split("\t")} if kind == ".tsv" else json.loads(text)
+    except json.JSONDecodeError as error:
+        return ValueError(f"{error.msg}: column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def listed(text: str) -> Iterator[tuple[str, Any]]:
+    """The entries of one JSON list. Where one is broken the rest cannot be found; one that is nested too deep is passed
+    over."""
+    decoder, number, at = json.JSONDecoder(), 0, text.index("[") + 1
+    while True:
+        at, number = cast(re.Match[str], BETWEEN.match(text, at)).end(), number + 1
+        if text[at : at + 1] == "]":
+            if text[at + 1 :].strip():
+                raise ValueError(f"there is more behind the list of {number - 1} rows")
+            return
+        try:
+            row, at = decoder.raw_decode(text, at)
+        except RecursionError as error:
+            row, at = error, end_of(text, at)
+        yield f"row {number}", row
+
+
+def end_of(text: str, at: int) -> int:
+    """Where the JSON list or object that begins at `at` ends."""
+    depth = 0
+    for found in BRACKET.finditer(text, at):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if not depth:
+            return found.end()
+    raise ValueError("the file ends in the middle of a row")
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, as they are; the first that cannot be read is an error."""
+    for where, row in entries(path):
+        if isinstance(row, Exception):
+            raise ValueError(f"{where}: {reason(row)}")
+        yield row
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a row, in words."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return f"the column {error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+
+
+@dataclass
+class Unread:
+    """The rows of a file that could not be read."""
+
+    name: str  # of the file
+    rows: int = 0  # all of them
+    count: int = 0
+    first: list[str] = field(default_factory=list)  # where the first ones are, and what is wrong with each
+
+    def add(self, where: str, why: str) -> None:
+        """Count one."""
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(f"{where}: {why}")
+
+    @property
+    def too_many(self) -> bool:
+        """More than one and more than 1 %, or half of a tiny file: the file is not what it seems to be."""
+        return self.count > max(1, MAX_BROKEN * self.rows) or 2 * self.count >= self.rows
+
+    def line(self) -> str:
+        """One line for the log."""
+        return f"{self.name}: {self.count} of {self.rows} rows cannot be read: {inert('; '.join(self.first))}"
