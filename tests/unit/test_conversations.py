@@ -239,6 +239,16 @@ def test_a_bad_row_among_many_is_counted_named_and_left_out(tmp_path: Path, kind
         list(conversations(path, say=said.append))
 
 
+def test_one_bad_row_does_not_refuse_a_small_file(tmp_path: Path) -> None:
+    path, said = tmp_path / "talk.jsonl", list[str]()
+    path.write_text("\n".join([GOOD, "{", GOOD, GOOD]), encoding="utf-8")
+    assert len(list(conversations(path, say=said.append))) == 3
+    assert said[0].startswith("talk.jsonl: 1 of 4 rows cannot be read: line 2: ")
+    path.write_text("\n".join([GOOD, "{"]), encoding="utf-8")  # half of it
+    with pytest.raises(UserError, match="1 of 2 rows"):
+        list(conversations(path, say=said.append))
+
+
 def test_a_byte_that_is_no_utf8_costs_its_line_only(tmp_path: Path) -> None:
     path, said = tmp_path / "talk.jsonl", list[str]()
     lines = [GOOD.encode()] * 200
