@@ -89,10 +89,16 @@ def muon_update(
 
 def adamw_update(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, count: Tensor, *, lr: float,
-    betas: tuple[float, float], decay: float, eps: float = EPS,
+    betas: tuple[float, float], decay: float, eps: float = EPS, fused: bool = True,
 ) -> None:  # fmt: skip
     """One AdamW step for a flat float32 tensor, in place, as one fused launch; `count` (0-dim) counts the steps."""
     count.add_(1.0)
+    if not fused:
+        first.lerp_(grad, 1.0 - betas[0])
+        second.mul_(betas[1]).addcmul_(grad, grad, value=1.0 - betas[1])
+        size = (second / (1.0 - betas[1] ** count)).sqrt_().add_(eps)
+        weight.mul_(1.0 - lr * decay).sub_(first / size * (lr / (1.0 - betas[0] ** count)))
+        return
     torch._fused_adamw_(
         [weight], [grad], [first], [second], [], [count], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
@@ -221,7 +227,9 @@ class Bucket:
                     yield piece, tensor[(start - low) // step : (stop - low) // step]
             offset += parameter.numel()
 
-    def update(self, muon: Callable[..., None], lr: float, momentum: Any, decay: Any, dtype: torch.dtype) -> None:
+    def update(
+        self, muon: Callable[..., None], lr: float, momentum: Any, decay: Any, dtype: torch.dtype, fused: bool
+    ) -> None:
         if self.group.matrix:
             stack = (-1, *self.unit)
             muon(
@@ -232,7 +240,7 @@ class Bucket:
         else:
             adamw_update(
                 self.weight, self.own_grad, self.state["first"], self.state["second"], self.count, lr=lr,
-                betas=self.group.betas, decay=self.group.decay, eps=self.group.eps,
+                betas=self.group.betas, decay=self.group.decay, eps=self.group.eps, fused=fused,
             )  # fmt: skip
         self.publish()
 
@@ -255,13 +263,15 @@ def _add_to(total: Tensor) -> Any:
 
 
 class MuonAdamW:
-    """All buckets; `step` may be called on any number of ranks, each with its own gradients."""
+    """All buckets; `step` may be called on any number of ranks, each with its own gradients. `fused`: the device has
+    AdamW as one operator."""
 
     def __init__(
-        self, groups: Iterable[Group], *, compute_dtype: torch.dtype, compile: Callable[..., Any] | None = None
-    ) -> None:
+        self, groups: Iterable[Group], *, compute_dtype: torch.dtype, compile: Callable[..., Any] | None = None,
+        fused: bool = True,
+    ) -> None:  # fmt: skip
         world = dist.world()
-        self.compute_dtype, self.steps_done = compute_dtype, 0
+        self.compute_dtype, self.fused, self.steps_done = compute_dtype, fused, 0
         self.buckets = [Bucket(group, world.rank, world.size) for group in groups]
         self._muon = compile(muon_update) if compile else muon_update
         # A compiler would compile anew for every new float; a 0-dim tensor on the host is a variable to it.
@@ -287,7 +297,8 @@ class MuonAdamW:
                 bucket.own_grad.mul_(1.0 / loss_scale)
             bucket.group.lr = bucket.group.initial_lr * lr_scale
             lr = self._number(bucket.group.lr) if bucket.group.matrix else bucket.group.lr
-            bucket.update(self._muon, lr, self._number(momentum), self._number(matrix_decay), self.compute_dtype)
+            rates = lr, self._number(momentum), self._number(matrix_decay)
+            bucket.update(self._muon, *rates, self.compute_dtype, self.fused)
             gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True))
         for gather in gathers:
             gather.wait()
