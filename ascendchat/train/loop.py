@@ -31,6 +31,7 @@ from ascendchat.device import Device, Mark, smi
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.record import Console, Run, Smooth, Telemetry, eta, speed
 
+FIRST_SCALE = 2.0**16  # of the loss, in fp16
 SPIKE = 3.0  # nats above the running mean that stop a run
 MOST_SKIPPED = 30  # steps in a row that overflow; after 16 of them the loss is no longer scaled
 
@@ -151,7 +152,7 @@ class LossScale:
     ) -> None:
         self.device, self.say, self.skipped, self.in_a_row = device, say, 0, 0
         self.needed = device.scaling.needed
-        self.value, self.good = (saved or (2.0**16, 0)) if self.needed else (1.0, 0)
+        self.value, self.good = (saved or (FIRST_SCALE, 0)) if self.needed else (1.0, 0)
 
     def before(self) -> None:
         if self.needed:
