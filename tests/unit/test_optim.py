@@ -89,13 +89,14 @@ def test_muon_decays_only_where_decay_agrees_with_the_update() -> None:
     assert 0 < agrees.sum() < agrees.numel()
 
 
-def test_adamw_equals_the_textbook_in_float64() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_equals_the_textbook_in_float64(fused: bool) -> None:
     weight = draw(50)
     exact, m, v = weight.double(), torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
     first, second, count = torch.zeros(50), torch.zeros(50), torch.zeros(())
     for step in range(1, 8):
         grad = draw(50, seed=step)
-        adamw_update(weight, grad, first, second, count, lr=0.01, betas=(0.8, 0.95), decay=0.1)
+        adamw_update(weight, grad, first, second, count, lr=0.01, betas=(0.8, 0.95), decay=0.1, fused=fused)
         m = 0.8 * m + 0.2 * grad.double()
         v = 0.95 * v + 0.05 * grad.double() ** 2
         exact = exact * (1 - 0.01 * 0.1)
