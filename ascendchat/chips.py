@@ -54,6 +54,8 @@ class Chip:
     saturates: bool = False  # fp16 overflow becomes 65504 instead of inf, so only a hardware flag shows it
     fused_attention: bool = True  # has a fused attention kernel with a backward pass
     graphs: bool = False  # can capture work once and replay it
+    fused_adamw: bool = True  # has AdamW as one operator
+    trains: bool = True  # False: made and supported for inference only
     jit_default: bool = False  # compiles each operator for each new shape unless told otherwise
     reserved: int = 0  # bytes the driver holds before any process starts
     devices_per_node: int = 8
@@ -75,11 +77,12 @@ _A2 = Chip(
 _A3 = dataclasses.replace(_A2, node_link=196e9, devices_per_node=16, source="Atlas A3 (910C), per die: cube bf16 peak")
 _OLD = Chip(
     "", "npu", 32 * GIB, 256e12, 1.2e12, 90e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
-    jit_default=True, reserved=2 * GIB, source="2019 generation: marketed fp16, secondary sources",
+    fused_adamw=False, jit_default=True, reserved=2 * GIB, source="2019 generation: marketed fp16, secondary sources",
 )  # fmt: skip
 _310P = Chip(
     "", "npu", 24 * GIB, 70e12, 0.2e12, 16e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
-    jit_default=True, reserved=2 * GIB, source="300I Pro/Duo, inference part: unverified figures",
+    fused_adamw=False, trains=False, jit_default=True, reserved=2 * GIB,
+    source="300I Pro/Duo, inference part: unverified figures",
 )  # fmt: skip
 _950 = dataclasses.replace(_A2, fp8=True, link=159e9, node_link=50e9, source="950 series: lowest published bin")
 _950_DT = (

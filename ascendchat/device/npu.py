@@ -48,6 +48,8 @@ def attach(options: Options) -> NPU:
     """The NPU of this process."""
     api: Any = torch.npu  # type: ignore[attr-defined]
     device = NPU(api, current_chip(api, "npu"), options)
+    if device.chip.jit_default:  # else each new length of a row is compiled for minutes
+        api.set_compile_mode(jit_compile=False)
     if options.compiled and importlib.util.find_spec("triton") is None:
         raise UserError(
             "compiling on an NPU needs triton-ascend, which is not installed; pip install triton-ascend, or "

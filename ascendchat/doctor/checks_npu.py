@@ -224,8 +224,9 @@ def bf16(m: Machine) -> Check:
         "warn",
         m.say(f"{name}: no", f"{name}：不支持"),
         m.say(
-            "this chip has no bf16; ascendchat trains in fp16 with loss scaling and converts models saved in bf16",
-            "该芯片不支持 bf16；ascendchat 会用 fp16 加损失缩放训练，bf16 模型会被转换",
+            "this chip has no bf16; ascendchat computes in fp16, trains with loss scaling where the chip is made for "
+            "training, and converts models saved in bf16",
+            "该芯片不支持 bf16；ascendchat 用 fp16 计算，训练芯片上加损失缩放训练，bf16 模型会被转换",
         ),
         f"ascendchat plan{plan_flag(name)}",
     )

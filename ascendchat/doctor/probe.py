@@ -41,6 +41,7 @@ out.update(version=torch_npu.__version__, count=count, available=torch.npu.is_av
 try:  # counting needs no device; this does, and another process may hold it
     out["names"] = [torch.npu.get_device_name(i) for i in range(count)]
     out["bf16"] = bool(count) and bool(torch.npu.is_bf16_supported())
+    torch.npu.set_compile_mode(jit_compile=False)  # 910A and 310P would first compile the operator
     torch.ones(1, device="npu:0").add_(1).item() if count else None
 except RuntimeError as error:
     out["problem"] = str(error)

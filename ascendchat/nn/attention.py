@@ -1,6 +1,6 @@
 """Attention behind one FlashAttention-shaped interface; a kernel is chosen once, by name, and says why.
 
-    kernel = choose(device, head_dim=128)            # or name="reference"
+    kernel, why = choose("npu", torch.bfloat16, head_dim=128)   # or name="reference"
     kernel.dense(q, k, v, window, scale)             # (B, T, H, D), (B, T, K, D): causal, `window` tokens back
     kernel.packed(q, k, v, lengths, window, scale)   # (T, H, D): documents laid end to end
     kernel.cached(q, k, v, lengths, window, scale)   # few new queries (B, Tq, H, D) behind a cache (B, S, K, D)
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 
+HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
 
 
@@ -98,6 +99,11 @@ class Sdpa(Reference):
 
     name = "sdpa"
 
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device_type == "npu" and not torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
+            return "it hides keys with -inf, which this chip reports as overflow"
+        return None
+
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         length = q.size(1)
         if length != k.size(1):
@@ -121,6 +127,25 @@ class Sdpa(Reference):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
         return y.transpose(1, 2)
+
+
+class Eager(Sdpa):
+    """Products in the compute dtype, softmax in float32, hidden keys at a finite number: for chips that saturate."""
+
+    name = "eager"
+
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        if mask is None:
+            mask = visible(q.size(1), k.size(1), k.size(1), q.device)
+        q = (q * scale).unflatten(2, (k.size(2), -1)).permute(0, 2, 3, 1, 4)  # (B, K, H/K, Tq, D)
+        k, v = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)  # (B, K, 1, T, D)
+        hidden = ~(mask if mask.dim() == 2 else mask.unsqueeze(1))
+        scores = (q @ k.mT).float().masked_fill(hidden, HIDDEN)
+        y = scores.softmax(dim=-1).to(v.dtype) @ v
+        return y.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -152,6 +177,9 @@ class Flash(Sdpa):
             return f"it needs a CUDA device, this is {device_type}"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+        if (capability := torch.cuda.get_device_capability()) < (8, 0):
+            has = ".".join(map(str, capability))
+            return f"it needs compute capability 8.0, {torch.cuda.get_device_name()} has {has}"
         if head_dim > 256 or head_dim % 8:
             return f"head_dim {head_dim} is not a multiple of 8 up to 256"
         return None
@@ -275,7 +303,7 @@ class NpuFusion:
         )[0]  # fmt: skip
 
 
-KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Reference())}
+KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Eager(), Reference())}
 
 
 def choose(device_type: str, dtype: torch.dtype, head_dim: int, name: str | None = None) -> tuple[Attention, str]:

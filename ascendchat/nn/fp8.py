@@ -22,13 +22,13 @@ SQUARE_SCALE = 1.0  # ReLU² may be large
 GRADIENT_SCALE = 8.0  # times the tokens that the mean loss is over
 
 
-def quantise(x: Tensor, scale: float, dtype: torch.dtype = E4M3) -> Tensor:
+def quantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     """x * scale in 8 bits, clamped: an overflow would be NaN."""
     largest = torch.finfo(dtype).max
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
-def product(a: Tensor, b: Tensor, scale_a: float, scale_b: float, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float, dtype: torch.dtype) -> Tensor:
     """a (M, K) row by row times b (K, N) column by column, both in 8 bits."""
     one = torch.ones((), device=a.device)
     return torch._scaled_mm(
@@ -40,16 +40,15 @@ class Fp8Linear(torch.autograd.Function):
     """x (N, I) @ weight.t(), weight (O, I)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.grad_scale = grad_scale
+    def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, grad_scale)
         return product(quantise(x, input_scale), quantise(weight, WEIGHT_SCALE).t(), input_scale, WEIGHT_SCALE, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors
         columns = quantise(weight.t().contiguous(), WEIGHT_SCALE).t()  # (O, I), column by column
-        dx = product(quantise(grad, ctx.grad_scale, E5M2), columns, ctx.grad_scale, WEIGHT_SCALE, x.dtype)
+        dx = product(quantise(grad, scale, E5M2), columns, scale, WEIGHT_SCALE, x.dtype)
         return dx, grad.t() @ x, None, None
 
 
@@ -57,26 +56,29 @@ class Fp8Transposed(torch.autograd.Function):
     """x (N, I) @ weight, weight (I, O)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.grad_scale = grad_scale
+    def forward(ctx: Any, x: Tensor, weight: Tensor, input_scale: float, grad_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, grad_scale)
         columns = quantise(weight.t().contiguous(), WEIGHT_SCALE).t()
         return product(quantise(x, input_scale), columns, input_scale, WEIGHT_SCALE, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        rows = quantise(grad, ctx.grad_scale, E5M2)
-        dx = product(rows, quantise(weight, WEIGHT_SCALE).t(), ctx.grad_scale, WEIGHT_SCALE, x.dtype)
+        x, weight, scale = ctx.saved_tensors
+        rows = quantise(grad, scale, E5M2)
+        dx = product(rows, quantise(weight, WEIGHT_SCALE).t(), scale, WEIGHT_SCALE, x.dtype)
         return dx, x.t() @ grad, None, None
 
 
 class Fp8Ops(PlainOps):
-    """The operators of a block with 8-bit matrix products; `tokens` is what the mean loss of one step is over."""
+    """The operators of a block with 8-bit matrix products. `mean_over` says the tokens that the mean loss of one step
+    is over; a 0-dim tensor holds it, so that another batch needs no new compilation."""
 
-    def __init__(self, tokens: int, heads: Heads | None = None) -> None:
+    def __init__(self, place: torch.device, heads: Heads | None = None) -> None:
         super().__init__(heads)
-        self.gradient_scale = GRADIENT_SCALE * tokens
+        self.gradient_scale = torch.full((), GRADIENT_SCALE, device=place)
+
+    def mean_over(self, tokens: int) -> None:
+        self.gradient_scale.fill_(GRADIENT_SCALE * tokens)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         y = Fp8Linear.apply(x.flatten(0, -2), weight, INPUT_SCALE, self.gradient_scale)

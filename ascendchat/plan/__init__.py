@@ -83,6 +83,8 @@ def run(config: PlanConfig) -> int:
         raise
     if config.devices > 1 and chip.devices_per_node == 1:
         notes.append(f"a machine has one {chip.name}: {config.devices} of them are {config.devices} machines")
+    if not chip.trains and config.goal != "inference":
+        notes.append(f"{chip.name} is an inference product, ascendchat does not train on it; see --goal inference")
     plan["notes"] = notes + plan["notes"]
     if config.json:
         print(json.dumps(plan))

@@ -24,13 +24,13 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
-from ascendchat.device import Device, describe, pick
+from ascendchat.device import Device, describe
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, check, share_out
+from ascendchat.train.rows import Learner, RowStage, build, check, share_out, training_device
 
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
@@ -106,6 +106,7 @@ def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
     noise = torch.randint(0, learner.model.shape.vocab, (2, split.rows, split.seq_len)).to(learner.place)
     batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32), noise[0].numel())
     weight = torch.tensor(1.0 / noise[0].numel(), device=learner.place)
+    learner.mean_over(noise[0].numel())
     started, done = 0.0, 0
     while not started or time.perf_counter() - started < SPEED_SECONDS:
         learner.loss(batch, weight, weight).backward()  # type: ignore[no-untyped-call]
@@ -124,7 +125,7 @@ def run(config: BaseConfig) -> int:
         raise UserError(f"--minutes must be greater than 0, found {config.minutes:g}")
     if config.weight_decay is not None and not config.weight_decay >= 0:
         raise UserError(f"--weight-decay must be at least 0, found {config.weight_decay:g}")
-    device = pick(config.device_type, compiled=config.compile)
+    device = training_device(config)
     world = dist.init(device)
     place = device.bind(world.local_rank)
     main = world.rank == 0
@@ -149,7 +150,7 @@ def run(config: BaseConfig) -> int:
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     folder = run_folder(config.run or f"d{config.depth}", "base")
     found = to_continue(folder, config.resume, say=say)
-    learner = build(config, shape, device, place, split.total // split.devices, say)
+    learner = build(config, shape, device, place, say)
     if config.minutes is not None:
         if found:
             total = found.state["total_batch"]

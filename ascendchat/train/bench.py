@@ -14,13 +14,13 @@ import torch
 from ascendchat import dist
 from ascendchat.config.train import BenchTrainConfig
 from ascendchat.data.prefetch import MicroBatch
-from ascendchat.device import Device, Mark, describe, pick
+from ascendchat.device import Device, Mark, describe
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import memory, schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
 from ascendchat.record import speed
-from ascendchat.train.rows import Learner, build
+from ascendchat.train.rows import Learner, build, training_device
 
 
 class Bench:
@@ -28,6 +28,7 @@ class Bench:
 
     def __init__(self, learner: Learner, split: Split, seed: int) -> None:
         self.learner, self.split = learner, split
+        learner.mean_over(split.total // split.devices)
         shape = learner.model.shape
         generator = torch.Generator().manual_seed(seed + dist.world().rank)
         noise = torch.randint(0, shape.vocab, (2, split.rows, split.seq_len), generator=generator).to(learner.place)
@@ -35,7 +36,10 @@ class Bench:
         self.weight = torch.tensor(split.devices / split.total, device=learner.place)
         rates = schedule.rates(shape.dim, split.total)
         compile = learner.device.compile if learner.device.compiles else None
-        self.optimizer = MuonAdamW(groups(learner.model, rates), compute_dtype=learner.device.dtype, compile=compile)
+        self.optimizer = MuonAdamW(
+            groups(learner.model, rates), compute_dtype=learner.device.dtype, compile=compile,
+            fused=learner.device.chip.fused_adamw,
+        )  # fmt: skip
 
     def step(self) -> tuple[Mark, Mark, Mark]:
         """One optimizer step; marks before, between and after."""
@@ -76,7 +80,7 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
 
 def run(config: BenchTrainConfig) -> int:
     """The command."""
-    device = pick(config.device_type, compiled=config.compile)
+    device = training_device(config)
     world = dist.init(device)
     place = device.bind(world.local_rank)
     say = print if world.rank == 0 else lambda text: None
@@ -87,7 +91,7 @@ def run(config: BenchTrainConfig) -> int:
     )  # fmt: skip
     total = config.total_batch_size or 2**19
     split = fit_split(shape, device.chip, world.size, total, rows=config.device_batch_size)
-    learner = build(config, shape, device, place, split.total // split.devices, say)
+    learner = build(config, shape, device, place, say)
     found = measure(Bench(learner, split, config.seed), config.steps_to_time, device)
     facts = {"depth": config.depth, "chip": device.chip.name, "devices": world.size, "fp8": config.fp8}
     facts |= {"window_pattern": config.window_pattern, "attention": learner.kernel.name, "torch": torch.__version__}

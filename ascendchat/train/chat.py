@@ -28,7 +28,7 @@ from ascendchat.data.corpus import IGNORE, Corpus, Rows, absolute, named, open_m
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
-from ascendchat.device import Device, describe, pick
+from ascendchat.device import Device, describe
 from ascendchat.files import write_atomic
 from ascendchat.infer.load import open_tokenizer, tokenizer_folder
 from ascendchat.nn.loss import token_nats
@@ -39,7 +39,7 @@ from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.tasks import Watch
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, check, share_out
+from ascendchat.train.rows import Learner, RowStage, build, check, share_out, training_device
 
 EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
@@ -271,7 +271,7 @@ def only_weights(read: Callable[[Piece], Tensor]) -> Callable[[Piece], Tensor]:
 def run_stage(config: ChatTrainConfig, stage: str) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
     check(config)
-    device = pick(config.device_type, compiled=config.compile)
+    device = training_device(config)
     world = dist.init(device)
     place = device.bind(world.local_rank)
     main = world.rank == 0
@@ -288,7 +288,7 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     watch = watch_for(config) if main else None
     sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say, watch)
     split, steps = steps_of(config, shape, device, sources)
-    learner = build(config, shape, device, place, split.total // split.devices, say)
+    learner = build(config, shape, device, place, say)
     start_from = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
     facts = {"data": [fingerprint, *[weight for _, weight in sources]], "start": start_from}
     texts = validation_texts(config)

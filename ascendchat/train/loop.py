@@ -31,7 +31,9 @@ from ascendchat.nn.optim import MuonAdamW
 from ascendchat.record import Console, Run, Smooth, Telemetry, eta, notice, speed
 from ascendchat.train.signals import Interrupted, StopSignals
 
+FIRST_SCALE = 2.0**16  # of the loss, in fp16
 SPIKE = 3.0  # nats above the running mean that stop a run
+MOST_SKIPPED = 30  # steps in a row that overflow; after 16 of them the loss is no longer scaled
 
 
 class Stage(Protocol):
@@ -110,28 +112,40 @@ class Diverged(UserError):
 class LossScale:
     """Loss scaling for chips that compute in fp16; on the others it is 1 and costs nothing."""
 
-    def __init__(self, device: Device, saved: tuple[float, int] | None = None) -> None:
-        self.device = device
+    def __init__(
+        self, device: Device, saved: tuple[float, int] | None = None, say: Callable[[str], None] = print
+    ) -> None:
+        self.device, self.say, self.skipped, self.in_a_row = device, say, 0, 0
         self.needed = device.scaling.needed
-        self.value, self.good = (saved or (2.0**16, 0)) if self.needed else (1.0, 0)
+        self.value, self.good = (saved or (FIRST_SCALE, 0)) if self.needed else (1.0, 0)
 
     def before(self) -> None:
         if self.needed:
             self.device.clear_overflow()
 
-    def overflowed(self, gradients: list[Tensor]) -> bool:
-        """Whether any rank overflowed; then the step is skipped and the scale halved."""
+    def overflowed(self, step: int, gradients: list[Tensor]) -> bool:
+        """Whether any rank overflowed; then the step is skipped and the scale halved. MOST_SKIPPED end the run."""
         if not self.needed:
             return False
         flag = torch.tensor([float(self.device.overflowed(gradients))], device=gradients[0].device)
         dist.all_reduce(flag, "max")
         if flag.item():
-            self.value, self.good = max(1.0, self.value / 2), 0
+            used, self.value, self.good = self.value, max(1.0, self.value / 2), 0
+            self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+            self.say(f"step {step + 1}: float16 overflowed, no update; loss scale {used:g} -> {self.value:g}")
+            if self.in_a_row == MOST_SKIPPED:
+                raise Diverged(
+                    f"float16 overflowed in {MOST_SKIPPED} steps in a row, up to step {step + 1}, whatever the loss "
+                    "scale: nothing is learned; try a smaller --lr-multiplier, or ASCENDCHAT_DTYPE=fp32"
+                )
             return True
-        self.good += 1
+        self.good, self.in_a_row = self.good + 1, 0
         if self.good % 2000 == 0:
             self.value *= 2
         return False
+
+    def metrics(self) -> dict[str, float]:
+        return {"loss_scale": self.value, "skipped_steps": self.skipped} if self.needed else {}
 
 
 def train_step(stage: Stage, step: int, scale: LossScale) -> Tensor:
@@ -144,7 +158,7 @@ def train_step(stage: Stage, step: int, scale: LossScale) -> Tensor:
         loss.backward()  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step without micro-batches"
-    if scale.overflowed(stage.optimizer.gradients()):
+    if scale.overflowed(step, stage.optimizer.gradients()):
         stage.optimizer.zero_grad()
     else:
         stage.optimizer.step(**stage.rates(step), loss_scale=used)
@@ -197,27 +211,27 @@ class Progress:
     run: Run
     console: Console
     since: Mark  # the end of the step before, or when training went on after something else
-    pending: deque[tuple[int, Callable[[], Tensor], Mark]] = field(default_factory=deque)
+    pending: deque[tuple[int, Callable[[], Tensor], Mark, dict[str, float]]] = field(default_factory=deque)
     smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
     mean: float = math.nan
     started: float = field(default_factory=time.perf_counter)
     first: int = 0
 
-    def add(self, step: int, loss: Tensor, stop: int) -> None:
+    def add(self, step: int, loss: Tensor, stop: int, more: dict[str, float]) -> None:
         """Queue a loss; the sum over the ranks also carries a wish to stop."""
         report = torch.stack((loss.float(), torch.full_like(loss, float(stop > 0), dtype=torch.float32)))
         dist.all_reduce(report, "mean", async_op=True).wait()
-        self.pending.append((step, self.device.fetch(report), self.device.event()))
+        self.pending.append((step, self.device.fetch(report), self.device.event(), more))
 
     def read(self, keep: int) -> bool:
         """Look at all queued losses but the newest `keep`; True when some rank wants to stop."""
         ready = [self.pending.popleft() for _ in range(max(0, len(self.pending) - keep))]
-        rows = [(step, report().tolist(), mark) for step, report, mark in ready]  # waits until the last of them is done
-        for step, (loss, _), mark in rows:
+        rows = [(step, report().tolist(), mark, more) for step, report, mark, more in ready]  # waits for the last one
+        for step, (loss, _), mark, more in rows:
             self.check(step, loss)
-            self.show(step + 1, loss, mark.since(self.since) / 1e3)
+            self.show(step + 1, loss, mark.since(self.since) / 1e3, more)
             self.since = mark
-        return any(wish > 0 for _, (_, wish), _ in rows)
+        return any(wish > 0 for _, (_, wish), _, _ in rows)
 
     def check(self, step: int, loss: float) -> None:
         if not math.isfinite(loss) or (step > self.first + 50 and loss > self.mean + SPIKE):
@@ -225,7 +239,7 @@ class Progress:
             raise Diverged(f"{seen}; batch {step} of this data and seed; the last checkpoint is before it")
         self.mean = self.smooth.add(loss)
 
-    def show(self, step: int, loss: float, seconds: float) -> None:
+    def show(self, step: int, loss: float, seconds: float, more: dict[str, float]) -> None:
         pace = speed(
             self.stage.tokens_per_step,
             seconds,
@@ -235,7 +249,7 @@ class Progress:
         )
         memory = self.device.memory()
         left = eta(step - self.first, self.stage.steps - self.first, time.perf_counter() - self.started)
-        metrics = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "seconds": seconds}
+        metrics = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "seconds": seconds, **more}
         rates = self.stage.rates(step - 1)
         self.run.log(step, loss=loss, memory_peak=memory.peak, **metrics, **rates)
         shown = {"tokens_per_second": pace.tokens_per_second, "mfu": pace.mfu, "memory": (memory.peak, memory.total)}
@@ -245,7 +259,6 @@ class Progress:
 def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "") -> Result:
     """Train until stage.steps, a signal, or a loss that went wrong."""
     main = dist.world().rank == 0
-    scale = LossScale(device, options.loss_scale)
     result = Result(options.start)
     with (
         StopSignals(run) as signals,
@@ -253,11 +266,12 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
             stage.steps, title=title, log_every=options.log_every, main=main, telemetry=telemetry(device)
         ) as console,
     ):
+        scale = LossScale(device, options.loss_scale, console.print)
         dry_run(stage, device, console.print)
         writer = Writer(run.folder, keep=options.keep, say=console.print)
         progress = Progress(stage, device, run, console, device.event(), first=options.start)
         for step in range(options.start, stage.steps):
-            progress.add(step, train_step(stage, step, scale), signals.received)
+            progress.add(step, train_step(stage, step, scale), signals.received, scale.metrics())
             result.step, signals.unsaved = step + 1, True
             at_end = result.step == stage.steps
             saves, checks = (at_end or due(result.step, n) for n in (options.save_every, options.eval_every))

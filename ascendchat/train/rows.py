@@ -1,6 +1,6 @@
 """A Stage over packed rows: what pretraining, mid-training and SFT have in common. See Stage in loop.py.
 
-learner = build(config, shape, device, place, tokens, say)       # model, kernel, compiled loss
+learner = build(config, shape, device, place, say)               # model, kernel, compiled loss
 stage = BaseStage(learner, split, steps, ...)                    # base.py; or ChatStage of chat.py
 """
 
@@ -20,7 +20,7 @@ from ascendchat.config.train import TrainConfig
 from ascendchat.data.corpus import Batches, Corpus, Prefetcher
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.device import Device
+from ascendchat.device import Device, pick
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.attention import Attention, choose
@@ -46,6 +46,17 @@ def check(config: TrainConfig) -> None:
             value = getattr(config, name)
             if value is not None and value < least:
                 raise UserError(f"{spelling(name)} must be at least {least}, found {value}")
+
+
+def training_device(config: TrainConfig) -> Device:
+    """The device to train on; a chip that is made for inference is refused."""
+    device = pick(config.device_type, compiled=config.compile)
+    if not device.chip.trains:
+        raise UserError(
+            f"{device.chip.name} is an inference product: CANN lists no gradients of embeddings and attention for it; "
+            "train on another device (--device-type) or machine, copy the run here, and talk to it: ascendchat chat"
+        )
+    return device
 
 
 def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
@@ -75,6 +86,11 @@ class Learner:
         self._forward = device.compile(model, dynamic=False, fullgraph=True)
         self._score = device.compile(score, dynamic=False)
 
+    def mean_over(self, tokens: int) -> None:
+        """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
+        if isinstance(self.model.ops, Fp8Ops):
+            self.model.ops.mean_over(tokens)
+
     def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
         """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
         hidden = self._forward(batch.inputs, self.attend, self._rope)
@@ -82,26 +98,28 @@ class Learner:
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
 
-def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops:
+def operators(config: TrainConfig, device: Device, place: torch.device, say: Callable[[str], None]) -> Ops:
     """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
     heads: Heads | None = None
     if device.triton:
         from ascendchat.nn.heads import heads
-    if config.fp8 and device.chip.fp8 and device.compiles:
-        return Fp8Ops(tokens, heads)
+    if config.fp8 and device.chip.fp8 and device.compiles and not device.scaling.needed:
+        return Fp8Ops(place, heads)
     if config.fp8:
-        lacks = "is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit matrix products"
+        lacks = "the model is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit products"
+        if device.scaling.needed:  # the fixed scales of fp8 are for gradients of their true size
+            lacks = "the loss is scaled for float16"
         say(f"--fp8 is ignored: {lacks}")
     return device.operators() or PlainOps(heads)
 
 
 def build(
-    config: TrainConfig, shape: Shape, device: Device, place: torch.device, tokens: int, say: Callable[[str], None]
+    config: TrainConfig, shape: Shape, device: Device, place: torch.device, say: Callable[[str], None]
 ) -> Learner:
     """Model and kernel; weights are drawn on the host, so every device starts alike."""
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     say(reason)
-    model = GPT(shape, operators(config, device, tokens, say), checkpoint_activations=config.activation_checkpointing)
+    model = GPT(shape, operators(config, device, place, say), checkpoint_activations=config.activation_checkpointing)
     model.initialise(config.seed)
     return Learner(model.to_compute(device.dtype).to(place), kernel, device, place)
 
@@ -124,13 +142,17 @@ class RowStage:
     ) -> None:
         self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, seed
         self.model = learner.model
+        learner.mean_over(split.total // split.devices)
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = 0.0  # of the matrices, at step 0
         self.ahead: Tensor | None = None  # weight of the token after next
         rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
         compile = learner.device.compile if learner.device.compiles else None
-        self.optimizer = MuonAdamW(groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile)
+        self.optimizer = MuonAdamW(
+            groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile,
+            fused=learner.device.chip.fused_adamw,
+        )  # fmt: skip
         self.weight: Tensor  # of one target in this rank's mean; the ranks are averaged afterwards
         self._feed = self._prefetcher()
 

@@ -51,6 +51,13 @@ CANNSIM_API void set_error(const std::string& text);
 // run many times: a task must not free or change what it captured (capture shared_ptrs).
 CANNSIM_API void enqueue(aclrtStream stream, const char* name, std::function<int()> task);
 
+// True when overflow gives the largest number instead of inf and 0 instead of nan, and only the float
+// status of the device tells: the only mode of 910A and 310P, a setting of the others.
+CANNSIM_API bool saturating();
+
+// For a running task: it made an inf or a nan. Sets the float status of its device.
+CANNSIM_API void note_overflow();
+
 // Adds to the byte counter of `name` (memory moved, not allocated).
 CANNSIM_API void count_bytes(const char* name, size_t bytes);
 

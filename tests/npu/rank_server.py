@@ -31,6 +31,7 @@ def run_rank(job: dict[str, Any], rank: int, port: int, path: str) -> None:
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))  # the server's own has the jobs
     os.environ.update(job["env"])
     if job["ranks"] > 1:
         os.environ.update(

@@ -46,6 +46,7 @@ def test_bf16_is_refused_on_chips_without_it(on_npu, chip):
     (rank,) = on_npu(
         """
         import torch
+        torch.npu.set_compile_mode(jit_compile=False)
         x = torch.ones(16, 16, dtype=torch.bfloat16).npu()
         print((x @ x).cpu())
         """,
@@ -53,7 +54,15 @@ def test_bf16_is_refused_on_chips_without_it(on_npu, chip):
     )  # fmt: skip
     assert not rank.ok
     assert "EZ1001" in rank.output
-    on_npu("import torch; x = torch.ones(16, 16).half().npu(); assert ((x @ x).cpu() == 16).all()", chip=chip)
+    on_npu(
+        """
+        import torch
+        torch.npu.set_compile_mode(jit_compile=False)
+        x = torch.ones(16, 16).half().npu()
+        assert ((x @ x).cpu() == 16).all()
+        """,
+        chip=chip,
+    )
 
 
 def test_an_unknown_chip_is_refused_with_the_known_names(on_npu):

@@ -9,7 +9,7 @@ import torch
 
 from ascendchat.config import UserError
 from ascendchat.nn import attention
-from ascendchat.nn.attention import KERNELS, Reference, Sdpa, cache_mask, choose, visible
+from ascendchat.nn.attention import KERNELS, Eager, Reference, Sdpa, cache_mask, choose, visible
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -30,7 +30,7 @@ def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, s
     return out
 
 
-@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa(), Eager()], ids=lambda k: k.name)
 @pytest.mark.parametrize(
     ("length", "keys", "window"), [(9, 9, 9), (9, 9, 4), (10, 10, 1), (7, 7, 100), (3, 9, 4), (1, 6, 6)]
 )
@@ -45,17 +45,18 @@ def test_dense_equals_the_definition(
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [Sdpa(), Eager()], ids=lambda k: k.name)
 @pytest.mark.parametrize("window", [3, 5, 16])
-def test_gradients_of_the_sliced_window_equal_the_reference(window: int) -> None:
+def test_gradients_of_the_sliced_window_equal_the_reference(kernel: attention.Attention, window: int) -> None:
     inputs = [draw(2, 16, 4, 8, seed=s).float().requires_grad_() for s in range(3)]
     grad = draw(2, 16, 4, 8, seed=9).float()
-    found = torch.autograd.grad(Sdpa().dense(*inputs, window, 0.3), inputs, grad)
+    found = torch.autograd.grad(kernel.dense(*inputs, window, 0.3), inputs, grad)
     expected = torch.autograd.grad(Reference().dense(*inputs, window, 0.3), inputs, grad)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa(), Eager()], ids=lambda k: k.name)
 def test_packed_equals_separate_documents(kernel: attention.Attention) -> None:
     lengths = [3, 1, 6]
     q, k, v = (draw(10, 4, 8, seed=s).float() for s in range(3))
@@ -68,7 +69,7 @@ def test_packed_equals_separate_documents(kernel: attention.Attention) -> None:
         start += length
 
 
-@pytest.mark.parametrize("kernel", [Reference(), Sdpa()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [Reference(), Sdpa(), Eager()], ids=lambda k: k.name)
 def test_cached_rows_of_different_lengths_equal_dense_attention(kernel: attention.Attention) -> None:
     k, v, q = draw(3, 12, 2, 8).float(), draw(3, 12, 2, 8, seed=1).float(), draw(3, 2, 4, 8, seed=2).float()
     lengths = torch.tensor([12, 5, 2])
@@ -98,4 +99,44 @@ def test_a_kernel_that_was_asked_for_and_cannot_run_is_an_error() -> None:
         choose("cuda", torch.float32, 64, "flash")
     with pytest.raises(UserError, match="there is no attention kernel 'flsh'"):
         choose("cpu", torch.float32, 64, "flsh")
-    assert list(KERNELS) == ["npu_fusion", "flash", "sdpa", "reference"]
+    assert list(KERNELS) == ["npu_fusion", "flash", "sdpa", "eager", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("card", "capability", "chosen"),
+    [
+        ("Tesla T4", (7, 5), "sdpa"),
+        ("Tesla V100-SXM2-32GB", (7, 0), "sdpa"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "flash"),
+    ],
+)
+def test_cards_older_than_ampere_have_no_flash_kernel(
+    monkeypatch: pytest.MonkeyPatch, card: str, capability: tuple[int, int], chosen: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    kernel, reason = choose("cuda", torch.float16, 64)
+    assert kernel.name == chosen
+    if chosen == "sdpa":
+        assert f"flash (it needs compute capability 8.0, {card} has {capability[0]}.{capability[1]})" in reason
+        with pytest.raises(UserError, match=r"flash cannot run: it needs compute capability 8\.0"):
+            choose("cuda", torch.float16, 64, "flash")
+
+
+def test_the_eager_kernel_makes_no_infinity() -> None:
+    """Chips that saturate report one as overflow."""
+    made: list[torch.Tensor] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            made.extend(x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+            return result
+
+    for kernel, finite in ((Eager(), True), (Reference(), False)):
+        made.clear()
+        q, k, v = (draw(2, 9, 4, 8, seed=s).half().requires_grad_() for s in range(3))
+        with Watch():
+            kernel.dense(q, k, v, 4, 0.3).sum().backward()
+            kernel.cached(q[:, :2], k, v, torch.tensor([9, 4]), 9, 0.3)
+        assert all(x.isfinite().all() for x in made) == finite

@@ -257,10 +257,10 @@ def test_the_loss_scale_halves_after_an_overflow_and_grows_after_many_good_steps
     scale = LossScale(half)  # type: ignore[arg-type]
     gradients = [torch.zeros(1)]
     scale.before()
-    assert scale.overflowed(gradients)
-    assert scale.overflowed(gradients)
+    assert scale.overflowed(0, gradients)
+    assert scale.overflowed(0, gradients)
     assert scale.value == 2.0**14
-    assert not any(scale.overflowed(gradients) for _ in range(2000))
+    assert not any(scale.overflowed(0, gradients) for _ in range(2000))
     assert scale.value == 2.0**15
     assert half.cleared == 1
 

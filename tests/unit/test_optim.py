@@ -23,12 +23,47 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rows", "cols"), [(8, 8), (24, 8), (8, 24)])
 def test_orthogonalised_matrices_have_equal_singular_values(rows: int, cols: int) -> None:
-    found = orthogonalise(draw(3, rows, cols))
+    found = orthogonalise(draw(3, rows, cols), torch.float32)
     values = torch.linalg.svdvals(found.double())
     assert values.min() > 0.7
     assert values.max() < 1.3
     norms = found.norm(dim=(-2, -1))
     torch.testing.assert_close(norms, torch.full_like(norms, math.sqrt(min(rows, cols))), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-7, 3e-8, 1e-12])
+def test_the_direction_of_an_update_does_not_depend_on_the_size_of_the_gradient(
+    dtype: torch.dtype, size: float
+) -> None:
+    """Unscaled gradients are smaller than what 16 bits hold: float16 ends at 6e-8."""
+    gradient = draw(1, 96, 48) * draw(1, 96, 1, seed=1).abs() + draw(1, 96, 4, seed=2) @ draw(1, 4, 48, seed=3)
+    exact = orthogonalise(gradient.double(), torch.float64).flatten()
+    weight, zeros = torch.zeros(1, 96, 48), torch.zeros(1, 96, 48)
+    found = orthogonalise(gradient * size, dtype)
+    assert found.dtype == torch.float32
+    assert torch.cosine_similarity(found.double().flatten(), exact, dim=0) > 0.999
+    common = {"lr": 1.0, "momentum": 0.9, "decay": 0.0, "beta2": 0.9}
+    muon_update(weight, gradient * size, zeros, torch.zeros(1, 96, 1), torch.ones(1, 1, 1), dtype=dtype, **common)
+    plain, zeros = torch.zeros(1, 96, 48), torch.zeros(1, 96, 48)
+    muon_update(plain, gradient, zeros, torch.zeros(1, 96, 1), torch.ones(1, 1, 1), dtype=torch.float32, **common)
+    assert torch.cosine_similarity(weight.flatten(), plain.flatten(), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_gradient_of_zeros_changes_nothing_and_a_row_that_is_nearly_zero_stays_small(dtype: torch.dtype) -> None:
+    """At the first step most matrices have no gradient: every layer starts as the identity."""
+    weight = draw(2, 8, 24)
+    before, zeros = weight.clone(), torch.zeros(2, 8, 24)
+    muon_update(
+        weight, zeros, zeros.clone(), torch.zeros(2, 8, 1), torch.ones(2, 1, 1), lr=0.1, momentum=0.9, decay=0.0,
+        beta2=0.9, dtype=dtype,
+    )  # fmt: skip
+    assert torch.equal(weight, before)
+    gradient = draw(1, 8, 24)
+    gradient[:, 3] *= 1e-10
+    rows = orthogonalise(gradient, dtype)[0].norm(dim=-1)
+    assert rows[3] < 0.1 * rows.median()
 
 
 def test_equalising_keeps_the_norm_and_levels_the_rows() -> None:
@@ -54,13 +89,14 @@ def test_muon_decays_only_where_decay_agrees_with_the_update() -> None:
     assert 0 < agrees.sum() < agrees.numel()
 
 
-def test_adamw_equals_the_textbook_in_float64() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_equals_the_textbook_in_float64(fused: bool) -> None:
     weight = draw(50)
     exact, m, v = weight.double(), torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
     first, second, count = torch.zeros(50), torch.zeros(50), torch.zeros(())
     for step in range(1, 8):
         grad = draw(50, seed=step)
-        adamw_update(weight, grad, first, second, count, lr=0.01, betas=(0.8, 0.95), decay=0.1)
+        adamw_update(weight, grad, first, second, count, lr=0.01, betas=(0.8, 0.95), decay=0.1, fused=fused)
         m = 0.8 * m + 0.2 * grad.double()
         v = 0.95 * v + 0.05 * grad.double() ** 2
         exact = exact * (1 - 0.01 * 0.1)

@@ -102,8 +102,10 @@ int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
 }
 
 void saturate(const at::Tensor& out) {
-  if (!out.defined() || out.scalar_type() != at::kHalf) return;
-  out.copy_(at::nan_to_num(out.to(at::kFloat), 0.0, 65504.0, -65504.0));
+  if (!out.defined() || !at::isFloatingType(out.scalar_type())) return;
+  if (at::isfinite(out).all().item<bool>()) return;
+  note_overflow();
+  if (out.scalar_type() == at::kHalf) out.copy_(at::nan_to_num(out.to(at::kFloat), 0.0, 65504.0, -65504.0));
 }
 
 static void write(const at::Tensor& out, const at::Tensor& result) {

@@ -288,7 +288,8 @@ size_t inspect(const P& argument) {
   }
 }
 
-// Chips in saturation mode (910A, 310P) have no infinity and no NaN in half precision.
+// In saturation mode an inf or nan in a result sets the float status, also where it was asked for, as by
+// a fill with -inf; half precision then holds the largest number, or 0 for nan.
 void saturate(const at::Tensor& out);
 
 template <class P>
@@ -320,7 +321,7 @@ struct Entry<void(P...)> {
       std::apply([&](const auto&... argument) { made.bytes = (inspect(argument) + ... + 0); }, arguments);
       made.task = [arguments = std::move(arguments)] {
         std::apply(run, arguments);
-        if (!chip().inf_nan) std::apply([](const auto&... argument) { (settle(argument), ...); }, arguments);
+        if (saturating()) std::apply([](const auto&... argument) { (settle(argument), ...); }, arguments);
       };
     });
   }

@@ -28,6 +28,12 @@ static void adamw(const Out& weight, const Out& m, const Out& v, const OptOut& v
   v = second;
 }
 
+// The product tables of ops-nn list the fused step for A2 and later only.
+static void not_old(const char* operation) {
+  std::string family = chip().family;
+  require(family != "910A" && family != "310P", operation, " is not supported on soc version ", chip().name, ".");
+}
+
 static double number(const at::Tensor& x) { return x.item().toDouble(); }
 
 }  // namespace cannsim
@@ -36,8 +42,8 @@ static double number(const at::Tensor& x) { return x.item().toDouble(); }
 OP(ApplyAdamWV2,
    (Out varRef, Out mRef, Out vRef, OptOut maxGradNormOptionalRef, In grad, In step, float lr, float beta1,
     float beta2, float weightDecay, float eps, bool amsgrad, bool maximize),
-   (dtype(varRef, kFloating), dtype(mRef, kFloating), dtype(vRef, kFloating), dtype(grad, kFloating),
-    same_shape(varRef, mRef), same_shape(varRef, vRef), same_shape(varRef, grad),
+   (not_old("ApplyAdamWV2"), dtype(varRef, kFloating), dtype(mRef, kFloating), dtype(vRef, kFloating),
+    dtype(grad, kFloating), same_shape(varRef, mRef), same_shape(varRef, vRef), same_shape(varRef, grad),
     dtype(step, Dtypes{{at::kLong, at::kFloat}}),
     require(step.numel() == 1, "Expected tensor for step to have one element, but found shape ",
             shape_text(step.sizes()), "."),

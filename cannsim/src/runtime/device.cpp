@@ -16,6 +16,7 @@ thread_local int t_device = -1;
 char g_contexts[kMaxDevices];  // the address is the context of that device
 std::atomic<bool> g_initialised{false};
 std::atomic<int> g_op_timeout{1091};  // seconds, default of an AI core task on A2
+std::atomic<bool> g_saturates{false};  // asked for; 910A and 310P always do
 std::atomic<int> g_default_device{-1};  // "defaultDevice" of the file given to aclInit; -1: none
 
 std::string cann_version() { return env_string("CANNSIM_CANN_VERSION", "9.1.0"); }
@@ -74,6 +75,10 @@ int Device::report() {
 }
 
 int current_device() { return t_device; }
+void set_current_device(int index) { t_device = index; }
+
+bool saturating() { return !chip().inf_nan || g_saturates; }
+void note_overflow() { device(current_device()).overflow = true; }
 
 int require_device(const char* where) {
   if (t_device < 0) t_device = g_default_device;
@@ -250,8 +255,10 @@ API aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 
 // Saturation is the only mode of 910A and 310P; the others take either.
 API aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
-  bool supported = chip().inf_nan || mode == ACL_RT_OVERFLOW_MODE_SATURATION;
-  return supported ? ACL_SUCCESS : ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+  bool wanted = mode == ACL_RT_OVERFLOW_MODE_SATURATION;
+  if (!chip().inf_nan && !wanted) return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+  cannsim::g_saturates = wanted;
+  return ACL_SUCCESS;
 }
 
 // ---- what a device can do

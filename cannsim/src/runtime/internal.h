@@ -65,12 +65,14 @@ struct Device {
   std::string error_text;
   std::atomic<size_t> allocated{0};
   std::atomic<size_t> peak{0};
+  std::atomic<bool> overflow{false};  // float status: an operator overflowed since it was cleared
 
   void fail(int code, const std::string& text);
   int report();  // the sticky error (and its text for aclGetRecentErrMsg), or 0
 };
 Device& device(int index);
 int current_device();                    // of the calling thread, -1: none
+void set_current_device(int index);      // of a stream's worker: that of the stream
 int require_device(const char* where);   // 0, or 107002
 int op_timeout_seconds();                // after which a hung kernel is reported
 

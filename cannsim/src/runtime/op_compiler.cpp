@@ -1,5 +1,7 @@
-// The older operator interface (libacl_op_compiler: aclopCompileAndExecute). torch_npu falls back to
-// it when an aclnn operator is missing, so every execution here is an operator that nobody wrote.
+// The older operator interface (libacl_op_compiler: aclopCompileAndExecute). torch_npu reads the float
+// status through it; for everything else it falls back to it when an aclnn operator is missing, or when
+// operators are compiled for each shape: those nobody wrote.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -66,17 +68,47 @@ static aclError not_implemented(const char* op) {
   return ACL_ERROR_OP_NOT_FOUND;
 }
 
-API aclError aclopCompileAndExecute(const char* op, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                    const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
-                                    aclopCompileType, const char*, aclrtStream) {
-  ENTER();
-  return not_implemented(op);
+// The float status: eight equal numbers, not 0 after an overflow. The first form (910A, 310P) writes it
+// into its input, in float32, and gives zeros; the second (A2 and later) gives it, in int32.
+template <class Buffer>
+static bool float_status(const std::string& op, int inputs, Buffer* const input[], int outputs, Buffer* const output[],
+                         aclrtStream stream) {
+  static const std::map<std::string, int> forms{{"NPUAllocFloatStatus", 1}, {"NPUGetFloatStatus", 1},
+                                                {"NPUClearFloatStatus", 1}, {"NPUGetFloatStatusV2", 2},
+                                                {"NPUClearFloatStatusV2", 2}};
+  auto form = forms.find(op);
+  if (form == forms.end()) return false;
+  bool reads = op.rfind("NPUGet", 0) == 0, clears = op.rfind("NPUClear", 0) == 0;
+  void* flags = inputs > 0 ? input[0]->data : nullptr;
+  void* result = outputs > 0 ? output[0]->data : nullptr;
+  int index = cannsim::resolve_stream(stream)->device_index;
+  cannsim::enqueue(stream, form->first.c_str(), [=, second = form->second == 2] {
+    std::atomic<bool>& overflow = cannsim::device(index).overflow;
+    if (second && result) {
+      std::fill_n(static_cast<int32_t*>(result), 8, int32_t(reads && overflow));
+    } else if (result) {
+      std::fill_n(static_cast<float*>(result), 8, 0.0f);
+      if (reads) std::fill_n(static_cast<float*>(flags), 8, overflow ? 1.0f : 0.0f);
+    }
+    if (clears) overflow = false;
+    return 0;
+  });
+  return true;
 }
 
-API aclError aclopCompileAndExecuteV2(const char* op, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
-                                      aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+API aclError aclopCompileAndExecute(const char* op, int inputs, const aclTensorDesc* const[],
+                                    const aclDataBuffer* const input[], int outputs, const aclTensorDesc* const[],
+                                    aclDataBuffer* const output[], const aclopAttr*, aclopEngineType, aclopCompileType,
+                                    const char*, aclrtStream stream) {
   ENTER();
-  return not_implemented(op);
+  return float_status<const aclDataBuffer>(op, inputs, input, outputs, output, stream) ? ACL_SUCCESS : not_implemented(op);
+}
+
+API aclError aclopCompileAndExecuteV2(const char* op, int inputs, aclTensorDesc*[], aclDataBuffer* input[], int outputs,
+                                      aclTensorDesc*[], aclDataBuffer* output[], aclopAttr*, aclopEngineType,
+                                      aclopCompileType, const char*, aclrtStream stream) {
+  ENTER();
+  return float_status<aclDataBuffer>(op, inputs, input, outputs, output, stream) ? ACL_SUCCESS : not_implemented(op);
 }
 
 // ---- options: kept and given back
@@ -103,7 +135,10 @@ API size_t aclGetCompileoptSize(aclCompileOpt) { return kOptionSize; }
 API aclError aclGetCompileopt(aclCompileOpt option, char* value, size_t size) {
   std::lock_guard lock(options().mutex);
   auto found = options().compile.find(option);
-  snprintf(value, size, "%s", found == options().compile.end() ? "disable" : found->second.c_str());
+  // 910A and 310P compile each operator for each new shape unless they are told not to.
+  bool old = std::string(cannsim::chip().family) == "910A" || std::string(cannsim::chip().family) == "310P";
+  const char* initial = option == ACL_OP_JIT_COMPILE && old ? "enable" : "disable";
+  snprintf(value, size, "%s", found == options().compile.end() ? initial : found->second.c_str());
   return ACL_SUCCESS;
 }
 

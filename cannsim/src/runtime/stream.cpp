@@ -82,6 +82,7 @@ void Stream::push(Task task) {
 
 void Stream::work() {
   Device& my_device = device(device_index);
+  set_current_device(device_index);
   std::unique_lock lock(mutex);
   for (;;) {
     changed.wait(lock, [&] { return stopping || !queue.empty(); });

@@ -1,0 +1,185 @@
+"""Every statement for the NPU, in device/npu.py and nn/attention.py, is executed on simulated chips: the scenarios
+below, each in a process of its own.
+
+A new line there that none of them reaches fails this test: add the scenario that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cannsim
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from marked_lines import statements
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+NPU = {"ascendchat.device.npu": (), "ascendchat.nn.attention": ("NpuFusion", "causal_mask", "Eager")}  # () is all
+
+PROGRAM = '''
+import json, os, sys
+sys.path[:0] = [{here!r}, {root!r}]
+from marked_lines import watch
+
+seen = {{name: watch(name, path) for name, path in {files!r}.items()}}
+
+def hide(name):
+    """As on a machine where that package is not installed."""
+    import importlib.util
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda wanted: None if wanted == name else find(wanted)
+
+def refused(call):
+    from ascendchat.config import UserError
+    try:
+        return f"not refused: {{call()}}"
+    except UserError as error:
+        return str(error)
+
+{body}
+print("SEEN " + json.dumps({{name: sorted(lines) for name, lines in seen.items()}}))
+'''
+
+TRAINING = """
+import torch
+from ascendchat.device import pick
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.plan.shape import Shape
+
+device = pick("npu")
+place = device.bind(0)
+ops = device.operators()
+assert ops is not None, "this chip has fused operators"
+model = GPT(Shape.from_depth(2, vocab=60, seq_len=16, dim=64, head_dim=32), ops)
+model.initialise(0)
+model.to_compute(device.dtype).to(place)
+tokens = torch.randint(0, 60, (2, 17)).to(place)
+hidden = model(tokens[:, :-1], dense(model, choose("npu", device.dtype, 32)[0]))
+device.clear_overflow()
+head_loss(hidden, model.head, tokens[:, 1:], 60).backward()
+assert not device.overflowed([p.grad for p in model.parameters() if p.grad is not None])
+kernel, why = choose("npu", device.dtype, 32)
+assert why == "attention: npu_fusion"
+kernel.dense(*[torch.randn(1, 16, 2, 32).to(place, device.dtype) for _ in "qkv"], 4, 1.0)
+kernel.packed(*[torch.randn(16, 2, 32).to(place, device.dtype) for _ in "qkv"], [6, 10], 16, 1.0)
+kernel.cached(*[torch.randn(1, n, 2, 32).half().to(place) for n in (1, 16, 16)], torch.tensor([9]).to(place), 16, 1.0)
+assert "it needs an Ascend NPU" in choose("cpu", torch.float32, 32)[1]
+assert device.launches() > 0
+del os.environ["CANNSIM_HOME"]
+assert device.launches() is None, "a real NPU counts none"
+"""
+
+GRAPH = """
+import torch
+from ascendchat.device import pick
+
+device = pick("npu")
+still = torch.zeros(4, device=device.bind(0))
+replay = device.graph(lambda x: x * 3, still)
+assert replay(still + 2).cpu().tolist() == [6.0] * 4
+"""
+
+OLD = """
+import torch
+from ascendchat.device import pick
+from ascendchat.nn.attention import choose
+
+device = pick("npu")
+kernel, why = choose("npu", device.dtype, 32)
+assert "Ascend910A has no fused training attention" in why
+half = torch.tensor([60000.0], device=device.bind(0)).half()
+assert device.operators() is None
+device.clear_overflow()
+half + 1
+assert not device.overflowed([])
+half * 2
+assert device.overflowed([])
+device.clear_overflow()
+kernel.dense(*[torch.randn(1, 16, 2, 32).half().to(half.device) for _ in "qkv"], 16, 1.0)
+kernel.cached(*[torch.randn(1, n, 2, 32).half().to(half.device) for n in (1, 16, 16)], torch.tensor([9]).npu(), 16, 1.0)
+assert not device.overflowed([]), "attention hides keys without an infinity"
+"""
+
+NONE = """
+from ascendchat.device import pick
+
+print(refused(lambda: pick("npu")))
+"""
+
+COMPILED = """
+from ascendchat.device import pick
+
+hide("triton")
+print(refused(lambda: pick("npu", compiled=True)))
+"""
+
+# Without cannsim, so that torch_npu finds no CANN.
+NOTHING = """
+from ascendchat.device import npu, pick
+
+assert npu.missing(False) == "torch_npu is not loaded"
+print(refused(lambda: pick("npu")))
+hide("torch_npu")
+print(refused(lambda: pick("npu")))
+"""
+
+SCENARIOS: list[tuple[str, dict[str, Any], str]] = [  # program, chip and environment, what it must say
+    (TRAINING, {}, ""),
+    (GRAPH, {"TASK_QUEUE_ENABLE": "1"}, ""),
+    (GRAPH, {"TASK_QUEUE_ENABLE": "2"}, "no captured graphs with TASK_QUEUE_ENABLE=2"),
+    (OLD, {"chip": "Ascend910A"}, ""),
+    (NONE, {"CANNSIM_DEVICES": "0"}, "no NPU answers"),
+    (NONE, {"ASCEND_RT_VISIBLE_DEVICES": "1,0"}, "strictly ascending"),
+    (COMPILED, {}, "pip install triton-ascend"),
+]
+
+
+def lines(output: str) -> dict[str, list[int]]:
+    (found,) = [line for line in output.splitlines() if line.startswith("SEEN ")] or [output]
+    assert found.startswith("SEEN "), output
+    executed: dict[str, list[int]] = json.loads(found.removeprefix("SEEN "))
+    return executed
+
+
+def without_cann(program: str) -> str:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("CANNSIM", "ASCEND", "LD_LIBRARY"))
+    }
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_every_statement_for_the_npu_is_executed(on_npu: Callable[..., list[Any]]) -> None:
+    assert cannsim.active()
+    files = {name: str(ROOT / f"{name.replace('.', '/')}.py") for name in NPU}
+    where = {"here": str(HERE), "root": str(ROOT), "files": files}
+    outputs = []
+    for body, settings, says in SCENARIOS:
+        (rank,) = on_npu(PROGRAM.format(body=body, **where), devices=2, **settings)
+        assert says in rank.output
+        outputs.append(rank.output)
+    output = without_cann(PROGRAM.format(body=NOTHING, **where))
+    assert "the CANN libraries are not loaded" in output
+    assert "pip install" in output
+    missed = []
+    for name, parts in NPU.items():
+        text = Path(files[name]).read_text(encoding="utf-8").splitlines()
+        seen = {line for each in (*outputs, output) for line in lines(each)[name]}
+        missed += [f"{name}:{line}: {text[line - 1].strip()}" for line in statements(files[name], *parts) - seen]
+    assert not missed, "\n".join(sorted(missed))

@@ -1,0 +1,87 @@
+"""--fp8: 8-bit products near the exact ones, with gradients of the size that the run really has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ascendchat.cli import main
+from ascendchat.device import Options, Scaling
+from ascendchat.device.cpu import CPU
+from ascendchat.nn.fp8 import GRADIENT_SCALE, Fp8Ops
+from ascendchat.train import base
+from ascendchat.train.loop import Result
+
+
+class Eight(CPU):
+    """A CPU that says it has 8-bit products and compiles; torch computes the products in software."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(Options())
+        self.chip, self.dtype, self.compiles = replace(self.chip, fp8=True), dtype, True
+
+    def compile(self, fn: Any, **options: Any) -> Any:
+        return fn
+
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.dtype == torch.float16, "inf" if self.dtype == torch.float16 else "none")
+
+
+@pytest.mark.parametrize("tokens", [512, 2**17, 2**21])
+def test_products_and_gradients_are_near_the_exact_ones_whatever_the_batch(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 128, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(256, 128, generator=generator) / 11).bfloat16()
+    gradient = (torch.randn(64, 256, generator=generator) / tokens).bfloat16()
+    ops = Fp8Ops(x.device)
+    ops.mean_over(tokens)
+    for found in (ops.linear(x, weight), ops.transposed_linear(x, weight.t().contiguous())):
+        exact = x.detach().float() @ weight.float().t()
+        assert (found.float() - exact).norm() < 0.06 * exact.norm()
+        (dx,) = torch.autograd.grad(found, x, gradient)
+        exact = gradient.float() @ weight.float()
+        assert (dx.float() - exact).norm() < 0.1 * exact.norm()
+
+
+def prepared(home: Path, monkeypatch: pytest.MonkeyPatch, device: CPU) -> list[Any]:
+    """The stage that `ascendchat base` would train; nothing is trained."""
+    stages: list[Any] = []
+
+    def fit(stage: Any, *rest: Any, **more: Any) -> Any:
+        stages.append(stage)
+        return Result(0)
+
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
+    monkeypatch.setattr(base, "fit", fit)
+    monkeypatch.setattr("ascendchat.train.rows.pick", lambda *_, **__: device)
+    return stages
+
+
+def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch is known only when the speed is."""
+    stages = prepared(tmp_path, monkeypatch, Eight())
+    monkeypatch.setattr(base, "measured_horizon", lambda learner, split, minutes: 3_000_000)
+    sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --fp8 --device-type cpu"
+    for more in ([], ["--minutes", "5"]):
+        assert main(["base", *sizes.split(), "--run", f"r{len(more)}", *more]) == 0
+    plain, timed = stages
+    assert plain.split.total != timed.split.total
+    for stage in stages:
+        ops = stage.learner.model.ops
+        assert isinstance(ops, Fp8Ops)
+        assert float(ops.gradient_scale) == GRADIENT_SCALE * stage.split.total
+
+
+def test_fp8_is_left_out_where_the_loss_is_scaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = prepared(tmp_path, monkeypatch, Eight(torch.float16))
+    sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --fp8 --device-type cpu"
+    assert main(["base", *sizes.split(), "--run", "half"]) == 0
+    assert not isinstance(stages[0].learner.model.ops, Fp8Ops)
+    assert "--fp8 is ignored: the loss is scaled for float16" in capsys.readouterr().out
