@@ -79,9 +79,11 @@ def format_of(name: str) -> tuple[str, str]:
     return (kind, packing) if kind in FORMATS and not (kind == ".parquet" and packing) else ("", "")
 
 
-def files(paths: Sequence[str | Path]) -> list[Path]:
-    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once."""
+def files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
+    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once. A search does
+    not enter the folders in `leave_out`: what a command writes is none of its sources."""
     found: dict[Path, Path] = {}
+    own = {folder.resolve() for folder in leave_out}
     for given in paths:
         path = Path(given)
         if path.is_dir():
@@ -95,6 +97,8 @@ def files(paths: Sequence[str | Path]) -> list[Path]:
         else:
             matches = [p for p in map(Path, sorted(glob.glob(str(given), recursive=True))) if p.is_file()]
             missing = f"there is no file or folder {given}"
+        if missing and own:
+            matches = [p for p in matches if not own.intersection(p.resolve().parents)]
         if not matches:
             raise UserError(f"{missing}; formats: {' '.join(FORMATS)} .zip, compressed or not")
         for match in matches:
@@ -105,9 +109,11 @@ def files(paths: Sequence[str | Path]) -> list[Path]:
     return list(found.values())
 
 
-def documents(paths: Sequence[str | Path], *, field: str = "text", tally: Tally | None = None) -> Iterator[str]:
+def documents(
+    paths: Sequence[str | Path], *, field: str = "text", tally: Tally | None = None, leave_out: Sequence[Path] = ()
+) -> Iterator[str]:
     """The texts of all documents, file after file; empty ones are left out (and counted)."""
-    for path in files(paths):
+    for path in files(paths, leave_out):
         own = Tally()
         yield from file_documents(path, field, own)
         if tally is not None:
