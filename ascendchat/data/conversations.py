@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain, islice
@@ -34,7 +32,7 @@ from typing import IO, Any, cast
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
-from ascendchat.data.read import format_of, unpack
+from ascendchat.data.read import UNREADABLE, format_of, reason, unpack
 
 Row = dict[str, Any]
 SPEAKERS = {
@@ -269,8 +267,8 @@ def conversations(
             for found in reader(filled(row, slots) if slots else row):
                 yield checked(found)
             whole = False
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        what = f"the column {error} is missing" if isinstance(error, KeyError) else str(error)
+    except (*UNREADABLE, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"the column {error} is missing" if isinstance(error, KeyError) else reason(error)
         kind = f" as {reader.__name__}" if reader else ""
         number += not whole
         raise UserError(
