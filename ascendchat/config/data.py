@@ -45,7 +45,7 @@ class TokenizerEvalConfig:
 
 @dataclass(frozen=True)
 class DataPrepareConfig:
-    """Turn documents into token shards that training maps into memory. Run it again to continue, or to add sources."""
+    """Turn documents into token shards that training maps into memory; sources add up. Run it again to continue."""
 
     paths: tuple[str, ...] = option((), words="each")
     "files, folders, patterns or names of fetched sets; `toyworld` is the embedded corpus"
@@ -62,7 +62,7 @@ class DataPrepareConfig:
     val_source: tuple[str, ...] = ()
     "validation documents from these files instead; nothing is taken from the sources then"
     weights: tuple[float, ...] = ()
-    "one weight per source, its share of the training tokens; by default sources count by their size"
+    "one weight per source, its share of the training tokens; by default sources add up, each counts by its size"
     workers: int | None = None
     "processes that encode; by default one per core"
 

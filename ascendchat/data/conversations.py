@@ -26,15 +26,14 @@ an error, as for `ascendchat data prepare`.
 from __future__ import annotations
 
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from ascendchat.config import UserError
+from ascendchat.data import read
 from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
 from ascendchat.data.read import format_of
 from ascendchat.data.tables import KINDS, Row, Unread, entries, reason
@@ -50,7 +49,7 @@ TOOLS = "You can call these tools:\n"
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
 ASK, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair, the first that is
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what a row of another form raises
+OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what such a row raises
 
 
 def message(role: str, content: str | Sequence[Part]) -> Message:
@@ -264,15 +263,15 @@ def conversations(
             except UserError as error:  # columns that no reader knows; those of another row may be known
                 unknown = unknown or error
                 unread.add(where, f"it has the columns {', '.join(row) or '(none)'}")
-            except UNREADABLE as error:
+            except OF_ANOTHER_FORM as error:
                 unread.add(where, reason(error))
             else:
                 yield from found
             if unread.count > 1000 and unread.too_many:
                 break  # no need to read the wrong thing to its end
-    except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:  # of the file, not of a row
+    except (ValueError, *read.UNREADABLE) as error:  # of the file, not of a row
         raise UserError(
-            f"{path.name} cannot be read beyond row {unread.rows}: {reason(error)}; fetch or write it again"
+            f"{path.name} cannot be read beyond row {unread.rows}: {read.reason(error)}; fetch or write it again"
         ) from error
     if not unread.rows:
         raise UserError(f"{path.name} is empty; name a file with at least one conversation")

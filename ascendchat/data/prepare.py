@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer
 
 TOYWORLD = "toyworld"
-SHARD = re.compile(r"\.?(train|val)-[0-9a-f]{16}-\d{5}\.(tokens|lengths)(\.\d+\.tmp)?")  # finished or left half-written
+SHARD = re.compile(
+    r"\.?(train|val)-[0-9a-f]{16}-\d{5,}\.(tokens|lengths)(\.\d+\.tmp)?"
+)  # finished or left half-written
+RECORD = re.compile(r"\.?([0-9a-f]{16}(-\d{5,})?|sources)\.json(\.\d+\.tmp)?")  # the same of our files in progress/
 
 
 def _read(source: Source, tally: Tally) -> Iterator[str]:
@@ -164,9 +167,15 @@ def _key(*facts: object) -> str:
 
 
 def find_sources(
-    given: Sequence[str], field: str, val_fraction: float, part: int, tokenizer: str, out: Path
+    given: Sequence[str],
+    field: str,
+    val_fraction: float,
+    part: int,
+    tokenizer: str,
+    out: Path,
+    leave_out: Sequence[Path] = (),
 ) -> list[Source]:
-    """The files behind the names a user gave; `tokenizer` is its fingerprint."""
+    """The files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not searched."""
     remembered = out / "progress" / "sources.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -182,7 +191,7 @@ def find_sources(
             continue
         fetched = home() / "data" / name.replace("/", "--")  # as data fetch names it
         path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
-        for file in files([path]):
+        for file in files([path], leave_out):
             content = _identity(file, known)
             key = _key(content, format_of(file.name), field, val_fraction, part, tokenizer)
             found.append(Source(str(file), content, key, field, val_fraction, part))
@@ -235,21 +244,52 @@ def build_manifest(sources: Sequence[Source], out: Path, tokenizer: Tokenizer) -
 
 
 def _tidy(out: Path, sources: Sequence[Source], manifest: dict[str, Any]) -> None:
-    """Remove shards and records that the new manifest does not name: earlier sources, tokenizers or settings."""
-    keys = {source.key for source in sources}
+    """Remove shards and records that the new manifest does not name: earlier sources, tokenizers or settings. Only
+    files with the names that we give are touched."""
+    kept = {"sources", *(source.key for source in sources)}
     for path in out.iterdir():
-        if SHARD.fullmatch(path.name) and path.name not in manifest["files"]:
+        if SHARD.fullmatch(path.name) and path.name not in manifest["files"] and path.is_file():
             path.unlink()
     for path in (out / "progress").iterdir():
-        if path.name.endswith(".tmp") or (path.name not in ("lock", "sources.json") and path.name[:16] not in keys):
+        stale = path.name.endswith(".tmp") or re.split(r"[-.]", path.name)[0] not in kept
+        if stale and RECORD.fullmatch(path.name) and path.is_file():
             path.unlink()
+
+
+def _name_dropped(out: Path, before: str, manifest: dict[str, Any]) -> None:
+    """Say which sources of the manifest so far the new one has no more; their shards are about to be removed."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        names = {source["name"] for source in json.loads(before)["sources"]}
+        for name in sorted(names - {source["name"] for source in manifest["sources"]}):
+            print(f"{name} is no longer part of {out}: it was not named this time")
+
+
+def _refuse_foreign(out: Path) -> None:
+    """What we write under a plain name must not replace the file of somebody else."""
+    forms = {MANIFEST: "splits", MIXTURE: "corpora", "progress/sources.json": None}
+    foreign = [out / "progress"] if (out / "progress").is_file() else []
+    for name, needed in forms.items():
+        with contextlib.suppress(OSError, ValueError):  # none, or a damaged one, which is made anew
+            content = json.loads((out / name).read_text(encoding="utf-8"))
+            ours = isinstance(content, dict) and (needed is None or needed in content)
+            if ours and needed is None:
+                ours = all(
+                    isinstance(about, dict) and {"stamp", "sha256"} <= about.keys() for about in content.values()
+                )
+            if not ours:
+                foreign.append(out / name)
+    if foreign:
+        raise UserError(
+            f"{foreign[0]} was not written by `ascendchat data prepare`; choose another folder with --out, or move it"
+        )
 
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Only one `data prepare` writes into a folder at a time."""
+    _refuse_foreign(out)
     (out / "progress").mkdir(parents=True, exist_ok=True)
-    with (out / "progress" / "lock").open("w") as file:
+    with (out / "progress" / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -267,23 +307,30 @@ def prepare(
     val_given: Sequence[str] = (),
     workers: int | None = None,
     part: int = PART,
+    leave_out: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Prepare sources into one folder; returns its manifest."""
+    """Prepare sources into one folder; returns its manifest. The folder then holds these sources and no others. Own
+    output below a source (`out`, the tokenizer, and what `leave_out` names) is not read."""
     from ascendchat.data.tokenizer import Tokenizer
 
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers}: at least one process is needed")
     loaded = Tokenizer.load(tokenizer)
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    skip = (out, Path(tokenizer), *leave_out)
     with _alone(out):
         fraction = 0.0 if val_given else val_fraction
-        sources = find_sources([*given], field, fraction, part, loaded.fingerprint, out)
-        sources += find_sources([*val_given], field, 1.0, part, loaded.fingerprint, out) if val_given else []
+        sources = find_sources([*given], field, fraction, part, loaded.fingerprint, out, skip)
+        sources += find_sources([*val_given], field, 1.0, part, loaded.fingerprint, out, skip) if val_given else []
         _refuse_copies(sources)
         encode_all(sources, out, str(tokenizer), workers)
         manifest = build_manifest(sources, out, loaded)
         text = json.dumps(manifest, indent=1)
         path = out / MANIFEST
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if before != text:
+            _name_dropped(out, before, manifest)
             write_atomic(path, text)
         _tidy(out, sources, manifest)
     return manifest
@@ -303,25 +350,27 @@ def run(config: DataPrepareConfig) -> int:
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
     out = Path(config.out) if config.out else home() / "data" / "prepared"
     if not config.weights:
-        _report(out, prepare(given, tokenizer, out, **_settings(config, first=True)))
+        _report(out, prepare(given, tokenizer, out, **_settings(config, out, first=True)))
         (out / MIXTURE).unlink(missing_ok=True)
         return 0
+    _refuse_foreign(out)
     corpora = []
     for number, (name, weight) in enumerate(zip(given, config.weights)):
         folder = f"{number:02d}-{re.sub(r'[^A-Za-z0-9]+', '-', Path(name).name).strip('-') or 'source'}"
-        _report(out / folder, prepare([name], tokenizer, out / folder, **_settings(config, first=number == 0)))
+        _report(out / folder, prepare([name], tokenizer, out / folder, **_settings(config, out, first=number == 0)))
         corpora.append({"folder": folder, "weight": weight})
     write_atomic(out / MIXTURE, json.dumps({"corpora": corpora}, indent=1))
     return 0
 
 
-def _settings(config: DataPrepareConfig, first: bool) -> dict[str, Any]:
+def _settings(config: DataPrepareConfig, out: Path, first: bool) -> dict[str, Any]:
     """With weights, validation files belong to the first corpus; nothing is then taken from the others."""
     return {
         "field": config.field,
         "val_fraction": 0.0 if config.val_source else config.val_fraction,
         "val_given": config.val_source if first else (),
         "workers": config.workers,
+        "leave_out": [out],
     }
 
 

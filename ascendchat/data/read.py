@@ -42,6 +42,8 @@ FORMATS = (".parquet", *LINES, ".json", ".csv", ".tsv", ".txt")
 SEPARATOR = "<|endoftext|>"
 TXT_PIECE = 1 << 20  # characters after which a blank line of a .txt ends the document
 MAX_BROKEN = 0.01
+# What reading a damaged file raises; RuntimeError: an encrypted zip, JSON nested too deeply, an unknown compression.
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, csv.Error, RuntimeError)
 BETWEEN = re.compile(r"[ \t\r\n,]*")  # what stands between two JSON values
 
 
@@ -79,9 +81,11 @@ def format_of(name: str) -> tuple[str, str]:
     return (kind, packing) if kind in FORMATS and not (kind == ".parquet" and packing) else ("", "")
 
 
-def files(paths: Sequence[str | Path]) -> list[Path]:
-    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once."""
+def files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
+    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once. A search does
+    not enter the folders in `leave_out`: what a command writes is none of its sources."""
     found: dict[Path, Path] = {}
+    own = {folder.resolve() for folder in leave_out}
     for given in paths:
         path = Path(given)
         if path.is_dir():
@@ -95,6 +99,8 @@ def files(paths: Sequence[str | Path]) -> list[Path]:
         else:
             matches = [p for p in map(Path, sorted(glob.glob(str(given), recursive=True))) if p.is_file()]
             missing = f"there is no file or folder {given}"
+        if missing and own:
+            matches = [p for p in matches if not own.intersection(p.resolve().parents)]
         if not matches:
             raise UserError(f"{missing}; formats: {' '.join(FORMATS)} .zip, compressed or not")
         for match in matches:
@@ -105,9 +111,11 @@ def files(paths: Sequence[str | Path]) -> list[Path]:
     return list(found.values())
 
 
-def documents(paths: Sequence[str | Path], *, field: str = "text", tally: Tally | None = None) -> Iterator[str]:
+def documents(
+    paths: Sequence[str | Path], *, field: str = "text", tally: Tally | None = None, leave_out: Sequence[Path] = ()
+) -> Iterator[str]:
     """The texts of all documents, file after file; empty ones are left out (and counted)."""
-    for path in files(paths):
+    for path in files(paths, leave_out):
         own = Tally()
         yield from file_documents(path, field, own)
         if tally is not None:
@@ -125,12 +133,29 @@ def file_documents(path: Path, field: str, tally: Tally) -> Iterator[str]:
             return
         with path.open("rb") as file:
             yield from _checked(_values(file, path.name, field, tally), str(path), tally)
-    except (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged or incomplete ({_short(error)}); fetch it again") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({_short(error)}); convert it first, for example with iconv") from None
-    except OSError as error:  # gzip and bz2 report damage this way too
-        raise UserError(f"cannot read {path}: {_short(error)}") from None
+    except UNREADABLE as error:
+        raise unreadable(path, error) from None
+
+
+def reason(error: BaseException) -> str:
+    """Why a file could not be read, in a few words."""
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    if isinstance(error, RuntimeError) and "encrypted" in str(error):
+        return "it is encrypted: unpack it with its password first"
+    return _short(error)
+
+
+def unreadable(path: object, error: BaseException, again: str = "fetch it again") -> UserError:
+    """The sentence for a file whose reading ended with one of UNREADABLE."""
+    if isinstance(error, (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)):
+        return UserError(f"{path} is damaged or incomplete ({reason(error)}); {again}")
+    remedy = "mend or remove that row" if isinstance(error, RecursionError) else again
+    return UserError(
+        f"{path} cannot be read ({reason(error)})" + ("" if "encrypted" in reason(error) else f"; {remedy}")
+    )
 
 
 def _short(error: BaseException) -> str:
@@ -249,7 +274,7 @@ def _jsonl(raw: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tupl
         try:
             value = _pick(json.loads(line), field, name, first)
         except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or without the field
-            tally.fail(where, _short(error))
+            tally.fail(where, reason(error))
             continue
         first = False
         yield where, value
@@ -271,6 +296,8 @@ def _json(text: IO[str], name: str, field: str, tally: Tally) -> Iterator[tuple[
             row, end = decoder.raw_decode(held, at)
             if end == len(held) and not ended:
                 raise ValueError  # a number could go on
+        except RecursionError as error:
+            raise unreadable(f"row {number + 1} of {name}", error) from None
         except ValueError as error:
             if not ended:
                 more = text.read(size)

@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,13 +99,16 @@ def _compare(folder: Path, name: str, entry: dict[str, Any], deadline: float | N
 def verify(
     folders: list[Path],
     *,
+    only: Iterable[str] | None = None,
     workers: int = 0,
     deadline: float | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Verdict]:
     """Compare folders with their manifests, files in parallel. After `deadline` (time.monotonic) only sizes are
-    compared. `progress` gets the bytes compared so far. Doctor and training can call this; nothing is changed."""
+    compared. `only` names the files to compare, by default all. `progress` gets the bytes compared so far. Doctor and
+    training can call this; nothing is changed."""
     verdicts, tasks, done = [], [], 0
+    chosen = None if only is None else set(only)
     for folder in folders:
         verdicts.append(verdict := Verdict(folder))
         try:
@@ -113,7 +116,8 @@ def verify(
             if not manifest:
                 raise ValueError("there is none")
             fix = remedy(folder, manifest)
-            tasks += [(verdict, fix, name, entry) for name, entry in manifest["files"].items()]
+            entries = {n: entry for n, entry in manifest["files"].items() if chosen is None or n in chosen}
+            tasks += [(verdict, fix, name, entry) for name, entry in entries.items()]
         except (OSError, ValueError) as error:
             fix = remedy(folder, {})
             verdict.faults.append(Fault(folder / MANIFEST, f"the manifest cannot be read: {error}", fix))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError
+from ascendchat.data.read import UNREADABLE, unreadable
 
 SHUFFLE_SEED = 1337  # part of the published rules: with --max-per-task it decides which rows are scored
 TYPES = ("multiple_choice", "schema", "language_modeling")
@@ -78,8 +79,8 @@ def read_rows(path: Folder) -> list[dict[str, Any]]:
         packed = path.read_bytes()
         text = (lzma.decompress(packed) if path.name.endswith(".xz") else packed).decode("utf-8")
         return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, EOFError, ValueError, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read ({error}); {AGAIN}") from None
+    except (*UNREADABLE, ValueError) as error:
+        raise unreadable(path, error, AGAIN) from None
 
 
 def find_file(folder: Folder, uri: str) -> Folder | None:
@@ -102,7 +103,9 @@ def load_bundle(folder: Path) -> list[Task]:
         facts = {row["Eval Task"]: row for row in table}
         entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
         return [_task(entry, facts, bundle / "eval_data") for entry in entries]
-    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
+        raise unreadable(f"the CORE bundle at {folder}", error, AGAIN) from None
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"the CORE bundle at {folder} is damaged ({error!r}); {AGAIN}") from None
 
 

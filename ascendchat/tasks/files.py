@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ascendchat.config import UserError
 from ascendchat.data.fetch import fetch
+from ascendchat.data.read import UNREADABLE, unreadable
 from ascendchat.data.tables import Row, opened
 from ascendchat.data.tables import rows as rows_of
 
@@ -53,8 +54,8 @@ def listing(root: Path) -> Iterator[Found]:
         try:
             with zipfile.ZipFile(path) as archive:
                 members = sorted(archive.namelist())
-        except (zipfile.BadZipFile, OSError) as error:
-            raise UserError(f"{path} is damaged ({error}); fetch it again: ascendchat data fetch") from None
+        except UNREADABLE as error:
+            raise unreadable(path, error, "fetch or copy it again") from None
         yield from (Found(f"{name}/{member.lower()}", path, member) for member in members if not member.endswith("/"))
 
 
@@ -97,10 +98,8 @@ def rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[
     for found in tables(set_name, pattern, split, source):
         try:
             yield from _read(found)
-        except (OSError, ValueError, EOFError, KeyError, RecursionError, zipfile.BadZipFile) as error:
-            raise UserError(
-                f"{found.path} cannot be read ({error}); fetch it again: ascendchat data fetch {set_name}"
-            ) from None
+        except (*UNREADABLE, ValueError, KeyError) as error:
+            raise unreadable(found.path, error, f"fetch it again: ascendchat data fetch {set_name}") from None
 
 
 def _read(found: Found) -> Iterator[Row]:

@@ -127,7 +127,8 @@ class Server:
                 entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
             entries.append(entry)
             self.add(f"/cdn/{repo}/{path}", content)
-            self.files[f"/datasets/{repo}/resolve/{COMMIT}/{path}"] = File(b"", always=f"redirect:/cdn/{repo}/{path}")
+            there = f"/datasets/{repo}/resolve/{COMMIT}/{path}"
+            self.files[there] = File(b"", always=f"redirect:{quote(f'/cdn/{repo}/{path}')}")
         folders = {"", *(path.rpartition("/")[0] for path in files)}
         for folder in folders:
             inside = [e for e in entries if not folder or e["path"].startswith(folder + "/")]
@@ -191,7 +192,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path in owner.json:
             document, headers = owner.json[path]
             return self._small(asked, 200, json.dumps(document).encode(), headers)
-        file = owner.files.get(path)
+        file = owner.files.get(unquote(self.path)) or owner.files.get(path)  # the first: content chosen by a query
         if file is None:
             return self._small(asked, 404, b"not found")
         fault = file.faults.pop(0) if file.faults else file.always

@@ -14,7 +14,7 @@ import pytest
 from http_server import CHUNK, FAST, Server, noise, serve
 
 from ascendchat.config import home
-from ascendchat.data.fetch import fetch
+from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch import lock as locking
 from ascendchat.data.fetch.lock import Lock, Progress
 from ascendchat.data.fetch.partfile import PartFile
@@ -100,7 +100,7 @@ def kill_and_resume(server: Server, points: int, seed: int) -> int:
         process.join()
         server.rate = 0.0
         server.settle()
-        final = home() / "data" / str(point) / f"{point}.bin"
+        final = folder_of(url) / f"{point}.bin"
         kept = journalled(final, url)
         wasted = server.sent(path) - kept
         assert wasted <= WORKERS * CHUNK, "more than one range per connection was lost"
@@ -147,4 +147,4 @@ def test_a_killed_download_gives_the_lock_back(server: Server) -> None:
     server.rate = 0.0
     waiting.join(30)
     assert waiting.exitcode == 0
-    assert (home() / "data" / "a" / "a.bin").read_bytes() == server.files["/a.bin"].content
+    assert (folder_of(url) / "a.bin").read_bytes() == server.files["/a.bin"].content

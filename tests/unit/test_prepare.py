@@ -262,3 +262,71 @@ def test_the_embedded_corpus_keeps_its_own_splits(tokenizer: Path, tmp_path: Pat
     assert run(parse(DataPrepareConfig, ["toyworld", *flags])) == 0
     assert decoded(tmp_path / "out", "train", tokenizer) == list(toyworld.documents("train"))
     assert decoded(tmp_path / "out", "val", tokenizer) == list(toyworld.documents("validation"))
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tokenizer: Path, tmp_path: Path) -> None:
+    out, a = tmp_path / "out", str(write(tmp_path / "a.jsonl", texts(20, 30)))
+    foreign = ["progress/notes.txt", "progress/draft.tmp", "progress/0123.json", "progress/folder/x", "keep.tokens"]
+    for name in (*foreign, "progress/0123456789abcdef.json/x", "train-0123456789abcdef-00000.tokens/x"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    (out / "progress" / "fedcba9876543210.json").write_text("{}")  # our own form: a source that is gone
+    (out / "progress" / "lock").write_text("mine")
+    prepare([a], tokenizer, out, workers=1)
+    assert all((out / name).read_text() == name for name in foreign)
+    assert (out / "progress" / "0123456789abcdef.json" / "x").is_file()
+    assert not (out / "progress" / "fedcba9876543210.json").exists()
+    assert (out / "progress" / "lock").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("manifest.json", '{"files": {}, "set": "gsm8k"}'),
+        ("mixture.json", '{"drums": 1}'),
+        ("progress/sources.json", '{"a": 1}'),
+        ("progress", "a file"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(tokenizer: Path, tmp_path: Path, name: str, text: str) -> None:
+    out, a = tmp_path / "out", str(write(tmp_path / "a.jsonl", texts(20, 30)))
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name} was not written by `ascendchat data prepare`.*--out"):
+        run(parse(DataPrepareConfig, [a, "--tokenizer", str(tokenizer), "--out", str(out), "--workers", "1"]))
+    assert (out / name).read_text() == text
+
+
+@pytest.mark.parametrize("given", ["folder", "pattern"])
+def test_the_own_output_below_a_source_is_not_read(tokenizer: Path, tmp_path: Path, given: str) -> None:
+    write(tmp_path / "a.jsonl", texts(20, 31))
+    shutil.copytree(tokenizer, tmp_path / "tokenizer")
+    source = str(tmp_path if given == "folder" else tmp_path / "**" / "*.json*")
+    for extra in ([], [], ["--weights", "1"], ["--weights", "1"]):
+        out = tmp_path / ("prepared" if not extra else "mixed")
+        argv = [source, "--tokenizer", str(tmp_path / "tokenizer"), "--out", str(out), "--workers", "1", *extra]
+        if extra:  # the first output is text of ours no longer
+            shutil.rmtree(tmp_path / "prepared", ignore_errors=True)
+        assert run(parse(DataPrepareConfig, argv)) == 0
+        (corpus,) = [one for one, _ in open_mixture([out])]
+        assert json.loads((corpus.folder / "manifest.json").read_text())["sources"][0]["name"] == "a.jsonl"
+        assert len(json.loads((corpus.folder / "manifest.json").read_text())["sources"]) == 1
+
+
+def test_sources_of_one_command_add_up_and_those_left_out_are_named(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (str(write(tmp_path / f"{name}.jsonl", texts(20, seed))) for name, seed in (("a", 32), ("b", 33)))
+    base = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1", "--val-fraction", "0"]
+    assert run(parse(DataPrepareConfig, [a, "--source", b, *base])) == 0
+    assert Corpus.open(tmp_path / "out").documents == 40
+    assert "no longer" not in capsys.readouterr().out
+    assert run(parse(DataPrepareConfig, [b, *base])) == 0
+    assert Corpus.open(tmp_path / "out").documents == 20
+    assert "a.jsonl is no longer part of" in capsys.readouterr().out
+
+
+def test_a_number_of_workers_below_one_is_refused(tokenizer: Path, tmp_path: Path) -> None:
+    a = str(write(tmp_path / "a.jsonl", texts(20, 34)))
+    with pytest.raises(UserError, match="--workers 0"):
+        prepare([a], tokenizer, tmp_path / "out", workers=0)

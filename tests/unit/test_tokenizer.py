@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import builtins
+import json
 import pickle
 import random
 import subprocess
 import sys
 import time
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.tokenizer import SPECIALS, Tokenizer, train
+from ascendchat.data.corpus import Corpus
+from ascendchat.data.prepare import prepare
+from ascendchat.data.tokenizer import SPECIALS, Tokenizer, pattern, train
 from ascendchat.data.tokenizer.learn import learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.pattern import PATTERN
 
@@ -184,3 +190,58 @@ def test_one_character_repeated_two_hundred_thousand_times_encodes_quickly(token
 def test_the_module_imports_without_torch() -> None:
     code = "import sys, ascendchat.data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+LONG = {
+    "blanks": " ",
+    "newlines": "\n",
+    "line ends": "\r\n",
+    "blank lines": " \n",
+    "letters": "a",
+    "words without blanks": "abcde",
+    "digits": "7",
+    "punctuation": "!",
+    "Han": "山",
+    "kana": "あ",
+    "combining marks": "\u0301",
+    "control characters": "\x1c",
+    "emoji": "😀",
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
+    tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = (LONG[kind] * 1_000_000)[:1_000_000]
+    for text in (run, f"before {run} behind", f"山!{run}a"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode_batch(["x", text, ""], threads=1) == [tokenizer.encode("x"), ids, []]
+    learned = train(iter(["hello hello world", run]), 300)
+    assert learned.decode(learned.encode(run)) == run
+    monkeypatch.setitem(sys.modules, "rustbpe", None)  # the other learner
+    assert train(iter(["hello hello world", run]), 300).vocab_size > 268
+
+
+def test_a_document_with_a_long_run_is_prepared(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer")
+    text = "a" + " " * 1_000_000 + "b"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "tokenizer", tmp_path / "out", val_fraction=0.0, workers=1)
+    assert tokenizer.decode(Corpus.open(tmp_path / "out").document(0).tolist()[1:]) == text
+
+
+@given(st.text(alphabet=" \n\ta!\u03017山é\x1c", max_size=120), st.integers(2, 9))
+def test_only_runs_that_are_too_long_are_cut(text: str, longest: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pattern, "LONGEST_RUN", longest)
+        found = pattern.segments(text)
+    assert "".join(found) == text
+    kinds = (r"[\s\x1c-\x1f\x85]", pattern.LETTER, r"[^\s\p{L}\p{N}]")
+    runs = [match for kind in kinds for match in regex.finditer(f"{kind}+", text) if len(match[0]) > longest]
+    ends = list(accumulate(map(len, found[:-1])))
+    assert all(any(run.start() < end < run.end() for run in runs) for end in ends)  # no cut elsewhere
+    for run in runs:  # and each is cut so that no piece of it is much longer
+        inside = [run.start(), *(end for end in ends if run.start() < end < run.end()), run.end()]
+        assert max(b - a for a, b in pairwise(inside)) <= 2 * longest

@@ -18,6 +18,7 @@ from ascendchat.config.data import TokenizerTrainConfig
 from ascendchat.data.tokenizer import Tokenizer, train_command, vocab_for
 from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of
 
+OUT = Path("nowhere")  # nothing lies in the folder to write
 BORDER = 2**21  # bytes from which 2,048 ids are nearer than 1,024
 
 
@@ -94,35 +95,36 @@ def test_a_size_that_was_given_wins_and_nothing_is_counted(
     argv = [str(english), "--max-chars", "30000", "--out", str(tmp_path / "out")]
     assert train_command(config_of(*argv, "--vocab-size", "300")) == 0
     assert "300 ids from 3 documents" in capsys.readouterr().out
-    assert chosen_size(config_of("no-such-file.jsonl", "--vocab-size", "32768"), ["no-such-file.jsonl"])[0] == 32768
+    missing = "no-such-file.jsonl"
+    assert chosen_size(config_of(missing, "--vocab-size", "32768"), [missing], OUT)[0] == 32768
     with pytest.raises(UserError, match="--vocab-size 0 is too small"):
         train_command(config_of(*argv, "--vocab-size", "0"))
 
 
 @pytest.mark.parametrize(("limit", "ids"), [(BORDER, 2048), (BORDER - 1, 1024)])
 def test_only_the_characters_that_train_are_counted(english: Path, limit: int, ids: int) -> None:
-    assert chosen_size(config_of("--max-chars", str(limit)), [str(english)])[0] == ids
+    assert chosen_size(config_of("--max-chars", str(limit)), [str(english)], OUT)[0] == ids
 
 
 def test_the_limit_is_in_characters_and_the_rule_in_bytes(tmp_path: Path) -> None:
     chinese = write(tmp_path / "zh.jsonl", words(BORDER // 2, "".join(map(chr, range(0x4E00, 0x4F00)))))
-    size, reason = chosen_size(config_of("--max-chars", str(BORDER // 2)), [str(chinese)])
+    size, reason = chosen_size(config_of("--max-chars", str(BORDER // 2)), [str(chinese)], OUT)
     assert (size, reason) == (2048, "for 2.9 MB of text,")  # seven of eight characters have three bytes
 
 
 def test_a_mixture_counts_as_far_as_it_trains(english: Path, tmp_path: Path) -> None:
     little = write(tmp_path / "little.jsonl", words(20_000, "uvwxyz"))
     sources = [str(english), str(little)]
-    assert chosen_size(config_of(), sources)[0] == 2048
+    assert chosen_size(config_of(), sources, OUT)[0] == 2048
     mix = config_of("--mix", "1,1")
-    size, reason = chosen_size(mix, sources)
+    size, reason = chosen_size(mix, sources, OUT)
     assert (size, reason) == (1024, "for 0.1 MB of text,")
-    assert count_bytes(texts_of(sources, mix.mix, None)) == 50_000  # the little one ends it
+    assert count_bytes(texts_of(sources, mix.mix, None, OUT)) == 50_000  # the little one ends it
 
 
 @pytest.mark.parametrize("sources", [[], ["toyworld"]], ids=str)
 def test_the_embedded_corpus_keeps_the_largest_vocabulary(sources: list[str]) -> None:
-    assert chosen_size(config_of(), sources) == (32768, "from")
+    assert chosen_size(config_of(), sources, OUT) == (32768, "from")
 
 
 def test_a_pipe_needs_a_size_because_it_can_be_read_only_once(tmp_path: Path) -> None:
@@ -135,3 +137,11 @@ def test_sources_without_text_are_still_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="the sources hold no text"):
         train_command(config_of(str(tmp_path / "empty.txt"), "--out", str(tmp_path / "out")))
+
+
+def test_the_own_output_below_a_source_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.jsonl", words(50_000, "abcdefgh"))
+    for _ in range(2):
+        assert train_command(config_of(str(tmp_path), "--vocab-size", "300", "--out", str(tmp_path / "tok"))) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[4:6] == second.split()[4:6] == ["5", "documents,"]

@@ -9,55 +9,43 @@ A set lives in $ASCENDCHAT_HOME/data/NAME with a manifest.json (sizes and sha256
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shlex
 import shutil
+import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataFetchConfig
+from ascendchat.data.fetch import hubs
 from ascendchat.data.fetch.content import digests, disk_error
 from ascendchat.data.fetch.folder import copy_from
-from ascendchat.data.fetch.hubs import endpoints, listing, matches
+from ascendchat.data.fetch.hubs import endpoints, listing
 from ascendchat.data.fetch.lock import Lock, Progress, say, size
+from ascendchat.data.fetch.redact import redact
 from ascendchat.data.fetch.sources import SETS, DataSet, Source, resolve
 from ascendchat.data.fetch.transfer import Remote, download
-from ascendchat.data.fetch.web import Policy, SourceFailed, Web
-from ascendchat.data.verify import Fault, read_manifest, verify, write_manifest
+from ascendchat.data.fetch.web import Policy, SourceFailed, Web, host_of
+from ascendchat.data.fetch.wish import HUBS, Wish, missing
+from ascendchat.data.verify import read_manifest, verify, write_manifest
 
 __all__ = ["SETS", "Policy", "fetch", "folder_of", "run"]
 
-HUBS = ("hf", "modelscope", "http")
 SPARE = 64 << 20  # bytes left free on the disk
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the caller asked for."""
+class Fetched:
+    """What a wish got: `files` are the names that answer it, `confirmed` says that the source was asked about them."""
 
-    word: str
-    files: str
-    shards: int | None
-    source: str
-    workers: int
-    out: str
-
-    @property
-    def key(self) -> str:
-        """Under which the manifest remembers what was chosen, so that the next call needs no network."""
-        return f"{self.files}|{'' if self.shards is None else self.shards}"
-
-    @property
-    def command(self) -> str:
-        words = ["ascendchat", "data", "fetch", self.word]
-        words += ["--files", self.files] if self.files else []
-        words += ["--shards", str(self.shards)] if self.shards is not None else []
-        words += ["--out", self.out] if self.out else []
-        return shlex.join(words)
+    folder: Path
+    files: dict[str, str]  # name -> sha256
+    confirmed: bool
 
 
 def folder_of(word: str, out: str | Path = "") -> Path:
@@ -88,165 +76,177 @@ def fetch(
 ) -> Path:
     """The folder with the files of a set, fetched if need be. Safe to call from every rank at once.
 
-    With `check` the checksums of files that are there already are compared too, and damaged ones fetched again."""
-    wish = Wish(name, files, shards, source, workers, str(out))
+    What answered the same request before is taken as it is, without a network. With `check` its checksums are compared
+    and the source is asked again: damaged files, and files that the source has changed, are fetched anew."""
+    wish = _wish(name, files, shards, source, workers, str(out))
+    return _fetch(wish, offline, check, policy or Policy()).folder
+
+
+def _wish(word: str, files: str, shards: int | None, source: str, workers: int, out: str) -> Wish:
     if shards is not None and shards < 0:
         raise UserError(f"--shards {shards}: give a number of files, or 0 for all of them")
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one connection is needed")
-    dataset = _set(name, source)
-    folder = Path(out or home() / "data").expanduser() / dataset.name
+    return Wish(word, files, shards, source, workers, out, _set(word, source))
+
+
+def _fetch(wish: Wish, offline: bool, check: bool, policy: Policy) -> Fetched:
+    folder = Path(wish.out or home() / "data").expanduser() / wish.dataset.name
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    if not check and _complete(folder, wish):  # no lock: the folder may be shared and read-only
-        return folder
-    if offline and (not source or source in HUBS):
-        return _offline(folder, wish, dataset, check)
-    with Lock(folder, dataset.name) as lock:
-        if _complete(folder, wish) and (not check or lock.waited or not _damaged(folder, wish)):
-            return folder
-        _bring(dataset, folder, wish, lock, policy or Policy(), check and not lock.waited)
-    return folder
+    if not check and (have := wish.complete(folder, _manifest(folder))):  # no lock: it may be shared and read-only
+        return Fetched(folder, have, False)
+    if offline and not wish.from_folder:
+        return Fetched(folder, _offline(folder, wish, check), False)
+    with Lock(folder, wish.dataset.name) as lock:
+        have = wish.complete(folder, _manifest(folder))
+        if have and (not check or lock.waited):
+            return Fetched(folder, have, lock.waited)
+        return _bring(folder, wish, lock, policy, check, have)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        return read_manifest(folder)
-    except (ValueError, OSError) as error:
+        manifest = read_manifest(folder)
+        requests = manifest.get("requests", {}).items() if manifest else ()
+        if any(len(json.loads(key)) != 4 or not isinstance(files, dict) for key, files in requests):
+            raise ValueError("it does not say what its files were fetched for")
+        return manifest
+    except (ValueError, TypeError, AttributeError, OSError) as error:
         say(f"{folder / 'manifest.json'}: {error}; the files are compared with the source again")
         return {}
 
 
-def _complete(folder: Path, wish: Wish) -> bool:
-    """True when every file chosen earlier for the same wish is there in its full size."""
-    manifest = _manifest(folder)
-    names = manifest.get("requests", {}).get(wish.key)
-    return bool(names) and all(_present(folder, name, manifest) for name in names)
+def _damaged(folder: Path, files: Iterable[str]) -> list[str]:
+    """Those of the files that are there and are not what the manifest says."""
+    faults = [fault for verdict in verify([folder], only=files) for fault in verdict.faults]
+    return [fault.file.relative_to(folder).as_posix() for fault in faults if fault.file.exists()]
 
 
-def _present(folder: Path, name: str, manifest: dict[str, Any]) -> bool:
-    entry = manifest.get("files", {}).get(name)
-    path = folder / name
-    return entry is not None and path.is_file() and path.stat().st_size == entry["bytes"]
-
-
-def _damaged(folder: Path, wish: Wish) -> list[Fault]:
-    names = {folder / name for name in _manifest(folder).get("requests", {}).get(wish.key, [])}
-    return [fault for verdict in verify([folder]) for fault in verdict.faults if fault.file in names]
-
-
-def _offline(folder: Path, wish: Wish, dataset: DataSet, check: bool) -> Path:
+def _offline(folder: Path, wish: Wish, check: bool) -> dict[str, str]:
     """What is on disk, if it is all there; else the error says what is missing."""
     manifest = _manifest(folder)
-    names = manifest.get("requests", {}).get(wish.key)
-    if names is None:  # asked for in another way: what is there may do
-        patterns = wish.files or (dataset.sources[0].files if dataset.sources else "*")
-        names = sorted(n for n in manifest.get("files", {}) if matches(n, patterns))
-        if len(names) < (wish.shards or 1):
-            raise UserError(
-                f"offline, and {folder} has {len(names)} of the {wish.shards or 'needed'} files of {wish.word}; where "
-                f"there is a network run: {wish.command}; or copy from a folder: {wish.command} --source DIR"
-            )
-    missing = [n for n in names if not _present(folder, n, manifest)]
-    damaged = [f.file.name for v in verify([folder]) for f in v.faults] if check and not missing else []
-    if missing or damaged:
-        shown = ", ".join((missing or damaged)[:5]) + (", ..." if len(missing or damaged) > 5 else "")
+    files = next(wish.answers(manifest), {}) or wish.contained(manifest)
+    ways = f"where there is a network run: {wish.command}; or copy from a folder: {wish.command} --source DIR"
+    if not files:
+        raise UserError(f"offline, and {folder} does not have the files of {wish.shown} that are asked for; {ways}")
+    files = wish.complete(folder, manifest) or files
+    gone = missing(folder, files, manifest)
+    damaged = _damaged(folder, files) if check and not gone else []
+    if gone or damaged:
+        shown = ", ".join((gone or damaged)[:5]) + (", ..." if len(gone or damaged) > 5 else "")
         raise UserError(
-            f"offline, and {len(missing or damaged)} of {len(names)} files of {wish.word} are "
-            f"{'missing' if missing else 'damaged'} in {folder}: "
-            f"{shown}; where there is a network run: {wish.command}; or copy from a folder: {wish.command} --source DIR"
+            f"offline, and {len(gone or damaged)} of {len(files)} files of {wish.shown} are "
+            f"{'missing' if gone else 'damaged'} in {folder}: {shown}; {ways}"
         )
-    return folder
+    return files
 
 
-def _bring(dataset: DataSet, folder: Path, wish: Wish, lock: Lock, policy: Policy, check: bool) -> None:
-    manifest = {"set": dataset.name, "source": "", "files": {}, "requests": {}, **_manifest(folder)}
-    manifest["mend"] = wish.command
-    bad: set[str] = set()
-    if check:
-        for fault in _damaged(folder, wish):
-            name = fault.file.relative_to(folder).as_posix()
-            say(f"{dataset.name}: {name}: {fault.what}; fetching it again")
-            bad.add(name)
-    if wish.source and wish.source not in HUBS:
-        names = copy_from(Path(wish.source).expanduser(), dataset, wish.files, wish.shards, folder, manifest)
-        manifest["requests"][wish.key] = names
-        manifest["mend"] = f"{wish.command} --source {shlex.quote(wish.source)}"
+def _bring(folder: Path, wish: Wish, lock: Lock, policy: Policy, check: bool, have: dict[str, str]) -> Fetched:
+    """Ask the sources in turn. `have`: complete files from earlier, which are kept if no source answers."""
+    name = wish.dataset.name
+    manifest = {"set": name, "source": "", "files": {}, "requests": {}, **_manifest(folder)}
+    manifest["mend"] = wish.mend
+    if wish.from_folder:
+        files = copy_from(Path(wish.source).expanduser(), wish, folder, manifest)
+        manifest["requests"][wish.key] = files
         write_manifest(folder, manifest)
-        return
+        return Fetched(folder, files, True)
     failures: list[str] = []
-    for source in dataset.sources:
-        for endpoint in endpoints(source):
-            try:
-                with Web(policy, wish.workers) as web:
-                    _from_source(source, endpoint, web, dataset, folder, wish, manifest, bad, lock)
-                return
-            except SourceFailed as error:
-                failures.append(str(error))
-                say(f"{dataset.name}: {error}")
-    raise UserError(
-        f"{dataset.name} could not be fetched: {'; '.join(dict.fromkeys(failures))}. Behind a proxy set HTTPS_PROXY; "
-        f"where the hub is blocked: HF_ENDPOINT=https://hf-mirror.com {wish.command}; or copy the files and run: "
-        f"{wish.command} --source DIR. What was downloaded is kept, the next run continues"
-    )
+    places = [(source, endpoint) for source in wish.dataset.sources for endpoint in endpoints(source)]
+    before = {manifest["files"][file].get("from") for file in have}
+    for source, endpoint in sorted(places, key=lambda place: _origin(place[0]) not in before):
+        try:
+            with Web(policy, wish.workers) as web:
+                _from_source(source, endpoint, web, folder, wish, manifest, check, lock)
+            return Fetched(folder, manifest["requests"][wish.key], True)
+        except SourceFailed as error:
+            failures.append(str(error))
+            say(f"{name}: {error}")
+    if have and not _damaged(folder, have):
+        return Fetched(folder, have, False)
+    raise UserError(f"{name} could not be fetched: {'; '.join(dict.fromkeys(failures))}. {_advice(wish)}")
 
 
-def select(found: list[Remote], dataset: DataSet, files: str, shards: int | None) -> list[Remote]:
-    """The first files asked for, and the validation file whatever the number."""
-    count = shards if shards is not None else (0 if files else dataset.shards)
-    if not count:
-        return found
-    always = [r for r in found if dataset.always and matches(r.name, dataset.always)]
-    return [r for r in found if r not in always][:count] + always
+def _advice(wish: Wish) -> str:
+    """What to do when no source answered; nothing that was tried already."""
+    ways = []
+    tried = [endpoint for source in wish.dataset.sources for endpoint in endpoints(source)]
+    if proxy := next((n for n in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(n)), ""):
+        ways.append(f"{proxy} is set: check that this proxy works")
+    else:
+        ways.append("behind a proxy set HTTPS_PROXY")
+    hf = any(source.hub == "hf" for source in wish.dataset.sources)
+    if hf and not any(host_of(hubs.MIRROR) == host_of(endpoint) for endpoint in tried if endpoint):
+        ways.append(
+            f"only the mirror in HF_ENDPOINT was asked; to ask another: HF_ENDPOINT={hubs.MIRROR} {wish.command}"
+        )
+    ways.append(f"or copy the files and run: {wish.command} --source DIR")
+    return f"What to do: {'; '.join(ways)}. What was downloaded is kept, the next run continues"
+
+
+def _origin(source: Source) -> str:
+    return f"{source.hub}:{redact(source.where)}"
 
 
 def _from_source(
     source: Source,
     endpoint: str,
     web: Web,
-    dataset: DataSet,
     folder: Path,
     wish: Wish,
     manifest: dict[str, Any],
-    bad: set[str],
+    check: bool,
     lock: Lock,
 ) -> None:
-    found = listing(source, endpoint, web, wish.files)
-    chosen = select(found, dataset, wish.files, wish.shards)
-    manifest["requests"][wish.key] = [remote.name for remote in chosen]
-    manifest["source"] = f"{source.hub}:{source.where}" + (f" at {endpoint}" if endpoint else "")
-    wanted = [r for r in chosen if r.name in bad or not _have(folder, r, manifest)]
+    found = {remote.name: remote for remote in listing(source, endpoint, web, wish.files)}
+    chosen = [found[name] for name in wish.chosen(list(found), 0 if wish.files else wish.dataset.shards)]
+    bad = _damaged(folder, [remote.name for remote in chosen if remote.name in manifest["files"]]) if check else []
+    for name in bad:
+        say(f"{wish.dataset.name}: {name} is damaged; fetching it again")
+    wanted = [r for r in chosen if r.name in bad or not _have(folder, r, manifest, _origin(source), web)]
     need = sum(remote.bytes or 0 for remote in wanted)
     room(folder, need - sum(_allocated(folder / r.name) for r in wanted), wish)
+    new = {remote.name for remote in wanted}
+    shas = {r.name: "" if r.name in new else manifest["files"][r.name]["sha256"] for r in chosen}
+    manifest["requests"][wish.key] = shas
+    manifest["source"] = _origin(source) + (f" at {redact(endpoint)}" if endpoint else "")
     write_manifest(folder, manifest)
     if not wanted:
         return
-    say(f"{dataset.name}: {len(wanted)} of {len(chosen)} files, {size(need) if need else 'unknown size'}, from "
+    say(f"{wish.dataset.name}: {len(wanted)} of {len(chosen)} files, {size(need) if need else 'unknown size'}, from "
         f"{endpoint or source.where}")  # fmt: skip
     writing = threading.Lock()
 
-    def done(remote: Remote, count: int, sha: str) -> None:
+    def done(remote: Remote, count: int, sha: str, tag: str) -> None:
         with writing:
-            manifest["files"][remote.name] = {"bytes": count, "sha256": sha}
+            manifest["files"][remote.name] = {"bytes": count, "sha256": sha, "from": _origin(source), "tag": tag}
+            shas[remote.name] = sha
             write_manifest(folder, manifest)
 
-    with Progress(dataset.name, len(wanted), need, lock) as progress:
+    with Progress(wish.dataset.name, len(wanted), need, lock) as progress:
         download(wanted, folder, web, workers=wish.workers, done=done, show=progress.show)
 
 
-def _have(folder: Path, remote: Remote, manifest: dict[str, Any]) -> bool:
+def _have(folder: Path, remote: Remote, manifest: dict[str, Any], origin: str, web: Web) -> bool:
     """The file is there and is the one the source offers. One that is not in the manifest is adopted if it fits."""
     path, entry = folder / remote.name, manifest["files"].get(remote.name)
     if not path.is_file() or remote.bytes not in (None, path.stat().st_size):
         return False
-    if entry is not None and (remote.sha256 or entry["sha256"]) == entry["sha256"]:
-        return bool(path.stat().st_size == entry["bytes"])
-    if not remote.digest:
+    whole = entry is not None and path.stat().st_size == entry["bytes"]
+    if whole and remote.sha256 == entry["sha256"]:
+        return True
+    if not remote.digest:  # without a checksum only the server can say whether it is still the same
+        same = whole and entry.get("from") == origin and entry.get("tag")
+        if same and web.validator(remote.url, remote.headers) == entry["tag"]:
+            return True
+        if whole:
+            say(f"{path}: the source may have changed it; fetching it again")
         return False
     count, sha, git = digests(path, bool(remote.git))
     if (remote.sha256 and sha != remote.sha256) or (remote.git and git != remote.git):
         say(f"{path}: checksum differs from the source; fetching it again")
         return False
-    manifest["files"][remote.name] = {"bytes": count, "sha256": sha}
+    manifest["files"][remote.name] = {"bytes": count, "sha256": sha, "from": origin, "tag": ""}
     return True
 
 
@@ -261,7 +261,7 @@ def room(folder: Path, need: int, wish: Wish) -> None:
     free = shutil.disk_usage(folder).free
     if need > 0 and need + SPARE > free:
         raise UserError(
-            f"{wish.word} needs {size(need)} and {folder} has {size(free)} free; take fewer files with --shards, free "
+            f"{wish.shown} needs {size(need)} and {folder} has {size(free)} free; take fewer files with --shards, free "
             "some space (ascendchat clean), or choose another disk with --out or ASCENDCHAT_HOME"
         )
 
@@ -279,24 +279,36 @@ def table() -> str:
 
 
 def run(config: DataFetchConfig) -> int:
-    """`ascendchat data fetch NAME ...`"""
+    """`ascendchat data fetch NAME ...`: one that fails does not keep the others back."""
     if not config.names:
         print(table())
         return 0
+    failed: list[str] = []
     for name in config.names:
         try:
-            folder = fetch(
-                name,
-                files=config.files,
-                shards=config.shards,
-                out=config.out,
-                source=config.source,
-                offline=config.offline,
-                workers=config.workers,
-                check=True,
-            )
-        except OSError as error:
-            raise disk_error(error, Path(config.out or home() / "data") / name) from None
-        entries = read_manifest(folder).get("files", {})
-        print(f"{name}: {len(entries)} files, {size(sum(e['bytes'] for e in entries.values()))}, verified, in {folder}")
+            _run_one(name, config)
+        except UserError as error:
+            if len(config.names) == 1:
+                raise
+            failed.append(redact(name))
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(config.names)} could not be fetched: {', '.join(failed)}; the reasons are above, "
+            "the others are there; run the same command again to fetch what is missing"
+        )
     return 0
+
+
+def _run_one(name: str, config: DataFetchConfig) -> None:
+    wish = _wish(name, config.files, config.shards, config.source, config.workers, config.out)
+    try:
+        got = _fetch(wish, config.offline, True, Policy())
+    except OSError as error:
+        raise disk_error(error, Path(config.out or home() / "data") / wish.dataset.name) from None
+    entries = read_manifest(got.folder)["files"]
+    total = size(sum(entries[file]["bytes"] for file in got.files))
+    state = "verified" if got.confirmed else "unchanged since they were fetched (the source was not asked)"
+    print(f"{wish.shown}: {len(got.files)} files, {total}, {state}, in {got.folder}")
+    if others := len(entries) - len(got.files):
+        print(f"  {others} more files there were fetched by other commands")

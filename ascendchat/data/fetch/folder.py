@@ -20,6 +20,7 @@ from ascendchat.data.fetch.hubs import matches
 from ascendchat.data.fetch.lock import say
 from ascendchat.data.fetch.partfile import PIECE
 from ascendchat.data.fetch.sources import ALSO, DataSet
+from ascendchat.data.fetch.wish import Wish
 from ascendchat.data.verify import read_manifest, write_manifest
 from ascendchat.files import sha256
 
@@ -37,7 +38,7 @@ def find(root: Path, dataset: DataSet, files: str) -> tuple[Path, list[str]]:
     beside = [
         child.name for child in sorted(root.iterdir()) if child.is_file() and child.name.lower().startswith(starts)
     ]
-    if beside := [n for n in beside if matches(n, files or "*") and not n.endswith(".part")]:
+    if beside := [n for n in beside if matches(n, files or "*") and n != "manifest.json" and not n.endswith(".part")]:
         return root, beside
     patterns = files or ",".join(dict.fromkeys(s.files for s in dataset.sources if s.hub != "http"))
     if root.name.lower() in names:
@@ -56,42 +57,45 @@ def _below(folder: Path, patterns: str) -> list[str]:
     return [n for n in names if matches(n, patterns) and n != "manifest.json" and not n.endswith((".part", ".tmp"))]
 
 
-def copy_from(
-    root: Path, dataset: DataSet, files: str, shards: int | None, folder: Path, manifest: dict[str, Any]
-) -> list[str]:
-    """Copy the files into `folder`, verified; returns their names."""
-    place, names = find(root, dataset, files)
-    count = shards if shards is not None else 0
-    always = [n for n in names if dataset.always and matches(n, dataset.always)]
-    names = [n for n in names if n not in always][:count] + always if count else names
+def copy_from(root: Path, wish: Wish, folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Bring what the folder holds now into `folder`, verified; returns names and checksums. A file that is there with
+    the same content is not written again."""
+    place, names = find(root, wish.dataset, wish.files)
     try:
         known = read_manifest(place).get("files", {})
     except ValueError as error:
         raise UserError(f"{place / 'manifest.json'} is damaged: {error}; remove it to copy without checksums") from None
-    manifest["source"] = f"folder:{place}"
+    origin = f"folder:{place.resolve()}"
+    manifest["source"] = origin
+    names = wish.chosen(names, 0)
     for name in names:
-        expected = known.get(name, {}).get("sha256", "")
-        entry = manifest["files"].get(name)
-        final = folder / name
-        same = entry and final.is_file() and expected in ("", entry["sha256"])
-        if same and final.stat().st_size == entry["bytes"] and sha256(final) == entry["sha256"]:
+        final, entry = folder / name, manifest["files"].get(name)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        in_place = final.exists() and final.samefile(place / name)  # the folder is the set itself
+        if not in_place and entry and _same(place / name, final, entry):
             continue
-        size, sha = _take(place / name, final)
-        if expected and sha != expected:
+        size, sha = (final.stat().st_size, sha256(final)) if in_place else _take(place / name, final)
+        expected = known.get(name, {}).get("sha256", "")
+        why = f"its sha256 is {sha[:12]}..., the manifest beside it says {expected[:12]}..." if sha != expected else ""
+        if not expected:
+            why = not_data(final if in_place else _part(final), name)
+        if why:
             _part(final).unlink(missing_ok=True)
-            raise UserError(
-                f"{place / name} is damaged: its sha256 is {sha[:12]}..., the manifest beside it says "
-                f"{expected[:12]}...; copy it again from where it came"
-            )
-        if _part(final).exists() and not expected and (why := not_data(_part(final), name)):
-            _part(final).unlink()
             raise UserError(f"{place / name} is damaged: {why}; copy it again from where it came")
-        manifest["files"][name] = {"bytes": size, "sha256": sha}
+        if not in_place:
+            final.unlink(missing_ok=True)  # killed before the new one has its name, the next run finds none
+        manifest["files"][name] = {"bytes": size, "sha256": sha, "from": origin, "tag": ""}
         write_manifest(folder, manifest)
-        if _part(final).exists():
+        if not in_place:
             os.replace(_part(final), final)
-    say(f"{dataset.name}: {len(names)} files from {place}")
-    return names
+    say(f"{wish.dataset.name}: {len(names)} files from {place}")
+    return {name: manifest["files"][name]["sha256"] for name in names}
+
+
+def _same(origin: Path, final: Path, entry: dict[str, Any]) -> bool:
+    """Whether both files hold what the manifest says of the second."""
+    sizes = {path.stat().st_size if path.is_file() else -1 for path in (origin, final)}
+    return sizes == {entry["bytes"]} and sha256(final) == sha256(origin) == entry["sha256"]
 
 
 def _part(final: Path) -> Path:
@@ -101,9 +105,6 @@ def _part(final: Path) -> Path:
 def _take(origin: Path, final: Path) -> tuple[int, str]:
     """Copy a file to FINAL.part; its size and sha256."""
     part = _part(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists() and final.resolve() == origin.resolve():  # the folder is the set itself: only the manifest is new
-        return final.stat().st_size, sha256(final)
     part.unlink(missing_ok=True)
     if origin.stat().st_size > shutil.disk_usage(final.parent).free:
         raise disk_error(OSError(errno.ENOSPC, "no space"), part)

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ascendchat.config import UserError
+from ascendchat.data.fetch.redact import redact
 from ascendchat.record.console import clock, is_live
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def quiet() -> bool:
 
 def say(text: str) -> None:
     if not quiet():
-        print(text, file=sys.stderr, flush=True)
+        print(redact(text), file=sys.stderr, flush=True)
 
 
 def size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""A file that is being downloaded: `NAME.part` holds the bytes, `NAME.journal.part` says which of them can be trusted.
+"""A file that is being downloaded: `NAME.part` holds the bytes, `NAME.part.part` says which of them can be trusted.
 
 Used by `ascendchat data fetch`. A range is written, flushed to disk, and only then named in the journal, so after
 `kill -9` or a power cut the journal never claims bytes that are not there. Each line carries a CRC, which is compared
@@ -21,7 +21,7 @@ class PartFile:
     def __init__(self, final: Path) -> None:
         self.final = final
         self.path = final.with_name(final.name + ".part")
-        self.journal = final.with_name(final.name + ".journal.part")
+        self.journal = final.with_name(final.name + ".part.part")  # no file of a hub is called NAME.part
         self.size: int | None = None
         self.tag = ""  # ETag or Last-Modified under which the bytes were served
         self.ranges: list[tuple[int, int]] = []  # [start, end) on disk and journalled

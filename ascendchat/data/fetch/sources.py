@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from ascendchat.config import UserError, nearest
+from ascendchat.data.fetch.redact import redact, url_hash
 
 
 @dataclass(frozen=True)
@@ -181,12 +182,15 @@ def resolve(word: str, source: str = "") -> DataSet:
     kept = tuple(s for s in found.sources if s.hub == source)
     if not kept:
         has = ", ".join(dict.fromkeys(s.hub for s in found.sources))
-        raise UserError(f"{word} is not known on {source}; it is on: {has} (leave out --source to try them in order)")
+        raise UserError(
+            f"{redact(word)} is not known on {source}; it is on: {has} (leave out --source to try them in order). A "
+            f"copy that you know there has its own name: ascendchat data fetch OWNER/NAME --source {source}"
+        )
     return replace(found, sources=kept)
 
 
 def _unnamed(word: str) -> DataSet:
-    if re.match(r"https?://", word):
+    if re.match(r"https?://", word, re.IGNORECASE):
         return _url(word)
     parts = word.split("/")
     model = parts[0] == "models"
@@ -196,13 +200,25 @@ def _unnamed(word: str) -> DataSet:
         sources = tuple(Source(hub, repo, model=model) for hub in ("hf", "modelscope"))
         return DataSet(("models--" if model else "") + "--".join(parts), "", repo, sources)
     raise UserError(
-        f"there is no data set {word!r}; {nearest(word, list(SETS))} (or OWNER/NAME of a hub, or a URL; "
+        f"there is no data set {redact(word)!r}; {nearest(word, list(SETS))} (or OWNER/NAME of a hub, or a URL; "
         "`ascendchat data fetch` lists the names)"
     )
 
 
+def _split(word: str) -> SplitResult:
+    """The parts of a URL; the error for a malformed one does not repeat it, for a password may be in the wrong part."""
+    try:
+        url = urlsplit(word)
+        whole = bool(url.hostname) and url.port != 0 and not re.search(r"[\s\x00-\x1f\x7f]", word)
+    except ValueError:  # the port is not a number, or [ ] are not around an address
+        whole = False
+    if not whole:
+        raise UserError("the URL is malformed: it needs a host, and / @ : and blanks in a password as %2F %40 %3A %20")
+    return url
+
+
 def _url(word: str) -> DataSet:
-    url = urlsplit(word)
+    url = _split(word)
     parts = [unquote(p) for p in url.path.split("/") if p]
     hub = {"huggingface.co": "hf", "hf-mirror.com": "hf", "modelscope.cn": "modelscope"}.get(
         (url.hostname or "").removeprefix("www.")
@@ -215,9 +231,9 @@ def _url(word: str) -> DataSet:
             inside = "/".join(rest[2:])
             files = (inside if rest[0] in ("resolve", "blob") else f"{inside}/*") if inside else "*"
             name = ("models--" if model else "") + "--".join(repo)
-            return DataSet(name, "", word, (Source(hub, "/".join(repo), files, model=model),))
+            return DataSet(name, "", redact(word), (Source(hub, "/".join(repo), files, model=model),))
     name = parts[-1] if parts else ""
-    if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
-        raise UserError(f"{word} names no file; give the URL of a file")
-    folder = re.sub(r"(\.(jsonl?|parquet|txt|csv|tsv|bin|zip|tar|gz|xz|zst))+$", "", name) or name
-    return DataSet(folder, "", word, (Source("http", word),))
+    if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", "..", "manifest.json", ".lock"):
+        raise UserError(f"{redact(word)} names no file that can be stored under its name; give the URL of a file")
+    stem = re.sub(r"(\.(jsonl?|parquet|txt|csv|tsv|bin|zip|tar|gz|xz|zst))+$", "", name) or name
+    return DataSet(f"{stem}-{url_hash(word)}", "", redact(word), (Source("http", word),))

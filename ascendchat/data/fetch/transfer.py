@@ -22,7 +22,8 @@ from typing import Any
 
 from ascendchat.data.fetch.content import digests, disk_error, not_data
 from ascendchat.data.fetch.partfile import PartFile
-from ascendchat.data.fetch.web import Retry, SourceFailed, Web
+from ascendchat.data.fetch.redact import redact
+from ascendchat.data.fetch.web import Retry, SourceFailed, Web, version
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Job:
 class Engine:
     """Threads that take ranges of files until every file is published."""
 
-    def __init__(self, jobs: list[Job], web: Web, done: Callable[[Remote, int, str], None]) -> None:
+    def __init__(self, jobs: list[Job], web: Web, done: Callable[[Remote, int, str, str], None]) -> None:
         self.jobs = jobs
         self.active = list(jobs)  # not yet published
         self.web = web
@@ -141,11 +142,11 @@ class Engine:
             return self._range(job, generation, *span)
         remote = job.remote
         if job.restarts == 0:
-            job.part.open(remote.digest, remote.url)
+            job.part.open(remote.digest, redact(remote.url))
             if job.part.size is not None and remote.bytes not in (None, job.part.size):
                 job.part.reset()
         if remote.bytes == 0:
-            job.part.begin(0, remote.digest, remote.url, "")
+            job.part.begin(0, remote.digest, redact(remote.url), "")
         if job.part.size is None:
             # Nothing known from earlier: the first range alone, to learn whether and how the server serves ranges.
             size = remote.bytes
@@ -206,7 +207,7 @@ class Engine:
             if job.generation != generation or self.web.stopped.is_set():
                 raise Restarted
             if job.streaming:
-                job.part.begin(end, job.remote.digest, job.remote.url, job.part.tag)
+                job.part.begin(end, job.remote.digest, redact(job.remote.url), job.part.tag)
             job.part.commit(start, end, crc)
         if job.streaming:
             self._opened(job, generation, [])
@@ -250,7 +251,7 @@ class Engine:
 
     def _judge(self, job: Job, response: Any, start: int) -> tuple[str, bool]:
         """Under the job's lock: ("", False) to go on, or why to start anew, and whether without ranges."""
-        tag = response.headers.get("etag") or response.headers.get("last-modified") or ""
+        tag = version(response)
         known = job.part.size if job.part.size is not None else job.remote.bytes
         if job.part.tag and tag and tag != job.part.tag and job.trust_tag:
             return "it changed on the server", False
@@ -273,7 +274,7 @@ class Engine:
         length = response.headers.get("content-length", "")
         if length.isdigit() and job.remote.bytes not in (None, int(length)):
             raise Retry(f"{job.remote.name}: the server announces {length} bytes, expected {job.remote.bytes}")
-        job.part.begin(None, job.remote.digest, job.remote.url, tag)
+        job.part.begin(None, job.remote.digest, redact(job.remote.url), tag)
         return "", False
 
     def _learn(self, job: Job, size: int, tag: str) -> None:
@@ -281,7 +282,7 @@ class Engine:
         disk = os.statvfs(job.part.final.parent)
         if job.remote.bytes is None and size > disk.f_bavail * disk.f_frsize:
             raise disk_error(OSError(errno.ENOSPC, "too large"), job.part.path)
-        job.part.begin(size, job.remote.digest, job.remote.url, tag)
+        job.part.begin(size, job.remote.digest, redact(job.remote.url), tag)
         job.pending = job.part.gaps(self.policy.chunk)[1:]
 
     def _restart(self, job: Job, generation: int, why: str, streaming: bool = False) -> None:
@@ -328,7 +329,10 @@ class Engine:
             with contextlib.suppress(Restarted):
                 self._restart(job, job.generation, f"the file received is corrupt ({why})")
             return
-        self.done(remote, size, sha)  # first the manifest, so that no file without a checksum is ever visible
+        # First the manifest, so that no file without a checksum is ever visible, and before it the file that this one
+        # replaces goes: killed between the two, the next run finds it missing, not an old one under a new checksum.
+        job.part.final.unlink(missing_ok=True)
+        self.done(remote, size, sha, job.part.tag)
         job.part.publish()
         with self.change:
             job.state, job.received = "done", size
@@ -343,11 +347,11 @@ def download(
     web: Web,
     *,
     workers: int,
-    done: Callable[[Remote, int, str], None],
+    done: Callable[[Remote, int, str, str], None],
     show: Callable[[int, int], None],
 ) -> None:
-    """Bring all files into `folder`. `done` records a verified file; `show(bytes, files)` is called a few times a
-    second from this thread. Raises SourceFailed (another source may help) or UserError."""
+    """Bring all files into `folder`. `done(remote, bytes, sha256, tag)` records a verified file; `show(bytes, files)`
+    is called a few times a second from this thread. Raises SourceFailed (another source may help) or UserError."""
     jobs = [Job(remote, folder) for remote in remotes]
     engine = Engine(jobs, web, done)
     threads = [threading.Thread(target=engine.work, daemon=True, name=f"fetch-{i}") for i in range(max(1, workers))]

@@ -11,20 +11,24 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import functools
+import logging
 import os
 import random
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from ascendchat import __version__
 from ascendchat.config import UserError
+from ascendchat.data.fetch.redact import redact
 
+T = TypeVar("T")
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every URL, signatures and passwords included
 RETRY_STATUS = {408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524}
 LONGEST_WAIT = 300.0  # seconds: a server may ask for more with Retry-After; nobody waits an hour
 
@@ -47,14 +51,17 @@ class Policy:
 
 
 class SourceFailed(Exception):
-    """This source cannot give the file; another one may."""
+    """This source cannot give the file; another one may. The text is printed: no secret of a URL may be in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(redact(text))
 
 
 class Retry(Exception):
     """Worth another try; `after` is what the server asked us to wait, in seconds."""
 
     def __init__(self, text: str, after: float = 0.0, unreachable: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(redact(text))
         self.after = after
         self.unreachable = unreachable
 
@@ -98,7 +105,7 @@ class Web:
             )
         except (ImportError, ValueError) as error:  # a socks proxy without its package, or a malformed proxy URL
             raise UserError(
-                f"the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used ({error}); "
+                f"the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY cannot be used ({redact(str(error))}); "
                 "use an http:// proxy, or `pip install socksio` for a socks5:// one"
             ) from None
 
@@ -154,20 +161,37 @@ class Web:
 
     def json(self, url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:
         """A JSON document and the URL of its next page ("" when it is the last)."""
+
+        def read(response: httpx.Response) -> tuple[Any, str]:
+            response.read()
+            following = response.links.get("next", {}).get("url", "")
+            return response.json(), str(response.url.join(following)) if following else ""
+
+        try:
+            return self._patiently(url, headers or {}, read)
+        except (ValueError, RecursionError):
+            raise SourceFailed(f"{url} is not JSON: a login page or a proxy answered instead of the hub") from None
+
+    def validator(self, url: str, headers: dict[str, str]) -> str:
+        """What the server says of the content's version, without the content: its ETag, else its time of change."""
+        return self._patiently(url, {**headers, "Range": "bytes=0-0"}, version)
+
+    def _patiently(self, url: str, headers: dict[str, str], read: Callable[[httpx.Response], T]) -> T:
         failures = 0
         while True:
             try:
-                with self.get(url, headers or {}) as response:
-                    response.read()
-                    following = response.links.get("next", {}).get("url", "")
-                    return response.json(), str(response.url.join(following)) if following else ""
-            except ValueError:
-                raise SourceFailed(f"{url} is not JSON: a login page or a proxy answered instead of the hub") from None
+                with self.get(url, headers) as response:
+                    return read(response)
             except Retry as error:
                 failures += 1
                 if failures >= (self.policy.connect_attempts if error.unreachable else self.policy.attempts):
                     raise SourceFailed(f"{error} ({failures} attempts)") from None
                 self.wait(error.after or self.policy.delay(failures))
+
+
+def version(response: Any) -> str:
+    """The validator of a response; "" when the server gives none."""
+    return str(response.headers.get("etag") or response.headers.get("last-modified") or "")
 
 
 def retry_after(text: str) -> float:

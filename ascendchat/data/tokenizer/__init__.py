@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from ascendchat.config import UserError
 from ascendchat.data.tokenizer import storage
 from ascendchat.data.tokenizer.commands import eval_command, train_command
 from ascendchat.data.tokenizer.learn import MOST_VOCAB, learn, vocab_for
-from ascendchat.data.tokenizer.pattern import PATTERN
+from ascendchat.data.tokenizer.pattern import LONGEST_RUN, PATTERN, segments
 
 __all__ = ["PATTERN", "SPECIALS", "Tokenizer", "eval_command", "train", "train_command", "vocab_for"]
 
@@ -74,11 +75,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Plain text to ids; what looks like a special token is ordinary text."""
-        return self._encoding.encode_ordinary(text)
+        if len(text) <= LONGEST_RUN:
+            return self._encoding.encode_ordinary(text)
+        return [number for piece in segments(text) for number in self._encoding.encode_ordinary(piece)]
 
     def encode_batch(self, texts: list[str], threads: int = min(8, os.cpu_count() or 1)) -> list[list[int]]:
         """Encode many texts at once, in threads that do not hold Python's lock."""
-        return self._encoding.encode_ordinary_batch(texts, num_threads=threads)
+        pieces = [segments(text) for text in texts]
+        rows = iter(self._encoding.encode_ordinary_batch(list(chain.from_iterable(pieces)), num_threads=threads))
+        return [list(chain.from_iterable(islice(rows, len(each)))) for each in pieces]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; special tokens are written by their names."""

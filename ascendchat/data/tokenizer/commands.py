@@ -72,8 +72,8 @@ def embedded(sources: Sequence[str]) -> bool:
     return not sources or list(sources) == ["toyworld"]
 
 
-def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None) -> Iterator[str]:
-    """The training texts a command names; without sources, the embedded corpus."""
+def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None, out: Path) -> Iterator[str]:
+    """The training texts a command names, without what lies in `out`; without sources, the embedded corpus."""
     if mix and (len(mix) != len(sources) or min(mix) <= 0):
         raise UserError(f"--mix needs one positive weight per source: {len(sources)} sources, {len(mix)} weights")
     if embedded(sources):
@@ -81,18 +81,18 @@ def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None
 
         return first_chars(toyworld.texts(), max_chars)
     if mix:
-        return first_chars(mixed([documents([source]) for source in sources], mix), max_chars)
-    return first_chars(documents(sources), max_chars)
+        return first_chars(mixed([documents([source], leave_out=[out]) for source in sources], mix), max_chars)
+    return first_chars(documents(sources, leave_out=[out]), max_chars)
 
 
-def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str]) -> tuple[int, str]:
+def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> tuple[int, str]:
     """Ids to learn, and the text they are for, in the words of the printed line; reads the text once to count it."""
     if config.vocab_size is not None:
         return config.vocab_size, "from"
     if embedded(sources):
         return MOST_VOCAB, "from"
-    texts = texts_of(sources, config.mix, config.max_chars)
-    for path in files(sources):
+    texts = texts_of(sources, config.mix, config.max_chars, out)
+    for path in files(sources, [out]):
         if not path.is_file():
             raise UserError(f"{path} is a pipe: its text cannot be counted before it is used; give --vocab-size N")
     count = count_bytes(texts)
@@ -107,8 +107,8 @@ def train_command(config: TokenizerTrainConfig) -> int:
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     out = Path(config.out) if config.out else home() / "tokenizer"
     started = time.monotonic()
-    size, reason = chosen_size(config, sources)
-    meter = Meter(texts_of(sources, config.mix, config.max_chars))
+    size, reason = chosen_size(config, sources, out)
+    meter = Meter(texts_of(sources, config.mix, config.max_chars, out))
     tokenizer = train(meter, size)
     if not meter.chars:
         raise UserError("the sources hold no text; give other files with --source")

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 
+from ascendchat.data.tokenizer.pattern import segments
 from ascendchat.data.tokenizer.storage import byte_letters
 
 Merge = tuple[int, int]
@@ -30,6 +31,7 @@ def vocab_for(text_bytes: int) -> int:
 
 def learn(texts: Iterable[str], size: int, pattern: str) -> list[Merge]:
     """At most `size` - 256 merges, each a pair of ids; merge number k makes id 256 + k."""
+    texts = (piece for text in texts for piece in segments(text))
     try:
         import rustbpe
     except ImportError as error:

@@ -23,6 +23,8 @@ little (1.2 to 1.6 GB above): most pieces are new however they are cut. On 163 M
 
 from __future__ import annotations
 
+import regex
+
 # Radicals, 々, 〇, numerals, extension A, unified, compatibility, and the two planes kept for Han (now and in future).
 HAN = "\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 # Letters and combining marks of every other script; written as what they are not, which every engine understands.
@@ -40,3 +42,34 @@ PATTERN = "|".join(
         r"\s+",
     ]
 )
+
+# A run of one kind of characters has no bound in PATTERN. A million blanks overflow the stack of the engine, and the
+# time to learn from a word grows with the square of its length, so longer runs are cut here. Text without such a
+# run, which is nearly every text, keeps its ids. Past a cut they may differ from those of Hugging Face tokenizers,
+# which cut nothing.
+LONGEST_RUN = 2048  # characters
+KINDS = [regex.compile(rf"{kind}+") for kind in (r"[\s\x1c-\x1f\x85]", LETTER, r"[^\s\p{L}\p{N}]")]
+BEFORE = [regex.compile(rf"(?r){kind.pattern}") for kind in KINDS]  # the same, read backwards
+
+
+def segments(text: str) -> list[str]:
+    """The text in pieces that together are the text, cut only inside runs of more than LONGEST_RUN characters."""
+    found, begin, at = [], 0, LONGEST_RUN  # a run that is too long has a character at a multiple of LONGEST_RUN
+    while at < len(text):
+        first, last = max(
+            (_run(text, at, begin, *kind) for kind in zip(KINDS, BEFORE)), key=lambda run: run[1] - run[0]
+        )
+        for cut in range(first + LONGEST_RUN, last, LONGEST_RUN):
+            found.append(text[begin:cut])
+            begin = cut
+        at = (last // LONGEST_RUN + 1) * LONGEST_RUN if last > at else at + LONGEST_RUN
+    return [*found, text[begin:]]
+
+
+def _run(text: str, at: int, begin: int, kind: regex.Pattern[str], before: regex.Pattern[str]) -> tuple[int, int]:
+    """First and last character (exclusive) of the run of this kind around a place; (at, at) when there is none."""
+    after = kind.match(text, at)
+    if after is None:
+        return at, at
+    ahead = before.match(text, begin, at)
+    return ahead.start() if ahead else at, after.end()
