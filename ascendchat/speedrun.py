@@ -36,11 +36,12 @@ def read_recipe(path: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     if unknown:
         raise UserError(f"{path}: unknown setting {sorted(unknown)[0]}; a recipe has run, about, stages and next")
     stages: list[tuple[str, dict[str, Any]]] = []
-    for entry in recipe.get("stages") or []:
-        if not isinstance(entry, dict) or len(entry) != 1:
+    listed = recipe.get("stages") or []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(entry, dict) or len(entry) != 1 or not isinstance(next(iter(entry.values())), dict | None):
             raise UserError(f"{path}: a stage is written `- command: {{setting: value}}`, found {entry!r}")
         ((command, settings),) = entry.items()
-        stages.append((str(command), dict(settings or {})))
+        stages.append((str(command), {str(name): value for name, value in (settings or {}).items()}))
     if not stages:
         raise UserError(f"{path} has no stages")
     return str(recipe.get("run") or Path(path).stem), stages

@@ -35,7 +35,7 @@ from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, check, share_out
+from ascendchat.train.rows import Learner, RowStage, build, share_out
 
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
@@ -155,11 +155,6 @@ def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
 
 def run(config: BaseConfig) -> int:
     """The command."""
-    check(config)
-    if config.minutes is not None and not config.minutes > 0:
-        raise UserError(f"--minutes must be greater than 0, found {config.minutes:g}")
-    if config.weight_decay is not None and not config.weight_decay >= 0:
-        raise UserError(f"--weight-decay must be at least 0, found {config.weight_decay:g}")
     device = pick(config.device_type, compiled=config.compile)
     world = dist.init(device)
     place = device.bind(world.local_rank)

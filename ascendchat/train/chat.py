@@ -41,7 +41,7 @@ from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.tasks import Watch
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, check, share_out
+from ascendchat.train.rows import Learner, RowStage, build, share_out
 
 EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
@@ -260,7 +260,6 @@ def only_weights(read: Callable[[Piece], Tensor]) -> Callable[[Piece], Tensor]:
 
 def run_stage(config: ChatTrainConfig, stage: str) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
-    check(config)
     device = pick(config.device_type, compiled=config.compile)
     world = dist.init(device)
     place = device.bind(world.local_rank)

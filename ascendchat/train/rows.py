@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ascendchat import dist
-from ascendchat.config import UserError, spelling
-from ascendchat.config.train import TrainConfig
+from ascendchat.config import UserError
+from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.data.corpus import Batches, Prefetcher
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
@@ -29,19 +29,6 @@ from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
 
 SAMPLE_TOKENS = 24
-AT_LEAST_ONE = (
-    "device_batch_size", "total_batch_size", "gradient_accumulation_steps", "num_iterations", "keep", "log_every",
-)  # fmt: skip
-NOT_NEGATIVE = ("eval_every", "save_every", "sample_every")
-
-
-def check(config: TrainConfig) -> None:
-    """Numbers that make no sense are named before anything is loaded."""
-    for names, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
-        for name in names:
-            value = getattr(config, name)
-            if value is not None and value < least:
-                raise UserError(f"{spelling(name)} must be at least {least}, found {value}")
 
 
 def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
@@ -78,7 +65,7 @@ class Learner:
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
 
-def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops:
+def operators(config: StepConfig, device: Device, tokens: int, say: Callable[[str], None]) -> Ops:
     """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
     heads: Heads | None = None
     if device.triton:
@@ -92,7 +79,7 @@ def operators(config: TrainConfig, device: Device, tokens: int, say: Callable[[s
 
 
 def build(
-    config: TrainConfig, shape: Shape, device: Device, place: torch.device, tokens: int, say: Callable[[str], None]
+    config: StepConfig, shape: Shape, device: Device, place: torch.device, tokens: int, say: Callable[[str], None]
 ) -> Learner:
     """Model and kernel; weights are drawn on the host, so every device starts alike."""
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)

@@ -144,7 +144,11 @@ def test_a_stage_whose_file_has_changed_runs_again(tmp_path: Path, recipe: str, 
     assert len(commands.called) == 2
 
 
-@pytest.mark.parametrize("text", ["stages: []", "run: a", "stages: [3]", "stages: [{base: {}, sft: {}}]", "stagse: []"])
+@pytest.mark.parametrize(
+    "text",
+    ["stages: []", "run: a", "stages: [3]", "stages: [{base: {}, sft: {}}]", "stagse: []",
+     "stages: [{base: [depth, 2]}]", "stages: [{base: 7}]", "stages: 5", "stages: {base: {depth: 2}, sft: {}}"],
+)  # fmt: skip
 def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
