@@ -55,6 +55,22 @@ class TrainConfig(StepConfig):
     "trackers that also receive the metrics"
     lr_multiplier: float = option(1.0, above=0, most=1e3)
     "factor on every learning rate; the rates themselves follow width and batch"
+    matrix_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the matrices (Muon) at 2^19 tokens per step, scaled to the batch like all rates; by default 0.02"
+    embedding_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the embedding (value embeddings: half of it) at 2^19 tokens per step and width 768; by default 0.3"
+    unembedding_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the head at 2^19 tokens per step and width 768; by default 0.008"
+    scalar_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the weights of the first embedding at 2^19 tokens per step; of the residual: 1 % of it; by default 0.5"
+    warmup_steps: int | None = option(None, least=0, most=1e9)
+    "steps in which the learning rates rise; by default 40 (mid, sft: a tenth of the run, at most 20)"
+    warmup_ratio: float | None = option(None, least=0, most=1)
+    "the same as a share of the run"
+    warmdown_ratio: float | None = option(None, least=0, most=1)
+    "share of the run in which the learning rates fall; by default 0.65 (mid: 1, sft: 0.5)"
+    final_lr_frac: float | None = option(None, least=0, most=1)
+    "what is left of the learning rates at the end; by default 0.05 (mid, sft: 0)"
 
 
 @dataclass(frozen=True)
@@ -81,12 +97,18 @@ class BaseConfig(TrainConfig):
     "horizon in tokens; by default target_param_data_ratio per scaling parameter"
     minutes: float | None = option(None, above=0, most=1e7)
     "horizon in minutes instead: the speed is measured first, then steps and batch follow"
+    target_flops: float | None = option(None, above=0, most=1e30)
+    "horizon in floating-point operations instead"
     target_param_data_ratio: float = option(12.0, above=0, most=1e6)
     "horizon in tokens per scaling parameter"
     weight_decay: float | None = option(None, least=0, most=1e3)
     "of the matrices, as of a run of depth 12 with its own batch and horizon; by default 0.28, at most 2 % per step"
     eval_tokens: int | None = option(None, least=1, most=1e15)
     "validation tokens of each corpus; by default the whole split up to ten million"
+    core_metric_every: int = option(0, least=-1, most=1e9)
+    "steps between CORE scores, and one at the end; 0 and -1: none; needs `ascendchat data fetch core`"
+    core_metric_max_per_task: int = option(500, least=1, most=1e9, besides=(-1,))
+    "rows of each CORE task at most; -1: all"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe, pick
+from ascendchat.eval import core
+from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.loss import token_nats
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
@@ -52,10 +55,11 @@ class BaseStage(RowStage):
 
     def __init__(
         self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], config: BaseConfig,
-        validation: list[Corpus], tokenizer: Tokenizer | None,
+        validation: list[Corpus], tokenizer: Tokenizer | None, core_tasks: Sequence[core.Task] = (),
     ) -> None:  # fmt: skip
         self.corpora, self.validation, self.eval_tokens = corpora, validation, config.eval_tokens
-        super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
+        self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
+        super().__init__(learner, split, steps, tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
@@ -90,6 +94,21 @@ class BaseStage(RowStage):
         text_tokens = corpus.tokens - corpus.documents  # every document begins with bos, which has no bytes
         return nats / count * text_tokens / (math.log(2) * corpus.text_bytes)
 
+    def core(self, step: int) -> dict[str, float]:
+        assert self.tokenizer is not None
+        length, learner = self.split.seq_len, self.learner
+        scorer = ModelScorer(
+            self.model, learner.kernel, learner.place, max_tokens=self.split.rows * length, max_len=length,
+            pin=learner.device.pin,
+        )  # fmt: skip
+        most = None if self.core_rows == -1 else self.core_rows
+        report = core.evaluate(
+            self.core_tasks, scorer, self.tokenizer, max_len=length, max_per_task=most, say=lambda text: None
+        )
+        whole, every = report.mean(subsets=False), report.mean(subsets=True)
+        found = {"core": whole, "core_with_subsets": None if every == whole else every}
+        return {name: score for name, score in found.items() if score is not None}
+
     def sample(self, step: int) -> list[str]:
         if self.tokenizer is None:
             return []
@@ -116,6 +135,27 @@ def _stack(rows: Iterator[Any], size: int, place: torch.device) -> Iterator[tupl
             torch.stack([torch.from_numpy(row) for row in inputs]).to(place),
             torch.stack([torch.from_numpy(row) for row in targets]).to(place),
         )
+
+
+def open_core(config: BaseConfig, tokenizer: Tokenizer | None) -> list[core.Task]:
+    """The tasks for --core-metric-every; what they need and is not there is said at the start."""
+    if config.core_metric_every <= 0:
+        return []
+    if tokenizer is None:
+        raise UserError("--core-metric-every needs the tokenizer that prepared the data: --tokenizer FOLDER")
+    bundle = home() / "data" / "core"
+    if not bundle.exists():
+        raise UserError(f"--core-metric-every: no CORE tasks in {bundle}; get them: ascendchat data fetch core")
+    tasks = load_bundle(bundle)
+    core.check(tasks)
+    return tasks
+
+
+def horizon_of(config: BaseConfig, shape: Shape) -> int:
+    """Tokens that the flags ask for; --steps and --minutes come on top."""
+    if config.target_flops is not None:
+        return config.tokens or max(1, int(config.target_flops / shape.train_flops_per_token))
+    return config.tokens or horizon(shape, config.target_param_data_ratio)
 
 
 def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
@@ -173,11 +213,12 @@ def run(config: BaseConfig) -> int:
     validation = [corpus for corpus, _ in open_mixture(data, split="val", needed=False)]
     if not validation:
         say("no validation text in --data: nothing is validated; `ascendchat data prepare --val-source FILE` adds some")
+    core_tasks = open_core(config, tokenizer)
     shape = Shape.from_depth(
         config.depth, vocab=corpora[0][0].vocab_size, seq_len=config.max_seq_len, dim=config.dim,
         head_dim=config.head_dim, kv_heads=config.kv_heads, window_pattern=config.window_pattern,
     )  # fmt: skip
-    tokens = config.tokens or horizon(shape, config.target_param_data_ratio)
+    tokens = horizon_of(config, shape)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     folder = run_folder(config.run or f"d{config.depth}", "base")
     found = None if config.resume == "never" and "ASCENDCHAT_RESTART" not in os.environ else newest(folder, say=say)
@@ -189,7 +230,7 @@ def run(config: BaseConfig) -> int:
         else:
             tokens, total = timed(measured_horizon(learner, split, config.minutes), corpora, shape.seq_len)
         split, steps = steps_of(config, shape, device, tokens, total)
-    stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer)
+    stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer, core_tasks)
     expected = {name: value for name, value in stage.state_dict().items() if name in SAME}
     start = load_state(stage, found, expected) if found else 0
     if start >= stage.steps:
@@ -205,8 +246,9 @@ def run(config: BaseConfig) -> int:
             f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and to "
             "validate worse (so --minutes stops there): more text helps"
         )
-    options = Options.of(config, start, found)
+    options = Options.of(config, start, found, config.core_metric_every)
     facts = {"chip": device.chip.name, "world": world.size, "attention": learner.kernel.name, "split": vars(split)}
+    facts |= stage.about_rates
     with open_run(folder, config, facts=facts, resume_step=start or None, track=config.track, main=main) as record:
         if main and tokenizer:
             tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost

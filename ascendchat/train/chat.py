@@ -37,6 +37,7 @@ from ascendchat.nn.loss import token_nats
 from ascendchat.nn.optim import Piece
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
+from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.tasks import Watch
@@ -61,7 +62,8 @@ class ChatStage(RowStage):
         tokenizer: Tokenizer, config: ChatTrainConfig, facts: dict[str, Any],
     ) -> None:  # fmt: skip
         self.name, self.sources, self.validation, self.facts = name, sources, validation, facts
-        super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
+        usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN[name], final=0.0)
+        super().__init__(learner, split, steps, tokenizer, config, usual)
 
     def batches(self, rows_per_step: int) -> ChatBatches:
         return ChatBatches(self.sources, self.split.seq_len, rows_per_step, self.seed)
@@ -75,12 +77,9 @@ class ChatStage(RowStage):
         return found
 
     def rates(self, step: int) -> dict[str, float]:
-        down = WARMDOWN[self.name]
-        return {
-            "lr_scale": schedule.lr_scale(step, self.steps, warmup=min(20, self.steps // 10), warmdown=down, final=0.0),
-            "momentum": schedule.momentum(step, self.steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=down),
-            "matrix_decay": 0.0,
-        }
+        values, down = (0.85, 0.95, 0.95), self.curve.warmdown
+        momentum = schedule.momentum(step, self.steps, values=values, ramp=300, warmdown=down)
+        return {**super().rates(step), "momentum": momentum}
 
     def evaluate(self, step: int) -> dict[str, float]:
         total = torch.zeros(2, device=self.learner.place)  # nats, targets
@@ -300,7 +299,7 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
         f"micro-batch(es) x {shape.seq_len}" + (f"; continuing after step {start}" if start else "")
     )
     options = Options.of(config, start, found)
-    about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)}
+    about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)} | trained.about_rates
     with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
         if main:
             tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost

@@ -7,7 +7,7 @@ stage = BaseStage(learner, split, steps, ...)                    # base.py; or C
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ascendchat.nn.loss import head_loss, score, softcap
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
+from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
 
 SAMPLE_TOKENS = 24
@@ -46,6 +47,16 @@ def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> 
             f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
         )
     return split
+
+
+def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
+    """The learning rate over `steps`: as usual in the stage, but for what was asked for."""
+    if config.warmup_steps is not None and config.warmup_ratio is not None:
+        raise UserError("--warmup-steps and --warmup-ratio say the same thing; give one of them")
+    ratio = None if config.warmup_ratio is None else round(config.warmup_ratio * steps)
+    asked = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
+    asked["final"] = config.final_lr_frac
+    return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
 
 
 class Learner:
@@ -93,15 +104,22 @@ class RowStage:
     """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
 
     def __init__(
-        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer | None, lr_multiplier: float, seed: int
-    ) -> None:
-        self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, seed
+        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer | None, config: TrainConfig,
+        usual: Curve | None = None,
+    ) -> None:  # fmt: skip
+        self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, config.seed
+        self.curve = curve(config, steps, usual or Curve())
         self.model = learner.model
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = 0.0  # of the matrices, at step 0
         self.ahead: Tensor | None = None  # weight of the token after next
-        rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
+        rates = schedule.rates(
+            shape.dim, split.total, matrix=config.matrix_lr, embedding=config.embedding_lr,
+            unembedding=config.unembedding_lr, scalar=config.scalar_lr,
+        )  # fmt: skip
+        rates = {name: rate * config.lr_multiplier for name, rate in rates.items()}
+        self.about_rates = {"learning_rates": rates, "schedule": asdict(self.curve)}  # for the run's record
         compile = learner.device.compile if learner.device.compiles else None
         self.optimizer = MuonAdamW(groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile)
         # of one token in this rank's mean; the ranks are averaged afterwards
@@ -128,13 +146,16 @@ class RowStage:
 
     def rates(self, step: int) -> dict[str, float]:
         return {
-            "lr_scale": schedule.lr_scale(step, self.steps),
-            "momentum": schedule.momentum(step, self.steps),
+            "lr_scale": schedule.lr_scale(step, self.steps, **asdict(self.curve)),
+            "momentum": schedule.momentum(step, self.steps, warmdown=self.curve.warmdown),
             "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
         }
 
     def averaged(self, step: int) -> int:
         return 0
+
+    def core(self, step: int) -> dict[str, float]:
+        return {}
 
     def smaller(self) -> bool:
         split = self.split.smaller()
