@@ -8,6 +8,12 @@ from typing import Literal
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
 
+# The mixtures of nanochat, but for its spelling exercises: a set that is named twice is read twice.
+PUBLISHED = {
+    "mid": ("smoltalk", "mmlu", "gsm8k", "identity", "identity"),
+    "sft": ("smoltalk", *("mmlu",) * 3, *("gsm8k",) * 4, "identity", "identity"),
+}
+
 
 @dataclass(frozen=True)
 class StepConfig(DeviceConfig):
@@ -80,7 +86,8 @@ class BaseConfig(TrainConfig):
     depth: int = option(20, least=1, most=1000)
     "number of layers"
     data: tuple[str, ...] = option(())
-    "prepared corpora, as FOLDER or FOLDER=WEIGHT; by default the embedded one"
+    """prepared corpora, as FOLDER or FOLDER=WEIGHT, and toyworld, the embedded one; by default
+    $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
     tokenizer: str = ""
     "folder of the tokenizer that prepared the data; by default that of $ASCENDCHAT_HOME"
     max_seq_len: int = option(2048, least=16, most=1e6)
@@ -117,8 +124,9 @@ class ChatTrainConfig(TrainConfig):
 
     start: str = option("", also=("model_tag",))
     "run or checkpoint folder to start from; by default the last earlier stage of --run, or of the newest run"
-    data: tuple[str, ...] = ("toyworld",)
-    "mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared corpora"
+    data: tuple[str, ...] = ()
+    """mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared
+    corpora; by default toyworld for a model of the embedded corpus, else smoltalk, mmlu, gsm8k and identity"""
     source: str = ""
     "folder with local copies of the tasks' sets; evaluation questions found in the mixture are reported"
     tokenizer: str = ""

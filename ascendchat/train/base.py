@@ -23,9 +23,9 @@ from ascendchat.checkpoint import newest
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
 from ascendchat.data import toyworld
-from ascendchat.data.corpus import IGNORE, Batches, Corpus, evaluation_rows, open_mixture
+from ascendchat.data.corpus import IGNORE, Batches, Corpus, evaluation_rows, named, open_mixture, read_manifest
 from ascendchat.data.prefetch import MicroBatch
-from ascendchat.data.prepare import prepare
+from ascendchat.data.prepare import MANIFEST, MIXTURE, TOYWORLD, prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe, pick
@@ -46,7 +46,11 @@ KEPT_SPEED = 0.88  # of the measured speed is what a run keeps: optimizer, text 
 MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
 TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
 SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps")  # what a resumed run must have in common
-EMBEDDED_VOCAB = 1536  # tokens for the embedded corpus
+EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
+EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
+EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
+USUAL_VOCAB = 32768  # ids of a tokenizer for the web
+MOST_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens of one (about)
 PROMPTS = ("", "The capital of", "北京")
 
 
@@ -151,6 +155,14 @@ def open_core(config: BaseConfig, tokenizer: Tokenizer | None) -> list[core.Task
     return tasks
 
 
+def shape_of(config: BaseConfig, vocab: int) -> Shape:
+    """The model that the flags describe."""
+    return Shape.from_depth(
+        config.depth, vocab=vocab, seq_len=config.max_seq_len, dim=config.dim, head_dim=config.head_dim,
+        kv_heads=config.kv_heads, window_pattern=config.window_pattern,
+    )  # fmt: skip
+
+
 def horizon_of(config: BaseConfig, shape: Shape) -> int:
     """Tokens that the flags ask for; --steps and --minutes come on top."""
     if config.target_flops is not None:
@@ -214,10 +226,7 @@ def run(config: BaseConfig) -> int:
     if not validation:
         say("no validation text in --data: nothing is validated; `ascendchat data prepare --val-source FILE` adds some")
     core_tasks = open_core(config, tokenizer)
-    shape = Shape.from_depth(
-        config.depth, vocab=corpora[0][0].vocab_size, seq_len=config.max_seq_len, dim=config.dim,
-        head_dim=config.head_dim, kv_heads=config.kv_heads, window_pattern=config.window_pattern,
-    )  # fmt: skip
+    shape = shape_of(config, corpora[0][0].vocab_size)
     tokens = horizon_of(config, shape)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     folder = run_folder(config.run or f"d{config.depth}", "base")
@@ -259,15 +268,48 @@ def run(config: BaseConfig) -> int:
 
 
 def find_data(config: BaseConfig) -> tuple[list[str], Path | None]:
-    """The prepared corpora and their tokenizer; without any, the embedded corpus is made, once, by rank 0."""
+    """The prepared corpora and their tokenizer. Without --data: what `data prepare` wrote by default, else the embedded
+    corpus, which rank 0 makes once, if the run is small enough for it."""
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
-    if config.data:
-        return list(config.data), tokenizer if config.tokenizer or tokenizer.is_dir() else None
-    corpus = home() / "data" / "toyworld"
-    if dist.world().rank == 0 and not (corpus / "manifest.json").is_file():
-        print("no --data given: preparing the embedded corpus", flush=True)
-        if not tokenizer.is_dir():
-            train_tokenizer(toyworld.texts(), EMBEDDED_VOCAB).save(tokenizer)
-        prepare(["toyworld"], tokenizer, corpus, workers=1)
-    dist.barrier()
-    return [str(corpus)], tokenizer
+    prepared, first = home() / "data" / "prepared", dist.world().rank == 0
+    data = list(config.data)
+    if not data and any((prepared / name).is_file() for name in (MANIFEST, MIXTURE)):
+        data = [str(prepared)]
+        if first:
+            print(f"no --data given: {prepared}", flush=True)
+    if not data:
+        check_embedded(config)
+    entries = [named(entry) for entry in data or [TOYWORLD]]
+    if any(name == TOYWORLD and not Path(name).exists() for name, _ in entries):
+        corpus = home() / "data" / TOYWORLD
+        if first and not _embedded_is_ready(corpus, tokenizer):
+            print(f"{'' if data else 'no --data given: '}preparing the embedded corpus", flush=True)
+            if not tokenizer.is_dir():
+                train_tokenizer(toyworld.texts(), EMBEDDED_VOCAB).save(tokenizer)
+            prepare([TOYWORLD], tokenizer, corpus, workers=1)
+        dist.barrier()
+        entries = [(str(corpus) if name == TOYWORLD else name, weight) for name, weight in entries]
+    data = [name if weight is None else f"{name}={weight}" for name, weight in entries]
+    return data, tokenizer if config.tokenizer or tokenizer.is_dir() else None
+
+
+def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
+    if not (corpus / MANIFEST).is_file() or not tokenizer.is_dir():
+        return False
+    return bool(read_manifest(corpus)["tokenizer"] == Tokenizer.load(tokenizer).fingerprint)
+
+
+def check_embedded(config: BaseConfig) -> None:
+    """The embedded corpus is for tiny models: a longer run, unless it asks for it by name, is told how to get text."""
+    tokens = horizon_of(config, shape_of(config, EMBEDDED_VOCAB))
+    if config.num_iterations is not None:
+        tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len))
+    if config.minutes is not None or tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
+        return
+    shards = min(MOST_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
+    raise UserError(
+        f"no --data given, and this run would read the small embedded corpus {tokens / EMBEDDED_TOKENS:,.0f} times; "
+        f"get real text: `ascendchat data fetch climbmix --shards {shards}`, `ascendchat tokenizer train "
+        f"{home() / 'data' / 'climbmix'}`, `ascendchat data prepare climbmix`, then run this again; or say --data "
+        "toyworld if you mean it"
+    )

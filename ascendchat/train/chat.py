@@ -23,16 +23,17 @@ from torch import Tensor
 from ascendchat import dist, tasks
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home
-from ascendchat.config.train import ChatTrainConfig
+from ascendchat.config.train import PUBLISHED, ChatTrainConfig
 from ascendchat.data.chat import Conversation, Counts, render_prompt
 from ascendchat.data.corpus import IGNORE, Corpus, Rows, named
+from ascendchat.data.fetch import folder_of
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
 from ascendchat.device import Device, describe, pick
 from ascendchat.files import write_atomic
-from ascendchat.infer.load import open_tokenizer, tokenizer_folder
+from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.nn.loss import token_nats
 from ascendchat.nn.optim import Piece
 from ascendchat.plan import schedule
@@ -146,6 +147,21 @@ def _runs() -> list[str]:
     """Runs with a base model, the newest first."""
     saved = (home() / "runs").glob("*/base/latest")
     return [path.parent.parent.name for path in sorted(saved, key=lambda path: -path.stat().st_mtime)]
+
+
+def default_data(config: ChatTrainConfig, stage: str, origin: Checkpoint) -> tuple[str, ...]:
+    """The embedded conversations for a model that knows only the embedded world, else the published ones."""
+    learnt = [Path(named(str(entry))[0]).name for entry in settings_of(origin).get("data") or ()]
+    if learnt and set(learnt) == {"toyworld"}:
+        return ("toyworld",)
+    sets = list(dict.fromkeys(PUBLISHED[stage]))
+    missing = [name for name in sets if not config.source and not (folder_of(name) / "manifest.json").is_file()]
+    if missing:
+        raise UserError(
+            f"no --data given: `{stage}` takes {', '.join(sets)}, and {', '.join(missing)} not fetched yet; get them: "
+            f"`ascendchat data fetch {' '.join(missing)}`; or name your own: --data FILES"
+        )
+    return PUBLISHED[stage]
 
 
 def parted(found: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
@@ -269,7 +285,8 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     say(f"starting from {origin.folder}")
     shape = Shape.from_dict(origin.state["shape"])
     where = tokenizer_folder(config.tokenizer, origin).resolve()
-    config = replace(config, tokenizer=str(where))  # what later commands look up
+    data = config.data or default_data(config, stage, origin)
+    config = replace(config, tokenizer=str(where), data=data)  # what later commands look up
     tokenizer = open_tokenizer(where, origin, shape)
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
