@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -136,7 +137,11 @@ def execute(function: Any, config: Any) -> int:
         return int(function(config) or 0)
     except (UserError, KeyboardInterrupt, BrokenPipeError):
         raise
-    except Exception:  # noqa: BLE001 (everything is shown whole, then explained)
+    except Exception as error:  # noqa: BLE001 (everything is shown whole, then explained)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise UserError(
+                f"{str(error.filename)[:60]}...: no file can have so long a name; give a shorter one"
+            ) from None
         text = traceback.format_exc()
         sys.stderr.write(text)
         from ascendchat.doctor.explain import print_findings

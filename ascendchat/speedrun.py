@@ -56,7 +56,7 @@ def read_recipe(path: str | Path) -> tuple[str, list[tuple[str, dict[str, Any]]]
         ((command, settings),) = entry.items()
         if not isinstance(settings or {}, dict):
             raise UserError(f"{path}: the settings of {command} are written `name: value`, found {settings!r}")
-        stages.append((str(command), dict(settings or {})))
+        stages.append((str(command), {str(name): value for name, value in (settings or {}).items()}))
     if not stages:
         raise UserError(f"{path} has no stages")
     return str(recipe.get("run") or Path(path).stem), stages

@@ -1,8 +1,8 @@
-"""`python -m scripts.base_train` is `ascendchat base`; under torchrun too."""
+"""`python -m scripts.base_train` is `ascendchat base`, with nanochat's flags; under torchrun too."""
 
 import sys
 
-from ascendchat.cli import main
+from scripts.nanochat import run
 
 if __name__ == "__main__":  # worker processes import this file
-    sys.exit(main(["base", *sys.argv[1:]]))
+    sys.exit(run("base_train"))

@@ -1,8 +1,8 @@
-"""`python -m scripts.chat_eval` is `ascendchat eval chat`; under torchrun too."""
+"""`python -m scripts.chat_eval` is `ascendchat eval chat`, with nanochat's flags; under torchrun too."""
 
 import sys
 
-from ascendchat.cli import main
+from scripts.nanochat import run
 
 if __name__ == "__main__":  # worker processes import this file
-    sys.exit(main(["eval", "chat", *sys.argv[1:]]))
+    sys.exit(run("chat_eval"))

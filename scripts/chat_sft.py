@@ -1,8 +1,8 @@
-"""`python -m scripts.chat_sft` is `ascendchat sft`; under torchrun too."""
+"""`python -m scripts.chat_sft` is `ascendchat sft`, with nanochat's flags; under torchrun too."""
 
 import sys
 
-from ascendchat.cli import main
+from scripts.nanochat import run
 
 if __name__ == "__main__":  # worker processes import this file
-    sys.exit(main(["sft", *sys.argv[1:]]))
+    sys.exit(run("chat_sft"))

@@ -1,8 +1,8 @@
-"""`python -m scripts.mid_train` is `ascendchat mid`; under torchrun too."""
+"""`python -m scripts.mid_train` is `ascendchat mid`, with nanochat's flags; under torchrun too."""
 
 import sys
 
-from ascendchat.cli import main
+from scripts.nanochat import run
 
 if __name__ == "__main__":  # worker processes import this file
-    sys.exit(main(["mid", *sys.argv[1:]]))
+    sys.exit(run("mid_train"))

@@ -1,8 +1,8 @@
-"""`python -m scripts.tok_train` is `ascendchat tokenizer train`; under torchrun too."""
+"""`python -m scripts.tok_train` is `ascendchat tokenizer train`, with nanochat's flags; under torchrun too."""
 
 import sys
 
-from ascendchat.cli import main
+from scripts.nanochat import run
 
 if __name__ == "__main__":  # worker processes import this file
-    sys.exit(main(["tokenizer", "train", *sys.argv[1:]]))
+    sys.exit(run("tok_train"))

@@ -2,9 +2,10 @@
 
     @dataclass(frozen=True)
     class PlanConfig:
-        depth: int = 20
+        depth: int = option(20, least=1, most=1000)
         "number of layers"
 
+Every number says its range where it is declared; flags and YAML are held to it, and help shows it.
 `parse(PlanConfig, ["--depth", "12"])` reads flags, and a YAML file named by `--config`; flags win over the file,
 the file over the defaults. `--device_batch_size` and `--device-batch-size` are the same flag. No torch here: `--help`
 must be instant.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import math
 import os
 import sys
 import types
@@ -22,7 +24,7 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ascendchat.config.text import describe, usage
+from ascendchat.config.text import Range, describe, usage
 
 __all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "usage", "wants_help"]
 
@@ -38,10 +40,15 @@ def home() -> Path:
     return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
 
 
-def option(default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "") -> Any:
+def option(
+    default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "", least: float | None = None,
+    above: float | None = None, most: float | None = None, below: float | None = None, besides: tuple[int, ...] = (),
+) -> Any:  # fmt: skip
     """A field with extra flags for the same value (`also=("npus",)`), or filled from bare words: `words="each"` takes
-    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included."""
-    return dataclasses.field(default=default, metadata={"also": also, "words": words})
+    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included. A number has a
+    range: `least` and `most` belong to it, `above` and `below` do not; `besides` are single values outside of it."""
+    bounds = Range(least, above, most, below, besides)
+    return dataclasses.field(default=default, metadata={"also": also, "words": words, "range": bounds})
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -110,6 +117,8 @@ def _number(kind: type, value: Any) -> int | float:
     if isinstance(value, bool):  # `depth: yes` in YAML
         raise TypeError
     if kind is float:
+        if not math.isfinite(float(value)):
+            raise ValueError
         return float(value)
     with contextlib.suppress(ValueError):
         if not isinstance(value, float):
@@ -117,6 +126,22 @@ def _number(kind: type, value: Any) -> int | float:
     if not float(value).is_integer():  # 1e9 is a whole number too
         raise ValueError
     return int(float(value))
+
+
+def accept(name: str, field: dataclasses.Field[Any], kind: Any, value: Any) -> Any:
+    """The value in the field's type, within its range, and not empty where the default is not: else what is wrong."""
+    found = convert(name, kind, value)
+    for item in found if isinstance(found, tuple) else (found,):
+        if isinstance(item, (int, float)) and not isinstance(item, bool) and item not in _range(field):
+            raise UserError(f"{name} must be {_range(field)}, found {item}")
+    if found in ("", ()) and found != field.default:
+        raise UserError(f"{name} must not be empty; leave it out for the default")
+    return found
+
+
+def _range(field: dataclasses.Field[Any]) -> Range:
+    found: Range = field.metadata.get("range", Range())
+    return found
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -180,7 +205,10 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
             continue
         if negated:
             raise UserError(f"{name}: only a switch can be negated, and takes no value then; use {spelling(key[3:])}")
-        found[field.name] = convert(name, kinds[field.name], value if equals else _value(name, rest))
+        given = value if equals else _value(name, rest)
+        if not given.strip():  # most often a shell variable that is not set
+            raise UserError(f"{name} has an empty value; leave the flag out for the default")
+        found[field.name] = accept(name, field, kinds[field.name], given)
     return found, words, config_file
 
 
@@ -207,18 +235,18 @@ def parse(cls: type[C], argv: list[str]) -> C:
             field = spellings.get(_plain(str(key)))
             if field is None:
                 raise UserError(f"{config_file}: unknown setting {key}; {nearest(_plain(str(key)), list(fields))}")
-            values[field.name] = convert(f"{config_file}: {key}", kinds[field.name], value)
+            values[field.name] = accept(f"{config_file}: {key}", field, kinds[field.name], value)
     values.update(found)
     receiver = next((f for f in fields.values() if f.metadata.get("words")), None)
     if words and receiver is None:
         raise UserError(f"unexpected argument {words[0]!r}; flags are written {spelling(next(iter(fields)))} VALUE")
     if words and receiver is not None:
-        if typing.get_origin(kinds[receiver.name]) is tuple:
-            values[receiver.name] = convert(receiver.name.upper(), kinds[receiver.name], words)
-        elif len(words) > 1:
+        many, name = typing.get_origin(kinds[receiver.name]) is tuple, receiver.name.upper()
+        if not many and len(words) > 1:
             raise UserError(f"one {receiver.name} expected, found {len(words)}: {' '.join(words)}")
-        else:
-            values[receiver.name] = convert(receiver.name.upper(), kinds[receiver.name], words[0])
+        if receiver.metadata["words"] == "each" and not all(word.strip() for word in words):
+            raise UserError(f"{name} has an empty value; leave it out for the default")
+        values[receiver.name] = accept(name, receiver, kinds[receiver.name], words if many else words[0])
     missing = [f.name for f in fields.values() if f.name not in values and _required(f)]
     if missing:
         shown = [n.upper() if fields[n].metadata.get("words") else spelling(n) for n in missing]

@@ -25,13 +25,13 @@ class DoctorConfig:
 
     json: bool = False
     "print one JSON object instead of a table"
-    devices: int | None = option(None, also=("npus", "gpus"))
+    devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
     "run one real collective on this many devices and report its bandwidth"
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
     "device type for --devices; by default the best one found"
     watch: bool = False
     "show the devices live: use, memory, temperature, processes (Ctrl-C ends)"
-    interval: float = 2.0
+    interval: float = option(2.0, least=0.1, most=1e4)
     "seconds between two readings of --watch"
     lang: Literal["en", "zh"] | None = None
     "language of the texts; by default that of the locale"
@@ -57,39 +57,39 @@ class PlanConfig:
 
     goal: Literal["train", "rl", "inference"] = "train"
     "what to plan: training, RL (trainer and rollout together) or inference"
-    depth: int = 20
+    depth: int = option(20, least=1, most=1000)
     "number of layers; width, heads, batch and horizon follow from it"
     chip: str = ""
     "chip name, e.g. Ascend910B3, H100, H200, cpu; by default $ASCENDCHAT_CHIP, else the CPU of this machine"
-    devices: int = option(1, also=("npus", "gpus"))
+    devices: int = option(1, also=("npus", "gpus"), least=1, most=1e6)
     "how many devices"
-    max_seq_len: int = 2048
+    max_seq_len: int = option(2048, least=1, most=1e7)
     "tokens per row"
-    vocab_size: int = 32768
+    vocab_size: int = option(32768, least=1, most=1e7)
     "size of the vocabulary"
-    device_batch_size: int | None = None
+    device_batch_size: int | None = option(None, least=1, most=1e6)
     "rows per device and micro-batch; by default the largest power of two that fits"
-    total_batch_size: int | None = None
+    total_batch_size: int | None = option(None, least=1, most=1e12)
     "tokens per optimizer step over all devices; by default chosen from the horizon"
     window_pattern: str = "L"
     "layers that see a quarter of the row (S) or all of it (L), repeated over the depth; the last is always L"
-    tokens: int | None = None
+    tokens: int | None = option(None, least=1, most=1e18)
     "training tokens; by default target_param_data_ratio times the scaling parameters"
-    target_param_data_ratio: float = 12.0
+    target_param_data_ratio: float = option(12.0, above=0, most=1e6)
     "training tokens per scaling parameter"
     activation_checkpointing: bool = False
     "recompute activations in the backward pass"
     hf_config: str = ""
     "plan an existing model instead: path of its Hugging Face config.json"
-    lora_rank: int = 0
+    lora_rank: int = option(0, least=0, most=1e5)
     "with --hf-config: train adapters of this rank instead of all weights"
-    rollout_devices: int = 0
+    rollout_devices: int = option(0, least=0, most=1e6)
     "RL: devices that only generate; by default trainer and rollout share all devices"
-    mfu: float | None = None
-    "share of the peak you expect to reach; by default a measured or cautious figure per type of device"
-    price: float | None = None
+    mfu: float | None = option(None, above=0, most=1)
+    "share of the peak you expect to reach, 0.4 for 40 %; by default a measured or cautious figure per type of device"
+    price: float | None = option(None, least=0, most=1e9)
     "price per device-hour, for the cost"
-    context: int | None = None
+    context: int | None = option(None, least=1, most=1e7)
     "inference, RL: tokens per sequence in the key-value cache; by default max_seq_len"
     json: bool = False
     "print one JSON object"
@@ -105,7 +105,7 @@ class CleanConfig:
     "only list"
     json: bool = False
     "print JSON (implies --dry-run)"
-    grace: float = 10.0
+    grace: float = option(10.0, least=0, most=1e6)
     "seconds that a process gets to save and stop after SIGTERM, before SIGKILL"
     lang: Literal["en", "zh"] | None = None
     "language of the texts; by default that of the locale"
@@ -117,21 +117,21 @@ class LaunchConfig:
 
     command: tuple[str, ...] = option(words="rest")
     "what to run: an ascendchat command, `-m MODULE` or a .py file, then its flags"
-    devices: int | None = option(None, also=("npus", "gpus", "nproc_per_node"))
+    devices: int | None = option(None, also=("npus", "gpus", "nproc_per_node"), least=1, most=1e4)
     "processes on this node, one per device; by default all visible devices (on CPU: 1)"
-    nnodes: int | None = None
+    nnodes: int | None = option(None, least=1, most=1e5)
     "number of nodes; by default from the scheduler (Slurm, Kubernetes, ModelArts), else 1"
-    node_rank: int | None = None
+    node_rank: int | None = option(None, least=0, most=1e5)
     "this node's number, from 0; by default from the scheduler"
     master: str = option("", also=("master_addr",))
     "address[:port] of node 0; needed with several nodes outside a scheduler"
-    master_port: int | None = None
+    master_port: int | None = option(None, least=1, most=65535)
     "port of the rendezvous; by default a free one (several nodes: derived from the job, checked on node 0)"
-    max_restarts: int = 0
+    max_restarts: int = option(0, least=0, most=1e6)
     "start the job again this many times after a failure; training resumes from its last checkpoint"
     run: str = ""
     "name of the run; its folder receives the logs of all ranks; by default the command and the time"
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
     "device type, passed on to the command"
-    grace: float = 30.0
+    grace: float = option(30.0, least=0, most=1e6)
     "seconds that the ranks get to save and stop after SIGTERM or SIGINT"

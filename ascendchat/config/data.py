@@ -15,13 +15,13 @@ class TokenizerTrainConfig:
     "files or folders of text (jsonl, parquet, txt, compressed or not); by default the embedded corpus"
     source: tuple[str, ...] = ()
     "the same, as a flag: --source A B or --source A,B; these come before the others"
-    vocab_size: int | None = None
+    vocab_size: int | None = option(None, least=1, most=1e7)
     "ids, special tokens included; by default near the square root of the text's bytes, 1024 to 32768 (embedded: 32768)"
     out: str = ""
     "folder to write; by default $ASCENDCHAT_HOME/tokenizer"
-    max_chars: int | None = None
+    max_chars: int | None = option(None, least=1, most=1e15)
     "stop after so many characters, read source after source (with --mix: side by side); Chinese needs 80 bytes each"
-    mix: tuple[float, ...] = ()
+    mix: tuple[float, ...] = option((), above=0, most=1e9)
     "one weight per source, its share of the bytes (1,1 is half and half); ends when one source is used up"
 
 
@@ -37,7 +37,7 @@ class TokenizerEvalConfig:
     "folder of the tokenizer; by default $ASCENDCHAT_HOME/tokenizer"
     against: tuple[str, ...] = ()
     "others, as NAME=PATH of a tokenizer.json (or its folder), or names of the hub: gpt2,qwen"
-    max_chars: int | None = None
+    max_chars: int | None = option(None, least=1, most=1e15)
     "read this many characters of each source at most"
     json: bool = False
     "print JSON"
@@ -57,13 +57,13 @@ class DataPrepareConfig:
     "folder to write; by default $ASCENDCHAT_HOME/data/prepared"
     field: str = "text"
     "name of the field or column that holds the text"
-    val_fraction: float = 0.01
+    val_fraction: float = option(0.01, least=0, below=1)
     "share of the documents, chosen by their hash, kept for validation"
     val_source: tuple[str, ...] = ()
     "validation documents from these files instead; nothing is taken from the sources then"
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = option((), above=0, most=1e9)
     "one weight per source, its share of the training tokens; by default sources add up, each counts by its size"
-    workers: int | None = None
+    workers: int | None = option(None, least=1, most=1000)
     "processes that encode; by default one per core"
 
 
@@ -75,7 +75,7 @@ class DataFetchConfig:
     "names of sets, OWNER/NAME of a hub (models/OWNER/NAME for a model), or URLs"
     files: str = ""
     "only files that match these patterns, separated by commas: 'data/train-*.parquet'"
-    shards: int | None = None
+    shards: int | None = option(None, least=0, most=1e6)
     "fetch the first N files (0: all); by default a number that suits the set; a validation file always comes along"
     out: str = ""
     "folder that gets one folder per set; by default $ASCENDCHAT_HOME/data"
@@ -83,7 +83,7 @@ class DataFetchConfig:
     "hf, modelscope, http, or a local folder that has the files; by default the hubs in order"
     offline: bool = False
     "use only what is on disk and say what is missing (also HF_HUB_OFFLINE=1)"
-    workers: int = 8
+    workers: int = option(8, least=1, most=1000)
     "connections at once"
 
 
@@ -95,5 +95,5 @@ class DataVerifyConfig:
     "names of sets or folders; by default everything under $ASCENDCHAT_HOME"
     json: bool = False
     "print one JSON object"
-    workers: int = 0
+    workers: int = option(0, least=0, most=1000)
     "files compared at once; 0: one per core"

@@ -34,13 +34,13 @@ class ChatConfig(ModelConfig):
     "answer this and end"
     system: str = ""
     "system message that opens the conversation"
-    temperature: float = option(0.6, also=("t",))
+    temperature: float = option(0.6, also=("t",), least=0, most=10)
     "0 always takes the likeliest token"
-    top_k: int = option(50, also=("k",))
+    top_k: int = option(50, also=("k",), least=0, most=1e7)
     "choose among this many tokens; 0: all"
-    max_tokens: int = 512
+    max_tokens: int = option(512, least=1, most=1e6)
     "tokens of an answer at most"
-    seed: int | None = None
+    seed: int | None = option(None, least=0, most=1e18)
     "the same seed gives the same answers; by default they differ each time"
     verbose: bool = option(False, also=("v",))
     "also say which checkpoint, device and attention kernel are used"
@@ -51,23 +51,23 @@ class BenchDecodeConfig(DeviceConfig):
     """Time the generation of a random model: tokens per second, milliseconds per step, share of memory bandwidth."""
 
     generates = True
-    depth: int = 12
+    depth: int = option(12, least=1, most=1000)
     "number of layers"
-    batch_sizes: tuple[int, ...] = (1, 64, 256)
+    batch_sizes: tuple[int, ...] = option((1, 64, 256), least=1, most=1e5)
     "requests at a time, each size timed on its own"
-    context: int = 1024
+    context: int = option(1024, least=16, most=1e6)
     "tokens that the cache of a request holds"
-    prompt_tokens: int = 128
+    prompt_tokens: int = option(128, least=1, most=1e6)
     "tokens of each prompt"
-    new_tokens: int = 128
+    new_tokens: int = option(128, least=3, most=1e6)
     "tokens to generate per request"
-    vocab_size: int = 32768
+    vocab_size: int = option(32768, least=1, most=1e7)
     "size of the vocabulary"
     window_pattern: str = "L"
     "attention windows: S sees a quarter of the training row of 2048, L all of it"
-    temperature: float = 1.0
+    temperature: float = option(1.0, least=0, most=10)
     "0 is greedy"
-    top_k: int = 0
+    top_k: int = option(0, least=0, most=1e7)
     "sort the tokens and choose among this many; 0: all"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"

@@ -18,7 +18,7 @@ class SpeedrunConfig:
     "name of the run; by default that of the recipe"
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
     "device for the training stages; by default the best one found"
-    devices: int = option(1, also=("npus", "gpus"))
+    devices: int = option(1, also=("npus", "gpus"), least=1, most=1e4)
     "how many devices the training stages use"
     fresh: bool = False
     "run every stage again, even those that are done"

@@ -14,6 +14,36 @@ from typing import Any
 from ascendchat.config.language import translate, wrap
 
 
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Which numbers a field takes; without bounds, all of them."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    besides: tuple[int, ...] = ()
+
+    def __contains__(self, value: float) -> bool:
+        return value in self.besides or (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        """`at least 1 and at most 1000`"""
+        bounds = [("at least", self.least), ("greater than", self.above), ("at most", self.most)]
+        said = [f"{words} {short(bound)}" for words, bound in [*bounds, ("less than", self.below)] if bound is not None]
+        return " and ".join(said) + "".join(f", or {value}" for value in self.besides)
+
+
+def short(number: float) -> str:
+    """1000000 -> 1e6: as it can be typed."""
+    return f"{number:g}".replace("e+0", "e").replace("e+", "e")
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """Field name -> the string that stands under it in the source, base classes included."""
     docs: dict[str, str] = {}
@@ -54,13 +84,13 @@ def usage(prog: str, cls: type) -> str:
     return f"{translate('usage: ')}{prog} [--flags] {' '.join(words)}".rstrip()
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    """` (default: 20)`; nothing for a switch that is off or a value that is absent or empty."""
-    value = field.default
-    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
-        return ""
-    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    return translate(f" (default: {shown})")
+def _notes(field: dataclasses.Field[Any]) -> str:
+    """` (at least 1 and at most 1000; default: 20)`; no default for a switch that is off or a value that is absent."""
+    notes, value = [translate(str(field.metadata.get("range", "")))], field.default
+    if not (value is dataclasses.MISSING or value is None or value is False or value in ("", ())):
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        notes.append(translate(f"default: {shown}"))
+    return f" ({'; '.join(filter(None, notes))})" if any(notes) else ""
 
 
 def describe(prog: str, cls: type) -> str:
@@ -75,7 +105,7 @@ def describe(prog: str, cls: type) -> str:
         else:
             flags = [("-" if len(n) == 1 else "--") + n.replace("_", "-") for n in names]
             head = ", ".join(flags) + " " + shape(kinds[field.name])
-        text = translate(docs.get(field.name, "")) + _default(field)
+        text = translate(docs.get(field.name, "")) + _notes(field)
         lines += wrap(text, width, f"  {head:<30} ", " " * 33) or [f"  {head}"]
     lines += [f"  {'--config FILE':<30} {translate('YAML file with the same names; flags win over it')}", ""]
     return "\n".join(lines)

@@ -8,34 +8,22 @@ from typing import Literal
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
 
+# The mixtures of nanochat, but for its spelling exercises: a set that is named twice is read twice.
+PUBLISHED = {
+    "mid": ("smoltalk", "mmlu", "gsm8k", "identity", "identity"),
+    "sft": ("smoltalk", *("mmlu",) * 3, *("gsm8k",) * 4, "identity", "identity"),
+}
+
 
 @dataclass(frozen=True)
-class TrainConfig(DeviceConfig):
-    """What all training stages have in common."""
+class StepConfig(DeviceConfig):
+    """What a training step depends on, whether it is timed or belongs to a run."""
 
-    run: str = option("", also=("run_name",))  # plain torchrun takes --run for its own --run-path
-    "name of the run; its folder holds metrics, samples and checkpoints; by default d and the depth"
-    resume: Literal["auto", "never"] = "auto"
-    "auto continues from the last checkpoint of the run if there is one; never starts anew"
-    device_batch_size: int | None = None
+    device_batch_size: int | None = option(None, least=1, most=1e6)
     "rows per device and micro-batch; by default the most that fit"
-    total_batch_size: int | None = None
+    total_batch_size: int | None = option(None, least=1, most=1e12)
     "tokens per optimizer step over all devices; by default it follows the horizon"
-    gradient_accumulation_steps: int | None = None
-    "micro-batches per step; checked against the total batch, which decides when both are given"
-    num_iterations: int | None = option(None, also=("steps",))
-    "optimizer steps; by default they follow from the horizon"
-    eval_every: int = 250
-    "steps between validations; 0: only at the end"
-    save_every: int = 500
-    "steps between checkpoints; 0: only at the end"
-    sample_every: int = 1000
-    "steps between samples of the model's text; 0: none"
-    keep: int = 2
-    "checkpoints to keep, besides the best"
-    log_every: int = 10
-    "steps between lines when the output is not a terminal"
-    seed: int = 0
+    seed: int = option(0, least=0, most=1e18)
     "seed of the initial weights and of the order of the data"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
@@ -45,42 +33,89 @@ class TrainConfig(DeviceConfig):
     "8-bit matrix products where the chip has them; ignored with a notice elsewhere"
     compile: bool | None = None
     "torch.compile on or off; by default on where it is sound"
+
+
+@dataclass(frozen=True)
+class TrainConfig(StepConfig):
+    """What all training stages have in common."""
+
+    run: str = option("", also=("run_name",))  # plain torchrun takes --run for its own --run-path
+    "name of the run; its folder holds metrics, samples and checkpoints; by default d and the depth"
+    resume: Literal["auto", "never"] = "auto"
+    "auto continues from the last checkpoint of the run if there is one; never starts anew"
+    gradient_accumulation_steps: int | None = option(None, least=1, most=1e6)
+    "micro-batches per step; checked against the total batch, which decides when both are given"
+    num_iterations: int | None = option(None, also=("steps",), least=1, most=1e9)
+    "optimizer steps; by default they follow from the horizon"
+    eval_every: int = option(250, least=-1, most=1e9)
+    "steps between validations; 0: only at the end, -1: never"
+    save_every: int = option(500, least=-1, most=1e9)
+    "steps between checkpoints; 0 and -1: only at the end"
+    sample_every: int = option(1000, least=-1, most=1e9)
+    "steps between samples of the model's text, and at the end; 0 and -1: none"
+    keep: int = option(2, least=1, most=1e6)
+    "checkpoints to keep, besides the best"
+    log_every: int = option(10, least=1, most=1e9)
+    "steps between lines when the output is not a terminal"
     track: tuple[Literal["tensorboard", "swanlab", "wandb"], ...] = ()
     "trackers that also receive the metrics"
+    lr_multiplier: float = option(1.0, above=0, most=1e3)
+    "factor on every learning rate; the rates themselves follow width and batch"
+    matrix_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the matrices (Muon) at 2^19 tokens per step, scaled to the batch like all rates; by default 0.02"
+    embedding_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the embedding (value embeddings: half of it) at 2^19 tokens per step and width 768; by default 0.3"
+    unembedding_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the head at 2^19 tokens per step and width 768; by default 0.008"
+    scalar_lr: float | None = option(None, above=0, most=1e3)
+    "rate of the weights of the first embedding at 2^19 tokens per step; of the residual: 1 % of it; by default 0.5"
+    warmup_steps: int | None = option(None, least=0, most=1e9)
+    "steps in which the learning rates rise; by default 40 (mid, sft: a tenth of the run, at most 20)"
+    warmup_ratio: float | None = option(None, least=0, most=1)
+    "the same as a share of the run"
+    warmdown_ratio: float | None = option(None, least=0, most=1)
+    "share of the run in which the learning rates fall; by default 0.65 (mid: 1, sft: 0.5)"
+    final_lr_frac: float | None = option(None, least=0, most=1)
+    "what is left of the learning rates at the end; by default 0.05 (mid, sft: 0)"
 
 
 @dataclass(frozen=True)
 class BaseConfig(TrainConfig):
     """Pretrain a model from raw text. One dial, --depth, sets width, heads, batch, learning rates and horizon."""
 
-    depth: int = 20
+    depth: int = option(20, least=1, most=1000)
     "number of layers"
     data: tuple[str, ...] = option(())
-    "prepared corpora, as FOLDER or FOLDER=WEIGHT; by default the embedded one"
+    """prepared corpora, as FOLDER or FOLDER=WEIGHT, and toyworld, the embedded one; by default
+    $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
     tokenizer: str = ""
     "folder of the tokenizer that prepared the data; by default that of $ASCENDCHAT_HOME"
-    max_seq_len: int = 2048
+    max_seq_len: int = option(2048, least=16, most=1e6)
     "tokens per row"
     window_pattern: str = "L"
     "attention windows, repeated over the layers: S sees a quarter of the row, L all of it"
-    dim: int | None = None
+    dim: int | None = option(None, least=1, most=1e6)
     "width; by default 64 per layer"
-    head_dim: int | None = None
+    head_dim: int | None = option(None, least=1, most=1e4)
     "channels per head; by default 128, less in a narrow model"
-    kv_heads: int | None = option(None, also=("n_kv_head",))
+    kv_heads: int | None = option(None, also=("n_kv_head",), least=1, most=1e4)
     "key-value heads; fewer than heads is grouped-query attention"
-    tokens: int | None = None
+    tokens: int | None = option(None, least=1, most=1e18)
     "horizon in tokens; by default target_param_data_ratio per scaling parameter"
-    minutes: float | None = None
+    minutes: float | None = option(None, above=0, most=1e7)
     "horizon in minutes instead: the speed is measured first, then steps and batch follow"
-    target_param_data_ratio: float = 12.0
+    target_flops: float | None = option(None, above=0, most=1e30)
+    "horizon in floating-point operations instead"
+    target_param_data_ratio: float = option(12.0, above=0, most=1e6)
     "horizon in tokens per scaling parameter"
-    lr_multiplier: float = 1.0
-    "factor on every learning rate; the rates themselves follow width and batch"
-    weight_decay: float | None = None
+    weight_decay: float | None = option(None, least=0, most=1e3)
     "of the matrices, as of a run of depth 12 with its own batch and horizon; by default 0.28, at most 2 % per step"
-    eval_tokens: int | None = None
-    "validation tokens; by default the whole split up to ten million"
+    eval_tokens: int | None = option(None, least=1, most=1e15)
+    "validation tokens of each corpus; by default the whole split up to ten million"
+    core_metric_every: int = option(0, least=-1, most=1e9)
+    "steps between CORE scores, and one at the end; 0 and -1: none; needs `ascendchat data fetch core`"
+    core_metric_max_per_task: int = option(500, least=1, most=1e9, besides=(-1,))
+    "rows of each CORE task at most; -1: all"
 
 
 @dataclass(frozen=True)
@@ -89,19 +124,20 @@ class ChatTrainConfig(TrainConfig):
 
     start: str = option("", also=("model_tag",))
     "run or checkpoint folder to start from; by default the last earlier stage of --run, or of the newest run"
-    data: tuple[str, ...] = ("toyworld",)
-    "mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared corpora"
+    data: tuple[str, ...] = ()
+    """mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared
+    corpora; by default toyworld for a model of the embedded corpus, else smoltalk, mmlu, gsm8k and identity"""
     source: str = ""
     "folder with local copies of the tasks' sets; evaluation questions found in the mixture are reported"
     tokenizer: str = ""
     "folder of the tokenizer; by default the one the model was trained with"
-    max_seq_len: int | None = None
+    max_seq_len: int | None = option(None, least=16, most=1e6)
     "tokens per row; by default that of the model"
-    epochs: float = 1.0
+    epochs: float = option(1.0, above=0, most=1e6)
     "how often to read the conversations"
-    target_examples_per_step: int | None = None
+    target_examples_per_step: int | None = option(None, least=1, most=1e9)
     "rows of conversations per step, instead of --total-batch-size"
-    lr_multiplier: float = 1.0
+    lr_multiplier: float = option(1.0, above=0, most=1e3)
     "factor on every learning rate of pretraining"
     warm_start: bool = False
     "also take over the moments of the optimizer"
@@ -116,25 +152,29 @@ class MidConfig(ChatTrainConfig):
 class SftConfig(ChatTrainConfig):
     """Fine-tune on conversations; the loss is on the replies only."""
 
-    lr_multiplier: float = 0.5
+    lr_multiplier: float = option(0.5, above=0, most=1e3)
     "factor on every learning rate of pretraining"
 
 
 @dataclass(frozen=True)
-class BenchTrainConfig(TrainConfig):
+class BenchTrainConfig(StepConfig):
     """Time real training steps on random tokens; the last line is one JSON object."""
 
-    depth: int = 12
+    total_batch_size: int | None = option(None, least=1, most=1e12)
+    "tokens per optimizer step over all devices; by default 524288"
+    seed: int = option(0, least=0, most=1e18)
+    "seed of the weights and of the tokens"
+    depth: int = option(12, least=1, most=1000)
     "number of layers"
-    max_seq_len: int = 2048
+    max_seq_len: int = option(2048, least=16, most=1e6)
     "tokens per row"
-    vocab_size: int = 32768
+    vocab_size: int = option(32768, least=1, most=1e7)
     "size of the vocabulary"
     window_pattern: str = "L"
     "attention windows: S sees a quarter of the row, L all of it"
-    dim: int | None = None
+    dim: int | None = option(None, least=1, most=1e6)
     "width; by default 64 per layer"
-    head_dim: int | None = None
-    "channels per head"
-    steps_to_time: int = 10
+    head_dim: int | None = option(None, least=1, most=1e4)
+    "channels per head; by default 128, less in a narrow model"
+    steps_to_time: int = option(10, also=("steps",), least=1, most=1e6)
     "optimizer steps to time, after two that warm up"

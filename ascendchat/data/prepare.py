@@ -341,12 +341,8 @@ def run(config: DataPrepareConfig) -> int:
     given = [*config.source, *config.paths]
     if not given:
         raise UserError("name what to prepare: ascendchat data prepare --source FILES --tokenizer DIR --out DIR")
-    if not 0 <= config.val_fraction < 1:
-        raise UserError(f"--val-fraction {config.val_fraction} must be at least 0 and less than 1")
     if config.weights and len(config.weights) != len(given):
         raise UserError(f"{len(config.weights)} weights for {len(given)} sources; give one per source")
-    if any(not 0 < weight < float("inf") for weight in config.weights):
-        raise UserError("--weights must be greater than 0")
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
     out = Path(config.out) if config.out else home() / "data" / "prepared"
     if not config.weights:

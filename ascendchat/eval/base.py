@@ -47,8 +47,6 @@ def corpora_of(config: EvalBaseConfig, loaded: Loaded) -> list[Corpus]:
 def run(config: EvalBaseConfig) -> int:
     """The command."""
     most = None if config.max_per_task == -1 else config.max_per_task
-    if config.tokens_per_batch < 1 or config.eval_tokens < 0 or (most is not None and most < 1):
-        raise UserError("--tokens-per-batch and --max-per-task must be at least 1, --eval-tokens at least 0")
     device = pick(config.device_type)
     world = dist.init(device)
     place = device.bind(world.local_rank)

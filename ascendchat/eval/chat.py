@@ -267,19 +267,11 @@ def sandbox_line() -> str:
     )
 
 
-def check(config: EvalChatConfig) -> int | None:
-    """Refuse what makes no sense, before anything is loaded; the number of rows per task."""
-    most = None if config.max_per_task == -1 else config.max_per_task
-    if min(config.samples, config.max_new_tokens, config.slots, config.tokens_per_batch) < 1 or (most or 1) < 1:
-        raise UserError("--samples, --max-new-tokens, --slots, --tokens-per-batch and --max-per-task are at least 1")
-    if config.temperature < 0 or (config.samples > 1 and config.temperature == 0):
-        raise UserError("several samples need chance: give --temperature 0.8 (0 gives the same answer every time)")
-    return most
-
-
 def run(config: EvalChatConfig) -> int:
     """The command."""
-    most, names = check(config), chosen_tasks(config.tasks)
+    if config.samples > 1 and config.temperature == 0:
+        raise UserError("several samples need chance: give --temperature 0.8 (0 gives the same answer every time)")
+    most, names = None if config.max_per_task == -1 else config.max_per_task, chosen_tasks(config.tasks)
     device = pick(config.device_type)
     world = dist.init(device)
     place = device.bind(world.local_rank)

@@ -100,10 +100,6 @@ def resolve(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
     kind = config.device_type or _flag(words, "device_type") or environ.get("ASCENDCHAT_DEVICE")
     if nodes < 1 or not 0 <= node_rank < nodes:
         raise UserError(f"--node-rank {node_rank} with --nnodes {nodes}: nodes are numbered from 0 to {nodes - 1}")
-    if config.devices is not None and config.devices < 1:
-        raise UserError(f"--devices {config.devices}: at least one process is needed")
-    if config.max_restarts < 0 or config.grace < 0:
-        raise UserError("--max-restarts and --grace cannot be negative")
     if config.nnodes is None:
         _check_srun(job, environ)
     name = config.run or _flag(words, "run") or _default_name(words, environ)

@@ -30,12 +30,12 @@ MFU = {"npu": 0.25, "cuda": 0.46, "mps": 0.30, "cpu": 0.58}
 
 def horizon(shape: Shape, ratio: float) -> int:
     """Training tokens: `ratio` per scaling parameter."""
-    return int(ratio * shape.scaling_parameters)
+    return max(1, int(ratio * shape.scaling_parameters))
 
 
 def batch_for(tokens: int, seq_len: int = 1, least_steps: int = MIN_STEPS) -> int:
     """Tokens per step for a run of `tokens`: the rule at the top of this file; never less than one row."""
-    ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_EXPONENT
+    ideal = REFERENCE_BATCH * (max(tokens, 1) / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = 2 ** round(math.log2(ideal))
     while tokens // batch < least_steps and batch > seq_len:
         batch //= 2

@@ -8,6 +8,7 @@ Every value can be computed for any step alone, so a resumed run continues exact
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 REFERENCE_BATCH = 2**19  # tokens per step at which the rates below were tuned
 REFERENCE_TOKENS = 12 * (12 * 12 * 768**2 + 32768 * 768)  # horizon of depth 12: 12 tokens per scaling parameter
@@ -39,15 +40,22 @@ def batch_scale(total_batch: int) -> float:
     return math.sqrt(max(total_batch, LEAST_BATCH) / REFERENCE_BATCH)
 
 
-def rates(dim: int, total_batch: int) -> dict[str, float]:
-    """Full learning rate of every parameter group: all follow the batch, the three tables also the width."""
+def rates(
+    dim: int, total_batch: int, *, matrix: float | None = None, embedding: float | None = None,
+    unembedding: float | None = None, scalar: float | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Full learning rate of every parameter group: all follow the batch, the three tables also the width. A rate that
+    is given is, like the constants above, that of width 768 and 2^19 tokens per step."""
+    given = {"matrices": matrix, "head": unembedding, "embedding": embedding, "skip_scalars": scalar}
+    if embedding is not None:
+        given["value_embeddings"] = embedding / 2
+    if scalar is not None:
+        given["residual_scalars"] = scalar / 100
     batch = batch_scale(total_batch)
     width = (dim / REFERENCE_DIM) ** -0.5
-    return {
-        "matrices": MATRIX_RATE * batch,
-        **{name: rate * width * batch for name, rate in WIDTH_RATES.items()},
-        **{name: rate * batch for name, rate in FIXED_RATES.items()},
-    }
+    full = {"matrices": MATRIX_RATE, **WIDTH_RATES, **FIXED_RATES}
+    full |= {name: rate for name, rate in given.items() if rate is not None}
+    return {name: rate * (width if name in WIDTH_RATES else 1.0) * batch for name, rate in full.items()}
 
 
 def full_decay(total_batch: int, tokens: int, asked: float | None = None) -> float:
@@ -57,6 +65,15 @@ def full_decay(total_batch: int, tokens: int, asked: float | None = None) -> flo
     even = decay * (total_batch / REFERENCE_BATCH) * (REFERENCE_TOKENS / tokens)
     most = MAX_SHRINK / MATRIX_RATE if asked is None else math.inf
     return min(even, most) / batch_scale(total_batch)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The learning rate over a run."""
+
+    warmup: int = WARMUP_STEPS  # steps up
+    warmdown: float = WARMDOWN  # share of the run that goes down
+    final: float = FINAL_LR  # of the full rate, at the end
 
 
 def warmdown_start(steps: int, warmdown: float = WARMDOWN) -> int:

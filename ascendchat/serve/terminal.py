@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ascendchat.config import UserError, home
+from ascendchat.config import home
 from ascendchat.config.infer import ChatConfig
 from ascendchat.data.chat import Conversation, parse_content
 from ascendchat.device import describe, pick
@@ -192,8 +192,6 @@ def run(config: ChatConfig) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # Chinese whatever the locale says
             stream.reconfigure(encoding="utf-8", errors="replace")
-    if config.max_tokens < 1 or config.top_k < 0 or not 0 <= config.temperature <= 10:
-        raise UserError("--max-tokens must be at least 1, --top-k at least 0, --temperature between 0 and 10")
     device = pick(config.device_type)
     place = device.bind(0)
     loaded = load(

@@ -90,7 +90,10 @@ def run(config: BenchTrainConfig) -> int:
         dim=config.dim, head_dim=config.head_dim,
     )  # fmt: skip
     total = config.total_batch_size or 2**19
-    split = fit_split(shape, device.chip, world.size, total, rows=config.device_batch_size)
+    split = fit_split(
+        shape, device.chip, world.size, total, rows=config.device_batch_size,
+        checkpointing=config.activation_checkpointing,
+    )  # fmt: skip
     learner = build(config, shape, device, place, say)
     found = measure(Bench(learner, split, config.seed), config.steps_to_time, device)
     facts = {"depth": config.depth, "chip": device.chip.name, "devices": world.size, "fp8": config.fp8}

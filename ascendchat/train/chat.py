@@ -22,24 +22,26 @@ from torch import Tensor
 from ascendchat import dist, tasks
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, to_continue, verify
 from ascendchat.config import UserError, home
-from ascendchat.config.train import ChatTrainConfig
+from ascendchat.config.train import PUBLISHED, ChatTrainConfig
 from ascendchat.data.chat import Conversation, Counts, has_reply, render_prompt
 from ascendchat.data.corpus import IGNORE, Corpus, Rows, absolute, named, open_mixture
+from ascendchat.data.fetch import folder_of
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
 from ascendchat.device import Device, describe
 from ascendchat.files import write_atomic
-from ascendchat.infer.load import open_tokenizer, tokenizer_folder
+from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.nn.loss import token_nats
 from ascendchat.nn.optim import Piece
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
+from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
 from ascendchat.record import open_run, run_folder
 from ascendchat.tasks import Watch
 from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, check, share_out, training_device
+from ascendchat.train.rows import Learner, RowStage, build, share_out, training_device
 
 EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
@@ -60,18 +62,16 @@ class ChatStage(RowStage):
         texts: list[Corpus], tokenizer: Tokenizer, config: ChatTrainConfig, facts: dict[str, Any],
     ) -> None:  # fmt: skip
         self.name, self.sources, self.validation, self.texts, self.facts = name, sources, validation, texts, facts
-        super().__init__(learner, split, steps, tokenizer, config.lr_multiplier, config.seed)
+        usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN[name], final=0.0)
+        super().__init__(learner, split, steps, tokenizer, config, usual)
 
     def batches(self, rows_per_step: int) -> ChatBatches:
         return ChatBatches(self.sources, self.split.seq_len, rows_per_step, self.seed)
 
     def rates(self, step: int) -> dict[str, float]:
-        down = WARMDOWN[self.name]
-        return {
-            "lr_scale": schedule.lr_scale(step, self.steps, warmup=min(20, self.steps // 10), warmdown=down, final=0.0),
-            "momentum": schedule.momentum(step, self.steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=down),
-            "matrix_decay": 0.0,
-        }
+        values, down = (0.85, 0.95, 0.95), self.curve.warmdown
+        momentum = schedule.momentum(step, self.steps, values=values, ramp=300, warmdown=down)
+        return {**super().rates(step), "momentum": momentum}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Loss on held-out replies; bits per byte of the texts in the mixture that have a validation split."""
@@ -142,6 +142,21 @@ def _runs() -> list[str]:
     """Runs with a base model, the newest first."""
     saved = (home() / "runs").glob("*/base/latest")
     return [path.parent.parent.name for path in sorted(saved, key=lambda path: -path.stat().st_mtime)]
+
+
+def default_data(config: ChatTrainConfig, stage: str, origin: Checkpoint) -> tuple[str, ...]:
+    """The embedded conversations for a model that knows only the embedded world, else the published ones."""
+    learnt = [Path(named(str(entry))[0]).name for entry in settings_of(origin).get("data") or ()]
+    if learnt and set(learnt) == {"toyworld"}:
+        return ("toyworld",)
+    sets = list(dict.fromkeys(PUBLISHED[stage]))
+    missing = [name for name in sets if not config.source and not (folder_of(name) / "manifest.json").is_file()]
+    if missing:
+        raise UserError(
+            f"no --data given: `{stage}` takes {', '.join(sets)}, and {', '.join(missing)} not fetched yet; get them: "
+            f"`ascendchat data fetch {' '.join(missing)}`; or name your own: --data FILES"
+        )
+    return PUBLISHED[stage]
 
 
 def parted(found: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
@@ -270,7 +285,6 @@ def only_weights(read: Callable[[Piece], Tensor]) -> Callable[[Piece], Tensor]:
 
 def run_stage(config: ChatTrainConfig, stage: str) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
-    check(config)
     device = training_device(config)
     world = dist.init(device)
     place = device.bind(world.local_rank)
@@ -281,7 +295,8 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
     say(f"starting from {origin.folder}")
     shape = Shape.from_dict(origin.state["shape"])
     where = tokenizer_folder(config.tokenizer, origin).resolve()
-    config = replace(config, data=absolute(config.data), tokenizer=str(where))  # later commands look there
+    data = absolute(config.data or default_data(config, stage, origin))
+    config = replace(config, tokenizer=str(where), data=data)  # what later commands look up
     tokenizer = open_tokenizer(where, origin, shape)
     if config.max_seq_len and config.max_seq_len != shape.seq_len:
         shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
@@ -312,7 +327,7 @@ def run_stage(config: ChatTrainConfig, stage: str) -> int:
         f"micro-batch(es) x {shape.seq_len}" + (f"; continuing after step {start}" if start else "")
     )
     options = Options.of(config, start, found)
-    about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)}
+    about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)} | trained.about_rates
     with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
         if main:
             tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost

@@ -63,6 +63,9 @@ class Stage(Protocol):
     def evaluate(self, step: int) -> dict[str, float]:
         """Validation metrics, alike on all ranks; the first one is the one to be lowered."""
 
+    def core(self, step: int) -> dict[str, float]:
+        """The CORE score, alike on all ranks; asked for when Options.core_every is."""
+
     def sample(self, step: int) -> list[str]:
         """A few texts of the model."""
 
@@ -75,24 +78,25 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """When to save, validate and show."""
+    """When to save, validate and show. At the end too, but for what is 0 (eval_every: -1) and then never done."""
 
-    save_every: int = 500
+    save_every: int = 500  # 0 and less: only at the end
     eval_every: int = 250
     sample_every: int = 0
     log_every: int = 10
     keep: int = 2
     start: int = 0  # steps done by the checkpoint that was loaded
     loss_scale: tuple[float, int] | None = None
+    core_every: int = 0
 
     @classmethod
-    def of(cls, config: TrainConfig, start: int, found: Checkpoint | None) -> Options:
+    def of(cls, config: TrainConfig, start: int, found: Checkpoint | None, core_every: int = 0) -> Options:
         """From the command's flags and, when a run goes on, its checkpoint."""
         state = found.state if found else {}
         scale = state.get("loss_scale")
         return cls(
             config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
-            (float(scale[0]), int(scale[1])) if scale else None,
+            (float(scale[0]), int(scale[1])) if scale else None, core_every,
         )  # fmt: skip
 
 
@@ -275,8 +279,11 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
             result.step, signals.unsaved = step + 1, True
             at_end = result.step == stage.steps
             saves, checks = (at_end or due(result.step, n) for n in (options.save_every, options.eval_every))
-            samples = options.sample_every > 0 and (at_end or due(result.step, options.sample_every))
-            stop = progress.read(keep=0 if saves or checks or samples else 1)
+            checks = checks and options.eval_every >= 0
+            core, samples = (
+                n > 0 and (at_end or due(result.step, n)) for n in (options.core_every, options.sample_every)
+            )
+            stop = progress.read(keep=0 if saves or checks or core or samples else 1)
             if step == options.start:
                 gc.collect()
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
@@ -286,16 +293,18 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 save(writer, stage, result.step, scale)
             try:
                 if checks and not stop:
-                    result.metrics = evaluate(stage, run, console, result.step, signals)
+                    result.metrics = evaluate(stage, stage.evaluate, run, console, result.step, signals)
                     score = next(iter(result.metrics.values()), math.inf)
                     if saves:
                         writer.mark_best(result.step, score)
+                if core and not stop:
+                    evaluate(stage, stage.core, run, console, result.step, signals)
                 if samples and not stop:
                     with signals.left_off():
                         texts = stage.sample(result.step)
                     for text in texts:
                         console.print(f"  > {text}")
-                if checks or samples:
+                if checks or core or samples:
                     progress.since = device.event()
             except Interrupted:  # what is left off is no more than looking at the model
                 stop = True
@@ -326,11 +335,13 @@ def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
     writer.save(step, model=dict(stage.model.state_dict()), shards=stage.optimizer.shards(), state=state)
 
 
-def evaluate(stage: Stage, run: Run, console: Console, step: int, signals: StopSignals) -> dict[str, float]:
-    """Validate, and say what was found."""
+def evaluate(
+    stage: Stage, score: Callable[[int], dict[str, float]], run: Run, console: Console, step: int, signals: StopSignals
+) -> dict[str, float]:
+    """Validate the stage by `score`, and say what was found."""
     stage.model.eval()
     with torch.no_grad(), signals.left_off():
-        metrics = stage.evaluate(step)
+        metrics = score(step)
     stage.model.train()
     run.log(step, **metrics)
     if metrics:

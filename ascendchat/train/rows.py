@@ -7,7 +7,7 @@ stage = BaseStage(learner, split, steps, ...)                    # base.py; or C
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ascendchat import dist
-from ascendchat.config import UserError, spelling
-from ascendchat.config.train import TrainConfig
+from ascendchat.config import UserError
+from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.data.corpus import Batches, Corpus, Prefetcher
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
@@ -30,25 +30,13 @@ from ascendchat.nn.loss import head_loss, score, softcap
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
+from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
 
 SAMPLE_TOKENS = 24
-AT_LEAST_ONE = (
-    "device_batch_size", "total_batch_size", "gradient_accumulation_steps", "num_iterations", "keep", "log_every",
-)  # fmt: skip
-NOT_NEGATIVE = ("eval_every", "save_every", "sample_every")
 
 
-def check(config: TrainConfig) -> None:
-    """Numbers that make no sense are named before anything is loaded."""
-    for names, least in ((AT_LEAST_ONE, 1), (NOT_NEGATIVE, 0)):
-        for name in names:
-            value = getattr(config, name)
-            if value is not None and value < least:
-                raise UserError(f"{spelling(name)} must be at least {least}, found {value}")
-
-
-def training_device(config: TrainConfig) -> Device:
+def training_device(config: StepConfig) -> Device:
     """The device to train on; a chip that is made for inference is refused."""
     device = pick(config.device_type, compiled=config.compile)
     if not device.chip.trains:
@@ -76,6 +64,16 @@ def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> 
     return split
 
 
+def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
+    """The learning rate over `steps`: as usual in the stage, but for what was asked for."""
+    if config.warmup_steps is not None and config.warmup_ratio is not None:
+        raise UserError("--warmup-steps and --warmup-ratio say the same thing; give one of them")
+    ratio = None if config.warmup_ratio is None else round(config.warmup_ratio * steps)
+    asked = {"warmup": config.warmup_steps if ratio is None else ratio, "warmdown": config.warmdown_ratio}
+    asked["final"] = config.final_lr_frac
+    return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
+
+
 class Learner:
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
@@ -98,7 +96,7 @@ class Learner:
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
 
-def operators(config: TrainConfig, device: Device, place: torch.device, say: Callable[[str], None]) -> Ops:
+def operators(config: StepConfig, device: Device, place: torch.device, say: Callable[[str], None]) -> Ops:
     """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
     heads: Heads | None = None
     if device.triton:
@@ -113,9 +111,7 @@ def operators(config: TrainConfig, device: Device, place: torch.device, say: Cal
     return device.operators() or PlainOps(heads)
 
 
-def build(
-    config: TrainConfig, shape: Shape, device: Device, place: torch.device, say: Callable[[str], None]
-) -> Learner:
+def build(config: StepConfig, shape: Shape, device: Device, place: torch.device, say: Callable[[str], None]) -> Learner:
     """Model and kernel; weights are drawn on the host, so every device starts alike."""
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     say(reason)
@@ -138,16 +134,23 @@ class RowStage:
     """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
 
     def __init__(
-        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer, lr_multiplier: float, seed: int
-    ) -> None:
-        self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, seed
+        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer, config: TrainConfig,
+        usual: Curve | None = None,
+    ) -> None:  # fmt: skip
+        self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, config.seed
+        self.curve = curve(config, steps, usual or Curve())
         self.model = learner.model
         learner.mean_over(split.total // split.devices)
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = 0.0  # of the matrices, at step 0
         self.ahead: Tensor | None = None  # weight of the token after next
-        rates = {name: rate * lr_multiplier for name, rate in schedule.rates(shape.dim, split.total).items()}
+        rates = schedule.rates(
+            shape.dim, split.total, matrix=config.matrix_lr, embedding=config.embedding_lr,
+            unembedding=config.unembedding_lr, scalar=config.scalar_lr,
+        )  # fmt: skip
+        rates = {name: rate * config.lr_multiplier for name, rate in rates.items()}
+        self.about_rates = {"learning_rates": rates, "schedule": asdict(self.curve)}  # for the run's record
         compile = learner.device.compile if learner.device.compiles else None
         self.optimizer = MuonAdamW(
             groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile,
@@ -179,13 +182,16 @@ class RowStage:
 
     def rates(self, step: int) -> dict[str, float]:
         return {
-            "lr_scale": schedule.lr_scale(step, self.steps),
-            "momentum": schedule.momentum(step, self.steps),
+            "lr_scale": schedule.lr_scale(step, self.steps, **asdict(self.curve)),
+            "momentum": schedule.momentum(step, self.steps, warmdown=self.curve.warmdown),
             "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
         }
 
     def averaged(self, step: int) -> int:
         return 0
+
+    def core(self, step: int) -> dict[str, float]:
+        return {}
 
     def smaller(self) -> bool:
         split = self.split.smaller()
@@ -196,11 +202,14 @@ class RowStage:
         self._feed = self._prefetcher()
         return True
 
+    def scorer(self) -> ModelScorer:
+        """Scores rows with the model as it is now, as many tokens at a time as a micro-batch has."""
+        learner, tokens = self.learner, self.split.rows * self.model.shape.seq_len
+        return ModelScorer(self.model, learner.kernel, learner.place, max_tokens=tokens, pin=learner.device.pin)
+
     def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
         """Bits per byte of each corpus over its first `most` tokens, and their mean first."""
-        learner, seq_len = self.learner, self.model.shape.seq_len
-        tokens, pin = self.split.rows * seq_len, learner.device.pin
-        scorer = ModelScorer(self.model, learner.kernel, learner.place, max_tokens=tokens, pin=pin)
+        scorer, seq_len = self.scorer(), self.model.shape.seq_len
         sizes = np.asarray(self.tokenizer.token_bytes(), dtype=np.int64)
         bits = [corpus_bits(scorer, corpus, seq_len, most, sizes).bits_per_byte for corpus in corpora]
         names = distinct_names([corpus.folder for corpus in corpora]) if len(bits) > 1 else []

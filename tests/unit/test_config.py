@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError, dump, home, load_yaml, option, parse, wants_help
@@ -49,6 +49,12 @@ class Sample(Base):
     "sizes"
     extra: dict[str, int] = dataclasses.field(default_factory=dict)
     "a mapping"
+    share: float = option(0.5, above=0, below=1)
+    "part of it"
+    rows: int | None = option(None, least=1, most=1e6, besides=(-1,))
+    "rows to read; -1: all"
+    weights: tuple[float, ...] = option((), least=0)
+    "of the parts"
 
 
 @dataclass(frozen=True)
@@ -131,11 +137,9 @@ def test_dashes_and_underscores_and_aliases_are_the_same_flag(flag: str, joined:
         (["--resume=auto"], "resume", None),
         (["--level", "3"], "level", 3),
         (["--track", "b, c,"], "track", ("b", "c")),
-        (["--track", ""], "track", ()),
         (["--sizes", "1,2"], "sizes", (1, 2)),
         (["--name", "a=b"], "name", "a=b"),
         (["--name=--odd"], "name", "--odd"),
-        (["--name", ""], "name", ""),
         (["--lr", "1", "--lr", "2"], "lr", 2.0),
         (["--", "--lr", "2"], "lr", 2.0),
     ],
@@ -164,6 +168,18 @@ def test_values_of_flags(argv: list[str], field: str, value: object) -> None:
         (["--sizes", "1,x"], "--sizes: 'x' is not a whole number"),
         (["--json=maybe"], "is not true or false"),
         (["--name"], "--name needs a value"),
+        (["--name", ""], "--name has an empty value; leave the flag out"),
+        (["--name= "], "--name has an empty value"),
+        (["--track", ""], "--track has an empty value"),
+        (["--track", ","], "--track must not be empty"),
+        (["--tokens", ""], "--tokens has an empty value"),
+        (["--lr", "nan"], "--lr: 'nan' is not a number"),
+        (["--lr", "1e999"], "--lr: '1e999' is not a number"),
+        (["--share", "0"], "--share must be greater than 0 and less than 1, found 0"),
+        (["--share", "1"], "--share must be greater than 0 and less than 1, found 1"),
+        (["--rows", "0"], "--rows must be at least 1 and at most 1e6, or -1, found 0"),
+        (["--rows", "1000001"], "--rows must be at least 1 and at most 1e6, or -1, found 1000001"),
+        (["--weights", "1,-2"], "--weights must be at least 0, found -2"),
         (["--name", "--json"], "--name needs a value"),
         (["--name", "--"], "--name needs a value"),
         (["--no-lr"], "only a switch can be negated"),
@@ -191,6 +207,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("devise_type: npu", "unknown setting devise_type; did you mean device_type?"),
         ("warmup: yes", "warmup: True is not a whole number"),
         ("lr: true", "lr: True is not a number"),
+        ("lr: .nan", "lr: nan is not a number"),
+        ("share: 2", "c.yaml: share must be greater than 0 and less than 1, found 2.0"),
+        ("rows: -5", "c.yaml: rows must be at least 1 and at most 1e6, or -1, found -5"),
+        ("weights: [1, -1]", "c.yaml: weights must be at least 0, found -1"),
+        ("track: []", "c.yaml: track must not be empty"),
         ("warmup: 2.5", "not a whole number"),
         ("name: off", "put it in quotes"),
         ("name: 2024-01-01", "put it in quotes"),
@@ -222,13 +243,13 @@ samples = st.builds(
     device_type=st.sampled_from(["npu", "cuda", "mps", "cpu", None]),
     device_batch_size=st.integers(),
     warmup=st.integers(),
-    lr=st.floats(allow_nan=False),
+    lr=st.floats(allow_nan=False, allow_infinity=False),
     tokens=st.none() | st.integers(),
     name=st.text(),
     json=st.booleans(),
     resume=st.none() | st.booleans(),
     level=st.sampled_from([1, 2, 3]),
-    track=st.lists(st.text()).map(tuple),
+    track=st.lists(st.text(), min_size=1).map(tuple),
     sizes=st.lists(st.integers()).map(tuple),
     extra=st.dictionaries(st.text(), st.integers()),
 )
@@ -254,14 +275,16 @@ def test_flags_read_back_the_same(config: Sample) -> None:
     argv = [
         f"--{field.name.replace('_', '-')}={getattr(config, field.name)}"
         for field in dataclasses.fields(Sample)
-        if field.name not in ("track", "sizes", "extra")
+        if field.name not in ("track", "sizes", "extra", "weights")
     ]
     argv += [f"--sizes={','.join(map(str, config.sizes))}"]
-    assert parse(Sample, argv) == dataclasses.replace(config, track=("a",), extra={})
+    assume(config.name.strip() and config.sizes)  # an empty value is refused
+    assert parse(Sample, argv) == dataclasses.replace(config, track=("a",), extra={}, weights=())
 
 
 def test_bare_words_fill_the_field_that_takes_them(tmp_path: Path) -> None:
-    assert parse(Words, ["a,b", "--json", "-", ""]) == Words(("a,b", "-", ""), json=True)
+    assert parse(Words, ["a,b", "--json", "-"]) == Words(("a,b", "-"), json=True)
+    assert "FILES has an empty value" in error(Words, "a", "")
     assert parse(Words, []) == Words()
     assert parse(Numbers, ["1", "-2"]) == Numbers((1, -2))
     assert "STEPS: 'x' is not a whole number" in error(Numbers, "x")
@@ -295,6 +318,8 @@ def test_help_text_has_every_flag_its_docs_and_defaults() -> None:
     rows = {line.split()[0].rstrip(","): " ".join(line.split()) for line in text.splitlines() if line.startswith("  -")}
     assert rows["--device-batch-size"].startswith("--device-batch-size, --batch, --micro-batch N rows per device")
     assert rows["--warmup"] == "--warmup N steps of warm-up (default: 0)"
+    assert rows["--share"] == "--share X part of it (greater than 0 and less than 1; default: 0.5)"
+    assert rows["--rows"] == "--rows N rows to read; -1: all (at least 1 and at most 1e6, or -1)"
     assert rows["--level"] == "--level {1,2,3} how much (default: 2)"
     assert rows["--track"] == "--track TEXT,... where to log (default: a)"
     assert rows["--json"] == "--json print JSON"

@@ -151,7 +151,7 @@ def test_wrong_collective_results_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_less_than_one_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--devices", "0"]) == 2
-    assert "at least one" in capsys.readouterr().err
+    assert "--devices must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -219,7 +219,6 @@ def test_without_a_name_the_run_saved_last_is_scored(trained: GPT, capsys: pytes
         ({"run": "nobody"}, "no checkpoint in .*nobody"),
         ({"eval": ("bpb",)}, "--data DIR"),
         ({"bundle": "nowhere"}, "ascendchat data fetch core"),
-        ({"max_per_task": 0}, "at least 1"),
     ],
 )
 def test_what_is_missing_is_said_with_the_next_step(trained: GPT, changes: dict[str, Any], message: str) -> None:

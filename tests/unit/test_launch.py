@@ -59,11 +59,11 @@ def test_a_script_is_run_as_a_file(tmp_path: Path) -> None:
         ("--devices 2 -m", "what to run is missing"),
         ("--devices 2 launch base", "cannot launch itself"),
         ("--devices 2 nowhere.py", "there is no file nowhere.py"),
-        ("--devices 0 base", "at least one process"),
+        ("--devices 0 base", "--devices must be at least 1"),
         ("--devices 1 --nnodes 2 base", "add --master HOST:PORT"),
         ("--devices 1 --nnodes 2 --node-rank 2 --master a base", "from 0 to 1"),
         ("--devices 1 --nnodes 2 --master a:b base", "is not HOST or HOST:PORT"),
-        ("--devices 1 --max-restarts -1 base", "cannot be negative"),
+        ("--devices 1 --max-restarts -1 base", "--max-restarts must be at least 0"),
         ("--devices 1 --run a/../b base", "use letters"),
     ],
 )

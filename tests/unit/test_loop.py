@@ -70,6 +70,10 @@ class ToyStage:
         self.seen.append(("evaluate", step))
         return {"score": self.scores.pop(0) if self.scores else float(self.model.weight.mean())}
 
+    def core(self, step: int) -> dict[str, float]:
+        self.seen.append(("core", step))
+        return {"core": 0.25}
+
     def sample(self, step: int) -> list[str]:
         self.seen.append(("sample", step))
         return ["text"]
@@ -85,6 +89,26 @@ class ToyStage:
 @pytest.fixture
 def device() -> Device:
     return pick("cpu")
+
+
+def seen_by(folder: Path, device: Device, **options: int) -> list[tuple[str, int]]:
+    stage = ToyStage()
+    with open_run(folder, BaseConfig()) as run:
+        fit(stage, device, run, Options(**options))
+    return [entry for entry in stage.seen if entry[0] in ("evaluate", "core", "sample")]
+
+
+def test_minus_one_means_never_and_zero_only_at_the_end(tmp_path: Path, device: Device) -> None:
+    assert seen_by(tmp_path / "a", device, eval_every=-1, save_every=-1, sample_every=-1, core_every=-1) == []
+    assert checkpoints(tmp_path / "a") == [8]  # a model is always saved at the end
+    assert seen_by(tmp_path / "b", device, eval_every=0, save_every=0) == [("evaluate", 8)]
+
+
+def test_core_is_scored_every_so_many_steps_and_at_the_end(tmp_path: Path, device: Device) -> None:
+    found = seen_by(tmp_path, device, eval_every=-1, core_every=3)
+    assert found == [("core", 3), ("core", 6), ("core", 8)]
+    scores = [(row["step"], row["core"]) for row in read_metrics(tmp_path) if "core" in row]
+    assert scores == [(3, 0.25), (6, 0.25), (8, 0.25)]
 
 
 def start(folder: Path) -> Run:

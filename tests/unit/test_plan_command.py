@@ -193,9 +193,9 @@ def test_a_refusal_names_the_smallest_changes_and_they_can_be_typed() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--devices", "0"], "--devices must be more than 0"),
-        (["--mfu", "40"], "--mfu 0.4"),
-        (["--price", "-1"], "cannot be negative"),
+        (["--devices", "0"], "--devices must be at least 1"),
+        (["--mfu", "40"], "--mfu must be greater than 0 and at most 1"),
+        (["--price", "-1"], "--price must be at least 0"),
         (["--lora-rank", "8"], "--hf-config"),
         (["--rollout-devices", "1"], "--goal rl"),
         (["--goal", "rl", "--rollout-devices", "1"], "--devices 2"),

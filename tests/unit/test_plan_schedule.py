@@ -126,3 +126,17 @@ def test_every_curve_is_bounded_and_continuous(steps: int, data: st.DataObject) 
         assert abs(lr_scale(step + 1, steps) - lr_scale(step, steps)) <= 1 / 40 + 1e-12
         assert abs(momentum(step + 1, steps) - momentum(step, steps)) < 0.01
         assert math.isfinite(weight_decay(step + 1, steps, 1.0))
+
+
+def test_a_rate_that_is_asked_for_counts_at_width_768_and_2_to_the_19_tokens() -> None:
+    """As nanochat means its flags: the tables follow the width, all follow the batch."""
+    usual = rates(768, 2**19)
+    asked = rates(768, 2**19, matrix=0.04, embedding=0.2, unembedding=0.004, scalar=1.0)
+    assert {name: asked[name] for name in asked if asked[name] != usual[name]} == {
+        "matrices": 0.04, "embedding": 0.2, "value_embeddings": 0.1, "head": 0.004, "skip_scalars": 1.0,
+        "residual_scalars": 0.01,
+    }  # fmt: skip
+    wide = rates(768 * 4, 2**21, matrix=0.04, embedding=0.2)
+    assert wide["matrices"] == pytest.approx(0.08)
+    assert wide["embedding"] == pytest.approx(0.2)  # half for the width, twice for the batch
+    assert wide["gates"] == pytest.approx(rates(768 * 4, 2**21)["gates"])

@@ -165,6 +165,8 @@ def test_a_stage_whose_file_has_changed_runs_again(tmp_path: Path, recipe: str, 
         "stages: {base: {}}",
         "stages: [{base: [1, 2]}]",
         "stages: [base]",
+        "stages: [{base: 7}]",
+        "stages: 5",
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, text: str) -> None:
