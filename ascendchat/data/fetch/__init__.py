@@ -4,7 +4,8 @@
     ascendchat data fetch gsm8k --source /mnt/usb/data --offline
 
 Code that needs a set calls `fetch("gsm8k")` on every rank and gets its folder: one process downloads, the others wait.
-A set lives in $ASCENDCHAT_HOME/data/NAME with a manifest.json (sizes and sha256); `ascendchat data verify` compares.
+A set lives in $ASCENDCHAT_HOME/data/NAME (of a URL: NAME-HASH) with a manifest.json: sizes, sha256, and what was asked
+for; `ascendchat data verify` compares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The folder of a tokenizer: what `ascendchat tokenizer train --out DIR` writes and everything else reads.
 
 bpe.json               ours: pattern, merges as pairs of ids, special tokens, fingerprint
-tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids
+tokenizer.json         the same for Hugging Face tokenizers, transformers and vLLM: equal ids (see LONGEST_RUN)
 tokenizer_config.json  names of the special tokens and the chat template
 manifest.json          size and sha256 of each, and the command that mends the folder; written last
 """
