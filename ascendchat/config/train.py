@@ -40,7 +40,7 @@ class TrainConfig(StepConfig):
     """What all training stages have in common."""
 
     run: str = option("", also=("run_name",))  # plain torchrun takes --run for its own --run-path
-    "name of the run; its folder holds metrics, samples and checkpoints; by default d and the depth"
+    "name of the run; its folder holds settings, metrics and checkpoints; by default d and the depth"
     resume: Literal["auto", "never"] = "auto"
     "auto continues from the last checkpoint of the run if there is one; never starts anew"
     gradient_accumulation_steps: int | None = option(None, least=1, most=1e6)
@@ -122,6 +122,8 @@ class BaseConfig(TrainConfig):
 class ChatTrainConfig(TrainConfig):
     """What mid-training and SFT have in common."""
 
+    run: str = option("", also=("run_name",))
+    "name of the run; its folder holds settings, metrics and checkpoints; by default that of the model it starts from"
     start: str = option("", also=("model_tag",))
     "run or checkpoint folder to start from; by default the last earlier stage of --run, or of the newest run"
     data: tuple[str, ...] = ()
