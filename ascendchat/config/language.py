@@ -84,6 +84,13 @@ def _chinese(text: str, groups: tuple[str, ...]) -> str:
     return text
 
 
+def bracketed(notes: list[str]) -> str:
+    """Notes behind a text, as the language of the shell writes them; nothing without any."""
+    if not notes:
+        return ""
+    return f"（{'；'.join(notes)}）" if language() == "zh" else f" ({'; '.join(notes)})"
+
+
 def cells(text: str) -> int:
     """Columns of a terminal: a Chinese character takes two."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)

@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config.language import translate, wrap
+from ascendchat.config.language import bracketed, translate, wrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _notes(field: dataclasses.Field[Any]) -> str:
     if not (value is dataclasses.MISSING or value is None or value is False or value in ("", ())):
         shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
         notes.append(translate(f"default: {shown}"))
-    return f" ({'; '.join(filter(None, notes))})" if any(notes) else ""
+    return bracketed([note for note in notes if note])
 
 
 def describe(prog: str, cls: type) -> str:

@@ -200,6 +200,18 @@ def help_texts(collector: Collector) -> set[str]:
     return collector.texts
 
 
+def ranges() -> set[str]:
+    """How the ranges of the numbers read: `at least {} and at most {}`."""
+    from ascendchat.cli import COMMANDS
+
+    found = set()
+    for target, _, _ in COMMANDS.values():
+        module, name = target.split(":")
+        cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
+        found |= {str(field.metadata.get("range", "")) for field in dataclasses.fields(cls)}
+    return {re.sub(r"-?\d[\d.e-]*", "{}", text) for text in found} - {""}
+
+
 def plan_texts(collector: Collector) -> set[str]:
     """What `plan` shows: rows (label, value) of plan/show.py, lists of notes, where the figures of a chip are from."""
     collector.texts = part_names()
@@ -240,8 +252,10 @@ def part_names() -> set[str]:
 
 def every_text() -> dict[str, set[str]]:
     """All texts by group, each in one of them."""
+    from ascendchat import chips
+
     collector = Collector()
-    errors = collector.texts
+    errors = collector.texts | ranges() | set(chips._FAMILIES.values())
     lines = help_texts(collector) - errors
     return {"errors": errors, "help": lines, "plan": plan_texts(collector) - lines - errors}
 

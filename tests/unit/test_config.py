@@ -311,7 +311,8 @@ def test_help_is_asked_before_the_separator_only() -> None:
     assert not wants_help(["--", "x.py", "--help"])
 
 
-def test_help_text_has_every_flag_its_docs_and_defaults() -> None:
+def test_help_text_has_every_flag_its_docs_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
     assert field_docs(Sample).keys() == {f.name for f in dataclasses.fields(Sample)}
     text = describe("ascendchat sample", Sample)
     assert text.startswith("usage: ascendchat sample [--flags]\n\nA command with one field of every kind.")

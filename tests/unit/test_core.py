@@ -363,7 +363,7 @@ def test_a_missing_or_broken_bundle_says_how_to_get_one(tmp_path: Path) -> None:
     broken = write_bundle(tmp_path / "broken")
     packed = broken / "eval_data" / "words" / "choice.jsonl.xz"
     packed.write_bytes(packed.read_bytes()[:-40])
-    with pytest.raises(UserError, match=r"choice\.jsonl\.xz cannot be read"):
+    with pytest.raises(UserError, match=r"choice\.jsonl\.xz is damaged or incomplete"):
         load_bundle(broken)
 
 

@@ -62,7 +62,7 @@ def test_the_dtype_is_what_the_chip_supports(chip: str, asked: str | None, expec
 
 @pytest.mark.parametrize("name", sorted(CHIPS))
 def test_a_plan_counts_in_the_dtype_that_training_uses(name: str) -> None:
-    assert DTYPES[compute_dtype(find(name))] == choose_dtype(find(name))
+    assert DTYPES[compute_dtype(CHIPS[name])] == choose_dtype(CHIPS[name])
 
 
 @pytest.mark.parametrize(

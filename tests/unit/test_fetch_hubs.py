@@ -254,5 +254,5 @@ def test_the_command_lists_names_and_reports_what_it_fetched(
     url = server.add("/a.bin", DATA)
     assert run(parse(DataFetchConfig, [url, "--workers", "2"])) == 0
     assert f"{url}: 1 files, 640.1 KiB, verified, in {home()}" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--workers 0"):
+    with pytest.raises(UserError, match="--workers must be at least 1"):
         run(parse(DataFetchConfig, [url, "--workers", "0"]))
