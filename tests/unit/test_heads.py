@@ -82,7 +82,7 @@ def test_a_model_with_the_kernels_has_the_loss_and_gradients_of_one_without(chec
             for parameter in model.parameters():  # many of them begin as 0, where a wrong gradient would not show
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
                 parameter.add_(0.1 * noise.to(PLACE))
-        forward = torch.compile(model, fullgraph=True) if compiled else model
+        forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model  # as in training
         hidden = forward(tokens, dense(model, Reference()), model.rope(24, torch.float32, PLACE))
         (hidden * torch.linspace(-1, 1, 32, device=PLACE)).sum().backward()
         results.append({name: parameter.grad for name, parameter in model.named_parameters()} | {"hidden": hidden})
