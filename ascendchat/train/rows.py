@@ -22,7 +22,7 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device, pick
 from ascendchat.eval.bits import corpus_bits
-from ascendchat.eval.scorer import ModelScorer
+from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
@@ -203,8 +203,10 @@ class RowStage:
         return True
 
     def scorer(self) -> ModelScorer:
-        """Scores rows with the model as it is now, as many tokens at a time as a micro-batch has."""
-        learner, tokens = self.learner, self.split.rows * self.model.shape.seq_len
+        """Scores rows with the model as it is now. Without gradients only a layer or two is held at a time, so several
+        micro-batches fit where training holds one."""
+        learner, mine = self.learner, self.split.rows * self.model.shape.seq_len
+        tokens = max(mine, min(MAX_TOKENS, mine * self.model.shape.depth // 2))
         return ModelScorer(self.model, learner.kernel, learner.place, max_tokens=tokens, pin=learner.device.pin)
 
     def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
