@@ -26,7 +26,7 @@ class DoctorConfig:
     json: bool = False
     "print one JSON object instead of a table"
     devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
-    "run one real collective on this many devices and report its bandwidth"
+    "run real collectives on this many devices, check every number and report the bandwidth"
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
     "device type for --devices; by default the best one found"
     watch: bool = False

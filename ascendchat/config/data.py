@@ -45,7 +45,7 @@ class TokenizerEvalConfig:
 
 @dataclass(frozen=True)
 class DataPrepareConfig:
-    """Turn documents into token shards that training maps into memory; sources add up. Run it again to continue."""
+    """Turn documents into token shards that training maps into memory; a killed run continues."""
 
     paths: tuple[str, ...] = option((), words="each")
     "files, folders, patterns or names of fetched sets; `toyworld` is the embedded corpus"
@@ -54,7 +54,7 @@ class DataPrepareConfig:
     tokenizer: str = ""
     "folder of the tokenizer; by default $ASCENDCHAT_HOME/tokenizer"
     out: str = ""
-    "folder to write; by default $ASCENDCHAT_HOME/data/prepared"
+    "folder to write, which then holds the sources of this command only; by default $ASCENDCHAT_HOME/data/prepared"
     field: str = "text"
     "name of the field or column that holds the text"
     val_fraction: float = option(0.01, least=0, below=1)

@@ -44,7 +44,7 @@ class TrainConfig(StepConfig):
     resume: Literal["auto", "never"] = "auto"
     "auto continues from the last checkpoint of the run if there is one; never starts anew"
     gradient_accumulation_steps: int | None = option(None, least=1, most=1e6)
-    "micro-batches per step; checked against the total batch, which decides when both are given"
+    "micro-batches per step; with --total-batch-size too, the two must agree"
     num_iterations: int | None = option(None, also=("steps",), least=1, most=1e9)
     "optimizer steps; by default they follow from the horizon"
     eval_every: int = option(250, least=-1, most=1e9)
@@ -62,7 +62,7 @@ class TrainConfig(StepConfig):
     lr_multiplier: float = option(1.0, above=0, most=1e3)
     "factor on every learning rate; the rates themselves follow width and batch"
     matrix_lr: float | None = option(None, above=0, most=1e3)
-    "rate of the matrices (Muon) at 2^19 tokens per step, scaled to the batch like all rates; by default 0.02"
+    "rate of matrices (Muon) and gates at 2^19 tokens per step, scaled to the batch like all rates; by default 0.02"
     embedding_lr: float | None = option(None, above=0, most=1e3)
     "rate of the embedding (value embeddings: half of it) at 2^19 tokens per step and width 768; by default 0.3"
     unembedding_lr: float | None = option(None, above=0, most=1e3)
@@ -124,7 +124,7 @@ class ChatTrainConfig(TrainConfig):
 
     run: str = option("", also=("run_name",))
     "name of the run; its folder holds settings, metrics and checkpoints; by default that of the model it starts from"
-    start: str = option("", also=("model_tag",))
+    start: str = ""
     "run or checkpoint folder to start from; by default the last earlier stage of --run, or of the newest run"
     data: tuple[str, ...] = ()
     """mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared
@@ -136,7 +136,7 @@ class ChatTrainConfig(TrainConfig):
     max_seq_len: int | None = option(None, least=16, most=1e6)
     "tokens per row; by default that of the model"
     epochs: float = option(1.0, above=0, most=1e6)
-    "how often to read the conversations"
+    "rows of the run, in times the rows of all of --data together; --steps wins over it"
     target_examples_per_step: int | None = option(None, least=1, most=1e9)
     "rows of conversations per step, instead of --total-batch-size"
     lr_multiplier: float = option(1.0, above=0, most=1e3)
@@ -147,12 +147,12 @@ class ChatTrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class MidConfig(ChatTrainConfig):
-    """Teach a base model the form of conversations, tools and choices, mixed with text."""
+    """Teach a base model the form of conversations, tools and choices; text may be mixed in."""
 
 
 @dataclass(frozen=True)
 class SftConfig(ChatTrainConfig):
-    """Fine-tune on conversations; the loss is on the replies only."""
+    """Fine-tune on conversations; the loss is on the replies, and on all of a text that is mixed in."""
 
     lr_multiplier: float = option(0.5, above=0, most=1e3)
     "factor on every learning rate of pretraining"

@@ -20,7 +20,7 @@
 | reasoned  | tsv of three columns: question, answer, explanation     | the explanation, then the answer               |
 
 Rows that cannot be read are counted and left out, and the first of them are named. More than 1 % of them in a file is
-an error, as for `ascendchat data prepare`.
+an error, as for `ascendchat data prepare`; but a single one is not, unless it is half of the file.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _files(pool: ProcessPoolExecutor, pending: Sequence[Source]) -> Iterator[Sou
 
 def _parts(pool: ProcessPoolExecutor, pending: Sequence[Source], out: Path, workers: int) -> Iterator[Source]:
     """Read the files here, one after the other, and hand their parts to the workers; yields each source when it is
-    done. At most one part more than there are workers is held in memory."""
+    done. At most two parts more than there are workers are held in memory."""
     running: dict[Future[None], Source] = {}
     unread = {source.key for source in pending}
 

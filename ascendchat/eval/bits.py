@@ -1,4 +1,4 @@
-"""Bits per byte of a text: validation of `ascendchat base`, and `ascendchat eval base`.
+"""Bits per byte of a text: validation of `ascendchat base`, `mid` and `sft`, and `ascendchat eval base`.
 
 They do not depend on the tokenizer: the nats of all text tokens, in bits, over the bytes they stand for. Special tokens
 count in neither sum.

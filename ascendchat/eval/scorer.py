@@ -1,4 +1,4 @@
-"""Nats and greedy hits of many token rows per forward pass; what `ascendchat eval base` computes with.
+"""Nats and greedy hits of many token rows per forward pass; what `eval base` and validation compute with.
 
     scorer = ModelScorer(model, kernel, torch.device("cpu"))
     result = scorer.submit([Example([[0, 5, 7], [0, 5, 9]], starts=[2, 2])])     # queued, the host goes on

@@ -147,7 +147,7 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
         Group("value_embeddings", values, rates["value_embeddings"], betas=(0.8, 0.995), decay=0.01),
         Group("residual", [("residual", model.residual)], rates["residual_scalars"], decay=0.05, eps=SCALAR_EPS),
         Group("first", [("first", model.first)], rates["skip_scalars"], betas=(0.96, 0.95), eps=SCALAR_EPS),
-        Group("scalars", [("smear", model.smear), ("backout", model.backout)], rates["gates"], eps=SCALAR_EPS),
+        Group("scalars", [("smear", model.smear), ("backout", model.backout)], rates["smear_backout"], eps=SCALAR_EPS),
         Group("shifts", shifts, rates["shifts"], eps=SCALAR_EPS),
         Group("gates", gates, rates["matrices"]),
     ]

@@ -26,9 +26,9 @@ MOMENTUM_STEPS = 400
 TAIL, SNAPSHOTS = 0.1, 8  # at the end of the run, so much of it and about so many weights in it are averaged
 AHEAD = (0.4, 2 / 3)  # weight of the token after next at step 0, share of the run after which it is 0
 
-MATRIX_RATE = 0.02  # Muon, whose update has the same size at every width
+MATRIX_RATE = 0.02  # Muon, whose update has the same size at every width; also of the gates (AdamW)
 WIDTH_RATES = {"head": 0.008, "embedding": 0.3, "value_embeddings": 0.15}  # AdamW, x (dim / 768) ** -0.5
-FIXED_RATES = {"residual_scalars": 0.005, "skip_scalars": 0.5, "gates": 0.2, "shifts": 0.1}  # AdamW
+FIXED_RATES = {"residual_scalars": 0.005, "skip_scalars": 0.5, "smear_backout": 0.2, "shifts": 0.1}  # AdamW
 
 
 def batch_scale(total_batch: int) -> float:

@@ -125,7 +125,9 @@ class Shape:
         return tuple(length if kind == "L" or i == self.depth - 1 else short for i, kind in enumerate(tiled))
 
     def matrices(self) -> dict[tuple[int, int], int]:
-        """The transformer's weights as (rows out, columns in) -> how many: what Muon stacks and updates together."""
+        """The weights of the layers as (rows out, columns in) -> how many, by which memory.py counts the
+        optimizer. The model itself (nn/optim.py) stacks `down` transposed beside `up` and queries by key-value head,
+        and gives the gates to AdamW."""
         counts: dict[tuple[int, int], int] = {}
         layer = [(self.q_dim, self.dim), (self.kv_dim, self.dim), (self.kv_dim, self.dim), (self.dim, self.q_dim)]
         layer += [(self.mlp_dim, self.dim), (self.dim, self.mlp_dim)]

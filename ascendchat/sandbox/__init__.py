@@ -2,7 +2,7 @@
 
     result = sandbox.run("print(6 * 7)", seconds=5.0)      # `ascendchat eval chat` judges HumanEval with it
     result.ok, result.stdout, result.reason
-    sandbox.capabilities()                                 # which walls stand on this machine; `ascendchat doctor`
+    sandbox.capabilities()                                 # which walls stand on this machine
 
 Every program has its own process, group and empty folder, a scrubbed environment, and limits on time, memory, output,
 file sizes, open files and processes. On Linux three layers come on top, each tried before it is relied on:

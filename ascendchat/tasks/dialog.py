@@ -24,7 +24,7 @@ from ascendchat.data.tables import KINDS
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
 
-# Sets whose texts have places to be filled, and the words. `identity` is what LLaMA-Factory publishes as identity.json.
+# Sets, by the name of their file, whose texts have places to be filled, and the words: identity.json of LLaMA-Factory.
 # Everywhere else {{name}} is text, like the {{user}} of a template and the \frac{{1}}{{2}} of a formula.
 SLOTS = {"identity": {"name": toyworld.NAME, "author": toyworld.NAME}}
 

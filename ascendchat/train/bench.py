@@ -65,7 +65,8 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     shape, split = bench.learner.model.shape, bench.split
     seconds = marks[-1][2].since(marks[0][0]) / 1e3
     pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.flops, split.devices)
-    predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows))
+    checkpointing = bench.learner.model.checkpoint_activations
+    predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows, checkpointing))
     return {
         "tokens_per_second": round(pace.tokens_per_second),
         "mfu": None if pace.mfu is None else round(pace.mfu, 4),

@@ -2,7 +2,7 @@
 
 Both start from the last checkpoint of an earlier stage and are Stages of the one loop; they differ in their defaults.
 A mixture is written NAME=WEIGHT,...: `toyworld` (embedded), a file of conversations in any known format, a prepared
-corpus of text (mid-training keeps reading it), or a set known to `ascendchat data fetch`.
+corpus of text (whose loss is on every token), or a set known to `ascendchat data fetch`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The one training loop. Base, mid, SFT, RL and fine-tuning are Stages of it; one device or many is the same path.
+"""The one training loop. Base, mid and SFT are Stages of it; one device or many is the same path.
 
     result = fit(stage, device, run, Options(save_every=500, eval_every=250))
 
 A step: micro-batches forward and backward, then the optimizer. Losses are read one step late, so the device never
-waits for the console. A signal, a non-finite loss and the end of the run are agreed on by all ranks, since they travel
-with the loss.
+waits for the console. A signal and a loss that went wrong are agreed on by all ranks, since they travel with the loss.
 """
 
 from __future__ import annotations
@@ -78,9 +77,10 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """When to save, validate and show. At the end too, but for what is 0 (eval_every: -1) and then never done."""
+    """When to save, validate and show: after so many steps, and at the end. 0 and less: only at the end (save_every),
+    else never; eval_every 0: only at the end."""
 
-    save_every: int = 500  # 0 and less: only at the end
+    save_every: int = 500
     eval_every: int = 250
     sample_every: int = 0
     log_every: int = 10
@@ -222,7 +222,7 @@ class Progress:
     first: int = 0
 
     def add(self, step: int, loss: Tensor, stop: int, more: dict[str, float]) -> None:
-        """Queue a loss; the sum over the ranks also carries a wish to stop."""
+        """Queue a loss; the mean over the ranks also carries a wish to stop."""
         report = torch.stack((loss.float(), torch.full_like(loss, float(stop > 0), dtype=torch.float32)))
         dist.all_reduce(report, "mean", async_op=True).wait()
         self.pending.append((step, self.device.fetch(report), self.device.event(), more))

@@ -1,4 +1,4 @@
-"""`ascendchat mid --run demo`: teach a base model the form of conversations, tools and choices, mixed with text."""
+"""`ascendchat mid --run demo`: teach a base model the form of conversations, tools and choices (train/chat.py)."""
 
 from __future__ import annotations
 

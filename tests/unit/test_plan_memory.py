@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ascendchat import cli
 from ascendchat.chips import find
 from ascendchat.plan.memory import (
     GIB,
@@ -143,3 +145,29 @@ def test_the_roofline_at_one_sequence_is_the_bandwidth_over_the_weights() -> Non
     alone = decode_rate(shape, chip, 1, 1)
     assert alone == pytest.approx(chip.bandwidth / (2 * shape.matmul_parameters), rel=0.01)
     assert alone < decode_rate(shape, chip, 64, 1) <= 64 * alone
+
+
+def test_bench_train_compares_what_it_measured_with_the_plan_for_its_own_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = ["--depth", "4", "--dim", "64", "--vocab-size", "300", "--max-seq-len", "256", "--device-batch-size", "8"]
+    planned = []
+    for more in ([], ["--activation-checkpointing"]):
+        command = [
+            "bench",
+            "train",
+            "--device-type",
+            "cpu",
+            *shape,
+            "--total-batch-size",
+            "2048",
+            "--steps",
+            "1",
+            *more,
+        ]
+        assert cli.main(command) == 0
+        planned.append(json.loads(capsys.readouterr().out.splitlines()[-1])["memory_planned_gib"])
+    model = Shape.from_depth(4, dim=64, vocab=300, seq_len=256)
+    expected = [allocated(training(model, find("cpu"), 1, 8, saves)) / GIB for saves in (False, True)]
+    assert planned == pytest.approx(expected, abs=0.001)
+    assert planned[1] < planned[0]

@@ -66,7 +66,7 @@ def test_depth_12_at_its_own_batch_has_the_reference_rates() -> None:
             "value_embeddings": 0.15,
             "residual_scalars": 0.005,
             "skip_scalars": 0.5,
-            "gates": 0.2,
+            "smear_backout": 0.2,
             "shifts": 0.1,
         }
     )
@@ -77,7 +77,7 @@ def test_rates_follow_the_root_of_the_batch_and_tables_the_width() -> None:
     base, wide = rates(768, 2**19), rates(4 * 768, 2**21)
     assert wide["matrices"] == pytest.approx(2 * base["matrices"])
     assert wide["embedding"] == pytest.approx(base["embedding"])  # x 2 for the batch, / 2 for the width
-    assert wide["gates"] == pytest.approx(2 * base["gates"])
+    assert wide["smear_backout"] == pytest.approx(2 * base["smear_backout"])
 
 
 def test_batches_below_the_least_keep_its_rates() -> None:
@@ -139,4 +139,4 @@ def test_a_rate_that_is_asked_for_counts_at_width_768_and_2_to_the_19_tokens() -
     wide = rates(768 * 4, 2**21, matrix=0.04, embedding=0.2)
     assert wide["matrices"] == pytest.approx(0.08)
     assert wide["embedding"] == pytest.approx(0.2)  # half for the width, twice for the batch
-    assert wide["gates"] == pytest.approx(rates(768 * 4, 2**21)["gates"])
+    assert wide["smear_backout"] == pytest.approx(rates(768 * 4, 2**21)["smear_backout"])
