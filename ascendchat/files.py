@@ -6,6 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
+from ascendchat.config import UserError
+
 
 def flush(path: Path) -> None:
     """Make a file, or the entries of a folder, survive a power cut."""
@@ -14,6 +16,15 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse, before hours of work, a folder that cannot be made or written; nothing is made yet."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is a file, and a folder is needed there; give another --out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{there} cannot be written; give another --out, or set ASCENDCHAT_HOME to a writable folder")
 
 
 def write_atomic(path: Path, text: str) -> None:

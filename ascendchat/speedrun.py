@@ -23,7 +23,7 @@ from ascendchat import __version__
 from ascendchat.config import UserError, home, load_yaml, spelling
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.files import write_atomic
-from ascendchat.record import read_metrics, run_folder
+from ascendchat.record import read_facts, read_metrics, run_folder
 
 TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
 RESUMABLE = ("base", "mid", "sft")  # these know --resume
@@ -99,12 +99,22 @@ def stamp(before: str, words: list[str]) -> str:
     return hashlib.sha256("\0".join([before, __version__, *words, *files]).encode()).hexdigest()[:16]
 
 
+def identities(stages: list[tuple[str, dict[str, Any]]], run: str, config: SpeedrunConfig) -> list[str]:
+    """Of all stages, as the files they name are now."""
+    found = [""]
+    for command, settings in stages:
+        found.append(stamp(found[-1], command_line(command, settings, run, config)))
+    return found[1:]
+
+
 def run(config: SpeedrunConfig) -> int:
     """The command."""
     name, stages = read_recipe(find_recipe(config.recipe))
     name = config.run or name
     ledger = run_folder(name, "speedrun.json")
-    known: dict[str, Any] = json.loads(ledger.read_text()) if ledger.is_file() and not config.fresh else {}
+    known: dict[str, Any] = {} if config.fresh else read_facts(ledger)
+    if ledger.is_file() and not config.fresh and not known:
+        raise UserError(f"{ledger} is damaged: nobody knows which stages are done; --fresh runs all of them again")
     started, before = time.monotonic(), ""
     for number, (command, settings) in enumerate(stages, 1):
         words = command_line(command, settings, name, config)
@@ -123,6 +133,7 @@ def run(config: SpeedrunConfig) -> int:
             continue
         print(heading, flush=True)
         begun = time.monotonic()
+        known = {i: known[i] for i in identities(stages, name, config) if i in known}  # others are overwritten now
         note(ledger, known, identity, {"command": " ".join(words), "old": old})
         status = call(words)
         if status:

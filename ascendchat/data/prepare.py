@@ -37,7 +37,7 @@ from ascendchat.data.shards import (
     parts_of,
     record_path,
 )
-from ascendchat.files import sha256, write_atomic
+from ascendchat.files import check_folder, sha256, write_atomic
 
 if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer
@@ -287,6 +287,7 @@ def _refuse_foreign(out: Path) -> None:
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Only one `data prepare` writes into a folder at a time."""
+    check_folder(out)
     _refuse_foreign(out)
     (out / "progress").mkdir(parents=True, exist_ok=True)
     with (out / "progress" / "lock").open("a") as file:
@@ -339,6 +340,8 @@ def prepare(
 def run(config: DataPrepareConfig) -> int:
     """The command `ascendchat data prepare`."""
     given = [*config.source, *config.paths]
+    if config.out and any(Path(name).is_dir() and Path(name).resolve() == Path(config.out).resolve() for name in given):
+        raise UserError(f"{config.out} is a source and --out at once; give the output a folder of its own")
     if not given:
         raise UserError("name what to prepare: ascendchat data prepare --source FILES --tokenizer DIR --out DIR")
     if config.weights and len(config.weights) != len(given):

@@ -218,7 +218,7 @@ RULES = [
             check=[
                 "内核日志里有这个进程吗？作业是否到了时间或内存上限？",
             ],
-            symptoms=["进程被杀", "进程消失", "程序莫名退出"],
+            symptoms=["进程被杀", "被杀掉", "进程消失", "程序莫名退出"],
         ),
         commands=[
             'dmesg -T | grep -iE "killed process|oom" | tail -3; free -g',

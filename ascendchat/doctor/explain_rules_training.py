@@ -182,7 +182,7 @@ RULES = [
                 "--temperature 0 时好一些吗？那就是采样温度对这个模型太高。",
                 "分数如何？`ascendchat eval base` 和 `ascendchat eval chat` 会测量模型。",
             ],
-            symptoms=["chat 输出乱码", "输出乱码", "胡言乱语", "回答不通顺", "答非所问", "不断重复", "回答很差"],
+            symptoms=["chat 输出乱码", "乱码", "胡言乱语", "回答不通顺", "答非所问", "不断重复", "回答很差"],
         ),
         commands=[
             "ascendchat chat --stage sft --temperature 0",

@@ -10,8 +10,9 @@ import os
 import re
 from pathlib import Path
 
-# What a process has open as long as it computes on a device. Tools that only read figures open others (nvidiactl).
-DEVICE_NODE = re.compile(r"/dev/(?:davinci\w*|devmm_svm|nvidia\d+|nvidia-uvm)")
+# What a process has open as long as it computes on a device. Tools that only read figures open others (nvidiactl,
+# davinci_manager).
+DEVICE_NODE = re.compile(r"/dev/(?:davinci\d+|devmm_svm|nvidia\d+|nvidia-uvm)")
 
 
 def birth(pid: int) -> str:

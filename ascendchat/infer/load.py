@@ -111,7 +111,8 @@ def last_stage(run: str) -> str:
     """The latest stage of a run that has a checkpoint."""
     there = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
     if not there:
-        known = sorted({path.parent.parent.name for path in (home() / "runs").glob("*/*/latest")})
+        saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
+        known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
         raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
     return there[-1]
 

@@ -48,6 +48,7 @@ __all__ = [
     "eta",
     "notice",
     "open_run",
+    "read_facts",
     "read_metrics",
     "run_folder",
     "speed",

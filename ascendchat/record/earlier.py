@@ -11,19 +11,27 @@ import itertools
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 
 def earlier(folder: Path) -> list[Path]:
-    """What was set aside for this stage folder."""
-    form = re.compile(re.escape(folder.name) + r"\.old(\.\d+)?")
-    return sorted(path for path in folder.parent.glob(f"{folder.name}.old*") if form.fullmatch(path.name))
+    """What was set aside for this stage folder, oldest first."""
+    form = re.compile(re.escape(folder.name) + r"\.old(?:\.(\d+))?")
+    found = [(int(m[1] or 1), path) for path in folder.parent.iterdir() if (m := form.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def last_step(folder: Path) -> int:
+    """Of the checkpoints in a stage folder; 0 without any."""
+    return max((int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()), default=0)
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Give a stage folder that holds a model another name; None when it holds none."""
-    if not (folder / "latest").is_file():
+    """Give a stage folder that holds a model another name; None when it holds none. A run that was killed has perhaps
+    no `latest` yet."""
+    if not last_step(folder):
         return None
     names = itertools.chain([f"{folder.name}.old"], (f"{folder.name}.old.{n}" for n in itertools.count(2)))
     free = next(path for path in map(folder.with_name, names) if not path.exists())
@@ -37,9 +45,11 @@ def notice(folder: Path) -> str:
     if not kept:
         return ""
     names = ", ".join(str(path) for path in kept)
+    most = shlex.quote(str(max(kept, key=last_step)))  # not a new run that was stopped soon
+    here = shlex.quote(str(folder))
     return (
         f"the earlier model is kept in {names} until this run has passed it or is finished; "
-        f"to get it back: rm -r {folder} && mv {kept[-1]} {folder}"
+        f"to get it back: rm -r {here} && mv {most} {here}"
     )
 
 

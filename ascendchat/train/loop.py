@@ -88,15 +88,17 @@ class Options:
     start: int = 0  # steps done by the checkpoint that was loaded
     loss_scale: tuple[float, int] | None = None
     core_every: int = 0
+    again: str = "run the same command to continue"  # what a user who stopped the run is told
 
     @classmethod
     def of(cls, config: TrainConfig, start: int, found: Checkpoint | None, core_every: int = 0) -> Options:
         """From the command's flags and, when a run goes on, its checkpoint."""
         state = found.state if found else {}
         scale = state.get("loss_scale")
+        again = f"run the same command{' without --resume never' if config.resume == 'never' else ''} to continue"
         return cls(
             config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
-            (float(scale[0]), int(scale[1])) if scale else None, core_every,
+            (float(scale[0]), int(scale[1])) if scale else None, core_every, again,
         )  # fmt: skip
 
 
@@ -312,7 +314,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                     save(writer, stage, result.step, scale)
             if stop:
                 result.stopped_by = signals.received or signal.SIGTERM
-                how = "the model is finished" if at_end else "run the same command to continue"
+                how = "the model is finished" if at_end else options.again
                 console.print(f"stopped by a signal after step {result.step}; {how}")
                 break
         writer.wait()

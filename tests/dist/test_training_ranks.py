@@ -103,8 +103,8 @@ def test_a_run_moves_between_one_two_four_and_one_ranks(alone: Trained, tmp_path
 def late_cleaner(rank: int, folder: str) -> int:
     """Rank 0 takes its time to clear what a killed run left; the others could long be writing."""
     dist.init(Host())
-    clear = Writer._set_aside
-    Writer._set_aside = lambda self, start: (time.sleep(1.5), clear(self, start))  # type: ignore[assignment, method-assign, return-value]
+    clear = Writer._delete
+    Writer._delete = lambda self, path: (time.sleep(1.5), clear(self, path))  # type: ignore[assignment, method-assign, return-value]
     try:
         writer = Writer(Path(folder))
         writer.save(1, model={"w": torch.ones(2)}, shards={f"w{rank}|weight|0|2": torch.ones(2)}, state={})

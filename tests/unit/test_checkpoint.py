@@ -6,6 +6,7 @@ import errno
 import json
 import random
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
 from ascendchat.config import UserError
 from ascendchat.nn.optim import Piece
-from ascendchat.record import earlier
+from ascendchat.record import earlier, notice
+from ascendchat.record.earlier import set_aside
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -73,6 +75,25 @@ def test_an_earlier_model_is_kept_until_the_new_run_has_passed_it(tmp_path: Path
         writer.wait()
         assert earlier(stage) == left, step
     assert (tmp_path / "base.older").is_dir()
+
+
+def test_the_way_back_leads_to_the_model_with_most_steps_whatever_its_path(tmp_path: Path) -> None:
+    stage = tmp_path / "my runs" / "base"
+    stage.mkdir(parents=True)
+    save(stage.with_name("base.old"), 342)
+    for name, step in (("base.old.2", 3), ("base.old.10", 5)):  # stopped soon
+        save(stage.with_name(name), step)
+    assert [path.name for path in earlier(stage)] == ["base.old", "base.old.2", "base.old.10"]
+    subprocess.run(notice(stage).partition("to get it back: ")[2], shell=True, check=True)
+    assert checkpoints(stage) == [342]
+
+
+def test_a_run_that_was_killed_before_it_wrote_latest_is_set_aside_too(tmp_path: Path) -> None:
+    stage = tmp_path / "base"
+    save(stage, 7)
+    (stage / "latest").unlink()
+    assert set_aside(stage) == tmp_path / "base.old"
+    assert newest(stage) is None
 
 
 def test_what_cannot_be_deleted_is_named_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

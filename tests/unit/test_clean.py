@@ -216,9 +216,16 @@ def test_process_that_leaves_the_device_on_sigterm_may_go_on_without_it(npu_smi,
 
 
 def test_only_nodes_of_accelerators_count_as_devices() -> None:
-    nodes = ["/dev/davinci7", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/nvidia0", "/dev/nvidia-uvm"]
-    others = ["/dev/nvidiactl", "/dev/null", "/dev/shm/davinci0", "/tmp/dev/davinci0", "/dev/nvidia-modeset"]
-    assert [bool(proc.DEVICE_NODE.fullmatch(path)) for path in nodes + others] == [True] * 5 + [False] * 5
+    nodes = ["/dev/davinci7", "/dev/davinci112", "/dev/devmm_svm", "/dev/nvidia0", "/dev/nvidia-uvm"]
+    others = [
+        "/dev/davinci_manager",
+        "/dev/nvidiactl",
+        "/dev/null",
+        "/dev/shm/davinci0",
+        "/tmp/dev/davinci0",
+        "/dev/nvidia-modeset",
+    ]
+    assert [bool(proc.DEVICE_NODE.fullmatch(path)) for path in nodes + others] == [True] * 5 + [False] * 6
 
 
 def test_itself_and_its_parents_are_never_ended(nvidia_smi, node: Path, cli) -> None:

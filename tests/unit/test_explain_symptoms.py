@@ -34,6 +34,8 @@ TOLD = [(rule.id, phrase) for rule in RULES for words in (rule.en, rule.zh) for 
         ("为什么训练这么慢", "", "host-bound cpu-fallback jit-compile"),
         ("NPU 利用率很低", "host-bound", ""),
         ("chat 输出乱码", "poor-answers", ""),
+        ("乱码", "poor-answers", ""),
+        ("训练被杀掉了", "killed", ""),
         ("the model answers gibberish", "poor-answers", ""),
         ("磁盘满了", "disk-full", ""),
         ("download very slow", "hub-network", ""),

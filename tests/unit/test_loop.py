@@ -188,6 +188,18 @@ def test_sigterm_saves_and_ends(tmp_path: Path, device: Device) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_who_stops_a_run_is_told_the_command_that_continues_it(
+    tmp_path: Path, device: Device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for resume, hint in (("auto", "run the same command to"), ("never", "run the same command without --resume never")):
+        stage = ToyStage(steps=5)
+        signalled(stage, "evaluate", 2)
+        options = Options.of(BaseConfig(resume=resume, eval_every=2), 0, None)  # type: ignore[arg-type]
+        with start(tmp_path / resume) as run:
+            fit(stage, device, run, options)
+        assert hint in capsys.readouterr().out
+
+
 def signalled(stage: ToyStage, name: str, at: int) -> list[int]:
     """SIGTERM comes in the middle of `name` at a step; the list fills with the steps that were looked at to the end."""
     whole: list[int] = []

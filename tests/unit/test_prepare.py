@@ -330,3 +330,23 @@ def test_a_number_of_workers_below_one_is_refused(tokenizer: Path, tmp_path: Pat
     a = str(write(tmp_path / "a.jsonl", texts(20, 34)))
     with pytest.raises(UserError, match="--workers 0"):
         prepare([a], tokenizer, tmp_path / "out", workers=0)
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(tokenizer: Path, tmp_path: Path) -> None:
+    texts, taken = tmp_path / "texts", tmp_path / "file"
+    texts.mkdir()
+    (texts / "a.txt").write_text("some text")
+    taken.write_text("mine")
+    for out in (taken, taken / "below"):
+        for command in (["data", "prepare", "--tokenizer", str(tokenizer)], ["tokenizer", "train"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "ascendchat", *command, str(texts), "--out", str(out)],
+                capture_output=True, text=True, env={**os.environ, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"},
+            )  # fmt: skip
+            assert done.returncode == 2
+            assert f"{taken} is a file" in done.stderr
+            assert "Traceback" not in done.stderr
+    with pytest.raises(UserError, match="a folder of its own"):
+        run(DataPrepareConfig(paths=(str(texts),), tokenizer=str(tokenizer), out=str(texts)))
+    assert [path.name for path in texts.iterdir()] == ["a.txt"]
+    assert taken.read_text() == "mine"

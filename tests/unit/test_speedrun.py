@@ -40,7 +40,7 @@ class Commands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.called: list[str] = []
-        self.fails = ""
+        self.fails = self.saves_and_fails = ""
         monkeypatch.setattr(speedrun, "call", self.call)
 
     def call(self, words: list[str]) -> int:
@@ -54,7 +54,7 @@ class Commands:
         path = speedrun.home() / made
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("step_000001")
-        return 0
+        return int(bool(self.saves_and_fails) and self.called[-1].startswith(self.saves_and_fails))
 
 
 @pytest.fixture
@@ -221,3 +221,29 @@ def test_a_stage_whose_result_was_deleted_runs_again(
     shutil.rmtree(speedrun.home() / gone)
     speedrun.run(SpeedrunConfig(recipe))
     assert [line.split()[0] for line in commands.called[3:]] == again
+
+
+def test_settings_that_come_back_do_not_find_the_results_of_others(recipe: str, commands: Commands) -> None:
+    other = RECIPE.replace("depth: 2", "depth: 3")
+    for text in (RECIPE, other, RECIPE):
+        Path(recipe).write_text(text, encoding="utf-8")
+        speedrun.run(SpeedrunConfig(recipe))
+    assert [line.split()[0] for line in commands.called[3:]] == ["base", "sft", "base", "sft"]
+    assert all(line.endswith("--resume never") for line in commands.called[3:])
+
+
+def test_settings_that_come_back_after_an_interruption_start_anew(recipe: str, commands: Commands) -> None:
+    commands.saves_and_fails = "base"
+    for text in (RECIPE, RECIPE.replace("depth: 2", "depth: 3"), RECIPE):
+        Path(recipe).write_text(text, encoding="utf-8")
+        speedrun.run(SpeedrunConfig(recipe))
+    assert [line.endswith("--resume never") for line in commands.called[1:]] == [True, True, True]
+
+
+@pytest.mark.parametrize("content", ['{"x', "[1]", ""])
+def test_a_damaged_list_of_stages_is_a_sentence(recipe: str, commands: Commands, content: str) -> None:
+    speedrun.run(SpeedrunConfig(recipe))
+    (speedrun.home() / "runs" / "small" / "speedrun.json").write_text(content)
+    with pytest.raises(UserError, match="--fresh"):
+        speedrun.run(SpeedrunConfig(recipe))
+    assert speedrun.run(SpeedrunConfig(recipe, fresh=True)) == 0

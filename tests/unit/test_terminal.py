@@ -133,7 +133,10 @@ def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
     assert load(device, place, run="one", stage="base").folder.parent == run_folder("one", "base")
     assert load(device, place, stage="sft").folder.parent == run_folder("one", "sft")
     assert load(device, place, checkpoint=str(run_folder("two", "base"))).state["step"] == 1
-    with pytest.raises(UserError, match="'three' has no checkpoint; runs that have: one, two"):
+    aside = home() / "runs" / "three" / "base.old"  # by --resume never
+    aside.mkdir(parents=True)
+    (aside / "latest").write_text("step_000001")
+    with pytest.raises(UserError, match=r"'three' has no checkpoint; runs that have: one, two$"):
         load(device, place, run="three")
     with pytest.raises(UserError, match="no checkpoint in"):
         load(device, place, run="two", stage="rl")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ascendchat.config import UserError, home
 from ascendchat.data.read import documents, files, format_of, unpack
 from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
+from ascendchat.files import check_folder
 
 if TYPE_CHECKING:
     from ascendchat.config.data import TokenizerEvalConfig, TokenizerTrainConfig
@@ -106,6 +107,7 @@ def train_command(config: TokenizerTrainConfig) -> int:
 
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     out = Path(config.out) if config.out else home() / "tokenizer"
+    check_folder(out)
     started = time.monotonic()
     size, reason = chosen_size(config, sources, out)
     meter = Meter(texts_of(sources, config.mix, config.max_chars, out))
