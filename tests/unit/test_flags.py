@@ -124,7 +124,7 @@ ROWS = "--max-seq-len 32 --device-batch-size 2 --total-batch-size 64 --device-ty
 TRAINED = f"{ROWS} --steps 1 --eval-every -1 --sample-every 0 --resume never"
 SMALL = {
     "plan": "--depth 2 --chip H100",
-    "data fetch": "nothing --offline",
+    "data fetch": "core --offline",
     "data prepare": "FOLDER/text.jsonl --tokenizer FOLDER/tokenizer --out FOLDER/out --workers 1",
     "data verify": "words",
     "tokenizer train": "FOLDER/text.jsonl --vocab-size 300 --out FOLDER/other",
