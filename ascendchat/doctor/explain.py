@@ -16,9 +16,9 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
@@ -30,12 +30,12 @@ from ascendchat.doctor.explain_rules import (
     NOTE,
     SYMPTOM,
     Rule,
-    Words,
+    Values,
     all_rules,
     answer,
     compiled,
     fill,
-    literal,
+    matchers,
 )
 from ascendchat.doctor.explain_symptoms import alike
 
@@ -71,23 +71,22 @@ class Finding:
     symptom: str = ""  # the phrase that the question was like; the text of a log is matched whole instead
 
 
-@functools.cache
-def _matchers() -> list[tuple[bytes, bytes, str, Rule]]:
-    """(plain text to look for, the same without digits, pattern, rule), the codes last."""
-    found = [(literal(p).encode(), p, rule) for rules in all_rules() for rule in rules for p in rule.patterns]
-    return [(needle, needle.translate(None, b"0123456789"), pattern, rule) for needle, pattern, rule in found]
-
-
 @dataclass
 class _Hit:
     rule: Rule
-    values: dict[str, str | Words]
+    values: Values
     line: str
     count: int
     place: tuple[int, int]  # (index of the file, line)
     file: str
     clock: bytes
     attempt: tuple[int, int]  # (by the folder of the log, by the restarts seen in it)
+
+    def finding(self, lang: str) -> Finding:
+        place = {"line": self.line, "count": self.count, "line_number": self.place[1], "file": self.file}
+        found = _finding(self.rule, lang, lambda text: fill(text, self.values, lang), **place)
+        found.commands.extend(dict.fromkeys(QUOTED.findall(str(self.values.get("message", "")))))
+        return found
 
 
 class _Scan:
@@ -123,9 +122,9 @@ class _Scan:
             block = COLOUR.sub(b"", block)
         # Lines of a log differ mostly in their numbers: without them few different lines are left to look at.
         slim = b"\n".join(set(block.translate(None, b"0123456789").split(b"\n")))
-        seen: dict[tuple[int, str], tuple[Rule, dict[str, str | Words], re.Match[str]]] = {}
+        seen: dict[tuple[int, str], tuple[Rule, Values, re.Match[str]]] = {}
         named: set[int] = set()  # lines explained by a rule: their codes need no decoding
-        for needle, bare, pattern, rule in _matchers():
+        for needle, bare, pattern, rule in matchers():
             at = block.find(needle) if bare in slim else -1
             while at >= 0:
                 begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
@@ -157,9 +156,7 @@ class _Scan:
         times = CLOCK.findall(block, max(0, position - 4000), len(block) if end < 0 else end)
         return re.sub(rb"[-T ](?=\d\d:)", b" ", times[-1]) if times else self.clock
 
-    def _keep(
-        self, name: str, rule: Rule, values: dict[str, str | Words], match: re.Match[str], block: bytes, begin: int
-    ) -> None:
+    def _keep(self, name: str, rule: Rule, values: Values, match: re.Match[str], block: bytes, begin: int) -> None:
         """Count a match; its text is kept when it is the first of its rule, or the first of a later attempt."""
         old = self.hits.get(name)
         if old:
@@ -195,17 +192,11 @@ class _Scan:
             clock = hit.clock if clocks else b""
             return hit.rule.level >= NOTE, -folder, -restarts, hit.rule.level, clock, hit.place
 
-        return [_finding(hit, lang) for hit in sorted(hits, key=order)]
+        return [hit.finding(lang) for hit in sorted(hits, key=order)]
 
 
-def _finding(hit: _Hit, lang: str) -> Finding:
-    found = _say(hit.rule, lang, lambda text: fill(text, hit.values, lang))
-    found.commands.extend(dict.fromkeys(QUOTED.findall(str(hit.values.get("message", "")))))
-    return replace(found, line=hit.line, count=hit.count, line_number=hit.place[1], file=hit.file)
-
-
-def _say(rule: Rule, lang: str, filled: Callable[[str], str], symptom: str = "") -> Finding:
-    """The words of a rule, as a finding without a place."""
+def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **place: Any) -> Finding:
+    """The words of a rule, and where it was found."""
     return Finding(
         rule=filled(rule.id),
         title=filled(rule.title[lang]),
@@ -213,7 +204,7 @@ def _say(rule: Rule, lang: str, filled: Callable[[str], str], symptom: str = "")
         check=[filled(check[lang]) for check in rule.check],
         commands=[filled(command) for command in rule.commands],
         level=rule.level,
-        symptom=symptom,
+        **place,
     )
 
 
@@ -246,8 +237,8 @@ def ask(question: str, lang: str = "en") -> list[Finding]:
     if any(f.level <= CONSEQUENCE for f in found):
         return found
     told = [f for f in found if f.level != GENERIC]  # a description that a rule knows word by word
-    # without a log that would fill the holes
-    likely = [_say(rule, lang, lambda text: HOLE.sub("…", text), phrase) for rule, phrase in alike(question)]
+    unfilled = functools.partial(HOLE.sub, "…")  # there is no log that would fill the holes
+    likely = [_finding(rule, lang, unfilled, symptom=phrase) for rule, phrase in alike(question)]
     return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or found
 
 

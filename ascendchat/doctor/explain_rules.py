@@ -38,6 +38,7 @@ FORMS = {  # what the fields of a rule must be
     "base": "10 or 16",
 }
 Words = dict[str, str]  # a text in each language: {"en": ..., "zh": ...}
+Values = dict[str, str | Words]  # what the holes of a text stand for
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +59,9 @@ class Rule:
     tables: dict[str, dict[str, Words]] = field(default_factory=dict)  # group -> its text -> what that means
     base: int = 0  # set: the groups are numbers in this base
 
-    def values(self, match: re.Match[str]) -> dict[str, str | Words] | None:
+    def values(self, match: re.Match[str]) -> Values | None:
         """What the holes of the texts stand for; None for a code that means nothing to us."""
-        found: dict[str, str | Words] = {}
+        found: Values = {}
         for name, text in match.groupdict().items():
             text = str(int(text, self.base)) if self.base else text or ""
             if name in self.tables and text not in self.tables[name]:
@@ -69,11 +70,10 @@ class Rule:
         return {**found, "code": fill(self.code, found)} if self.code else found
 
 
-def fill(text: str, values: dict[str, str | Words], lang: str = "en") -> str:
-    """The text with its holes filled."""
-    for name, value in values.items():
-        text = text.replace("{" + name + "}", value if isinstance(value, str) else value[lang])
-    return text
+def fill(text: str, values: Values, lang: str = "en") -> str:
+    """The text with its holes filled; a hole without a value stays."""
+    found = {name: value if isinstance(value, str) else value[lang] for name, value in values.items()}
+    return HOLE.sub(lambda hole: found.get(hole[1], hole[0]), text)
 
 
 def code(number: int) -> str:
@@ -213,6 +213,13 @@ def all_rules() -> tuple[list[Rule], list[Rule]]:
     """(the rules, the codes that are only decoded), read once per process."""
     found = list(load(FOLDER))
     return [rule for rule in found if not rule.code], [rule for rule in found if rule.code]
+
+
+@functools.cache
+def matchers() -> list[tuple[bytes, bytes, str, Rule]]:
+    """(plain text to look for, the same without digits, pattern, rule), the codes last."""
+    found = [(literal(p).encode(), p, rule) for rules in all_rules() for rule in rules for p in rule.patterns]
+    return [(needle, needle.translate(None, b"0123456789"), pattern, rule) for needle, pattern, rule in found]
 
 
 @functools.cache

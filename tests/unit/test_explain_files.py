@@ -92,5 +92,7 @@ def test_a_pattern_that_is_no_regular_expression_is_refused_when_it_is_needed() 
 def test_every_file_of_rules_is_installed_with_the_package() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((FOLDER.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "doctor/rules/*.yaml" in project["tool"]["setuptools"]["package-data"]["ascendchat"]
+    assert {"doctor/rules/*.yaml", "doctor/faults.json"} <= set(
+        project["tool"]["setuptools"]["package-data"]["ascendchat"]
+    )
     assert {path.suffix for path in FOLDER.iterdir()} == {".yaml"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.doctor.explain import _matchers, explain
-from ascendchat.doctor.explain_rules import all_rules, code, compiled, literal
+from ascendchat.doctor.explain import explain
+from ascendchat.doctor.explain_rules import all_rules, code, compiled, literal, matchers
 
 SAMPLES = Path(__file__).parent / "explain_samples"
 RULES, CODES = all_rules()
@@ -254,7 +254,7 @@ def test_the_loss_that_the_training_loop_refuses_gets_a_cause() -> None:
 
 
 def test_every_pattern_has_plain_text_for_the_scan_and_every_hole_is_filled() -> None:
-    for needle, _, pattern, rule in _matchers():
+    for needle, _, pattern, rule in matchers():
         assert len(needle) >= 2, pattern
         texts = [*rule.title.values(), *rule.cause.values(), *(text for check in rule.check for text in check.values())]
         holes = set(re.findall(r"{(\w+)}", " ".join([*texts, *rule.commands]))) - {"code" if rule.code else ""}

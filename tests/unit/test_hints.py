@@ -12,6 +12,7 @@ import pytest
 
 from ascendchat.cli import COMMANDS
 from ascendchat.config import _flags
+from ascendchat.doctor.checks import faults
 from ascendchat.doctor.explain_rules import all_rules, answer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,10 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def rule_texts() -> Iterator[str]:
-    """All that `ascendchat explain` can say."""
+    """All that `ascendchat explain` can say, and the faults that `ascendchat doctor` finds."""
+    for fault in (fault for kinds in faults().values() for fault in kinds.values()):
+        for text in fault.values():
+            yield from [text] if isinstance(text, str) else text.values()
     for rules in all_rules():
         for rule in rules:
             for words in (rule.title, rule.cause, *rule.check):
@@ -124,7 +128,9 @@ def test_nothing_tells_to_install_ascendchat_from_an_index_that_does_not_have_it
     names = ("scripts", "recipes", "cannsim", "ascendchat/doctor/rules")
     folders = [p for name in names for p in (ROOT / name).rglob("*") if "build" not in p.parts]
     wanted = re.compile(r"""pip3? install (?:-\S+ )*["']?ascendchat\b""")
-    files = [p for p in [*SOURCES, *pages, *folders] if p.suffix in (".py", ".md", ".yaml", ".sh", ".txt", "")]
+    pages += [ROOT / "ascendchat" / "doctor" / "faults.json"]
+    endings = (".py", ".md", ".yaml", ".json", ".sh", ".txt", "")
+    files = [p for p in [*SOURCES, *pages, *folders] if p.suffix in endings]
     told = [str(p.relative_to(ROOT)) for p in files if p.is_file() and wanted.search(p.read_text(errors="replace"))]
     assert told == []
     assert wanted.search("pip install 'ascendchat[npu]'")
