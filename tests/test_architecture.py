@@ -213,7 +213,7 @@ def test_both_languages_have_the_same_pages() -> None:
 
 def test_no_path_of_a_developers_machine_is_committed() -> None:
     pattern = re.compile(r"/(?:root|home/[a-z]+|Users/[a-z]+|work)/(?!ma-user)")
-    for path in [*SOURCES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(PACKAGE / "recipes").glob("*.yaml")]:
+    for path in [*SOURCES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.yaml")]:
         found = pattern.search(path.read_text(encoding="utf-8"))
         assert not found, f"{path} holds the path {found.group()}"  # type: ignore[union-attr]
 

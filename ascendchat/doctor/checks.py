@@ -1,13 +1,17 @@
 """What a check is, what it may look at, and which checks there are. `ascendchat doctor` runs them all.
 
 A check is a function of `Machine` that returns one `Check`. Everything slow or dangerous (importing torch, asking
-npu-smi, reaching a mirror) is gathered once, at the same time, by `gather`; checks only judge it.
+npu-smi, reaching a mirror) is gathered once, at the same time, by `gather`; checks only judge it. The faults they find
+are worded in faults.json (JSON: the doctor must also work where PyYAML is missing).
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -15,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ascendchat.chips import KINDS, find
 from ascendchat.config import UserError, home
@@ -66,6 +70,13 @@ class Machine:
 
     def say(self, en: str, zh: str) -> str:
         return zh if self.lang == "zh" else en
+
+    def fault(self, name: str, kind: str, status: Status | None = None, **values: object) -> Check:
+        """A fault of the check `name` in the words of faults.json, its {holes} filled with `values`."""
+        told = faults()[name][kind]
+        texts = [told[key] if isinstance(told[key], str) else told[key][self.lang] for key in ("found", "why", "fix")]
+        found, why, fix = (re.sub(r"\{(\w+)\}", lambda hole: str(values[hole[1]]), text) for text in texts)
+        return Check(name, status or told["status"], found, why, fix)
 
     @property
     def nodes(self) -> list[str]:
@@ -123,6 +134,12 @@ class Machine:
         return kind, found[kind][0], len(found[kind])
 
 
+@functools.cache
+def faults() -> dict[str, Any]:
+    """{check: {fault: {status, found, why, fix}}}; where the languages differ, a text is {"en": ..., "zh": ...}."""
+    return dict(json.loads(Path(__file__).with_name("faults.json").read_text(encoding="utf-8")))
+
+
 def plan_flag(name: str) -> str:
     """What `ascendchat plan` needs to plan the chip that a driver calls `name`; nothing when its table has none."""
     try:
@@ -173,7 +190,7 @@ def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
 
 def judge(machine: Machine) -> list[Check]:
     """Every check, in the order in which a user would mend things."""
-    from ascendchat.doctor import checks_cann, checks_npu, checks_stored, checks_system
+    from ascendchat.doctor import checks_cann, checks_npu, checks_system
 
     functions = [
         checks_system.python,
@@ -200,7 +217,7 @@ def judge(machine: Machine) -> list[Check]:
         checks_system.disk,
         checks_system.mirror,
         checks_system.proxy,
-        checks_stored.stored,
+        checks_system.stored,
     ]
     return [function(machine) for function in functions]
 

@@ -98,38 +98,11 @@ def cann(m: Machine) -> Check:
         if not m.has_chip:
             return absent(m, "CANN")
         if script:
-            return Check(
-                "CANN",
-                "fail",
-                m.say(f"installed ({script}) but not loaded", f"已安装（{script}）但未加载"),
-                m.say(
-                    "torch_npu cannot find libhccl.so and libascendcl.so",
-                    "torch_npu 找不到 libhccl.so 与 libascendcl.so",
-                ),
-                f"source {script}",
-            )
+            return m.fault("CANN", "not loaded", script=script)
         wanted = CANN_FOR.get(torch_npu.split("+")[0], "9.1.0")
-        return Check(
-            "CANN",
-            "fail",
-            m.say("not installed", "未安装"),
-            m.say(
-                f"torch_npu needs the CANN {wanted} toolkit and the operators of your chip (or use an image "
-                f"quay.io/ascend/cann:{wanted}-910b-ubuntu22.04-py3.12)",
-                f"torch_npu 需要 CANN {wanted} toolkit 和对应芯片的算子包（或使用镜像 "
-                f"quay.io/ascend/cann:{wanted}-910b-ubuntu22.04-py3.12）",
-            ),
-            f"bash Ascend-cann-toolkit_{wanted}_linux-$(uname -m).run --install && "
-            "source /usr/local/Ascend/cann/set_env.sh",
-        )
+        return m.fault("CANN", "not installed", wanted=wanted)
     if not home.is_dir():
-        return Check(
-            "CANN",
-            "fail",
-            m.say(f"ASCEND_HOME_PATH={home} does not exist", f"ASCEND_HOME_PATH={home} 不存在"),
-            m.say("torch_npu refuses to start", "torch_npu 会拒绝启动"),
-            f"source {script or '/usr/local/Ascend/cann/set_env.sh'}",
-        )
+        return m.fault("CANN", "folder missing", home=home, script=script or "/usr/local/Ascend/cann/set_env.sh")
     return _pairing(m, home, torch_npu)
 
 
@@ -145,16 +118,7 @@ def _pairing(m: Machine, home: Path, torch_npu: str) -> Check:
     newer = torch_npu in NEWER_IS_FINE and _major(version) >= _major(wanted)
     if agree or newer:
         return Check("CANN", "ok", found + (f", torch_npu {torch_npu}" if torch_npu else ""))
-    return Check(
-        "CANN",
-        "warn",
-        f"{found}, torch_npu {torch_npu}",
-        m.say(
-            f"torch_npu {torch_npu} is released with CANN {wanted}; other pairs fail with missing operators or symbols",
-            f"torch_npu {torch_npu} 与 CANN {wanted} 配套发布；其他组合会缺少算子或符号",
-        ),
-        f"bash Ascend-cann-toolkit_{wanted}_linux-$(uname -m).run --install",
-    )
+    return m.fault("CANN", "other version", found=found, torch_npu=torch_npu, wanted=wanted)
 
 
 def operators(m: Machine) -> Check:
@@ -170,16 +134,17 @@ def operators(m: Machine) -> Check:
     have = sorted(p.name for p in kernels.glob("ascend*") if p.is_dir())
     if not folder or folder in have:
         return Check("operators", "ok" if folder else "skip", ", ".join(have) or m.chip_name)
-    return Check(
+    return m.fault(
         "operators",
+        "of another chip",
         # CANN moves its folders between releases: only another chip's operators are a certain fault.
-        "fail" if have else "warn",
-        m.say(
-            f"{m.chip_name} needs {folder}, found {', '.join(have) or 'none'} in {kernels}",
-            f"{m.chip_name} 需要 {folder}，{kernels} 中只有 {', '.join(have) or '无'}",
-        ),
-        m.say("operators end with `Cannot find bin of op` (ERR01100)", "算子会报 `Cannot find bin of op`（ERR01100）"),
-        f"bash Ascend-cann-{package}-ops_{cann_version(home) or '*'}_linux-$(uname -m).run --install",
+        status="fail" if have else "warn",
+        chip=m.chip_name,
+        folder=folder,
+        have=", ".join(have) or m.say("none", "无"),
+        kernels=kernels,
+        package=package,
+        version=cann_version(home) or "*",
     )
 
 
@@ -191,17 +156,7 @@ def driver(m: Machine) -> Check:
         return Check("driver", "ok", version)
     if m.npus:
         return Check("driver", "ok", m.say("works; no version.info", "可用；没有 version.info"))
-    return Check(
-        "driver",
-        "fail",
-        m.say("/usr/local/Ascend/driver/version.info not found", "未找到 /usr/local/Ascend/driver/version.info"),
-        m.say(
-            "CANN reaches the chip through the driver; a container gets it from the host",
-            "CANN 通过驱动访问芯片；容器需要从主机挂载",
-        ),
-        "docker run -v /usr/local/Ascend/driver/lib64/:/usr/local/Ascend/driver/lib64/ "
-        "-v /usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info ...",
-    )
+    return m.fault("driver", "missing")
 
 
 def npu_smi(m: Machine) -> Check:
@@ -212,33 +167,17 @@ def npu_smi(m: Machine) -> Check:
         found = f"{len(said.devices)} x {said.devices[0].name}" + (f", {gib(min(sizes))}" if sizes else "")
         if not sick:
             return Check("npu-smi", "ok", f"{found} (npu-smi {said.version})")
-        return Check(
-            "npu-smi",
-            "warn",
-            m.say(f"{found}; health: {', '.join(sick)}", f"{found}；健康状态：{', '.join(sick)}"),
-            m.say("a device that is not healthy gives wrong results or stops", "状态异常的设备会算错或中断"),
-            f"npu-smi info -t health -i {sick[0].split()[0]}",
-        )
+        return m.fault("npu-smi", "unhealthy", found=found, sick=", ".join(sick), device=sick[0].split()[0])
     if said.missing and not m.has_chip:
         return absent(m, "npu-smi")
     if said.missing:
-        return Check(
-            "npu-smi",
-            "warn",
-            said.text,
-            m.say("utilisation and memory cannot be shown", "无法显示利用率和显存"),
-            "docker run -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi -v /usr/local/dcmi:/usr/local/dcmi ...",
-        )
+        return m.fault("npu-smi", "missing", found=said.text)
     if "-8020" in said.text:
-        why = m.say("another container holds the device, and it cannot be shared", "设备被另一个容器占用，无法共享")
-        fix = "docker ps --format '{{.ID}} {{.Names}}'"
-    elif "did not answer" in said.text:
-        why = m.say("the driver hangs", "驱动无响应")
-        fix = "dmesg | tail -n 50"
-    else:
-        why = m.say("no device or no driver is mounted in this container", "容器中没有挂载设备或驱动")
-        fix = "docker run " + " ".join(f"--device /dev/{n}" for n in ("davinci0", *MANAGERS)) + " ..."
-    return Check("npu-smi", "fail", said.text, why, fix)
+        return m.fault("npu-smi", "held", found=said.text)
+    if "did not answer" in said.text:
+        return m.fault("npu-smi", "hangs", found=said.text)
+    nodes = " ".join(f"--device /dev/{n}" for n in ("davinci0", *MANAGERS))
+    return m.fault("npu-smi", "not mounted", found=said.text, nodes=nodes)
 
 
 def device_nodes(m: Machine) -> Check:
@@ -251,14 +190,11 @@ def device_nodes(m: Machine) -> Check:
     if m.npus:
         return Check(name, "ok", m.say("not visible, but torch sees the devices", "不可见，但 torch 能看到设备"))
     missing = managers if m.nodes else ["davinci0", *managers]
-    return Check(
+    return m.fault(
         name,
-        "fail",
-        m.say(
-            f"missing: {', '.join('/dev/' + n for n in missing)}", f"缺少：{', '.join('/dev/' + n for n in missing)}"
-        ),
-        m.say("torch counts 0 devices without them", "缺少它们时 torch 看到的设备数为 0"),
-        "docker run " + " ".join(f"--device /dev/{n}" for n in missing) + " ...",
+        "missing",
+        missing=", ".join("/dev/" + n for n in missing),
+        fix="docker run " + " ".join(f"--device /dev/{n}" for n in missing) + " ...",
     )
 
 
@@ -274,13 +210,4 @@ def group(m: Machine) -> Check:
         owner = grp.getgrgid(gid).gr_name
     except KeyError:
         owner = "HwHiAiUser"
-    return Check(
-        "group",
-        "fail",
-        m.say(f"no right to open /dev/{closed[0]}", f"无权打开 /dev/{closed[0]}"),
-        m.say(
-            f"the user must be in the group {owner} (error 207006, EL0007)",
-            f"用户必须属于 {owner} 组（错误 207006、EL0007）",
-        ),
-        f"sudo usermod -aG {owner} $USER && newgrp {owner}",
-    )
+    return m.fault("group", "no access", node=closed[0], owner=owner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ascendchat.chips import KINDS, detected
 from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, folklore, visible_problem
-from ascendchat.doctor.checks import Check, Machine, cpu_count, plan_flag
+from ascendchat.doctor.checks import Check, Machine, Status, cpu_count, plan_flag
 from ascendchat.doctor.checks_cann import set_env
 from ascendchat.doctor.probe import last_line
 
@@ -20,20 +20,8 @@ def torch(m: Machine) -> Check:
         build = m.torch.values.get("cuda_build")
         return Check("torch", "ok", f"{m.torch.values['version']}" + (f" (CUDA {build})" if build else ""))
     if "torch" not in m.versions:
-        return Check(
-            "torch",
-            "fail",
-            m.say("not installed", "未安装"),
-            m.say("every command that computes needs it", "所有计算命令都需要它"),
-            "pip install torch",
-        )
-    return Check(
-        "torch",
-        "fail",
-        f"torch {m.versions['torch']}: {last_line(m.torch.error)}",
-        m.say("`import torch` fails even without vendor extensions", "即使不加载厂商扩展，`import torch` 也会失败"),
-        f"pip install --force-reinstall torch=={m.versions['torch']}",
-    )
+        return m.fault("torch", "not installed")
+    return m.fault("torch", "broken", version=m.versions["torch"], said=last_line(m.torch.error))
 
 
 def torch_npu(m: Machine) -> Check:
@@ -42,16 +30,8 @@ def torch_npu(m: Machine) -> Check:
         return _torch_npu_absent(m)
     have, torch_version = m.versions.get("torch_npu", ""), m.versions.get("torch", "")
     if base(have) != base(torch_version):
-        return Check(
-            "torch_npu",
-            "fail" if m.has_chip else "warn",
-            f"torch_npu {have}, torch {torch_version or '-'}",
-            m.say(
-                "the two must have the same version, else symbols are undefined and `import torch` fails",
-                "两者版本必须一致，否则会出现未定义符号，`import torch` 失败",
-            ),
-            f"pip install torch=={base(have)} torch_npu=={have}",
-        )
+        status: Status = "fail" if m.has_chip else "warn"
+        return m.fault("torch_npu", "other version", status, have=have, torch=torch_version or "-", version=base(have))
     if m.npu.ok:
         return Check(
             "torch_npu", "ok", f"{m.npu.values['version']} " + m.say("with torch ", "配合 torch ") + torch_version
@@ -61,45 +41,18 @@ def torch_npu(m: Machine) -> Check:
         return Check("torch_npu", "skip", m.say("see the next line", "见下一项"))
     source = f"source {set_env(m) or '/usr/local/Ascend/cann/set_env.sh'}"
     if m.has_chip:
-        return Check(
-            "torch_npu",
-            "fail",
-            f"torch_npu {have}: {said}",
-            m.say(
-                f"its libraries do not load, so `import torch` itself fails; the NPU needs CANN "
-                f"({AUTOLOAD}=0 would do without the NPU)",
-                f"动态库加载失败，`import torch` 本身会报错；使用 NPU 需要 CANN（{AUTOLOAD}=0 可不使用 NPU）",
-            ),
-            source,
-        )
+        return m.fault("torch_npu", "does not load", have=have, said=said, source=source)
     if m.environ.get(AUTOLOAD) == "0":
         found = m.say(f"{have}, left alone ({AUTOLOAD}=0); for an NPU: ", f"{have}，未加载（{AUTOLOAD}=0）；使用 NPU：")
         return Check("torch_npu", "ok", found + source)
-    return Check(
-        "torch_npu",
-        "warn",
-        f"torch_npu {have}: {said}",
-        m.say(
-            f"there is no NPU here and a plain `import torch` fails; ascendchat leaves torch_npu alone by itself, "
-            f"other programs need {AUTOLOAD}=0 (with an NPU: {source})",
-            f"此机器没有 NPU，直接 `import torch` 会失败；ascendchat 会自动跳过 torch_npu，其他程序需设置 {AUTOLOAD}=0"
-            f"（有 NPU 时：{source}）",
-        ),
-        f"export {AUTOLOAD}=0",
-    )
+    return m.fault("torch_npu", "does not load, no chip", have=have, said=said, source=source)
 
 
 def _torch_npu_absent(m: Machine) -> Check:
     if not m.has_chip:
         return Check("torch_npu", "skip", m.say("not installed, no NPU here", "未安装，此机器没有 NPU"))
     pair = base(m.versions.get("torch", "")) or "2.13.0"
-    return Check(
-        "torch_npu",
-        "fail",
-        m.say("not installed, but an Ascend chip is here", "未安装，但检测到昇腾芯片"),
-        m.say("torch cannot use the NPU without it", "没有它 torch 无法使用 NPU"),
-        f"pip install torch_npu=={pair} decorator attrs scipy psutil cloudpickle",
-    )
+    return m.fault("torch_npu", "not installed", pair=pair)
 
 
 def two_accelerators(m: Machine) -> Check:
@@ -107,17 +60,12 @@ def two_accelerators(m: Machine) -> Check:
     if m.npu is None or (not build and "Two accelerators" not in m.npu.error):
         return Check("two accelerators", "ok" if m.npu else "skip", m.say("no conflict", "无冲突"))
     clash = "Two accelerators" in m.npu.error
-    return Check(
+    return m.fault(
         "two accelerators",
-        "fail" if clash and m.has_chip else "warn",
-        m.say(
-            f"torch is a CUDA {build} build and torch_npu is installed",
-            f"torch 为 CUDA {build} 版本，同时安装了 torch_npu",
-        ),
-        m.say(
-            "torch refuses two accelerators in one process (ERR00007)", "torch 不允许一个进程使用两种加速器（ERR00007）"
-        ),
-        f"pip install --force-reinstall torch=={base(m.versions.get('torch', ''))}+cpu"
+        "conflict",
+        status="fail" if clash and m.has_chip else "warn",
+        build=build,
+        fix=f"pip install --force-reinstall torch=={base(m.versions.get('torch', ''))}+cpu"
         if m.has_chip
         else "pip uninstall -y torch_npu",
     )
@@ -129,47 +77,16 @@ def device(m: Machine) -> Check:
     wanted = m.environ.get("ASCENDCHAT_DEVICE", "")
     found = f"{kind}: {name} x {count}" if kind != "cpu" else f"cpu: {name}, {cpu_count()} " + m.say("cores", "核")
     if wanted not in ("", "auto", kind):
-        return Check(
-            "device",
-            "fail",
-            m.say(f"ASCENDCHAT_DEVICE={wanted}, found {found}", f"ASCENDCHAT_DEVICE={wanted}，实际为 {found}"),
-            m.say("the device asked for is not there", "指定的设备不存在"),
-            "unset ASCENDCHAT_DEVICE",
-        )
+        return m.fault("device", "not there", wanted=wanted, found=found)
     if kind == "cpu" and isinstance(m.nvidia_smi, smi.Readings) and m.torch.ok:
-        return Check(
-            "device",
-            "warn",
-            m.say(
-                f"{m.nvidia_smi.devices[0].name} is here, torch sees only the CPU",
-                f"有 {m.nvidia_smi.devices[0].name}，但 torch 只看到 CPU",
-            ),
-            m.say("training would run on the CPU, far slower", "训练会在 CPU 上运行，慢得多"),
-            f"pip install --force-reinstall torch=={base(m.versions.get('torch', ''))}",
+        return m.fault(
+            "device", "GPU not seen", gpu=m.nvidia_smi.devices[0].name, version=base(m.versions.get("torch", ""))
         )
     if m.npus and m.npu and m.npu.values.get("problem"):
         said = next(iter(str(m.npu.values["problem"]).strip().splitlines()), "")
-        return Check(
-            "device",
-            "fail",
-            f"{found}: {said}",
-            m.say(
-                "the devices are counted but do not start: another process holds them, or driver and CANN differ",
-                "能数到设备但无法启动：被其他进程或容器占用，或驱动与 CANN 不匹配",
-            ),
-            "ascendchat clean",
-        )
+        return m.fault("device", "does not start", found=found, said=said)
     if m.has_chip and not m.npus and wanted in ("", "auto"):
-        return Check(
-            "device",
-            "fail",
-            m.say(f"an Ascend chip is here, training would use {found}", f"有昇腾芯片，但训练会使用 {found}"),
-            m.say(
-                "torch sees no NPU; the failed lines around this one say why",
-                "torch 看不到 NPU，原因见其他失败项",
-            ),
-            f"source {set_env(m) or '/usr/local/Ascend/cann/set_env.sh'} && ascendchat doctor",
-        )
+        return m.fault("device", "NPU not seen", found=found, script=set_env(m) or "/usr/local/Ascend/cann/set_env.sh")
     if m.simulated:
         found += m.say(" (simulated: proves wiring, never speed)", "（模拟设备：只验证功能，不代表速度）")
     return Check("device", "ok", m.say(f"training uses {found}", f"训练将使用 {found}"))
@@ -190,17 +107,8 @@ def visible_devices(m: Machine) -> Check:
         return Check("visible devices", "fail", f"{name}={value!r}", m.say(*problem), f"export {name}={right}")
     beyond = [part for part in value.split(",") if total and int(part) >= total]
     if beyond:
-        kept = [part for part in value.split(",") if part not in beyond]
-        return Check(
-            "visible devices",
-            "fail",
-            m.say(f"{name}={value}, {total} devices here", f"{name}={value}，实际有 {total} 个设备"),
-            m.say(
-                f"the list is cut at the first id that does not exist ({beyond[0]})",
-                f"列表会在第一个不存在的编号（{beyond[0]}）处截断",
-            ),
-            f"export {name}={','.join(kept) or '0'}",
-        )
+        kept = ",".join(part for part in value.split(",") if part not in beyond) or "0"
+        return m.fault("visible devices", "beyond", value=value, total=total, beyond=beyond[0], kept=kept)
     return Check("visible devices", "ok", f"{name}={value}")
 
 
@@ -219,17 +127,7 @@ def bf16(m: Machine) -> Check:
         has = chip.bf16 if chip.known else bool(told)
     if has:
         return Check("bf16", "ok", m.say(f"{name}: yes", f"{name}：支持"))
-    return Check(
-        "bf16",
-        "warn",
-        m.say(f"{name}: no", f"{name}：不支持"),
-        m.say(
-            "this chip has no bf16; ascendchat computes in fp16, trains with loss scaling where the chip is made for "
-            "training, and converts models saved in bf16",
-            "该芯片不支持 bf16；ascendchat 用 fp16 计算，训练芯片上加损失缩放训练，bf16 模型会被转换",
-        ),
-        f"ascendchat plan{plan_flag(name)}",
-    )
+    return m.fault("bf16", "none", chip=name, flag=plan_flag(name))
 
 
 def collectives(m: Machine) -> Check:
@@ -241,14 +139,13 @@ def collectives(m: Machine) -> Check:
         return Check("collectives", "skip", m.say("torch cannot be asked", "无法查询 torch"))
     if need in have:
         return Check("collectives", "ok", f"{need} ({', '.join(have)})")
-    return Check(
+    return m.fault(
         "collectives",
-        "fail" if count > 1 else "warn",
-        m.say(
-            f"{need} is missing (found {', '.join(have) or 'none'})", f"缺少 {need}（现有 {', '.join(have) or '无'}）"
-        ),
-        m.say("several devices cannot work together without it", "没有它多个设备无法协同"),
-        f"pip install --force-reinstall torch=={base(m.versions.get('torch', ''))}",
+        "missing",
+        status="fail" if count > 1 else "warn",
+        need=need,
+        have=", ".join(have) or m.say("none", "无"),
+        version=base(m.versions.get("torch", "")),
     )
 
 
@@ -257,10 +154,11 @@ def variables(m: Machine) -> Check:
     harmful = [h for h in folklore(m.environ) if h.name != "ASCEND_RT_VISIBLE_DEVICES"]  # has its own line
     if not harmful:
         return Check("variables", "ok", m.say("none that harm", "没有有害的环境变量"))
-    return Check(
+    return m.fault(
         "variables",
-        "fail" if any(h.kind == "breaks" for h in harmful) and m.has_chip else "warn",
-        ", ".join(f"{h.name}={h.value}" for h in harmful),
-        " | ".join(h.sentence(m.lang) for h in harmful),
-        "unset " + " ".join(dict.fromkeys(h.name for h in harmful)),
+        "harmful",
+        status="fail" if any(h.kind == "breaks" for h in harmful) and m.has_chip else "warn",
+        found=", ".join(f"{h.name}={h.value}" for h in harmful),
+        why=" | ".join(h.sentence(m.lang) for h in harmful),
+        fix="unset " + " ".join(dict.fromkeys(h.name for h in harmful)),
     )

@@ -1,4 +1,5 @@
-"""Checks of the machine around the chips, for `ascendchat doctor`: Python, wheels, memory, disk, ports, network."""
+"""Checks of the machine around the chips, for `ascendchat doctor`: Python, wheels, memory, disk, ports, network,
+and what is stored under $ASCENDCHAT_HOME."""
 
 from __future__ import annotations
 
@@ -6,46 +7,31 @@ import os
 import resource
 import shutil
 import socket
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ascendchat.data import verify
 from ascendchat.doctor.checks import HUB, MIRROR, OPTIONAL, REQUIRED, VENDOR, Check, Machine, cpu_count, gib
 
 DISTRIBUTION = {"yaml": "pyyaml", "attr": "attrs"}  # module -> what pip calls it
 HCCL_PORTS = range(60000, 60032)  # host side of HCCL, unless HCCL_IF_BASE_PORT moves it
+BUDGET = 2.0  # seconds of hashing stored data without --deep
 
 
 def python(m: Machine) -> Check:
     version = ".".join(str(n) for n in m.python)
     if m.python[:2] < (3, 10):
-        return Check(
-            "python",
-            "fail",
-            version,
-            m.say("ascendchat needs Python 3.10 or newer", "ascendchat 需要 Python 3.10 或更高版本"),
-            "python3.11 -m venv .venv && . .venv/bin/activate && pip install -e .",
-        )
+        return m.fault("python", "too old", version=version)
     if m.versions.get("torch_npu") and m.python[:2] > (3, 14):
-        return Check(
-            "python",
-            "warn",
-            version,
-            m.say("torch_npu is released for Python 3.10 to 3.14", "torch_npu 只发布了 Python 3.10 至 3.14 的版本"),
-            "python3.12 -m venv .venv && . .venv/bin/activate && pip install -e '.[npu]'",
-        )
+        return m.fault("python", "too new", version=version)
     return Check("python", "ok", version)
 
 
 def wheels(m: Machine) -> Check:
     """Every wheel is imported in a subprocess; a wheel of another architecture is broken, not missing."""
     if not m.wheels.ok:
-        return Check(
-            "wheels",
-            "fail",
-            m.wheels.error.splitlines()[-1],
-            m.say("the Python packages could not be tried", "无法检查 Python 依赖包"),
-            "pip install -e .",
-        )
+        return m.fault("wheels", "not tried", said=m.wheels.error.splitlines()[-1])
     found = m.wheels.values
     required = REQUIRED + (VENDOR if m.has_chip else [])
     missing = [DISTRIBUTION.get(n, n) for n in required if found.get(n) is None]
@@ -55,24 +41,15 @@ def wheels(m: Machine) -> Check:
         parts += [m.say(f"{n} cannot be imported: {why}", f"{n} 无法导入：{why}") for n, why in broken.items()]
         names = " ".join(missing + [DISTRIBUTION.get(n, n) for n in broken])
         fatal = any(DISTRIBUTION.get(n, n) in missing or n in broken for n in REQUIRED)
-        return Check(
+        return m.fault(
             "wheels",
-            "fail" if fatal else "warn",
-            "; ".join(parts),
-            m.say(
-                "data, tokenizer or kernel compilation stops with an import error",
-                "数据、分词器或算子编译会因导入错误而中断",
-            ),
-            f"pip install --force-reinstall {names}" if broken else f"pip install {names}",
+            "missing",
+            status="fail" if fatal else "warn",
+            found="; ".join(parts),
+            fix=f"pip install --force-reinstall {names}" if broken else f"pip install {names}",
         )
     if found.get("rustbpe") is None:
-        return Check(
-            "wheels",
-            "warn",
-            m.say("rustbpe is not installed", "未安装 rustbpe"),
-            m.say("tokenizers are trained with the slower fallback library", "将使用较慢的备用库训练分词器，结果可用"),
-            "pip install rustbpe",
-        )
+        return m.fault("wheels", "no rustbpe")
     shown = [f"{n} {found[n]}".strip() for n in ("numpy", "pyarrow", "tiktoken", "tokenizers", *OPTIONAL)]
     return Check("wheels", "ok", ", ".join(shown))
 
@@ -125,16 +102,7 @@ def memory(m: Machine) -> Check:
     )
     if available >= need:
         return Check("memory", "ok", found)
-    return Check(
-        "memory",
-        "warn",
-        found,
-        m.say(
-            f"about {gib(need)} free is advised for {count} rank(s); the kernel kills what does not fit",
-            f"{count} 个进程建议至少有 {gib(need)} 可用内存；不足时进程会被系统杀死",
-        ),
-        "ps aux --sort=-rss | head",
-    )
+    return m.fault("memory", "low", found=found, need=gib(need), count=count)
 
 
 def shared_memory(m: Machine) -> Check:
@@ -143,26 +111,16 @@ def shared_memory(m: Machine) -> Check:
     try:
         usage = shutil.disk_usage(m.root / "dev/shm")
     except OSError as error:
-        return Check(
-            "/dev/shm",
-            "fail",
-            str(error.strerror),
-            m.say("ranks and data loaders share tensors through it", "各进程与数据加载器通过它共享张量"),
-            "docker run --shm-size=16g ...",
-        )
+        return m.fault("/dev/shm", "absent", error=str(error.strerror))
     found = m.say(f"{gib(usage.free)} free of {gib(usage.total)}", f"可用 {gib(usage.free)} / 共 {gib(usage.total)}")
     if usage.free >= 2**30:
         return Check("/dev/shm", "ok", found)
     small = usage.total < 2 * 2**30  # docker gives 64 MiB unless told
-    return Check(
+    return m.fault(
         "/dev/shm",
-        "warn",
-        found,
-        m.say(
-            "data loaders and collectives die with `Bus error` when it is full",
-            "写满后数据加载器与集合通信会报 `Bus error` 退出",
-        ),
-        "docker run --shm-size=16g ...  (or --ipc=host)" if small else "ascendchat clean",
+        "small",
+        found=found,
+        fix="docker run --shm-size=16g ...  (or --ipc=host)" if small else "ascendchat clean",
     )
 
 
@@ -171,15 +129,8 @@ def open_files(m: Machine) -> Check:
     need = 4096 if m.choice()[2] > 1 else 1024  # every rank keeps sockets to its peers and open shards
     if soft == resource.RLIM_INFINITY or soft >= need:
         return Check("open files", "ok", str(soft))
-    return Check(
-        "open files",
-        "warn",
-        f"{soft}",
-        m.say(
-            f"{need} are advised; more shards and ranks end in `Too many open files`",
-            f"建议 {need}；分片和进程多时会报 `Too many open files`",
-        ),
-        f"ulimit -n {65535 if hard == resource.RLIM_INFINITY else min(65535, hard)}",
+    return m.fault(
+        "open files", "low", soft=soft, need=need, limit=65535 if hard == resource.RLIM_INFINITY else min(65535, hard)
     )
 
 
@@ -201,25 +152,10 @@ def ports(m: Machine) -> Check:
             probe.bind(("127.0.0.1", 0))
             free = probe.getsockname()[1]
     except OSError as error:
-        return Check(
-            "ports",
-            "fail",
-            str(error),
-            m.say("ranks find each other over a local port", "各进程通过本机端口建立联系"),
-            "ip link set lo up",
-        )
+        return m.fault("ports", "none", error=str(error))
     taken = sorted(listening(m.root) & set(HCCL_PORTS)) if m.has_chip and "HCCL_IF_BASE_PORT" not in m.environ else []
     if taken:
-        return Check(
-            "ports",
-            "warn",
-            m.say(f"in use: {', '.join(map(str, taken))}", f"被占用：{', '.join(map(str, taken))}"),
-            m.say(
-                "HCCL listens on 60000-60031 of the host and stops with EI0019",
-                "HCCL 使用主机端口 60000-60031，被占用时报 EI0019",
-            ),
-            "export HCCL_IF_BASE_PORT=50000",
-        )
+        return m.fault("ports", "taken", taken=", ".join(map(str, taken)))
     return Check("ports", "ok", m.say(f"free ports available (e.g. {free})", f"有空闲端口（如 {free}）"))
 
 
@@ -232,24 +168,9 @@ def disk(m: Machine) -> Check:
         f"{m.home} 可用 {gib(shutil.disk_usage(folder).free)}",
     )
     if not os.access(folder, os.W_OK):
-        return Check(
-            "disk",
-            "fail",
-            m.say(f"{folder} is not writable", f"{folder} 不可写"),
-            m.say("data, tokenizers and checkpoints are kept there", "数据、分词器与检查点都存放在那里"),
-            "export ASCENDCHAT_HOME=/path/with/space",
-        )
+        return m.fault("disk", "not writable", folder=folder)
     if shutil.disk_usage(folder).free < 10 * 2**30:
-        return Check(
-            "disk",
-            "warn",
-            found,
-            m.say(
-                "data and checkpoints of a small run take about 10 GiB; a full disk stops training",
-                "一次小规模训练的数据与检查点约需 10 GiB；磁盘写满会中断训练",
-            ),
-            "export ASCENDCHAT_HOME=/path/with/space",
-        )
+        return m.fault("disk", "low", found=found)
     return Check("disk", "ok", found)
 
 
@@ -259,15 +180,12 @@ def mirror(m: Machine) -> Check:
         return Check("mirror", "skip", m.say("HF_HUB_OFFLINE is set", "已设置 HF_HUB_OFFLINE"))
     if m.mirror == "":
         return Check("mirror", "ok", m.say(f"{url} answers", f"{url} 可访问"))
-    return Check(
+    return m.fault(
         "mirror",
-        "warn",
-        f"{url}: {m.mirror}",
-        m.say(
-            "data and models cannot be downloaded from it; training on data already here works",
-            "无法从中下载数据和模型；已有数据仍可训练",
-        ),
-        "export HF_HUB_OFFLINE=1" if url.rstrip("/") == MIRROR else f"export HF_ENDPOINT={MIRROR}",
+        "unreachable",
+        url=url,
+        said=m.mirror,
+        fix="export HF_HUB_OFFLINE=1" if url.rstrip("/") == MIRROR else f"export HF_ENDPOINT={MIRROR}",
     )
 
 
@@ -280,13 +198,29 @@ def proxy(m: Machine) -> Check:
     skipped = (m.environ.get("no_proxy") or m.environ.get("NO_PROXY") or "").replace(" ", "").split(",")
     if "127.0.0.1" in skipped or "localhost" in skipped or "*" in skipped:
         return Check("proxy", "ok", ", ".join(hosts))
-    return Check(
-        "proxy",
-        "warn",
-        ", ".join(hosts),
-        m.say(
-            "without no_proxy, requests to our own server on this machine go to the proxy",
-            "未设置 no_proxy，访问本机服务的请求会被发往代理",
-        ),
-        "export no_proxy=localhost,127.0.0.1",
+    return m.fault("proxy", "local requests", hosts=", ".join(hosts))
+
+
+def stored(m: Machine) -> Check:
+    """Folders with a manifest.json: sizes always, checksums within BUDGET; `doctor --deep` compares all of them."""
+    deadline = None if m.deep else time.monotonic() + BUDGET
+    verdicts = verify.verify(list(verify.stored(m.home)), deadline=deadline)
+    faults = [fault for verdict in verdicts for fault in verdict.faults]
+    files, size, hashed = (sum(getattr(v, name) for v in verdicts) for name in ("files", "bytes", "hashed"))
+    if not verdicts:
+        return Check("stored data", "skip", m.say(f"nothing in {m.home} yet", f"{m.home} 中尚无数据"))
+    if faults:
+        more = f" (+{len(faults) - 3})" if len(faults) > 3 else ""
+        return m.fault(
+            "stored data",
+            "damaged",
+            found="; ".join(f"{fault.file}: {fault.what}" for fault in faults[:3]) + more,
+            fix="\n".join(dict.fromkeys(fault.fix for fault in faults[:3])),
+        )
+    found = m.say(
+        f"{len(verdicts)} folders, {files} files, {gib(size)}: sizes right, {hashed} checksums right",
+        f"{len(verdicts)} 个目录，{files} 个文件，{gib(size)}：大小正确，{hashed} 个校验和正确",
     )
+    if hashed < files:
+        found += m.say(" (all: ascendchat doctor --deep)", "（全部校验：ascendchat doctor --deep）")
+    return Check("stored data", "ok", found)

@@ -3,70 +3,41 @@
     ascendchat explain LOG...        ascendchat explain --lang zh < LOG        ascendchat explain --json RUN-FOLDER
     ascendchat explain "training hangs"                                        ascendchat explain 显存不足
 
-The rules stand in explain_rules_*.py; explain_rules.py says how to add one. A log of any size is read in blocks: the
-plain text inside each pattern is looked for first (fast), and the pattern runs only on the lines that hold it.
+The rules stand in rules/*.yaml, explain_rules.py reads them. A log of any size is read in blocks: the plain text inside
+each pattern is looked for first (fast), and the pattern runs only on the lines that hold it.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
 from ascendchat.config.language import language
-from ascendchat.doctor import (
-    explain_rules_codes,
-    explain_rules_cuda,
-    explain_rules_driver,
-    explain_rules_hccl,
-    explain_rules_host,
-    explain_rules_hub,
-    explain_rules_import,
-    explain_rules_kernel,
-    explain_rules_memory,
-    explain_rules_model,
-    explain_rules_own,
-    explain_rules_ranks,
-    explain_rules_speed,
-    explain_rules_torch_npu,
-    explain_rules_training,
+from ascendchat.doctor.explain_rules import (
+    CONSEQUENCE,
+    GENERIC,
+    HOLE,
+    NOTE,
+    SYMPTOM,
+    Rule,
+    Values,
+    all_rules,
+    answer,
+    compiled,
+    fill,
+    matchers,
 )
-from ascendchat.doctor.explain_rules import CONSEQUENCE, GENERIC, NOTE, SYMPTOM, Rule, literal
 from ascendchat.doctor.explain_symptoms import alike
-from ascendchat.doctor.explain_text import Finding, render
-
-OWN = explain_rules_own.RULE
-# Of two rules that match the same line, the one named first comes first.
-RULES: list[Rule] = [
-    *explain_rules_memory.RULES,
-    *explain_rules_kernel.RULES,
-    *explain_rules_cuda.RULES,
-    *explain_rules_torch_npu.RULES,
-    *explain_rules_import.RULES,
-    *explain_rules_driver.RULES,
-    *explain_rules_hccl.RULES,
-    *explain_rules_ranks.RULES,
-    *explain_rules_model.RULES,
-    *explain_rules_training.RULES,
-    *explain_rules_speed.RULES,
-    *explain_rules_hub.RULES,
-    *explain_rules_host.RULES,
-    OWN,
-]
-# (plain text to look for, the same without digits, pattern, rule; None for a code that is decoded on the spot)
-MATCHERS: list[tuple[bytes, bytes, re.Pattern[str], Rule | None]] = []
-for _rule in [*RULES, None]:
-    for _pattern in _rule.patterns if _rule else explain_rules_codes.PATTERNS:
-        _needle = literal(_pattern).encode()
-        MATCHERS.append((_needle, _needle.translate(None, b"0123456789"), re.compile(_pattern), _rule))
 
 BLOCK = 1 << 20  # bytes read at a time
 REACH = 1000  # characters of a line looked at on either side of the plain text; a line may be megabytes long
@@ -78,20 +49,44 @@ CLOCK = re.compile(rb"\d{4}-\d\d-\d\d[-T ]\d\d:\d\d:\d\d")
 # What stands between two attempts of a launcher in one log. The last attempt is the one asked about.
 RESTART = (b"will restart worker group", b"Restarting worker group", b"ascendchat launch: starting again")
 PATH = re.compile(r"^\S*/\S*$|\.(?:log|txt|gz|out|err|json|jsonl)$")  # not there, but meant as a file
-HOLE = re.compile(r"\{\w+\}")
+# The commands that a sentence of ours holds between backquotes
+QUOTED = re.compile(r"`((?:ascendchat|pip|python|source|export|npu-smi) [^`]+)`")
 ATTEMPT = re.compile(r"attempt_(\d+)")  # the folder `ascendchat launch` gives to each attempt
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One explained fault; the first of a list is the likely root cause."""
+
+    rule: str
+    title: str
+    cause: str
+    check: list[str]
+    commands: list[str]
+    line: str = ""
+    count: int = 0
+    line_number: int = 0
+    file: str = ""
+    level: int = 0
+    symptom: str = ""  # the phrase that the question was like; the text of a log is matched whole instead
 
 
 @dataclass
 class _Hit:
     rule: Rule
-    values: dict[str, str]
+    values: Values
     line: str
     count: int
     place: tuple[int, int]  # (index of the file, line)
     file: str
     clock: bytes
     attempt: tuple[int, int]  # (by the folder of the log, by the restarts seen in it)
+
+    def finding(self, lang: str) -> Finding:
+        place = {"line": self.line, "count": self.count, "line_number": self.place[1], "file": self.file}
+        found = _finding(self.rule, lang, lambda text: fill(text, self.values, lang), **place)
+        found.commands.extend(dict.fromkeys(QUOTED.findall(str(self.values.get("message", "")))))
+        return found
 
 
 class _Scan:
@@ -127,28 +122,30 @@ class _Scan:
             block = COLOUR.sub(b"", block)
         # Lines of a log differ mostly in their numbers: without them few different lines are left to look at.
         slim = b"\n".join(set(block.translate(None, b"0123456789").split(b"\n")))
-        seen: dict[tuple[int, str], tuple[int, Rule, re.Match[str]]] = {}
+        seen: dict[tuple[int, str], tuple[Rule, Values, re.Match[str]]] = {}
         named: set[int] = set()  # lines explained by a rule: their codes need no decoding
-        for needle, bare, pattern, rule in MATCHERS:
+        for needle, bare, pattern, rule in matchers():
             at = block.find(needle) if bare in slim else -1
             while at >= 0:
                 begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
                 end = len(block) if end < 0 else end
                 begin = block.rfind(b"\r", begin, at) + 1 or begin  # a progress bar writes many texts on one line
-                match = pattern.search(block[max(begin, at - REACH) : min(end, at + REACH)].decode("utf-8", "replace"))
-                known = rule or (match and begin not in named and explain_rules_codes.decode(match)) or None
-                if match and known:
-                    seen.setdefault((begin, known.id), (begin, known, match))
-                    if rule:
+                text = block[max(begin, at - REACH) : min(end, at + REACH)].decode("utf-8", "replace")
+                match = compiled(pattern, rule.where).search(text)
+                values = rule.values(match) if match and not (rule.code and begin in named) else None
+                if match and values is not None:
+                    seen.setdefault((begin, fill(rule.id, values)), (rule, values, match))
+                    if not rule.code:
                         named.add(begin)
                 at = block.find(needle, end)
         restarts = sorted(m.start() for text in RESTART for m in re.finditer(re.escape(text), block))
-        for begin, known, match in sorted(seen.values(), key=lambda item: item[0]):
+        alone = {begin for (begin, _), (rule, _, _) in seen.items() if rule.alone}
+        for (begin, name), (rule, values, match) in sorted(seen.items(), key=lambda item: item[0][0]):
             while restarts and restarts[0] < begin:
                 restarts.pop(0)
                 self.attempt = (self.attempt[0], self.attempt[1] + 1)
-            if known is OWN or (begin, OWN.id) not in seen:  # our own sentence says it better than a rule on its words
-                self._keep(known, match, block, begin)
+            if rule.alone or begin not in alone:
+                self._keep(name, rule, values, match, block, begin)
         self.attempt = (self.attempt[0], self.attempt[1] + len(restarts))
         self.clock = self._clock(block, len(block))
         self.lines += block.count(b"\n")
@@ -159,20 +156,20 @@ class _Scan:
         times = CLOCK.findall(block, max(0, position - 4000), len(block) if end < 0 else end)
         return re.sub(rb"[-T ](?=\d\d:)", b" ", times[-1]) if times else self.clock
 
-    def _keep(self, rule: Rule, match: re.Match[str], block: bytes, begin: int) -> None:
+    def _keep(self, name: str, rule: Rule, values: Values, match: re.Match[str], block: bytes, begin: int) -> None:
         """Count a match; its text is kept when it is the first of its rule, or the first of a later attempt."""
-        old = self.hits.get(rule.id)
+        old = self.hits.get(name)
         if old:
             old.count += 1
             if old.attempt >= self.attempt:
                 return
-        elif rule.level == GENERIC and len(self.hits) > len(RULES) + MOST_CODES:
+        elif rule.level == GENERIC and len(self.hits) > len(all_rules()[0]) + MOST_CODES:
             return
         text = match.string
         start = max(0, min(match.start(), len(text) - SHOWN))
-        self.hits[rule.id] = _Hit(
+        self.hits[name] = _Hit(
             rule,
-            values={key: CONTROL.sub("", value or "") for key, value in match.groupdict().items()},
+            values={key: CONTROL.sub("", v) if isinstance(v, str) else v for key, v in values.items()},
             line=CONTROL.sub("", text[start : start + SHOWN]).strip(),
             count=old.count if old else 1,
             place=(self.files, self.lines + block.count(b"\n", 0, begin) + 1),
@@ -185,7 +182,7 @@ class _Scan:
         """Likely root cause first: faults before their consequences, the last attempt first, then the earliest."""
         hits = list(self.hits.values())
         if any(hit.rule.level <= SYMPTOM for hit in hits):
-            hits = [hit for hit in hits if hit.rule.level != GENERIC and hit.rule.id != "code-ERR99999"]
+            hits = [hit for hit in hits if not hit.rule.code]
         clocks = all(hit.clock for hit in hits)
 
         def order(hit: _Hit) -> tuple[bool, int, int, int, bytes, tuple[int, int]]:
@@ -195,36 +192,19 @@ class _Scan:
             clock = hit.clock if clocks else b""
             return hit.rule.level >= NOTE, -folder, -restarts, hit.rule.level, clock, hit.place
 
-        return [_finding(hit, lang) for hit in sorted(hits, key=order)]
+        return [hit.finding(lang) for hit in sorted(hits, key=order)]
 
 
-def _finding(hit: _Hit, lang: str) -> Finding:
-    def fill(text: str) -> str:
-        for name, value in hit.values.items():
-            text = text.replace("{" + name + "}", value)
-        return text
-
-    found = _say(hit.rule, lang, fill)
-    if "message" in hit.values:
-        found.commands.extend(explain_rules_own.quoted_commands(hit.values["message"]))
-    return replace(found, line=hit.line, count=hit.count, line_number=hit.place[1], file=hit.file)
-
-
-def _say(rule: Rule, lang: str, fill: Callable[[str], str], symptom: str = "") -> Finding:
-    """The words of a rule, as a finding without a place."""
-    words = rule.text(lang)
+def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **place: Any) -> Finding:
+    """The words of a rule, and where it was found."""
     return Finding(
-        rule=rule.id,
-        title=fill(words.title),
-        cause=fill(words.cause),
-        check=[fill(check) for check in words.check],
-        commands=[fill(command) for command in rule.commands],
-        line="",
-        count=0,
-        line_number=0,
-        file="",
+        rule=filled(rule.id),
+        title=filled(rule.title[lang]),
+        cause=filled(rule.cause[lang]),
+        check=[filled(check[lang]) for check in rule.check],
+        commands=[filled(command) for command in rule.commands],
         level=rule.level,
-        symptom=symptom,
+        **place,
     )
 
 
@@ -257,13 +237,34 @@ def ask(question: str, lang: str = "en") -> list[Finding]:
     if any(f.level <= CONSEQUENCE for f in found):
         return found
     told = [f for f in found if f.level != GENERIC]  # a description that a rule knows word by word
-    likely = [_say(rule, lang, _unfilled, phrase) for rule, phrase in alike(question, RULES)]
+    unfilled = functools.partial(HOLE.sub, "…")  # there is no log that would fill the holes
+    likely = [_finding(rule, lang, unfilled, symptom=phrase) for rule, phrase in alike(question)]
     return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or found
 
 
-def _unfilled(text: str) -> str:
-    """A text of a rule without the log that would fill its holes."""
-    return HOLE.sub("…", text)
+def render(findings: list[Finding], lang: str, asked: bool = False) -> str:
+    """The answer as plain text. `asked`: to a question instead of a log."""
+    words = {key: text[lang] for key, text in answer().items() if isinstance(text, dict)}
+    if not findings:
+        head, steps = ("unmatched", "ask") if asked else ("unknown", "next")
+        return "\n".join([words[head], *(f"  - {step[lang]}" for step in answer()[steps])]) + "\n"
+    rooted = findings[0].level <= SYMPTOM and not asked
+    whole = [f for f in findings if not (rooted and f.level == CONSEQUENCE) and f.level != GENERIC][:5] or findings[:5]
+    rest = [f for f in findings if f not in whole]
+    lines = [words["maybe" if findings[0].symptom else "head"]]
+    for number, found in enumerate(whole, 1):
+        times = f", {words['times'].format(found.count)}" if found.count > 1 else ""
+        place = f"{found.file}:{found.line_number}" if found.file else words["line"].format(found.line_number)
+        lines += ["", f"{number}. {found.title}  [{found.rule}{times}]"]
+        if found.line:
+            lines += [f"   {words['seen']} {place}: {found.line}"]
+        lines += [f"   {words['cause']} {found.cause}"]
+        lines += [f"   {words['check']} {check}" for check in found.check]
+        lines += [f"   {words['run']} {command}" for command in found.commands]
+    if rest:
+        decoded = {f.rule: f" {f.cause}" for f in rest if f.level == GENERIC}
+        lines += ["", words["also"], *(f"  - {f.title}  [{f.rule}]{decoded.get(f.rule, '')}" for f in rest)]
+    return "\n".join(lines) + "\n"
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -1,71 +1,85 @@
-"""What one rule of `ascendchat explain LOG` is. The rules themselves stand in explain_rules_*.py, one file per family.
+"""The rules of `ascendchat explain`: what one is, and how rules/*.yaml is read and checked.
 
-To add one, append a block to the list RULES of the family it belongs to, and a log excerpt of the same name to
-tests/unit/explain_samples/ (a test fails until it is there):
-
-    Rule(
-        id="disk-full",
-        level=CAUSE,
-        patterns=[r"No space left on device"],
-        en=Text(title="The disk is full", cause="A file could not be written.", check=["Which folder is it?"]),
-        zh=Text(title="磁盘已满", cause="有文件没能写入。", check=["是哪个目录？"]),
-        commands=["df -h . /tmp ~"],
-    )
-
-A pattern is a regular expression searched in one line of the log. It must hold a run of plain text outside brackets
-(the scan looks for that text first) and no `|` outside brackets. `{name}` in a text is replaced by the group
-(?P<name>...) of the pattern; every pattern of the rule must then have that group.
-
-`ascendchat explain "训练卡住"` looks for what a user sees instead: the phrases in `symptoms` of both languages, and
-the titles. A few words per phrase are enough; their order and endings do not matter.
+rules/NN_TOPIC.yaml hold the rules (of two that match one line, the one read first comes first), codes.yaml the status
+codes that are only decoded, answer.yaml the words around the findings. docs/en/architecture.md says how to add a rule.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
 
+from ascendchat.config import UserError
+
+FOLDER = Path(__file__).with_name("rules")
 # What comes first in the answer. A fault on one rank makes the others time out: the fault must be named before them.
-CAUSE = 0  # a fault by itself
-SYMPTOM = 1  # a fault whose reason usually stands elsewhere in the log
-CONSEQUENCE = 2  # what other ranks and launchers say after a fault
-NOTE = 3  # slow or odd, but not a failure
-GENERIC = 4  # a code we can only decode
+# A fault by itself; one whose reason usually stands elsewhere in the log; what other ranks and launchers say after a
+# fault; slow or odd, but no failure; a code that we can only decode.
+LEVELS = ("cause", "symptom", "consequence", "note", "generic")
+CAUSE, SYMPTOM, CONSEQUENCE, NOTE, GENERIC = range(5)
+HOLE = re.compile(r"\{(\w+)\}")
+SET_OR_REPEAT = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}")  # [...] or {1,40}
+FORMS = {  # what the fields of a rule must be
+    "id": "a name such as disk-full, in lower case",
+    "code": "the name of the code, such as ERR99999",
+    "level": "cause, symptom, consequence, note or generic",
+    "patterns": "a list of regular expressions, or of `code: NUMBER`",
+    "title": "a text in `en` and one in `zh`",
+    "cause": "a text in `en` and one in `zh`",
+    "check": "a list of texts, each in `en` and in `zh`",
+    "symptoms": "a list of phrases in `en` and one in `zh`",
+    "commands": "a list of commands",
+    "alone": "true or false",
+    "tables": "for each table: rows with a text in `en` and one in `zh`",
+    "base": "10 or 16",
+}
+Words = dict[str, str]  # a text in each language: {"en": ..., "zh": ...}
+Values = dict[str, str | Words]  # what the holes of a text stand for
 
 
-@dataclass(frozen=True)
-class Text:
-    """A rule in one language."""
-
-    title: str
-    cause: str
-    check: list[str] = field(default_factory=list)
-    symptoms: list[str] = field(default_factory=list)  # what a user would say: "training hangs"; see explain_symptoms
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """Patterns, and what to say when one of them is seen."""
+    """Patterns, and what to say when one of them is seen. `{name}` in a text is the group (?P<name>...)."""
 
     id: str
     level: int
     patterns: list[str]
-    en: Text
-    zh: Text
+    title: Words
+    cause: Words
+    check: list[Words]
     commands: list[str]
+    where: str  # its file and name, for an error about it
+    symptoms: dict[str, list[str]] = field(default_factory=lambda: {"en": [], "zh": []})
+    alone: bool = False  # other rules that match the same line are not shown
+    code: str = ""  # set: a status code, decoded only where no rule explains the line
+    tables: dict[str, dict[str, Words]] = field(default_factory=dict)  # group -> its text -> what that means
+    base: int = 0  # set: the groups are numbers in this base
 
-    def text(self, lang: str) -> Text:
-        """The words of this rule in `lang`."""
-        return self.zh if lang == "zh" else self.en
+    def values(self, match: re.Match[str]) -> Values | None:
+        """What the holes of the texts stand for; None for a code that means nothing to us."""
+        found: Values = {}
+        for name, text in match.groupdict().items():
+            text = str(int(text, self.base)) if self.base else text or ""
+            if name in self.tables and text not in self.tables[name]:
+                return None
+            found[name] = self.tables[name][text] if name in self.tables else text
+        return {**found, "code": fill(self.code, found)} if self.code else found
+
+
+def fill(text: str, values: Values, lang: str = "en") -> str:
+    """The text with its holes filled; a hole without a value stays."""
+    found = {name: value if isinstance(value, str) else value[lang] for name, value in values.items()}
+    return HOLE.sub(lambda hole: found.get(hole[1], hole[0]), text)
 
 
 def code(number: int) -> str:
     """A pattern for a status code where an error text gives one; a bare number may be a count of tokens."""
     before = r"[Ee]rror ?[Cc]ode|[Ee]rr[Cc]ode|[Ee]rr[Nn]o|\b[Rr]et(?:[Cc]ode|[Vv]al)?|runtime result|\[?[Ee]rror\]?:"
     return rf"(?:{before})(?: is)?[ :=\[(]*{number}\b"
-
-
-SET_OR_REPEAT = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}")  # [...] or {1,40}
 
 
 def literal(pattern: str) -> str:
@@ -75,7 +89,7 @@ def literal(pattern: str) -> str:
         char, step = pattern[i], 1
         plain = char not in r"\.^$*+?{}[]()|"
         if char == "\\":
-            char, step = pattern[i + 1], 2
+            char, step = pattern[i + 1 : i + 2], 2
             plain = not char.isalnum()
         elif char == "|" and depth == 0:
             return ""
@@ -83,11 +97,132 @@ def literal(pattern: str) -> str:
             step = len(inside[0])
         elif char in "()":
             depth += 1 if char == "(" else -1
-        following = pattern[i + step : i + step + 1]
-        if plain and depth == 0 and following not in ("?", "*", "{"):
+        if plain and depth == 0 and pattern[i + step : i + step + 1] not in ("?", "*", "{"):
             run += char
         else:
             runs.append(run)
             run = ""
         i += step
     return max(runs + [run], key=len)
+
+
+@functools.cache
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """Compiled when its plain text is first seen: all patterns together take longer than a short log."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        _refuse(where, f"the pattern {pattern} is no regular expression: {error}")
+
+
+def _refuse(where: str, problem: str) -> NoReturn:
+    raise UserError(f"{where}: {problem}; mend it as docs/en/architecture.md says under Adding an error explanation")
+
+
+def _read(path: Path) -> Any:
+    """The content of a YAML file. A key that stands twice is refused: YAML would silently drop the first."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise UserError("the rules of explain are YAML files; install what reads them: pip install pyyaml") from None
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: ten times faster
+
+    class Loader(base):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            for key in {key for key in keys if keys.count(key) > 1}:
+                raise yaml.MarkedYAMLError(problem=f"`{key}` stands twice", problem_mark=node.start_mark)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        _refuse(str(path), " ".join(str(error).split()))
+
+
+def _is(value: Any, form: str) -> bool:
+    """Whether a field has its form."""
+    if form in ("patterns", "check", "commands"):
+        inner = {"patterns": "pattern", "check": "title", "commands": "text"}[form]
+        return isinstance(value, list) and bool(value or form == "commands") and all(_is(v, inner) for v in value)
+    if form in ("title", "cause", "symptoms"):
+        inner = "commands" if form == "symptoms" else "text"
+        return isinstance(value, dict) and set(value) == {"en", "zh"} and all(_is(v, inner) for v in value.values())
+    if form == "tables":
+        rows = [*value.values()] if isinstance(value, dict) else [None]
+        return all(isinstance(r, dict) and all(_is(k, "text") and _is(v, "title") for k, v in r.items()) for r in rows)
+    if form == "pattern" and isinstance(value, dict):
+        return set(value) == {"code"} and isinstance(value["code"], int)
+    if form == "id":
+        return isinstance(value, str) and bool(re.fullmatch(r"[a-z0-9-]+", value))
+    known = {"level": LEVELS, "base": (10, 16), "alone": (True, False)}
+    return value in known[form] if form in known else isinstance(value, str) and bool(value.strip())
+
+
+def _rule(entry: Any, path: Path, number: int) -> Rule:
+    """One entry of a file as a rule; anything wrong with it is refused by its name."""
+    kind = "code" if path.name == "codes.yaml" else "id"
+    name = entry.get(kind, number) if isinstance(entry, dict) else number
+    where = f"{path}, rule {name}"
+    if not isinstance(entry, dict):
+        _refuse(where, "an entry has fields such as `id:` and `title:`")
+    needed = {kind, "level", "patterns", "title", "cause", "check", "commands"}
+    allowed = needed | ({"tables", "base"} if kind == "code" else {"symptoms", "alone"})
+    for key in sorted(needed - set(entry)):
+        _refuse(where, f"the field `{key}` is missing")
+    for key, value in entry.items():
+        if key not in allowed:
+            _refuse(where, f"there is no field `{key}`")
+        if not _is(value, key):
+            _refuse(where, f"`{key}` must be {FORMS.get(key)}")
+    patterns = [code(p["code"]) if isinstance(p, dict) else p for p in entry["patterns"]]
+    texts = [*entry["title"].values(), *entry["cause"].values(), *(t for c in entry["check"] for t in c.values())]
+    holes = set(HOLE.findall(" ".join([*texts, *entry["commands"], entry.get("code", "")]))) - {"code"}
+    for pattern in patterns:
+        if len(literal(pattern).encode()) < 2:
+            _refuse(where, f"the pattern {pattern} needs two plain characters outside brackets, and no | there")
+        for hole in sorted(holes | set(entry.get("tables", ()))):
+            if f"(?P<{hole}>" not in pattern:
+                _refuse(where, f"the pattern {pattern} has no group (?P<{hole}>...) for {{{hole}}}")
+    level = LEVELS.index(entry["level"])
+    identity = f"code-{entry['code']}" if kind == "code" else entry["id"]
+    return Rule(**{**entry, "id": identity, "level": level, "patterns": patterns, "where": where})
+
+
+def load(folder: Path) -> Iterator[Rule]:
+    """The rules of a folder in their order, the codes last."""
+    names: set[str] = set()
+    for path in sorted(folder.glob("*.yaml")):
+        if path.name == "answer.yaml":
+            continue
+        if path.name != "codes.yaml" and not re.fullmatch(r"\d\d_\w+\.yaml", path.name):
+            _refuse(str(path), "a file of rules is called NN_TOPIC.yaml, its number says when it is asked")
+        entries = _read(path)
+        if not isinstance(entries, list):
+            _refuse(str(path), "the file must be a list of rules, each beginning with `- id:`")
+        for number, entry in enumerate(entries, 1):
+            rule = _rule(entry, path, number)
+            if rule.id in names and not rule.code:
+                _refuse(rule.where, "another rule has this name")
+            names.add(rule.id)
+            yield rule
+
+
+@functools.cache
+def all_rules() -> tuple[list[Rule], list[Rule]]:
+    """(the rules, the codes that are only decoded), read once per process."""
+    found = list(load(FOLDER))
+    return [rule for rule in found if not rule.code], [rule for rule in found if rule.code]
+
+
+@functools.cache
+def matchers() -> list[tuple[bytes, bytes, str, Rule]]:
+    """(plain text to look for, the same without digits, pattern, rule), the codes last."""
+    found = [(literal(p).encode(), p, rule) for rules in all_rules() for rule in rules for p in rule.patterns]
+    return [(needle, needle.translate(None, b"0123456789"), pattern, rule) for needle, pattern, rule in found]
+
+
+@functools.cache
+def answer() -> dict[str, Any]:
+    """The words around the findings: {key: {"en": ..., "zh": ...}, or a list of such}."""
+    return dict(_read(FOLDER / "answer.yaml"))

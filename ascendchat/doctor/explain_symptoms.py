@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 
-from ascendchat.doctor.explain_rules import Rule
+from ascendchat.doctor.explain_rules import HOLE, Rule, all_rules
 
 MOST = 5  # rules in an answer
 ENOUGH = 0.45  # score from which a rule is named at all
@@ -42,13 +42,13 @@ def terms(text: str) -> frozenset[str]:
 
 def phrases(rule: Rule) -> list[tuple[str, float]]:
     """(phrase, what it is worth) of a rule in both languages."""
-    told = [(phrase, 1.0) for words in (rule.en, rule.zh) for phrase in words.symptoms]
-    return told + [(re.sub(r"\{\w+\}", "", words.title), TITLE) for words in (rule.en, rule.zh)]
+    told = [(phrase, 1.0) for told in rule.symptoms.values() for phrase in told]
+    return told + [(HOLE.sub("", title), TITLE) for title in rule.title.values()]
 
 
-def alike(question: str, rules: list[Rule]) -> list[tuple[Rule, str]]:
+def alike(question: str) -> list[tuple[Rule, str]]:
     """(rule, the phrase of it that is most like the question), best first; empty when nothing is like it."""
-    known = [(rule, phrase, worth, terms(phrase)) for rule in rules for phrase, worth in phrases(rule)]
+    known = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
     frequency = Counter(term for _, _, _, parts in known for term in parts)
 
     def weight(parts: frozenset[str]) -> float:

@@ -21,7 +21,6 @@ from ascendchat.doctor import (
     checks,
     checks_cann,
     checks_npu,
-    checks_stored,
     checks_system,
     plain,
     probe,
@@ -373,15 +372,15 @@ def test_stored_files_are_compared_with_their_manifest(tmp_path: Path) -> None:
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     put(folder / "manifest.json", json.dumps({"files": {"a.bin": entry}}))
     machine = laptop(tmp_path, home=home())
-    told(checks_stored.stored(machine), "ok", "1 folders, 1 files", "1 checksums right")
+    told(checks_system.stored(machine), "ok", "1 folders, 1 files", "1 checksums right")
     (folder / "a.bin").write_bytes(b"T" + content[1:])
-    told(checks_stored.stored(machine), "fail", "a.bin: checksum differs", f"rm -r {folder}")
+    told(checks_system.stored(machine), "fail", "a.bin: checksum differs", f"rm -r {folder}")
     (folder / "a.bin").write_bytes(content[:-1])
-    told(checks_stored.stored(machine), "fail", "399 bytes, expected 400")
+    told(checks_system.stored(machine), "fail", "399 bytes, expected 400")
     (folder / "a.bin").unlink()
-    told(checks_stored.stored(machine), "fail", "a.bin: missing")
+    told(checks_system.stored(machine), "fail", "a.bin: missing")
     put(folder / "manifest.json", "{half")
-    told(checks_stored.stored(machine), "fail", "the manifest cannot be read")
+    told(checks_system.stored(machine), "fail", "the manifest cannot be read")
 
 
 def test_without_deep_only_sizes_are_compared_when_the_time_is_up(
@@ -390,6 +389,6 @@ def test_without_deep_only_sizes_are_compared_when_the_time_is_up(
     folder = home() / "data" / "shards"
     put(folder / "a.bin", "x")
     put(folder / "manifest.json", json.dumps({"files": {"a.bin": {"bytes": 1, "sha256": "wrong"}}}))
-    told(checks_stored.stored(laptop(tmp_path, home=home())), "fail", "a.bin: checksum differs")
-    monkeypatch.setattr(checks_stored, "BUDGET", -1.0)
-    told(checks_stored.stored(laptop(tmp_path, home=home())), "ok", "0 checksums right (all: ascendchat doctor --deep)")
+    told(checks_system.stored(laptop(tmp_path, home=home())), "fail", "a.bin: checksum differs")
+    monkeypatch.setattr(checks_system, "BUDGET", -1.0)
+    told(checks_system.stored(laptop(tmp_path, home=home())), "ok", "0 checksums right (all: ascendchat doctor --deep)")

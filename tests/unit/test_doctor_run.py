@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,8 @@ from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, look
-from ascendchat.doctor import collective, probe
+from ascendchat.doctor import checks, collective, probe
+from ascendchat.doctor.checks import faults
 from ascendchat.doctor.watch import Cpu, rows, watch
 
 SAMPLES = Path(__file__).parent / "smi_samples"
@@ -76,9 +79,32 @@ def test_wheels_probe_tells_missing_from_broken(tmp_path: Path) -> None:
     assert found["notthere"] is None
 
 
+def test_every_fault_has_its_words_in_both_languages_and_values_for_their_holes() -> None:
+    told = {(name, kind): fault for name, kinds in faults().items() for kind, fault in kinds.items()}
+    used = set()
+    for path in Path(checks.__file__).parent.glob("checks_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "fault":
+                name, kind = (getattr(arg, "value", "/dev/davinci*") for arg in node.args[:2])
+                given = {keyword.arg for keyword in node.keywords} | ({"status"} if len(node.args) > 2 else set())
+                fault = told[name, kind]
+                assert ("status" in given) != ("status" in fault), (name, kind)
+                assert set(re.findall(r"{(\w+)}", json.dumps(fault))) == given - {"status"}, (name, kind)
+                used.add((name, kind))
+    assert used == set(told)
+    for fault in told.values():
+        assert {"found", "why", "fix"} <= set(fault) <= {"status", "found", "why", "fix"}
+        assert fault.get("status", "warn") in ("warn", "fail")
+        for text in fault.values():
+            if not isinstance(text, str):
+                assert not re.search(r"[\u4e00-\u9fff]", text["en"])
+                assert re.search(r"[\u4e00-\u9fff]", text["zh"])
+                assert set(text) == {"en", "zh"}
+
+
 def test_doctor_modules_do_not_import_torch() -> None:
-    names = ["doctor", "doctor.checks", "doctor.checks_cann", "doctor.checks_npu", "doctor.checks_stored"]
-    names += ["doctor.checks_system", "doctor.probe", "doctor.watch", "doctor.clean", "doctor.collective", "device.smi"]
+    names = ["doctor", "doctor.checks", "doctor.checks_cann", "doctor.checks_npu", "doctor.checks_system"]
+    names += ["doctor.probe", "doctor.watch", "doctor.clean", "doctor.collective", "device.smi"]
     code = "; ".join(f"import ascendchat.{n}" for n in names) + "; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

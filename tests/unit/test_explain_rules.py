@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.doctor.explain import MATCHERS, RULES, explain
-from ascendchat.doctor.explain_rules import code, literal
-from ascendchat.doctor.explain_rules_codes import FAMILIES, HCCL, MODULES, RANGES, REASONS
+from ascendchat.doctor.explain import explain
+from ascendchat.doctor.explain_rules import all_rules, code, compiled, literal, matchers
 
 SAMPLES = Path(__file__).parent / "explain_samples"
+RULES, CODES = all_rules()
 IDS = [rule.id for rule in RULES]
+TABLES = {name: rows for rule in CODES for name, rows in rule.tables.items()}
+MODULES, REASONS, RANGES, HCCL = (TABLES[name] for name in ("module", "reason", "range", "meaning"))
 
 # The known failures of NPU users: (row, rule, a line of the log)
 KNOWN = [
@@ -252,14 +254,11 @@ def test_the_loss_that_the_training_loop_refuses_gets_a_cause() -> None:
 
 
 def test_every_pattern_has_plain_text_for_the_scan_and_every_hole_is_filled() -> None:
-    for needle, _, pattern, _ in MATCHERS:
-        assert len(needle) >= 2, pattern.pattern
-    for rule in RULES:
-        holes = set()
-        for words in (rule.en, rule.zh):
-            holes |= set(re.findall(r"{(\w+)}", " ".join([words.title, words.cause, *words.check, *rule.commands])))
-        for pattern in rule.patterns:
-            assert holes <= set(re.compile(pattern).groupindex), rule.id
+    for needle, _, pattern, rule in matchers():
+        assert len(needle) >= 2, pattern
+        texts = [*rule.title.values(), *rule.cause.values(), *(text for check in rule.check for text in check.values())]
+        holes = set(re.findall(r"{(\w+)}", " ".join([*texts, *rule.commands]))) - {"code" if rule.code else ""}
+        assert holes <= set(compiled(pattern, rule.where).groupindex), rule.id
 
 
 @pytest.mark.parametrize(
@@ -288,23 +287,26 @@ def test_every_code_of_torch_npu_is_decoded(module: str, reason: str) -> None:
         assert "Python" in english[0].title
         assert "traceback above" in english[0].check[0]
     elif english[0].rule.startswith("code-"):
-        assert english[0].cause == f"{MODULES[module][0]} reports {REASONS[reason][0]}."
-        assert REASONS[reason][1] in chinese[0].cause
+        assert english[0].cause == f"{MODULES[module]['en']} reports {REASONS[reason]['en']}."
+        assert REASONS[reason]["zh"] in chinese[0].cause
 
 
 def test_unlisted_codes_of_cann_and_hccl_are_decoded() -> None:
-    for family, (name, _) in FAMILIES.items():
+    for family in ("EI", "EJ", "EE", "EH", "EL", "EZ", "EK", "E3"):
         (found,) = explain(f"{family}7777: something new")
         assert found.rule == f"code-{family}7777"
-        assert name in found.cause
-    for start, (meaning, _) in RANGES.items():
+        (rule,) = [rule for rule in CODES if rule.code.startswith(family)]
+        assert found.cause == rule.cause["en"]
+    for start, meaning in RANGES.items():
         if start not in ("161", "361", "561"):
-            assert meaning in explain(f"NPU function error: x, error code is {start}777")[0].cause
-    assert set(HCCL) == set(range(1, 25))
-    for number, (meaning, _) in HCCL.items():
+            assert meaning["en"] in explain(f"NPU function error: x, error code is {start}777")[0].cause
+    assert set(HCCL) == {str(number) for number in range(1, 25)}
+    for number, meaning in HCCL.items():
         found = explain(f"HCCL function error: HcclAllReduce(x), error code is {number}")[0]
-        assert meaning in found.cause
-        assert meaning in explain(f"[AllReduce]errNo[0x000000000500{number:04x}] failed")[0].cause
+        assert (found.rule, meaning["en"] in found.cause) == (f"code-HCCL-{number}", True)
+        assert explain(f"[AllReduce]errNo[0x000000000500{int(number):04x}] failed")[0].cause == found.cause
+    for unknown in ("ERR77001", "error code is 199777", "HCCL error code is 25", "errNo[0x05000063]"):
+        assert explain(unknown) == []
 
 
 def test_a_code_is_decoded_only_when_no_rule_explains_the_log() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from ascendchat.cli import COMMANDS
 from ascendchat.config import _flags
-from ascendchat.doctor.explain import RULES
-from ascendchat.doctor.explain_text import WORDS
+from ascendchat.doctor.checks import faults
+from ascendchat.doctor.explain_rules import all_rules, answer
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "ascendchat").rglob("*.py"))
@@ -53,14 +53,18 @@ def texts(path: Path) -> Iterator[str]:
 
 
 def rule_texts() -> Iterator[str]:
-    """All that `ascendchat explain` can say."""
-    for rule in RULES:
-        for words in (rule.en, rule.zh):
-            yield from (words.title, words.cause, *words.check, *words.symptoms)
-        yield from rule.commands
-    for language in WORDS.values():
-        for said in language.values():
-            yield from [said] if isinstance(said, str) else said
+    """All that `ascendchat explain` can say, and the faults that `ascendchat doctor` finds."""
+    for fault in (fault for kinds in faults().values() for fault in kinds.values()):
+        for text in fault.values():
+            yield from [text] if isinstance(text, str) else text.values()
+    for rules in all_rules():
+        for rule in rules:
+            for words in (rule.title, rule.cause, *rule.check):
+                yield from words.values()
+            yield from (*rule.symptoms["en"], *rule.symptoms["zh"], *rule.commands)
+    for said in answer().values():
+        for words in said if isinstance(said, list) else [said]:
+            yield from words.values()
 
 
 def commands_in(text: str) -> Iterator[tuple[str, str]]:
@@ -121,11 +125,12 @@ def test_a_wrong_hint_would_be_noticed(text: str) -> None:
 def test_nothing_tells_to_install_ascendchat_from_an_index_that_does_not_have_it() -> None:
     """It is installed from a clone (README): `pip install ascendchat` finds nothing, or a stranger's package."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile", ROOT / "constraints.txt"]
-    folders = [
-        p for name in ("scripts", "recipes", "cannsim") for p in (ROOT / name).rglob("*") if "build" not in p.parts
-    ]
+    names = ("scripts", "recipes", "cannsim", "ascendchat/doctor/rules")
+    folders = [p for name in names for p in (ROOT / name).rglob("*") if "build" not in p.parts]
     wanted = re.compile(r"""pip3? install (?:-\S+ )*["']?ascendchat\b""")
-    files = [p for p in [*SOURCES, *pages, *folders] if p.suffix in (".py", ".md", ".yaml", ".sh", ".txt", "")]
+    pages += [ROOT / "ascendchat" / "doctor" / "faults.json"]
+    endings = (".py", ".md", ".yaml", ".json", ".sh", ".txt", "")
+    files = [p for p in [*SOURCES, *pages, *folders] if p.suffix in endings]
     told = [str(p.relative_to(ROOT)) for p in files if p.is_file() and wanted.search(p.read_text(errors="replace"))]
     assert told == []
     assert wanted.search("pip install 'ascendchat[npu]'")
