@@ -50,6 +50,7 @@ def test_a_run_too_long_for_the_embedded_corpus_is_told_how_to_get_text(
     assert not (home / "data").exists()
 
 
+@pytest.mark.slow
 def test_a_tiny_run_takes_the_embedded_corpus_and_its_stages_the_embedded_talk(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_tiny_run_takes_the_embedded_corpus_and_its_stages_the_embedded_talk(
     assert data_of(home, "mid") == data_of(home, "sft") == ["toyworld"]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_by_name_is_never_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = words(home, "own")  # so the tokenizer is another one than usual
     assert main(["base", *TINY, *QUIET, "--data", f"toyworld=0.25,{own}=0.75", "--target-param-data-ratio", "1e5"]) == 0
@@ -76,6 +78,7 @@ def test_what_data_prepare_wrote_by_default_is_found(home: Path, capsys: pytest.
     assert f"no --data given: {prepared}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["mid", "sft"])
 def test_a_model_of_other_text_takes_the_published_conversations(
     home: Path, stage: str, capsys: pytest.CaptureFixture[str]

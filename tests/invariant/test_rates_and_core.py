@@ -68,6 +68,7 @@ def test_two_ways_to_say_the_warm_up_are_refused(home: Path, capsys: pytest.Capt
     assert "--warmup-steps and --warmup-ratio" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_target_flops_set_the_horizon(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["base", *SIZES, *QUIET, "--data", str(home / "words")]
     assert main([*words, "--target-flops", "1e9"]) == 0

@@ -161,7 +161,10 @@ def interrupt(home: Path, run: str, line: str, number: signal.Signals, *more: st
 MOMENTS = [("parameters;", "SIGINT"), ("kept in", "SIGTERM"), (" step 1/", "SIGINT"), (" step 4/", "SIGKILL")]
 
 
-@pytest.mark.parametrize(("line", "number"), MOMENTS)
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [MOMENTS[1], *(pytest.param(*one, marks=pytest.mark.slow) for one in MOMENTS if one != MOMENTS[1])],
+)
 def test_resume_never_and_a_signal_leave_the_finished_model_where_it_is_said(
     home: Path, undisturbed: dict[str, bytes], line: str, number: str
 ) -> None:
@@ -179,6 +182,7 @@ def test_resume_never_and_a_signal_leave_the_finished_model_where_it_is_said(
     assert "is finished" in finish(home, run)
 
 
+@pytest.mark.slow
 def test_a_finished_new_run_takes_the_place_of_the_old_one(home: Path, undisturbed: dict[str, bytes]) -> None:
     shutil.copytree(home / "runs" / "whole", home / "runs" / "renewed")
     interrupt(home, "renewed", " step 4/", signal.SIGTERM, "--seed", "7")

@@ -62,6 +62,7 @@ def prepared(home: Path, monkeypatch: pytest.MonkeyPatch, device: CPU) -> list[A
     return stages
 
 
+@pytest.mark.slow
 def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batch is known only when the speed is."""
     stages = prepared(tmp_path, monkeypatch, Eight())
@@ -77,6 +78,7 @@ def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypa
         assert float(ops.gradient_scale) == GRADIENT_SCALE * stage.split.total
 
 
+@pytest.mark.slow
 def test_fp8_is_left_out_where_the_loss_is_scaled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_the_roofline_at_one_sequence_is_the_bandwidth_over_the_weights() -> Non
     assert alone < decode_rate(shape, chip, 64, 1) <= 64 * alone
 
 
+@pytest.mark.slow
 def test_bench_train_compares_what_it_measured_with_the_plan_for_its_own_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

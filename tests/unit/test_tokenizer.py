@@ -209,7 +209,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("kind", ["blanks", *(pytest.param(k, marks=pytest.mark.slow) for k in LONG if k != "blanks")])
 def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
     tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
