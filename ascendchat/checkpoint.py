@@ -30,7 +30,7 @@ from torch import Tensor
 from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.files import flush, sha256, write_atomic
-from ascendchat.nn.optim import Piece
+from ascendchat.nn.optim import Shard
 from ascendchat.record import begun_by_this_launch, earlier
 
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
@@ -81,16 +81,20 @@ class Writer:
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
         self._thread.start()
 
-    def mark_best(self, step: int, score: float) -> None:
-        """Keep the checkpoint of this step besides the last ones if its score is lower than that of the one kept so."""
+    def mark_best(self, step: int, score: float, *, higher_is_better: bool = False) -> None:
+        """Keep the checkpoint of this step besides the last ones if its score is the best so far."""
         self.wait()
-        if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and score < self._best()[1]:
+        _, best = self._best()
+        better = best is None or (score > best if higher_is_better else score < best)
+        if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and better:
             write_atomic(self.folder / "best", f"step_{step:06d} {score!r}\n")
 
-    def _best(self) -> tuple[str, float]:
+    def _best(self) -> tuple[str, float | None]:
         """Name and score of the best checkpoint; the file holds both, so that a resumed run knows them."""
         mark = self.folder / "best"
-        name, score = mark.read_text(encoding="utf-8").split() if mark.is_file() else ("", "inf")
+        if not mark.is_file():
+            return "", None
+        name, score = mark.read_text(encoding="utf-8").split()
         return name, float(score)
 
     def wait(self) -> None:
@@ -217,22 +221,22 @@ class Checkpoint:
         with safe_open(self.folder / "model.safetensors", "pt", device=str(device)) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
-    def index(self) -> dict[tuple[str, str], list[tuple[Piece, Path]]]:
-        """Where the pieces of every state tensor are."""
-        found: dict[tuple[str, str], list[tuple[Piece, Path]]] = {}
+    def index(self) -> dict[tuple[str, str], list[tuple[Shard, Path]]]:
+        """Where the shards of every state tensor are."""
+        found: dict[tuple[str, str], list[tuple[Shard, Path]]] = {}
         manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
         for path in sorted(self.folder / name for name in manifest["files"] if name.startswith("optim-")):
             with safe_open(path, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
-                    piece = Piece.parse(key)
-                    found.setdefault((piece.parameter, piece.kind), []).append((piece, path))
+                    shard = Shard.parse(key)
+                    found.setdefault((shard.parameter, shard.kind), []).append((shard, path))
         return found
 
-    def reader(self) -> Callable[[Piece], Tensor]:
-        """A function that puts any piece of the optimizer's state together from whoever saved it."""
+    def reader(self) -> Callable[[Shard], Tensor]:
+        """A function that puts any shard of the optimizer's state together from whoever saved it."""
         index = self.index()
 
-        def read(wanted: Piece) -> Tensor:
+        def read(wanted: Shard) -> Tensor:
             if (wanted.parameter, wanted.kind) not in index:
                 raise UserError(
                     f"{self.folder} was written by another version of ascendchat: it has no {wanted.kind} of "
@@ -240,11 +244,11 @@ class Checkpoint:
                 )
             out = torch.empty(wanted.stop - wanted.start, dtype=torch.float32)
             filled = 0
-            for piece, path in index[wanted.parameter, wanted.kind]:
-                low, high = max(wanted.start, piece.start), min(wanted.stop, piece.stop)
+            for shard, path in index[wanted.parameter, wanted.kind]:
+                low, high = max(wanted.start, shard.start), min(wanted.stop, shard.stop)
                 if low < high:
                     with safe_open(path, "pt") as file:
-                        part = file.get_slice(piece.key())[low - piece.start : high - piece.start]
+                        part = file.get_slice(shard.key())[low - shard.start : high - shard.start]
                     out[low - wanted.start : high - wanted.start] = part
                     filled += high - low
             if filled != wanted.stop - wanted.start:

@@ -1,7 +1,8 @@
-"""A trained model ready to generate: `ascendchat chat --run NAME --stage sft` finds its checkpoint here.
+"""A trained model ready for use: `ascendchat chat --run NAME --stage sft` finds its checkpoint here.
 
-    loaded = load(device, place, run="d12", stage="sft")      # or checkpoint=FOLDER, or nothing: what was written last
-    loaded.model, loaded.tokenizer, loaded.state["stage"]
+    opened = open_model(here, run="d12", stage="sft")      # or checkpoint=FOLDER, or nothing: what was written last
+    opened.model, opened.tokenizer, opened.checkpoint.state["stage"]
+    opened.engine(slots=16)                                # to generate with (engine.py)
 
 Weights come in the device's compute dtype. The checkpoint says which tokenizer it was trained with; another one is an
 error here and not gibberish later.
@@ -9,17 +10,17 @@ error here and not gibberish later.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.config import UserError, home, load_yaml
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.device import Device
+from ascendchat.dist.context import Context
+from ascendchat.infer.engine import Engine
+from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
@@ -28,31 +29,43 @@ STAGES = ("base", "mid", "sft", "rl")  # in the order of a run
 CHAT_STAGES = ("mid", "sft", "rl")  # those that have seen conversations
 
 
-class Loaded(NamedTuple):
+@dataclass(frozen=True)
+class Opened:
     """A model and what belongs to it."""
 
     model: GPT
+    kernel: Attention
     tokenizer: Tokenizer
-    state: dict[str, Any]  # of the checkpoint: stage, shape, step, ...
-    folder: Path
+    checkpoint: Checkpoint
     settings: dict[str, Any]  # what its stage was trained with
+    why_kernel: str  # the sentence that says why this kernel was chosen
+    here: Context
 
     @property
     def chats(self) -> bool:
         """Whether it was trained on conversations."""
-        return self.state.get("stage") in CHAT_STAGES
+        return self.checkpoint.state.get("stage") in CHAT_STAGES
+
+    def engine(self, slots: int, context: int | None = None, *, compiled: bool = False) -> Engine:
+        """An engine for `slots` rows of up to `context` tokens, by default as many as in training."""
+        device, context = self.here.device, context or self.model.shape.seq_len
+        place = self.here.place
+        return Engine(
+            self.model, self.kernel, self.tokenizer, device, place, slots=slots, context=context, compiled=compiled
+        )
 
 
-def _notice(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def load(
-    device: Device, place: torch.device, *, run: str = "", stage: str | None = None, checkpoint: str = "",
-    tokenizer: str = "", say: Callable[[str], None] = _notice,
-) -> Loaded:  # fmt: skip
+def open_model(
+    here: Context,
+    *,
+    run: str = "",
+    stage: str | None = None,
+    checkpoint: str = "",
+    tokenizer: str = "",
+    attention: str | None = None,
+) -> Opened:
     """Find, verify and load; everything that does not fit is a UserError."""
-    found = find(run, stage, checkpoint, say)
+    device, found = here.device, find(run, stage, checkpoint, here.say)
     if "shape" not in found.state:
         raise UserError(f"{found.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(found.state["shape"])
@@ -73,8 +86,9 @@ def load(
             f"{found.folder}: the weight {wrong[0]} does not fit its own state.json; name another --checkpoint"
         )
     model.load_state_dict(weights)
-    model.requires_grad_(False).eval()
-    return Loaded(model.to_compute(device.dtype).to(place), text, found.state, found.folder, settings_of(found))
+    model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
+    kernel, why = choose(device.type, device.dtype, shape.head_dim, attention)
+    return Opened(model, kernel, text, found, settings_of(found), why, here)
 
 
 def find(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:

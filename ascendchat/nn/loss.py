@@ -8,7 +8,8 @@ multiplied, softcapped, scored and turned into its gradient at once, and only on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ascendchat.plan.memory import HEAD_CHUNK_BYTES  # accelerators like chunks 
 
 IGNORE = -1  # target of a position that is not scored
 SOFTCAP = 15.0  # logits are squashed into (-15, 15)
+Objective = Callable[..., Tensor]  # (log-probabilities (N,), *columns (N,)) -> what is minimised, per token (N,)
 FP16_LIFT = 64.0  # float16 holds probabilities down to 1e-9 when they are multiplied by this
 
 
@@ -74,35 +76,67 @@ def score(
     return nats, gradient, torch.where(valid, weight / total if size is None else weight / FP16_LIFT, 0.0)
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What the head is asked for, one entry per row of hidden states, and how the answers become a loss."""
+
+    tokens: Tensor  # (N,), IGNORE where nothing is scored
+    weight: Tensor  # 0-dim factor on the sum over the tokens
+    vocab: int
+    scorer: Callable[..., Any]  # `score`, compiled or not
+    later: Tensor | None = None  # (N,) the tokens after next, and
+    ahead: Tensor | None = None  # their weight in the gradient, 0-dim
+    objective: Objective | None = None  # instead of the nats
+    columns: tuple[Tensor, ...] = ()  # (N,) each: what the objective takes besides the log-probability
+
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
+        later = None if self.later is None else self.later[start:stop]
+        return self.tokens[start:stop], self.weight, later, tuple(column[start:stop] for column in self.columns)
+
+
 class HeadLoss(torch.autograd.Function):
-    """Forward computes the gradients too; backward only scales them."""
+    """Forward computes the gradients too; backward only scales them. The second result are the log-probabilities, empty
+    without an objective."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, weight: Tensor, vocab: int, scorer: Callable[..., Any],
-        later: Tensor | None, ahead: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Targets) -> tuple[Tensor, Tensor]:
         rows = chunk_rows(hidden, head)
         grad_hidden, grad_head = torch.empty_like(hidden), None
-        nats = []
+        losses, known = [], [hidden.new_empty(0, dtype=torch.float32)]
         for start in range(0, hidden.size(0), rows):
-            part, second = hidden[start : start + rows], None if later is None else later[start : start + rows]
-            loss, gradient, factor = scorer(
-                part @ head.t(), targets[start : start + rows], weight, vocab, second, ahead
-            )
-            nats.append(loss.sum())
+            part = hidden[start : start + rows]
+            tokens, weight, later, columns = wanted.chunk(start, start + rows)
+            loss, gradient, factor = wanted.scorer(part @ head.t(), tokens, weight, wanted.vocab, later, wanted.ahead)
+            if wanted.objective is not None:
+                known.append(-loss)
+                loss, slope = value_and_slope(wanted.objective, -loss, columns, tokens != IGNORE)
+                factor = factor * -slope.unsqueeze(-1)  # `gradient` is that of the nats
+            losses.append(loss.sum())
             grad_hidden[start : start + rows] = (gradient @ head) * factor
             scaled = (part * factor).to(part.dtype)
             grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
         assert grad_head is not None, "a batch without rows has no loss"
         ctx.save_for_backward(grad_hidden, grad_head)
-        return torch.stack(nats).sum() * weight
+        logprobs = torch.cat(known)
+        ctx.mark_non_differentiable(logprobs)
+        return torch.stack(losses).sum() * wanted.weight, logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_output.to(grad_hidden.dtype)
-        return grad_hidden * scale, grad_head * scale, None, None, None, None, None, None
+        return grad_hidden * scale, grad_head * scale, None
+
+
+def value_and_slope(
+    objective: Objective, logprobs: Tensor, columns: tuple[Tensor, ...], scored: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The objective of every token and its derivative by the log-probability; both 0 where nothing is scored."""
+    with torch.enable_grad():
+        known = logprobs.detach().requires_grad_()
+        values = torch.where(scored, objective(known, *columns), 0.0)
+        (slope,) = torch.autograd.grad(values.sum(), known)
+    return values.detach(), slope
 
 
 def head_loss(
@@ -122,10 +156,40 @@ def head_loss(
     after next, by the same logits; targets are then (B, T).
     """
     later = None if ahead is None else torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE).reshape(-1)
-    flat, wanted = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
-    if weight is None:
-        weight = 1.0 / (wanted != IGNORE).sum().clamp(min=1).float()
-    return HeadLoss.apply(flat, head, wanted, weight, vocab, scorer, later, ahead)
+    tokens = targets.reshape(-1)
+    wanted = Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead)
+    loss: Tensor = HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)[0]
+    return loss
+
+
+def head_objective(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    vocab: int,
+    objective: Objective,
+    columns: Sequence[Tensor] = (),
+    *,
+    weight: Tensor | None = None,
+    scorer: Callable[..., Any] = score,
+) -> tuple[Tensor, Tensor]:
+    """Mean of objective(log-probability of the target, *columns) over the scored targets, as for policy gradients.
+
+    `columns` have the shape of the targets: advantages, log-probabilities of an older policy, a mask. The objective is
+    a plain function of vectors and is differentiated chunk by chunk: all logits never exist together. `weight` as in
+    head_loss. Returns the loss and the log-probabilities, without gradient, in the shape of the targets.
+    """
+    tokens = targets.reshape(-1)
+    flat = tuple(column.reshape(-1) for column in columns)
+    scale = mean_weight(tokens) if weight is None else weight
+    wanted = Targets(tokens, scale, vocab, scorer, objective=objective, columns=flat)
+    loss, logprobs = HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)
+    return loss, logprobs.view(targets.shape)
+
+
+def mean_weight(tokens: Tensor) -> Tensor:
+    """What makes a sum over the scored targets their mean."""
+    return 1.0 / (tokens != IGNORE).sum().clamp(min=1).float()
 
 
 def token_nats(hidden: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:

@@ -155,7 +155,7 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
 
     parameter: str
@@ -167,7 +167,7 @@ class Piece:
         return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
 
     @classmethod
-    def parse(cls, key: str) -> Piece:
+    def parse(cls, key: str) -> Shard:
         parameter, kind, start, stop = key.split("|")
         return cls(parameter, kind, int(start), int(stop))
 
@@ -215,7 +215,7 @@ class Bucket:
                 parameter.register_post_accumulate_grad_hook(_add_to(total))
             offset = stop
 
-    def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
+    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
         """This rank's state, cut at the borders of the parameters; padding belongs to none."""
         low, offset = self.rank * self.share, 0
         for name, parameter in self.group.parameters:
@@ -223,8 +223,8 @@ class Bucket:
             if start < stop:
                 for kind, tensor in (("weight", self.weight), *self.state.items()):
                     step = self.weight.numel() // tensor.numel()  # parameter elements per element of the state
-                    piece = Piece(name, kind, (start - offset) // step, (stop - offset) // step)
-                    yield piece, tensor[(start - low) // step : (stop - low) // step]
+                    shard = Shard(name, kind, (start - offset) // step, (stop - offset) // step)
+                    yield shard, tensor[(start - low) // step : (stop - low) // step]
             offset += parameter.numel()
 
     def update(
@@ -287,14 +287,26 @@ class MuonAdamW:
             bucket.grad.zero_()
 
     @torch.no_grad()
-    def step(self, *, lr_scale: float, momentum: float, matrix_decay: float, loss_scale: float = 1.0) -> None:
-        """Average the gradients over the ranks, update, and share the result; then forget the gradients."""
-        reductions = [dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True) for b in self.buckets]
+    def step(
+        self,
+        *,
+        lr_scale: float,
+        momentum: float = 0.9,
+        matrix_decay: float = 0.0,
+        loss_scale: float = 1.0,
+        clip: float | None = None,
+    ) -> Tensor:
+        """Average the gradients over the ranks, update, and share the result; then forget the gradients.
+
+        Returns the norm of this rank's share of the averaged gradient, on the device. `clip` is the largest norm of the
+        whole gradient that goes into the update.
+        """
+        norms: list[Tensor] = []
+        arriving = self._averaged_gradients(loss_scale, norms)
+        if clip is not None:
+            arriving = self._clipped(list(arriving), norms, clip)
         gathers = []
-        for bucket, reduction in zip(self.buckets, reductions):
-            reduction.wait()
-            if loss_scale != 1.0:
-                bucket.own_grad.mul_(1.0 / loss_scale)
+        for bucket in arriving:
             bucket.group.lr = bucket.group.initial_lr * lr_scale
             lr = self._number(bucket.group.lr) if bucket.group.matrix else bucket.group.lr
             rates = lr, self._number(momentum), self._number(matrix_decay)
@@ -304,6 +316,26 @@ class MuonAdamW:
             gather.wait()
         self.zero_grad()
         self.steps_done += 1
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _averaged_gradients(self, loss_scale: float, norms: list[Tensor]) -> Iterator[Bucket]:
+        """Each bucket as its gradient arrives, so that one is updated while the others are under way."""
+        reductions = [dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True) for b in self.buckets]
+        for bucket, reduction in zip(self.buckets, reductions):
+            reduction.wait()
+            if loss_scale != 1.0:
+                bucket.own_grad.mul_(1.0 / loss_scale)
+            norms.append(torch.linalg.vector_norm(bucket.own_grad))
+            yield bucket
+
+    def _clipped(self, buckets: list[Bucket], norms: list[Tensor], clip: float) -> Iterator[Bucket]:
+        """The same buckets, once the norm over all of them and all ranks is known."""
+        squares = torch.stack(norms).square().sum()
+        dist.all_reduce(squares, "sum")
+        factor = (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0)
+        for bucket in buckets:
+            bucket.own_grad.mul_(factor)
+            yield bucket
 
     @torch.no_grad()
     def average(self, count: int, *, last: bool) -> None:
@@ -319,18 +351,18 @@ class MuonAdamW:
                 dist.all_gather(bucket.flat, bucket.own_flat)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's state by piece, ready to be saved."""
-        return {piece.key(): tensor for bucket in self.buckets for piece, tensor in bucket.pieces()}
+        """This rank's state by shard, ready to be saved."""
+        return {shard.key(): tensor for bucket in self.buckets for shard, tensor in bucket.shards()}
 
     @torch.no_grad()
-    def load(self, read: Callable[[Piece], Tensor], steps_done: int, *, averaging: bool = False) -> None:
+    def load(self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False) -> None:
         """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it; `averaging`:
         the mean of the weights is already part of the state."""
         for bucket in self.buckets:
             if averaging:
                 bucket.mean()
-            for piece, tensor in bucket.pieces():
-                tensor.copy_(read(piece))
+            for shard, tensor in bucket.shards():
+                tensor.copy_(read(shard))
             if not bucket.group.matrix:
                 bucket.count.fill_(float(steps_done))
             bucket.publish()

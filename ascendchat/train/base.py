@@ -10,13 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ascendchat import dist
-from ascendchat.checkpoint import to_continue
+from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
 from ascendchat.data import toyworld
@@ -25,22 +24,23 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import MANIFEST, MIXTURE, TOYWORLD, prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
-from ascendchat.device import Device, describe
+from ascendchat.device import Device
+from ascendchat.dist.context import Context
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
-from ascendchat.record import open_run, run_folder
-from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, share_out, training_device
+from ascendchat.record import run_folder
+from ascendchat.train.rows import Learner, RowStage, build, noise, share_out
+from ascendchat.train.run import train_stage, training
+from ascendchat.train.stage import updates_of
 
 MOST_EVAL_TOKENS = 10_000_000
 SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
 KEPT_SPEED = 0.88  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
 MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
 TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
-SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps")  # what a resumed run must have in common
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
 EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
 EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
@@ -53,28 +53,44 @@ class BaseStage(RowStage):
     """Next-token prediction over packed text."""
 
     def __init__(
-        self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], config: BaseConfig,
-        validation: list[Corpus], tokenizer: Tokenizer, core_tasks: Sequence[core.Task] = (),
-    ) -> None:  # fmt: skip
-        self.corpora, self.validation, self.eval_tokens = corpora, validation, config.eval_tokens
+        self,
+        learner: Learner,
+        split: Split,
+        steps: int,
+        text: Text,
+        config: BaseConfig,
+        core_tasks: Sequence[core.Task] = (),
+    ) -> None:
+        self.text, self.eval_tokens = text, config.eval_tokens
         self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
-        super().__init__(learner, split, steps, tokenizer, config)
+        super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
         return super().micro_batches(step)
 
-    def averaged(self, step: int) -> int:
-        return schedule.averaged(step, self.steps)
+    def probe(self) -> MicroBatch:
+        self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
+        return super().probe()
+
+    def after_step(self, step: int) -> None:
+        """The model is a mean of weights of the last part of the run."""
+        count = schedule.averaged(step, self.steps)
+        if count > schedule.averaged(step - 1, self.steps):
+            self.optimizer.average(count, last=step + 1 == self.steps)
+
+    def load(self, saved: Checkpoint) -> None:
+        averaging = schedule.averaged(saved.step - 1, self.steps) > 0
+        self.optimizer.load(saved.reader(), updates_of(saved), averaging=averaging)
 
     def batches(self, rows_per_step: int) -> Batches:
-        return Batches(self.corpora, self.split.seq_len, rows_per_step, self.seed)
+        return Batches(self.text.corpora, self.split.seq_len, rows_per_step, self.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        return self.text_bits(self.validation, self.eval_tokens or MOST_EVAL_TOKENS)
+        return self.text_bits(self.text.validation, self.eval_tokens or MOST_EVAL_TOKENS)
 
-    def core(self, step: int) -> dict[str, float]:
+    def examine(self, step: int) -> dict[str, float]:
         length, most = self.split.seq_len, None if self.core_rows == -1 else self.core_rows
         report = core.evaluate(
             self.core_tasks, self.scorer(), self.tokenizer, max_len=length, max_per_task=most, say=lambda text: None
@@ -87,16 +103,32 @@ class BaseStage(RowStage):
         starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)] for prompt in PROMPTS]
         return [f"{prompt} | {self.continue_text(start)}" for prompt, start in zip(PROMPTS, starts)]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "stage": "base",
-            "shape": self.model.shape.to_dict(),
-            "tokenizer": self.tokenizer.fingerprint,
-            "data": [[corpus.fingerprint, weight] for corpus, weight in self.corpora],
-            "total_batch": self.split.total,
-            "steps": self.steps,
-            "seed": self.seed,
-        }
+    def identity(self) -> dict[str, Any]:
+        data = [[corpus.fingerprint, weight] for corpus, weight in self.text.corpora]
+        return {"stage": "base", **super().identity(), "data": data}
+
+
+class Text(NamedTuple):
+    """What a base model reads."""
+
+    config: BaseConfig  # with paths that later commands find from any directory
+    corpora: list[tuple[Corpus, float]]
+    validation: list[Corpus]
+    tokenizer: Tokenizer
+
+
+def open_text(config: BaseConfig, here: Context) -> Text:
+    """The corpora of --data and their tokenizer."""
+    data, folder = find_data(config)
+    corpora, tokenizer = open_mixture(data), Tokenizer.load(folder)
+    if tokenizer.fingerprint != corpora[0][0].tokenizer:
+        raise UserError(f"{data[0]} was not prepared with the tokenizer in {folder}; prepare it again with it")
+    validation = [corpus for corpus, _ in open_mixture(data, split="val", needed=False)]
+    if not validation:
+        hint = "`ascendchat data prepare --val-source FILE` adds some"
+        here.say(f"no validation text in --data: nothing is validated; {hint}")
+    resolved = replace(config, data=absolute(data), tokenizer=str(folder.resolve()))
+    return Text(resolved, corpora, validation, tokenizer)
 
 
 def open_core(config: BaseConfig) -> list[core.Task]:
@@ -114,9 +146,14 @@ def open_core(config: BaseConfig) -> list[core.Task]:
 def shape_of(config: BaseConfig, vocab: int) -> Shape:
     """The model that the flags describe."""
     return Shape.from_depth(
-        config.depth, vocab=vocab, seq_len=config.max_seq_len, dim=config.dim, head_dim=config.head_dim,
-        kv_heads=config.kv_heads, window_pattern=config.window_pattern,
-    )  # fmt: skip
+        config.depth,
+        vocab=vocab,
+        seq_len=config.max_seq_len,
+        window_pattern=config.window_pattern,
+        dim=config.dim,
+        head_dim=config.head_dim,
+        kv_heads=config.kv_heads,
+    )
 
 
 def horizon_of(config: BaseConfig, shape: Shape) -> int:
@@ -147,80 +184,64 @@ def passes(corpora: Sequence[tuple[Corpus, float]], tokens: int) -> float:
 
 def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
     """Tokens that fit in the time, from the speed of a few warm micro-batches of noise; alike on all ranks."""
-    noise = torch.randint(0, learner.model.shape.vocab, (2, split.rows, split.seq_len)).to(learner.place)
-    batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32), noise[0].numel())
-    weight = torch.tensor(1.0 / noise[0].numel(), device=learner.place)
-    learner.mean_over(noise[0].numel())
+    batch = noise(learner, split)
+    tokens = batch.inputs.numel()
+    weight = torch.tensor(1.0 / tokens, device=learner.place)
+    learner.mean_over(tokens)
     started, done = 0.0, 0
     while not started or time.perf_counter() - started < SPEED_SECONDS:
         learner.loss(batch, weight, weight).backward()  # type: ignore[no-untyped-call]
         learner.model.zero_grad()
         learner.device.synchronize()
-        done = done + noise[0].numel() if started else 0  # the first one compiles
+        done = done + tokens if started else 0  # the first one compiles
         started = started or time.perf_counter()
     pace = dist.metrics({"pace": done / (time.perf_counter() - started)})["pace"] * dist.world().size
     return max(1, int(pace * minutes * 60 * KEPT_SPEED))
 
 
-def run(config: BaseConfig) -> int:
-    """The command."""
-    device = training_device(config)
-    world = dist.init(device)
-    place = device.bind(world.local_rank)
-    main = world.rank == 0
-    say = print if main else lambda text: None
-    say(describe(device))
-    data, tokenizer_folder = find_data(config)
-    config = replace(config, data=absolute(data), tokenizer=str(tokenizer_folder.resolve()))  # later commands look here
-    corpora = open_mixture(data)
-    tokenizer = Tokenizer.load(tokenizer_folder)
-    if tokenizer.fingerprint != corpora[0][0].tokenizer:
-        raise UserError(
-            f"{data[0]} was not prepared with the tokenizer in {tokenizer_folder}; prepare it again with it"
-        )
-    validation = [corpus for corpus, _ in open_mixture(data, split="val", needed=False)]
-    if not validation:
-        say("no validation text in --data: nothing is validated; `ascendchat data prepare --val-source FILE` adds some")
-    core_tasks = open_core(config)
-    shape = shape_of(config, corpora[0][0].vocab_size)
+def plan_run(config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint | None) -> tuple[Split, int]:
+    """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
+    shape, device = learner.model.shape, learner.device
     tokens = horizon_of(config, shape)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
-    folder = run_folder(config.run or f"d{config.depth}", "base")
-    found = to_continue(folder, config.resume, say=say)
-    learner = build(config, shape, device, place, say)
-    if config.minutes is not None:
-        if found:
-            total = found.state["total_batch"]
-            tokens = found.state["steps"] * total
-        else:
-            tokens, total = timed(measured_horizon(learner, split, config.minutes), corpora, shape.seq_len)
-        split, steps = steps_of(config, shape, device, tokens, total)
-    stage = BaseStage(learner, split, steps, corpora, config, validation, tokenizer, core_tasks)
-    expected = {name: value for name, value in stage.state_dict().items() if name in SAME}
-    start = load_state(stage, found, expected) if found else 0
-    if start >= stage.steps:
-        say(f"{folder} is finished: {start} steps; --resume never starts anew")
-        return 0
-    say(
-        f"{shape.total_parameters / 1e6:.1f} M parameters; {steps} steps of {split.total} tokens = {split.devices} "
-        f"device(s) x {split.rows} rows x {split.accumulation} micro-batch(es) x {shape.seq_len}"
-        + (f"; continuing after step {start}" if start else "")
-    )
-    if (times := passes(corpora, steps * split.total)) > 0.95 * MOST_PASSES:
-        say(
-            f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and to "
-            "validate worse (so --minutes stops there): more text helps"
+    if config.minutes is None:
+        return split, steps
+    if saved:
+        total = saved.state["total_batch"]
+        tokens = saved.state["steps"] * total
+    else:
+        tokens, total = timed(measured_horizon(learner, split, config.minutes), text.corpora, shape.seq_len)
+    return steps_of(config, shape, device, tokens, total)
+
+
+def run(config: BaseConfig) -> int:
+    """The command."""
+    with training(config) as here:
+        text = open_text(config, here)
+        config = text.config
+        core_tasks = open_core(config)
+        shape = shape_of(config, text.corpora[0][0].vocab_size)
+        folder = run_folder(config.run or f"d{config.depth}", "base")
+        saved = to_continue(folder, config.resume, say=here.say)
+        learner = build(config, shape, here)
+        split, steps = plan_run(config, learner, text, saved)
+        if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
+            here.say(
+                f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "
+                "to validate worse (so --minutes stops there): more text helps"
+            )
+        stage = BaseStage(learner, split, steps, text, config, core_tasks)
+        return train_stage(
+            stage,
+            here,
+            config,
+            folder,
+            saved,
+            title=f"base d{config.depth}",
+            facts=stage.facts,
+            add_files=lambda folder: text.tokenizer.save(folder / "tokenizer"),  # without it a model is lost
+            examine_every=config.core_metric_every,
         )
-    options = Options.of(config, start, found, config.core_metric_every)
-    facts = {"chip": device.chip.name, "world": world.size, "attention": learner.kernel.name, "split": vars(split)}
-    facts |= stage.about_rates
-    with open_run(folder, config, facts=facts, resume_step=start or None, track=config.track, main=main) as record:
-        if main:
-            tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
-        result = fit(stage, device, record, options, title=f"base d{config.depth}")
-    stage.close()
-    dist.teardown()
-    return 128 + result.stopped_by if result.stopped_by else 0
 
 
 def find_data(config: BaseConfig) -> tuple[list[str], Path]:

@@ -8,19 +8,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import torch
 
-from ascendchat import dist
 from ascendchat.config.train import BenchTrainConfig
-from ascendchat.data.prefetch import MicroBatch
-from ascendchat.device import Device, Mark, describe
-from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.device import Device, Mark
 from ascendchat.plan import memory, schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
 from ascendchat.record import speed
-from ascendchat.train.rows import Learner, build, training_device
+from ascendchat.train.rows import Learner, build, noise, optimizer_for
+from ascendchat.train.run import training
 
 
 class Bench:
@@ -29,17 +26,9 @@ class Bench:
     def __init__(self, learner: Learner, split: Split, seed: int) -> None:
         self.learner, self.split = learner, split
         learner.mean_over(split.total // split.devices)
-        shape = learner.model.shape
-        generator = torch.Generator().manual_seed(seed + dist.world().rank)
-        noise = torch.randint(0, shape.vocab, (2, split.rows, split.seq_len), generator=generator).to(learner.place)
-        self.batch = MicroBatch(noise[0], noise[1], np.full(split.rows, split.seq_len, np.int32), split.total)
+        self.batch = noise(learner, split, seed)
         self.weight = torch.tensor(split.devices / split.total, device=learner.place)
-        rates = schedule.rates(shape.dim, split.total)
-        compile = learner.device.compile if learner.device.compiles else None
-        self.optimizer = MuonAdamW(
-            groups(learner.model, rates), compute_dtype=learner.device.dtype, compile=compile,
-            fused=learner.device.chip.fused_adamw,
-        )  # fmt: skip
+        self.optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, split.total))
 
     def step(self) -> tuple[Mark, Mark, Mark]:
         """One optimizer step; marks before, between and after."""
@@ -81,27 +70,24 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
 
 def run(config: BenchTrainConfig) -> int:
     """The command."""
-    device = training_device(config)
-    world = dist.init(device)
-    place = device.bind(world.local_rank)
-    say = print if world.rank == 0 else lambda text: None
-    say(describe(device))
-    shape = Shape.from_depth(
-        config.depth, vocab=config.vocab_size, seq_len=config.max_seq_len, window_pattern=config.window_pattern,
-        dim=config.dim, head_dim=config.head_dim,
-    )  # fmt: skip
-    total = config.total_batch_size or 2**19
-    split = fit_split(
-        shape, device.chip, world.size, total, rows=config.device_batch_size,
-        checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
-    learner = build(config, shape, device, place, say)
-    found = measure(Bench(learner, split, config.seed), config.steps_to_time, device)
-    facts = {"depth": config.depth, "chip": device.chip.name, "devices": world.size, "fp8": config.fp8}
-    facts |= {"window_pattern": config.window_pattern, "attention": learner.kernel.name, "torch": torch.__version__}
-    facts |= {"rows": split.rows, "accumulation": split.accumulation, "total_batch": split.total}
-    for name, value in found.items():
-        say(f"{name:<22} {value}")
-    say(json.dumps({**facts, **found}))
-    dist.teardown()
+    with training(config) as here:
+        shape = Shape.from_depth(
+            config.depth,
+            vocab=config.vocab_size,
+            seq_len=config.max_seq_len,
+            window_pattern=config.window_pattern,
+            dim=config.dim,
+            head_dim=config.head_dim,
+        )
+        total, chip, checkpointing = config.total_batch_size or 2**19, here.device.chip, config.activation_checkpointing
+        rows = config.device_batch_size
+        split = fit_split(shape, chip, here.world.size, total, rows=rows, checkpointing=checkpointing)
+        learner = build(config, shape, here)
+        results = measure(Bench(learner, split, config.seed), config.steps_to_time, here.device)
+        facts = {"depth": config.depth, "chip": chip.name, "devices": here.world.size, "fp8": config.fp8}
+        facts |= {"window_pattern": config.window_pattern, "attention": learner.kernel.name, "torch": torch.__version__}
+        facts |= {"rows": split.rows, "accumulation": split.accumulation, "total_batch": split.total}
+        for name, value in results.items():
+            here.say(f"{name:<22} {value}")
+        here.say(json.dumps({**facts, **results}))
     return 0

@@ -29,26 +29,26 @@ from ascendchat.data.fetch import folder_of
 from ascendchat.data.pack import ChatBatches, ChatRows
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import chats
-from ascendchat.device import Device, describe
+from ascendchat.device import Device
 from ascendchat.files import write_atomic
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.nn.loss import token_nats
-from ascendchat.nn.optim import Piece
+from ascendchat.nn.optim import Shard
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
-from ascendchat.record import open_run, run_folder
+from ascendchat.record import run_folder
 from ascendchat.tasks import Watch
-from ascendchat.train.loop import Options, fit, load_state
-from ascendchat.train.rows import Learner, RowStage, build, share_out, training_device
+from ascendchat.train.rows import Learner, RowStage, build, share_out
+from ascendchat.train.run import train_stage, training
+from ascendchat.train.stage import updates_of
 
 EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 WARMDOWN = {"mid": 1.0, "sft": 0.5}  # share of the run that lowers the learning rate
 TEXT_TOKENS = 1_000_000  # of each text's validation split
 VALIDATION = 0.02  # share of a file's conversations that is kept for validation
 ASKED = ("Who are you?", "What is 17 + 25?", "你是谁？")
-SAME = ("shape", "tokenizer", "data", "total_batch", "seed", "steps", "start")
 
 Source = tuple[Rows, float]
 Pack = Callable[[Iterable[Conversation], Counts], ChatRows]
@@ -58,10 +58,19 @@ class ChatStage(RowStage):
     """Cross-entropy on the assistant's tokens of packed conversations."""
 
     def __init__(
-        self, name: str, learner: Learner, split: Split, steps: int, sources: list[Source], validation: list[ChatRows],
-        texts: list[Corpus], tokenizer: Tokenizer, config: ChatTrainConfig, facts: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.name, self.sources, self.validation, self.texts, self.facts = name, sources, validation, texts, facts
+        self,
+        name: str,
+        learner: Learner,
+        split: Split,
+        steps: int,
+        sources: list[Source],
+        validation: list[ChatRows],
+        texts: list[Corpus],
+        tokenizer: Tokenizer,
+        config: ChatTrainConfig,
+        start: dict[str, Any],
+    ) -> None:
+        self.name, self.sources, self.validation, self.texts, self.start = name, sources, validation, texts, start
         usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN[name], final=0.0)
         super().__init__(learner, split, steps, tokenizer, config, usual)
 
@@ -105,16 +114,13 @@ class ChatStage(RowStage):
             texts.append(f"{question} | {self.continue_text(list(prompt), stop=end)}")
         return texts
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "stage": self.name,
-            "shape": self.model.shape.to_dict(),
-            "tokenizer": self.tokenizer.fingerprint,
-            "total_batch": self.split.total,
-            "steps": self.steps,
-            "seed": self.seed,
-            **self.facts,
-        }
+    def identity(self) -> dict[str, Any]:
+        return {"stage": self.name, **super().identity(), **self.start}
+
+    def start_from(self, origin: Checkpoint, warm: bool) -> None:
+        """Take the weights of another model, and with `warm` the moments of its optimizer."""
+        read = origin.reader()
+        self.optimizer.load(read if warm else only_weights(read), updates_of(origin) if warm else 0)
 
 
 def starting_point(config: ChatTrainConfig, stage: str, say: Callable[[str], None]) -> Checkpoint:
@@ -278,61 +284,39 @@ def steps_of(config: ChatTrainConfig, shape: Shape, device: Device, sources: lis
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
-def only_weights(read: Callable[[Piece], Tensor]) -> Callable[[Piece], Tensor]:
+def only_weights(read: Callable[[Shard], Tensor]) -> Callable[[Shard], Tensor]:
     """Weights from the checkpoint, moments from zero."""
-    return lambda piece: read(piece) if piece.kind == "weight" else torch.zeros(piece.stop - piece.start)
+    return lambda shard: read(shard) if shard.kind == "weight" else torch.zeros(shard.stop - shard.start)
 
 
-def run_stage(config: ChatTrainConfig, stage: str) -> int:
+def run_stage(config: ChatTrainConfig, name: str) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
-    device = training_device(config)
-    world = dist.init(device)
-    place = device.bind(world.local_rank)
-    main = world.rank == 0
-    say = print if main else lambda text: None
-    say(describe(device))
-    origin = starting_point(config, stage, say)
-    say(f"starting from {origin.folder}")
-    shape = Shape.from_dict(origin.state["shape"])
-    where = tokenizer_folder(config.tokenizer, origin).resolve()
-    data = absolute(config.data or default_data(config, stage, origin))
-    config = replace(config, tokenizer=str(where), data=data)  # what later commands look up
-    tokenizer = open_tokenizer(where, origin, shape)
-    if config.max_seq_len and config.max_seq_len != shape.seq_len:
-        shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
-    watch = watch_for(config) if main else None
-    sources, validation, fingerprint = open_sources(config, stage, tokenizer, shape.seq_len, say, watch)
-    split, steps = steps_of(config, shape, device, sources)
-    learner = build(config, shape, device, place, say)
-    start_from = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
-    facts = {"data": [fingerprint, *[weight for _, weight in sources]], "start": start_from}
-    texts = validation_texts(config)
-    trained = ChatStage(stage, learner, split, steps, sources, validation, texts, tokenizer, config, facts)
-    folder = run_folder(config.run or origin.folder.parent.parent.name, stage)
-    found = to_continue(folder, config.resume, say=say)
-    if found:
-        start = load_state(trained, found, {k: v for k, v in trained.state_dict().items() if k in SAME})
-    else:
-        start = 0
-        read = origin.reader()
-        if config.warm_start:
-            trained.optimizer.load(read, origin.state.get("updates", origin.step))
-        else:
-            trained.optimizer.load(only_weights(read), 0)
-    if start >= steps:
-        say(f"{folder} is finished: {start} steps; --resume never starts anew")
-        return 0
-    say(
-        f"{steps} steps of {split.total} tokens = {split.devices} device(s) x {split.rows} rows x {split.accumulation} "
-        f"micro-batch(es) x {shape.seq_len}" + (f"; continuing after step {start}" if start else "")
-    )
-    options = Options.of(config, start, found)
-    about = {"chip": device.chip.name, "world": world.size, "start": str(origin.folder)} | trained.about_rates
-    with open_run(folder, config, facts=about, resume_step=start or None, track=config.track, main=main) as record:
-        if main:
+    with training(config) as here:
+        origin = starting_point(config, name, here.say)
+        here.say(f"starting from {origin.folder}")
+        shape = Shape.from_dict(origin.state["shape"])
+        where = tokenizer_folder(config.tokenizer, origin).resolve()
+        data = absolute(config.data or default_data(config, name, origin))
+        config = replace(config, tokenizer=str(where), data=data)  # what later commands look up
+        tokenizer = open_tokenizer(where, origin, shape)
+        if config.max_seq_len and config.max_seq_len != shape.seq_len:
+            shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+        watch = watch_for(config) if here.main else None
+        sources, validation, fingerprint = open_sources(config, name, tokenizer, shape.seq_len, here.say, watch)
+        split, steps = steps_of(config, shape, here.device, sources)
+        learner = build(config, shape, here)
+        start_from = f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}"
+        start = {"data": [fingerprint, *[weight for _, weight in sources]], "start": start_from}
+        texts = validation_texts(config)
+        stage = ChatStage(name, learner, split, steps, sources, validation, texts, tokenizer, config, start)
+        folder = run_folder(config.run or origin.folder.parent.parent.name, name)
+        saved = to_continue(folder, config.resume, say=here.say)
+        if not saved:
+            stage.start_from(origin, config.warm_start)
+
+        def add_files(folder: Path) -> None:
             tokenizer.save(folder / "tokenizer")  # a model without its tokenizer is lost
-            report_overlaps(watch, folder, say)
-        result = fit(trained, device, record, options, title=stage)
-    trained.close()
-    dist.teardown()
-    return 128 + result.stopped_by if result.stopped_by else 0
+            report_overlaps(watch, folder, here.say)
+
+        facts = {**stage.facts, "start": str(origin.folder)}
+        return train_stage(stage, here, config, folder, saved, title=name, facts=facts, add_files=add_files)

@@ -1,6 +1,6 @@
 """The one training loop. Base, mid and SFT are Stages of it; one device or many is the same path.
 
-    result = fit(stage, device, run, Options(save_every=500, eval_every=250))
+    result = fit(stage, device, run, Options(save_every=500, eval_every=250))     # train/run.py does it in a run folder
 
 A step: micro-batches forward and backward, then the optimizer. Losses are read one step late, so the device never
 waits for the console. A signal and a loss that went wrong are agreed on by all ranks, since they travel with the loss.
@@ -13,12 +13,12 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, Writer
@@ -26,53 +26,22 @@ from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.device import Device, Mark, smi
-from ascendchat.nn.optim import MuonAdamW
 from ascendchat.record import Console, Run, Smooth, Telemetry, eta, notice, speed
 from ascendchat.train.signals import Interrupted, StopSignals
+from ascendchat.train.stage import Stage
 
 FIRST_SCALE = 2.0**16  # of the loss, in fp16
-SPIKE = 3.0  # nats above the running mean that stop a run
+GRADIENT = "gradient_square"  # of the norm, in reports
 MOST_SKIPPED = 30  # steps in a row that overflow; after 16 of them the loss is no longer scaled
 
 
-class Stage(Protocol):
-    """What is trained on what. Everything is a function of the step, so that a run can continue anywhere."""
+class Due(NamedTuple):
+    """What is to be done after a step."""
 
-    optimizer: MuonAdamW
-    steps: int
-    tokens_per_step: int
-    flops_per_token: float
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    def micro_batches(self, step: int) -> Iterable[Any]:
-        """This rank's share of the batch of `step`."""
-
-    def loss(self, batch: Any, scale: float = 1.0) -> Tensor:
-        """`scale` times a share of the step's loss: the micro-batches of all ranks add up to (ranks times) the mean.
-        The scale goes in before anything is rounded to 16 bits."""
-
-    def rates(self, step: int) -> dict[str, float]:
-        """Arguments of optimizer.step."""
-
-    def averaged(self, step: int) -> int:
-        """The model is a mean of weights on the way; of how many, after `step`. 0 throughout: the last weights."""
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Validation metrics, alike on all ranks; the first one is the one to be lowered."""
-
-    def core(self, step: int) -> dict[str, float]:
-        """The CORE score, alike on all ranks; asked for when Options.core_every is."""
-
-    def sample(self, step: int) -> list[str]:
-        """A few texts of the model."""
-
-    def smaller(self) -> bool:
-        """Take the next smaller device batch with the same total; False when there is none."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must say to be used by other commands."""
+    save: bool
+    evaluate: bool
+    examine: bool
+    sample: bool
 
 
 @dataclass(frozen=True)
@@ -87,19 +56,33 @@ class Options:
     keep: int = 2
     start: int = 0  # steps done by the checkpoint that was loaded
     loss_scale: tuple[float, int] | None = None
-    core_every: int = 0
+    examine_every: int = 0
     again: str = "run the same command to continue"  # what a user who stopped the run is told
 
     @classmethod
-    def of(cls, config: TrainConfig, start: int, found: Checkpoint | None, core_every: int = 0) -> Options:
+    def of(cls, config: TrainConfig, saved: Checkpoint | None, examine_every: int = 0) -> Options:
         """From the command's flags and, when a run goes on, its checkpoint."""
-        state = found.state if found else {}
-        scale = state.get("loss_scale")
-        again = f"run the same command{' without --resume never' if config.resume == 'never' else ''} to continue"
+        scale = saved.state.get("loss_scale") if saved else None
+        without = " without --resume never" if config.resume == "never" else ""
         return cls(
-            config.save_every, config.eval_every, config.sample_every, config.log_every, config.keep, start,
-            (float(scale[0]), int(scale[1])) if scale else None, core_every, again,
-        )  # fmt: skip
+            save_every=config.save_every,
+            eval_every=config.eval_every,
+            sample_every=config.sample_every,
+            log_every=config.log_every,
+            keep=config.keep,
+            start=saved.step if saved else 0,
+            loss_scale=(float(scale[0]), int(scale[1])) if scale else None,
+            examine_every=examine_every,
+            again=f"run the same command{without} to continue",
+        )
+
+    def due(self, step: int, last: int) -> Due:
+        """What is to be done after `step`, the last of which is `last`."""
+        every = self.save_every, self.eval_every, self.examine_every, self.sample_every
+        save, check, examine, sample = (step == last or (n > 0 and step % n == 0) for n in every)
+        return Due(
+            save, check and self.eval_every >= 0, examine and self.examine_every > 0, sample and self.sample_every > 0
+        )
 
 
 @dataclass
@@ -154,23 +137,26 @@ class LossScale:
         return {"loss_scale": self.value, "skipped_steps": self.skipped} if self.needed else {}
 
 
-def train_step(stage: Stage, step: int, scale: LossScale) -> Tensor:
-    """One optimizer step; returns this rank's loss, still on the device."""
-    total: Tensor | None = None
+def train_step(stage: Stage, step: int, scale: LossScale) -> dict[str, Tensor]:
+    """One optimizer step; what this rank has to report, still on the device: the loss first."""
+    sums: dict[str, Tensor] = {}
     used = scale.value
     scale.before()
     for batch in stage.micro_batches(step):
-        loss = stage.loss(batch, used)
+        loss, metrics = stage.loss(batch, used)
         loss.backward()  # type: ignore[no-untyped-call]
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None, "a step without micro-batches"
+        for name, value in {"loss": loss, **metrics}.items():
+            sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+    assert sums, "a step without micro-batches"
     if scale.overflowed(step, stage.optimizer.gradients()):
         stage.optimizer.zero_grad()
     else:
-        stage.optimizer.step(**stage.rates(step), loss_scale=used)
-    if (count := stage.averaged(step)) > stage.averaged(step - 1):
-        stage.optimizer.average(count, last=step + 1 == stage.steps)
-    return total / used if scale.needed else total
+        norm = stage.optimizer.step(**stage.rates(step), loss_scale=used)
+        sums[GRADIENT] = norm.square() * dist.world().size  # reports are averaged over the ranks, squares add up
+    stage.after_step(step)
+    if scale.needed:
+        sums["loss"] = sums["loss"] / used
+    return sums
 
 
 def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
@@ -178,7 +164,7 @@ def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
     while True:
         short = torch.zeros(1, device=next(stage.model.parameters()).device)
         try:
-            stage.loss(next(iter(stage.micro_batches(0)))).backward()  # type: ignore[no-untyped-call]
+            stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
             device.synchronize()
         except torch.OutOfMemoryError:
             short += 1
@@ -208,39 +194,56 @@ def telemetry(device: Device) -> Callable[[], list[Telemetry]] | None:
     return read
 
 
+class Report(NamedTuple):
+    """What a step reports: values by name, on their way to the host."""
+
+    step: int
+    names: tuple[str, ...]
+    values: Callable[[], Tensor]  # waits for the copy; the last value is the wish to stop
+    end: Mark
+    more: dict[str, float]  # known on the host
+
+
 @dataclass
 class Progress:
-    """Turns losses that arrive one step late into metrics, and notices a run that went wrong."""
+    """Turns reports that arrive one step late into metrics, and notices a run that went wrong."""
 
     stage: Stage
     device: Device
     run: Run
     console: Console
     since: Mark  # the end of the step before, or when training went on after something else
-    pending: deque[tuple[int, Callable[[], Tensor], Mark, dict[str, float]]] = field(default_factory=deque)
+    pending: deque[Report] = field(default_factory=deque)
     smooth: Smooth = field(default_factory=lambda: Smooth(0.95))
     mean: float = math.nan
     started: float = field(default_factory=time.perf_counter)
     first: int = 0
 
-    def add(self, step: int, loss: Tensor, stop: int, more: dict[str, float]) -> None:
-        """Queue a loss; the mean over the ranks also carries a wish to stop."""
-        report = torch.stack((loss.float(), torch.full_like(loss, float(stop > 0), dtype=torch.float32)))
+    def add(self, step: int, values: Mapping[str, Tensor], stop: int, more: dict[str, float]) -> None:
+        """Queue the values of a step; their mean over the ranks also carries a wish to stop."""
+        wish = torch.full_like(values["loss"], float(stop > 0), dtype=torch.float32)
+        report = torch.stack((*(value.float() for value in values.values()), wish))
         dist.all_reduce(report, "mean", async_op=True).wait()
-        self.pending.append((step, self.device.fetch(report), self.device.event(), more))
+        self.pending.append(Report(step, tuple(values), self.device.fetch(report), self.device.event(), more))
 
     def read(self, keep: int) -> bool:
-        """Look at all queued losses but the newest `keep`; True when some rank wants to stop."""
+        """Look at all queued reports but the newest `keep`; True when some rank wants to stop."""
         ready = [self.pending.popleft() for _ in range(max(0, len(self.pending) - keep))]
-        rows = [(step, report().tolist(), mark, more) for step, report, mark, more in ready]  # waits for the last one
-        for step, (loss, _), mark, more in rows:
-            self.check(step, loss)
-            self.show(step + 1, loss, mark.since(self.since) / 1e3, more)
-            self.since = mark
-        return any(wish > 0 for _, (_, wish), _, _ in rows)
+        stop = False
+        for report, numbers in [(report, report.values().tolist()) for report in ready]:  # waits for the last one
+            values = dict(zip(report.names, numbers))
+            stop = stop or numbers[-1] > 0
+            if GRADIENT in values:
+                values["gradient_norm"] = math.sqrt(values.pop(GRADIENT))
+            loss = values.pop("loss")
+            self.check(report.step, loss)
+            self.show(report.step + 1, loss, report.end.since(self.since) / 1e3, {**values, **report.more})
+            self.since = report.end
+        return stop
 
     def check(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss) or (step > self.first + 50 and loss > self.mean + SPIKE):
+        late = step > self.first + 50  # before, a loss moves fast
+        if not math.isfinite(loss) or (late and self.stage.is_spike(loss, self.mean)):
             seen = f"the loss of step {step} is {loss:.4g} (running mean {self.mean:.4g})"
             raise Diverged(f"{seen}; batch {step} of this data and seed; the last checkpoint is before it")
         self.mean = self.smooth.add(loss)
@@ -279,42 +282,37 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         for step in range(options.start, stage.steps):
             progress.add(step, train_step(stage, step, scale), signals.received, scale.metrics())
             result.step, signals.unsaved = step + 1, True
-            at_end = result.step == stage.steps
-            saves, checks = (at_end or due(result.step, n) for n in (options.save_every, options.eval_every))
-            checks = checks and options.eval_every >= 0
-            core, samples = (
-                n > 0 and (at_end or due(result.step, n)) for n in (options.core_every, options.sample_every)
-            )
-            stop = progress.read(keep=0 if saves or checks or core or samples else 1)
+            due = options.due(result.step, stage.steps)
+            stop = progress.read(keep=0 if any(due) else 1)
             if step == options.start:
                 gc.collect()
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
-            saves = saves or stop
+            saves = due.save or stop
             if saves:
                 progress.read(keep=0)
                 save(writer, stage, result.step, scale)
             try:
-                if checks and not stop:
+                if due.evaluate and not stop:
                     result.metrics = evaluate(stage, stage.evaluate, run, console, result.step, signals)
-                    score = next(iter(result.metrics.values()), math.inf)
-                    if saves:
-                        writer.mark_best(result.step, score)
-                if core and not stop:
-                    evaluate(stage, stage.core, run, console, result.step, signals)
-                if samples and not stop:
-                    with signals.left_off():
+                    if saves and result.metrics:
+                        score = next(iter(result.metrics.values()))
+                        writer.mark_best(result.step, score, higher_is_better=stage.higher_is_better)
+                if due.examine and not stop:
+                    evaluate(stage, stage.examine, run, console, result.step, signals)
+                if due.sample and not stop:
+                    with signals.interruptible():
                         texts = stage.sample(result.step)
                     for text in texts:
                         console.print(f"  > {text}")
-                if checks or core or samples:
+                if due.evaluate or due.examine or due.sample:
                     progress.since = device.event()
-            except Interrupted:  # what is left off is no more than looking at the model
+            except Interrupted:  # what is broken off is no more than looking at the model
                 stop = True
                 if not saves:
                     save(writer, stage, result.step, scale)
             if stop:
                 result.stopped_by = signals.received or signal.SIGTERM
-                how = "the model is finished" if at_end else options.again
+                how = "the model is finished" if result.step == stage.steps else options.again
                 console.print(f"stopped by a signal after step {result.step}; {how}")
                 break
         writer.wait()
@@ -326,15 +324,11 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
     return result
 
 
-def due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
     """Hand a checkpoint to the writer, which goes on in the background."""
     updates = stage.optimizer.steps_done  # not `step` after a warm start, or where fp16 overflowed
-    state = {**stage.state_dict(), "updates": updates, "loss_scale": [scale.value, scale.good]}
-    writer.save(step, model=dict(stage.model.state_dict()), shards=stage.optimizer.shards(), state=state)
+    state = {**stage.identity(), "updates": updates, "loss_scale": [scale.value, scale.good]}
+    writer.save(step, model=stage.weights(), shards=stage.optimizer.shards(), state=state)
 
 
 def evaluate(
@@ -342,23 +336,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Validate the stage by `score`, and say what was found."""
     stage.model.eval()
-    with torch.no_grad(), signals.left_off():
+    with torch.no_grad(), signals.interruptible():
         metrics = score(step)
     stage.model.train()
     run.log(step, **metrics)
     if metrics:
         console.print(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return metrics
-
-
-def load_state(stage: Stage, found: Checkpoint, expected: Mapping[str, Any]) -> int:
-    """Continue from a checkpoint; what must be the same and is not, is an error that names it."""
-    for name, value in expected.items():
-        if found.state.get(name) != value:
-            raise UserError(
-                f"{found.folder} was written with {name} {found.state.get(name)}, this command has {value}; "
-                f"give the same settings, another --run NAME, or --resume never"
-            )
-    updates, averaging = found.state.get("updates", found.step), stage.averaged(found.step - 1) > 0
-    stage.optimizer.load(found.reader(), updates, averaging=averaging)
-    return int(found.step)

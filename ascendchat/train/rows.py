@@ -1,14 +1,15 @@
 """A Stage over packed rows: what pretraining, mid-training and SFT have in common. See Stage in loop.py.
 
-learner = build(config, shape, device, place, say)               # model, kernel, compiled loss
+learner = build(config, shape, here)                             # model, kernel, compiled loss
 stage = BaseStage(learner, split, steps, ...)                    # base.py; or ChatStage of chat.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.data.corpus import Batches, Corpus, Prefetcher
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.device import Device, pick
+from ascendchat.device import Device
+from ascendchat.dist.context import Context
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.nn.attention import Attention, choose
@@ -32,27 +34,15 @@ from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
+from ascendchat.train.stage import Loss, Stage
 
 SAMPLE_TOKENS = 24
 
 
-def training_device(config: StepConfig) -> Device:
-    """The device to train on; a chip that is made for inference is refused."""
-    device = pick(config.device_type, compiled=config.compile)
-    if not device.chip.trains:
-        raise UserError(
-            f"{device.chip.name} is an inference product: CANN lists no gradients of embeddings and attention for it; "
-            "train on another device (--device-type) or machine, copy the run here, and talk to it: ascendchat chat"
-        )
-    return device
-
-
 def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
     """How the devices share `total` tokens a step."""
-    split = fit_split(
-        shape, device.chip, dist.world().size, total, rows=config.device_batch_size,
-        checkpointing=config.activation_checkpointing,
-    )  # fmt: skip
+    fixed, checkpointing = config.device_batch_size, config.activation_checkpointing
+    split = fit_split(shape, device.chip, dist.world().size, total, rows=fixed, checkpointing=checkpointing)
     asked = config.gradient_accumulation_steps
     if asked is not None and config.total_batch_size is None:
         return replace(split, accumulation=asked)
@@ -96,28 +86,46 @@ class Learner:
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
 
-def operators(config: StepConfig, device: Device, place: torch.device, say: Callable[[str], None]) -> Ops:
+def operators(config: StepConfig, here: Context) -> Ops:
     """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
+    device = here.device
     heads: Heads | None = None
     if device.triton:
         from ascendchat.nn.heads import heads
     if config.fp8 and device.chip.fp8 and device.compiles and not device.scaling.needed:
-        return Fp8Ops(place, heads)
+        return Fp8Ops(here.place, heads)
     if config.fp8:
         lacks = "the model is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit products"
         if device.scaling.needed:  # the fixed scales of fp8 are for gradients of their true size
             lacks = "the loss is scaled for float16"
-        say(f"--fp8 is ignored: {lacks}")
+        here.say(f"--fp8 is ignored: {lacks}")
     return device.operators() or PlainOps(heads)
 
 
-def build(config: StepConfig, shape: Shape, device: Device, place: torch.device, say: Callable[[str], None]) -> Learner:
+def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
     """Model and kernel; weights are drawn on the host, so every device starts alike."""
+    device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
-    say(reason)
-    model = GPT(shape, operators(config, device, place, say), checkpoint_activations=config.activation_checkpointing)
+    here.say(reason)
+    model = GPT(shape, operators(config, here), checkpoint_activations=config.activation_checkpointing)
     model.initialise(config.seed)
-    return Learner(model.to_compute(device.dtype).to(place), kernel, device, place)
+    return Learner(model.to_compute(device.dtype).to(here.place), kernel, device, here.place)
+
+
+def optimizer_for(learner: Learner, rates: dict[str, float]) -> MuonAdamW:
+    """The optimizer of a model on its device."""
+    device = learner.device
+    compile = device.compile if device.compiles else None
+    fused = device.chip.fused_adamw
+    return MuonAdamW(groups(learner.model, rates), compute_dtype=device.dtype, compile=compile, fused=fused)
+
+
+def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:
+    """A micro-batch of random tokens, another one on every rank: to measure memory and speed."""
+    generator = torch.Generator().manual_seed(seed + dist.world().rank)
+    size = (2, split.rows, split.seq_len)
+    inputs, targets = torch.randint(0, learner.model.shape.vocab, size, generator=generator).to(learner.place)
+    return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -130,33 +138,42 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(folder.parts[-parts:]) for folder in folders]
 
 
-class RowStage:
+class RowStage(Stage):
     """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
 
     def __init__(
-        self, learner: Learner, split: Split, steps: int, tokenizer: Tokenizer, config: TrainConfig,
+        self,
+        learner: Learner,
+        split: Split,
+        steps: int,
+        tokenizer: Tokenizer,
+        config: TrainConfig,
         usual: Curve | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, config.seed
         self.curve = curve(config, steps, usual or Curve())
-        self.model = learner.model
+        self.model: GPT = learner.model
         learner.mean_over(split.total // split.devices)
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = 0.0  # of the matrices, at step 0
         self.ahead: Tensor | None = None  # weight of the token after next
-        rates = schedule.rates(
-            shape.dim, split.total, matrix=config.matrix_lr, embedding=config.embedding_lr,
-            unembedding=config.unembedding_lr, scalar=config.scalar_lr,
-        )  # fmt: skip
+        asked = {
+            "matrix": config.matrix_lr,
+            "embedding": config.embedding_lr,
+            "unembedding": config.unembedding_lr,
+            "scalar": config.scalar_lr,
+        }
+        rates = schedule.rates(shape.dim, split.total, **asked)
         rates = {name: rate * config.lr_multiplier for name, rate in rates.items()}
-        self.about_rates = {"learning_rates": rates, "schedule": asdict(self.curve)}  # for the run's record
-        compile = learner.device.compile if learner.device.compiles else None
-        self.optimizer = MuonAdamW(
-            groups(self.model, rates), compute_dtype=learner.device.dtype, compile=compile,
-            fused=learner.device.chip.fused_adamw,
-        )  # fmt: skip
-        self.weight: Tensor  # of one target in this rank's mean; the ranks are averaged afterwards
+        self.facts = {  # for the run's record
+            "attention": learner.kernel.name,
+            "split": vars(split),
+            "learning_rates": rates,
+            "schedule": asdict(self.curve),
+        }
+        self.optimizer = optimizer_for(learner, rates)
+        self._weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
         self._feed = self._prefetcher()
 
     def batches(self, rows_per_step: int) -> Batches:
@@ -164,21 +181,24 @@ class RowStage:
         raise NotImplementedError
 
     def _prefetcher(self) -> Prefetcher:
-        split, world = self.split, dist.world()
-        mine = split.rows * split.accumulation
-        return Prefetcher(
-            self.batches(mine * split.devices), self.learner.place,
-            rows=(world.rank * mine, (world.rank + 1) * mine), micro_batch=split.rows, pin=self.learner.device.pin,
-        )  # fmt: skip
+        split, learner, mine = self.split, self.learner, self.split.rows * self.split.accumulation
+        first = dist.world().rank * mine
+        batches, pin = self.batches(mine * split.devices), learner.device.pin
+        return Prefetcher(batches, learner.place, rows=(first, first + mine), micro_batch=split.rows, pin=pin)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
-        found = self._feed.take(step)
-        self.weight = torch.full((), self.split.devices / found[0].step_targets, device=self.learner.place)
-        return found
+        return self._feed.take(step)
 
-    def loss(self, batch: MicroBatch, scale: float = 1.0) -> Tensor:
-        return self.learner.loss(batch, self.weight if scale == 1.0 else self.weight * scale, self.ahead)
+    def probe(self) -> MicroBatch:
+        return noise(self.learner, self.split)
+
+    def loss(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
+        """Every target of the step weighs the same, whichever rank has it; padding weighs nothing."""
+        if batch.step_targets != self._weight[0]:
+            weight = torch.full((), self.split.devices / batch.step_targets, device=self.learner.place)
+            self._weight = batch.step_targets, weight
+        weight = self._weight[1] if scale == 1.0 else self._weight[1] * scale
+        return Loss(self.learner.loss(batch, weight, self.ahead))
 
     def rates(self, step: int) -> dict[str, float]:
         return {
@@ -187,11 +207,21 @@ class RowStage:
             "matrix_decay": schedule.weight_decay(step, self.steps, self.decay),
         }
 
-    def averaged(self, step: int) -> int:
-        return 0
+    def summary(self) -> str:
+        split = self.split
+        return (
+            f"{self.model.shape.total_parameters / 1e6:.1f} M parameters; {self.steps} steps of {split.total} tokens = "
+            f"{split.devices} device(s) x {split.rows} rows x {split.accumulation} micro-batch(es) x {split.seq_len}"
+        )
 
-    def core(self, step: int) -> dict[str, float]:
-        return {}
+    def identity(self) -> dict[str, Any]:
+        return {
+            "shape": self.model.shape.to_dict(),
+            "tokenizer": self.tokenizer.fingerprint,
+            "total_batch": self.split.total,
+            "steps": self.steps,
+            "seed": self.seed,
+        }
 
     def smaller(self) -> bool:
         split = self.split.smaller()

@@ -22,7 +22,7 @@ from ascendchat.record import Run, notice
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came in the middle of something that may be left off there."""
+    """A signal came in the middle of something that may be broken off."""
 
 
 class StopSignals:
@@ -65,7 +65,7 @@ class StopSignals:
             raise Interrupted
 
     @contextmanager
-    def left_off(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """What is done in here ends with the signal. Not on several ranks: those without a signal would wait."""
         self.leaving = dist.world().size == 1
         try:

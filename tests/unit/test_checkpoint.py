@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
 from ascendchat.config import UserError
-from ascendchat.nn.optim import Piece
+from ascendchat.nn.optim import Shard
 from ascendchat.record import earlier, notice
 from ascendchat.record.earlier import set_aside
 
@@ -23,7 +23,7 @@ from ascendchat.record.earlier import set_aside
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     model = {"a": torch.randn(10, generator=generator), "b": torch.randn(3, 4, generator=generator).bfloat16()}
-    return model, {Piece("a", "first", 0, 10).key(): torch.randn(10, generator=generator)}
+    return model, {Shard("a", "first", 0, 10).key(): torch.randn(10, generator=generator)}
 
 
 def save(folder: Path, *steps: int, keep: int = 5) -> None:
@@ -42,7 +42,7 @@ def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
     assert found.state["shape"] == {"depth": 3}
     model, shards = tensors(7)
     assert all(torch.equal(found.model()[name], tensor) for name, tensor in model.items())
-    assert torch.equal(found.reader()(Piece("a", "first", 2, 9)), shards["a|first|0|10"][2:9])
+    assert torch.equal(found.reader()(Shard("a", "first", 2, 9)), shards["a|first|0|10"][2:9])
     assert (tmp_path / "latest").read_text() == "step_000007\n"
 
 
@@ -170,9 +170,9 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     read = newest(tmp_path).reader()  # type: ignore[union-attr]
     with pytest.raises(UserError, match="holds 10 of 12 values of a first"):
-        read(Piece("a", "first", 0, 12))
+        read(Shard("a", "first", 0, 12))
     with pytest.raises(UserError, match="another version of ascendchat: it has no first of other"):
-        read(Piece("other", "first", 0, 5))
+        read(Shard("other", "first", 0, 5))
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_the_best_one_is_kept_besides_the_last(tmp_path: Path) -> None:
 def test_what_a_killed_run_of_other_ranks_left_behind_is_in_no_new_checkpoint(tmp_path: Path) -> None:
     draft = tmp_path / ".step_000003.writing"
     draft.mkdir()
-    save_file({Piece("a", "first", 0, 5).key(): torch.ones(5)}, draft / "optim-1-of-2.safetensors")
+    save_file({Shard("a", "first", 0, 5).key(): torch.ones(5)}, draft / "optim-1-of-2.safetensors")
     (draft / "part-1").write_text("{}")
     save(tmp_path, 3)
     found = newest(tmp_path)
     assert found is not None
-    assert torch.equal(found.reader()(Piece("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
-    save_file({Piece("a", "first", 0, 5).key(): torch.ones(5)}, found.folder / "optim-1-of-2.safetensors")
-    assert torch.equal(found.reader()(Piece("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
+    assert torch.equal(found.reader()(Shard("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
+    save_file({Shard("a", "first", 0, 5).key(): torch.ones(5)}, found.folder / "optim-1-of-2.safetensors")
+    assert torch.equal(found.reader()(Shard("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
 
 
 def test_a_rank_that_is_ahead_keeps_its_draft(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ascendchat.device.cpu import CPU
 from ascendchat.record import read_metrics
 from ascendchat.train import loop
 from ascendchat.train.loop import MOST_SKIPPED, Diverged, fit
+from ascendchat.train.stage import Loss
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
 
@@ -35,9 +36,9 @@ class HalfCPU(CPU):
 class Backward(ToyStage):
     """Its loss is finite and its gradients are not, as when only the backward pass leaves the range of float16."""
 
-    def loss(self, batch: int, scale: float = 1.0) -> torch.Tensor:
+    def loss(self, batch: int, scale: float = 1.0) -> Loss:
         loss = super().loss(batch, scale)
-        loss.register_hook(lambda gradient: gradient * float("inf"))
+        loss.value.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
 
@@ -57,7 +58,7 @@ def test_base_in_fp16_follows_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 64 --total-batch-size 512 --num-iterations 24"
     words = f"base {sizes} --eval-every 0 --sample-every 0 --device-type cpu --data {tmp_path / 'words'}".split()
     assert main([*words, "--run", "fp32"]) == 0
-    monkeypatch.setattr("ascendchat.train.rows.pick", lambda *_, **__: HalfCPU())
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: HalfCPU())
     assert main([*words, "--run", "fp16"]) == 0
     assert smoothed(tmp_path, "fp16", 1) == pytest.approx(smoothed(tmp_path, "fp32", 1), rel=0.02)
     assert smoothed(tmp_path, "fp16", 1)[-1] < smoothed(tmp_path, "fp16", 1)[0] - 0.5

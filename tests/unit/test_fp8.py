@@ -57,8 +57,8 @@ def prepared(home: Path, monkeypatch: pytest.MonkeyPatch, device: CPU) -> list[A
         return Result(0)
 
     monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
-    monkeypatch.setattr(base, "fit", fit)
-    monkeypatch.setattr("ascendchat.train.rows.pick", lambda *_, **__: device)
+    monkeypatch.setattr("ascendchat.train.run.fit", fit)
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: device)
     return stages
 
 

@@ -24,6 +24,7 @@ from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
 from ascendchat.train.loop import Diverged, LossScale, Options, fit, train_step
 from ascendchat.train.signals import Interrupted, StopSignals
+from ascendchat.train.stage import Loss, Stage
 
 
 class Line(torch.nn.Module):
@@ -34,13 +35,17 @@ class Line(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(4))
 
 
-class ToyStage:
+class ToyStage(Stage):
     """Pulls the weight to 3; every call is written down."""
 
     def __init__(
-        self, steps: int = 8, losses: dict[int, float] | None = None, oom: int = 0, scores: list[float] | None = None,
+        self,
+        steps: int = 8,
+        losses: dict[int, float] | None = None,
+        oom: int = 0,
+        scores: list[float] | None = None,
         tail: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scores = scores or []  # of the evaluations to come
         self.model = Line()
         self.steps, self.tokens_per_step, self.flops_per_token = steps, 100, 10.0
@@ -53,24 +58,28 @@ class ToyStage:
         self.step = step
         return [step, step]
 
-    def loss(self, batch: int, scale: float = 1.0) -> torch.Tensor:
+    def probe(self) -> int:
+        return -1
+
+    def loss(self, batch: int, scale: float = 1.0) -> Loss:
         if self.oom:
             raise torch.OutOfMemoryError("NPU out of memory")
         self.seen.append(("loss", batch))
         loss = (self.model.weight - 3.0).square().mean() / 2 * scale
-        return loss * 0.0 + self.losses[batch] if batch in self.losses else loss
+        return Loss(loss * 0.0 + self.losses[batch] if batch in self.losses else loss)
 
     def rates(self, step: int) -> dict[str, float]:
         return {"lr_scale": 1.0, "momentum": 0.9, "matrix_decay": 0.0}
 
-    def averaged(self, step: int) -> int:
-        return max(0, step + 1 - (self.steps - self.tail))
+    def after_step(self, step: int) -> None:
+        if step >= self.steps - self.tail:
+            self.optimizer.average(step + 1 - (self.steps - self.tail), last=step + 1 == self.steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.seen.append(("evaluate", step))
         return {"score": self.scores.pop(0) if self.scores else float(self.model.weight.mean())}
 
-    def core(self, step: int) -> dict[str, float]:
+    def examine(self, step: int) -> dict[str, float]:
         self.seen.append(("core", step))
         return {"core": 0.25}
 
@@ -82,7 +91,7 @@ class ToyStage:
         self.oom -= 1
         return self.oom >= 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         return {"stage": "toy"}
 
 
@@ -99,16 +108,48 @@ def seen_by(folder: Path, device: Device, **options: int) -> list[tuple[str, int
 
 
 def test_minus_one_means_never_and_zero_only_at_the_end(tmp_path: Path, device: Device) -> None:
-    assert seen_by(tmp_path / "a", device, eval_every=-1, save_every=-1, sample_every=-1, core_every=-1) == []
+    assert seen_by(tmp_path / "a", device, eval_every=-1, save_every=-1, sample_every=-1, examine_every=-1) == []
     assert checkpoints(tmp_path / "a") == [8]  # a model is always saved at the end
     assert seen_by(tmp_path / "b", device, eval_every=0, save_every=0) == [("evaluate", 8)]
 
 
 def test_core_is_scored_every_so_many_steps_and_at_the_end(tmp_path: Path, device: Device) -> None:
-    found = seen_by(tmp_path, device, eval_every=-1, core_every=3)
+    found = seen_by(tmp_path, device, eval_every=-1, examine_every=3)
     assert found == [("core", 3), ("core", 6), ("core", 8)]
     scores = [(row["step"], row["core"]) for row in read_metrics(tmp_path) if "core" in row]
     assert scores == [(3, 0.25), (6, 0.25), (8, 0.25)]
+
+
+class Policy(ToyStage):
+    """Reports more than its loss, wants its score high, and falls far without being stopped."""
+
+    higher_is_better = True
+
+    def loss(self, batch: int, scale: float = 1.0) -> Loss:
+        value, _ = super().loss(batch, scale)
+        return Loss(value, {"clipped": torch.tensor(0.25), "entropy": torch.tensor(1.0 + batch)})
+
+    def is_spike(self, loss: float, mean: float) -> bool:
+        return False
+
+
+def test_named_values_travel_with_the_loss_and_the_gradient_norm_is_logged(tmp_path: Path, device: Device) -> None:
+    stage = Policy()
+    with open_run(tmp_path, BaseConfig()) as run:
+        fit(stage, device, run, Options())
+    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
+    assert [row["clipped"] for row in rows] == [0.5] * 8, "two micro-batches add up"
+    assert [row["entropy"] for row in rows] == [2.0 * (1 + step) for step in range(8)]
+    assert rows[0]["gradient_norm"] == pytest.approx(
+        3.0
+    )  # d/dw of the mean of (w - 3)^2 over 4 weights of 0: -1.5 each
+
+
+def test_a_stage_says_what_is_a_spike_and_which_score_is_best(tmp_path: Path, device: Device) -> None:
+    with open_run(tmp_path, BaseConfig()) as run:
+        fit(Policy(80, {60: 9.0}, scores=[0.1, 0.9, 0.5, 0.2]), device, run, Options(save_every=20, eval_every=20))
+    assert (tmp_path / "best").read_text().split() == ["step_000040", "0.9"]
+    assert 40 in checkpoints(tmp_path)
 
 
 def start(folder: Path) -> Run:
@@ -194,7 +235,7 @@ def test_who_stops_a_run_is_told_the_command_that_continues_it(
     for resume, hint in (("auto", "run the same command to"), ("never", "run the same command without --resume never")):
         stage = ToyStage(steps=5)
         signalled(stage, "evaluate", 2)
-        options = Options.of(BaseConfig(resume=resume, eval_every=2), 0, None)  # type: ignore[arg-type]
+        options = Options.of(BaseConfig(resume=resume, eval_every=2), None)  # type: ignore[arg-type]
         with start(tmp_path / resume) as run:
             fit(stage, device, run, options)
         assert hint in capsys.readouterr().out
@@ -250,15 +291,15 @@ def test_one_of_several_ranks_does_not_leave_the_others_alone_in_a_validation(
         signals.unsaved = True
         monkeypatch.setattr("ascendchat.dist.world", lambda: World(size=2))
         try:
-            with signals.left_off():
+            with signals.interruptible():
                 signal.raise_signal(signal.SIGTERM)
-            with signals.left_off():
+            with signals.interruptible():
                 pass
         except Interrupted:
             pytest.fail("a rank left")
         assert signals.received == signal.SIGTERM
         monkeypatch.setattr("ascendchat.dist.world", lambda: World())
-        with pytest.raises(Interrupted), signals.left_off():
+        with pytest.raises(Interrupted), signals.interruptible():
             pass
 
 

@@ -10,7 +10,7 @@ import torch
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import EPS, Group, MuonAdamW, Piece, adamw_update, equalise, groups, muon_update, orthogonalise
+from ascendchat.nn.optim import EPS, Group, MuonAdamW, Shard, adamw_update, equalise, groups, muon_update, orthogonalise
 from ascendchat.plan.schedule import rates
 from ascendchat.plan.shape import Shape
 
@@ -154,7 +154,7 @@ def test_half_precision_parameters_have_float32_gradients_and_weights() -> None:
         optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.0)
     shards = optimizer.shards()
     assert {t.dtype for t in shards.values()} == {torch.float32}
-    exact = shards[Piece("blocks.0.qkv", "weight", 0, before.numel()).key()]
+    exact = shards[Shard("blocks.0.qkv", "weight", 0, before.numel()).key()]
     torch.testing.assert_close(model.blocks[0].qkv.detach().view(-1), exact.bfloat16(), rtol=0, atol=0)
     assert not torch.equal(before, model.blocks[0].qkv)
 
@@ -166,7 +166,7 @@ def test_state_saved_and_loaded_continues_exactly() -> None:
         optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.1)
     saved = {key: tensor.clone() for key, tensor in optimizer.shards().items()}
     other, resumed = model_and_optimizer()
-    resumed.load(lambda piece: saved[piece.key()], steps_done=3)
+    resumed.load(lambda shard: saved[shard.key()], steps_done=3)
     for m, o in ((model, optimizer), (other, resumed)):
         loss_of(m, 9).backward()
         o.step(lr_scale=0.5, momentum=0.95, matrix_decay=0.1)
@@ -186,6 +186,34 @@ def test_a_matrix_is_never_cut_in_two_by_sharding() -> None:
         for r in range(3)
     ]
     assert [b.share for b in buckets] == [2 * 24] * 3  # five matrices and one of padding over three ranks
-    pieces = [piece for b in buckets for piece, _ in b.pieces() if piece.kind == "weight"]
-    assert [(p.parameter, p.start, p.stop) for p in pieces] == [(f"w{i}", 0, 24) for i in range(5)]
+    shards = [shard for b in buckets for shard, _ in b.shards() if shard.kind == "weight"]
+    assert [(p.parameter, p.start, p.stop) for p in shards] == [(f"w{i}", 0, 24) for i in range(5)]
     assert group.initial_lr == 0.1
+
+
+def test_clipping_bounds_the_norm_of_the_whole_gradient_and_the_norm_is_returned() -> None:
+    def model() -> tuple[torch.nn.ParameterList, MuonAdamW]:
+        generator = torch.Generator().manual_seed(0)
+        tensors = torch.nn.ParameterList([torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)])
+        made = [
+            Group("a", [("a", tensors[0])], 0.1, matrix=True, lr_factors=[1.0]),
+            Group("b", [("b", tensors[1])], 0.1),
+        ]
+        return tensors, MuonAdamW(made, compute_dtype=torch.float32)
+
+    results = []
+    for clip, scale in ((None, 1.0), (0.5, 1.0), (0.5, 64.0), (1e9, 1.0)):
+        tensors, optimizer = model()
+        loss = sum((tensor**3).sum() for tensor in tensors)
+        (loss * scale).backward()
+        expected = torch.cat([bucket.grad.view(-1) for bucket in optimizer.buckets]).norm() / scale
+        norm = optimizer.step(lr_scale=1.0, momentum=0.9, matrix_decay=0.0, loss_scale=scale, clip=clip)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+        first = torch.cat(
+            [bucket.state["first"] / (0.1 if bucket.group.matrix else 0.2) for bucket in optimizer.buckets]
+        )
+        results.append((first.norm().item(), norm.item()))
+    assert results[0][0] == pytest.approx(results[0][1], rel=1e-4), "the first moment is the gradient, up to its rate"
+    assert results[1][0] == pytest.approx(0.5, rel=1e-4)
+    assert results[2][0] == pytest.approx(0.5, rel=1e-4)
+    assert results[3][0] == pytest.approx(results[0][0], rel=1e-6)

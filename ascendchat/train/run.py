@@ -1,0 +1,79 @@
+"""Trains a Stage in a run folder: what every training command ends with.
+
+with training(config) as here:                                  # train/base.py, train/chat.py
+    saved = to_continue(run_folder(name, "base"), config.resume)
+    return train_stage(stage, here, config, folder, saved, ...)  # the exit status
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ascendchat.checkpoint import Checkpoint
+from ascendchat.config import UserError
+from ascendchat.config.train import StepConfig, TrainConfig
+from ascendchat.device import pick
+from ascendchat.dist.context import Context, joined
+from ascendchat.record import open_run
+from ascendchat.train.loop import Options, fit
+from ascendchat.train.stage import Stage
+
+
+@contextmanager
+def training(config: StepConfig) -> Iterator[Context]:
+    """The context of a training command; a chip that is made for inference is refused."""
+    device = pick(config.device_type, compiled=config.compile)
+    if not device.chip.trains:
+        raise UserError(
+            f"{device.chip.name} is an inference product: CANN lists no gradients of embeddings and attention for it; "
+            "train on another device (--device-type) or machine, copy the run here, and talk to it: ascendchat chat"
+        )
+    with joined(device) as here:
+        yield here
+
+
+def check_same(saved: Checkpoint, identity: Mapping[str, Any]) -> None:
+    """Refuse to continue a run that is another one: what differs is named."""
+    for name, value in identity.items():
+        if saved.state.get(name) != value:
+            raise UserError(
+                f"{saved.folder} was written with {name} {saved.state.get(name)}, this command has {value}; "
+                f"give the same settings, another --run NAME, or --resume never"
+            )
+
+
+def train_stage(
+    stage: Stage,
+    here: Context,
+    config: TrainConfig,
+    folder: Path,
+    saved: Checkpoint | None,
+    *,
+    title: str,
+    facts: Mapping[str, Any],
+    add_files: Callable[[Path], None],
+    examine_every: int = 0,
+) -> int:
+    """Continue from the checkpoint `saved`, or begin; train to the end or a signal; the exit status of the command.
+
+    `facts` go to run.json; `add_files` writes what the model needs beside its weights, on rank 0.
+    """
+    with closing(stage):
+        if saved:
+            check_same(saved, stage.identity())
+            stage.load(saved)
+        options = Options.of(config, saved, examine_every)
+        if options.start >= stage.steps:
+            here.say(f"{folder} is finished: {options.start} steps; --resume never starts anew")
+            return 0
+        here.say(stage.summary() + (f"; continuing after step {options.start}" if options.start else ""))
+        about = {"chip": here.device.chip.name, "world": here.world.size, **facts}
+        step = options.start or None
+        with open_run(folder, config, facts=about, resume_step=step, track=config.track, main=here.main) as record:
+            if here.main:
+                add_files(folder)
+            result = fit(stage, here.device, record, options, title=title)
+    return 128 + result.stopped_by if result.stopped_by else 0

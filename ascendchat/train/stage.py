@@ -1,0 +1,125 @@
+"""What the loop trains: the protocol Stage. base, mid, SFT, RL and fine-tuning differ only here.
+
+    class Mine(Stage): ...                # model, optimizer, steps, micro_batches, probe, loss, rates, identity
+    fit(Mine(...), device, run, options)  # train/loop.py
+
+No model and no optimizer is named here: ours are in train/rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from ascendchat.checkpoint import Checkpoint
+from ascendchat.nn.optim import Shard
+
+SPIKE = 3.0  # nats above the running mean that stop a run
+
+
+class Optimizer(Protocol):
+    """What the loop needs of an optimizer; nn/optim.py has ours."""
+
+    steps_done: int
+
+    def gradients(self) -> list[Tensor]: ...
+    def zero_grad(self) -> None: ...
+
+    @property
+    def step(self) -> Callable[..., Tensor]:
+        """step(loss_scale=..., **rates): update, forget the gradients; the norm of this rank's share of them."""
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's state, as a checkpoint keeps it."""
+
+    def load(self, read: Callable[[Shard], Tensor], steps_done: int) -> None:
+        """Take state and weights from whatever ranks saved them."""
+
+
+class Loss(NamedTuple):
+    """Of one micro-batch, on the device."""
+
+    value: Tensor
+    metrics: Mapping[str, Tensor] = {}  # named values beside it, not scaled; they add up like the loss
+
+
+class Stage(Protocol):
+    """What is trained on what. Everything is a function of the step, so that a run can continue anywhere.
+
+    A stage inherits from this class; what has a body here is what most stages want.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    steps: int
+    tokens_per_step: int
+    flops_per_token: float
+    higher_is_better: bool = False  # the first metric of `evaluate`
+
+    def micro_batches(self, step: int) -> Iterable[Any]:
+        """This rank's share of the batch of `step`."""
+        ...
+
+    def probe(self) -> Any:
+        """A micro-batch of full size for the dry run, whatever it holds; costs nothing to make."""
+        ...
+
+    def loss(self, batch: Any, scale: float = 1.0) -> Loss:
+        """`scale` times a share of the step's loss: the micro-batches of all ranks add up to (ranks times) the mean.
+        The scale goes in before anything is rounded to 16 bits."""
+        ...
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Arguments of optimizer.step; they are logged."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint says about the run: other commands use it, and a run goes on only where it is the same."""
+        ...
+
+    def summary(self) -> str:
+        """One line for the start: what is trained, and for how long."""
+        return f"{self.steps} steps of {self.tokens_per_step} tokens"
+
+    def after_step(self, step: int) -> None:
+        """What happens to the weights after the update of `step`."""
+        return
+
+    def is_spike(self, loss: float, mean: float) -> bool:
+        """Whether a loss so far from the running mean shows that the run went wrong."""
+        return loss > mean + SPIKE
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Validation metrics, alike on all ranks; the first one decides which checkpoint is the best."""
+        return {}
+
+    def examine(self, step: int) -> dict[str, float]:
+        """Metrics that take longer (CORE), alike on all ranks; asked for when Options.examine_every is."""
+        return {}
+
+    def sample(self, step: int) -> list[str]:
+        """A few texts of the model."""
+        return []
+
+    def smaller(self) -> bool:
+        """Take the next smaller device batch with the same total; False when there is none."""
+        return False
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds for those who use the model: all of it, or adapters."""
+        return dict(self.model.state_dict())
+
+    def load(self, saved: Checkpoint) -> None:
+        """Continue from a checkpoint of this stage."""
+        self.optimizer.load(saved.reader(), updates_of(saved))
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        return
+
+
+def updates_of(saved: Checkpoint) -> int:
+    """Updates that the optimizer of a checkpoint had done."""
+    return int(saved.state.get("updates", saved.step))
