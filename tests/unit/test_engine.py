@@ -140,10 +140,14 @@ def test_log_probabilities_are_those_of_the_model(device: Device) -> None:
 
 
 def test_only_allowed_tokens_are_chosen_and_other_rows_do_not_notice(device: Device) -> None:
-    """More requests than slots, so that rows with and without a restriction follow each other in a slot."""
+    """More requests than slots and answers of many lengths: rows with and without a restriction follow each other in a
+    slot, alone and together, while the others go on."""
     model, draw = make.model(6, seq_len=16), random.Random(8)
     engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
-    free = mixed_requests(model.shape.vocab, 15)
+    free = [
+        Request(request.prompt, Sampling(**{**vars(request.sampling), "max_tokens": draw.randint(1, 12)}))
+        for request in mixed_requests(model.shape.vocab, 15)
+    ]
     allowed = [tuple(draw.sample(range(model.shape.vocab), draw.choice((1, 4, 9)))) if i % 2 else () for i in range(15)]
     asked = [
         Request(request.prompt, Sampling(**{**vars(request.sampling), "allowed_tokens": tokens}))

@@ -114,9 +114,9 @@ def test_temperature_zero_takes_the_likeliest_in_every_mode(mode: Mode) -> None:
 def test_barred_tokens_are_never_drawn_and_the_others_keep_their_proportions() -> None:
     logits, count = torch.tensor([2.0, 1.5, 0.0, -1.0, 9.0]), 20_000
     barred = torch.tensor([False, True, False, False, True]).expand(count, 5)
-    for given, mode in (({}, Mode(True)), ({"top_k": 3, "top_p": 0.99, "min_p": 0.01}, Mode(True, True))):
-        mode = mode._replace(restricted=True)
-        chosen, _ = sample(logits.expand(count, 5), rows(count, **given), torch.arange(count), mode, None, barred)
+    for filters in ({}, {"top_k": 3, "top_p": 0.99, "min_p": 0.01}):
+        mode = Mode(random=True, filtered=bool(filters), restricted=True)
+        chosen, _ = sample(logits.expand(count, 5), rows(count, **filters), torch.arange(count), mode, None, barred)
         share = torch.bincount(chosen, minlength=5) / count
         expected = torch.tensor([2.0, float("-inf"), 0.0, -1.0, float("-inf")]).softmax(-1)
         torch.testing.assert_close(share, expected, atol=0.012, rtol=0)
@@ -141,10 +141,19 @@ def test_seeds_of_any_size_and_sign_differ() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
-     {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"stop": ("a", "")}],
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"stop": ("a", "")},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Sampling(**wrong)  # type: ignore[arg-type]

@@ -200,9 +200,14 @@ class Terminal:
     def __init__(self, *flags: str) -> None:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            command(*flags), stdin=slave, stdout=slave, stderr=slave, env=environment(), start_new_session=True,
+            command(*flags),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment(),
+            start_new_session=True,
             preexec_fn=lambda: __import__("fcntl").ioctl(slave, __import__("termios").TIOCSCTTY, 0),  # Ctrl-C arrives
-        )  # fmt: skip
+        )
         os.close(slave)
         self.seen = self.before = ""  # not waited for yet; what stood before the text that was waited for last
 
