@@ -299,8 +299,9 @@ def run(config: EvalChatConfig) -> int:
     chooser = ModelChooser(
         loaded.model, kernel, place, max_tokens=config.tokens_per_batch, max_len=context, pin=device.pin
     )
-    asking = config.max_new_tokens, config.samples, config.temperature, config.seed, most
-    examiner = Examiner(loaded.tokenizer, chooser, engine, *asking)
+    examiner = Examiner(
+        loaded.tokenizer, chooser, engine, config.max_new_tokens, config.samples, config.temperature, config.seed, most
+    )
     if config.context:
         check_room(tasks, examiner)
     say(f"{loaded.folder}: {shape.total_parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")

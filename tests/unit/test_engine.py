@@ -41,8 +41,8 @@ def greedy_requests(draw: random.Random, vocab: int, count: int, context: int = 
     requests = []
     for _ in range(count):
         prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, context - 2))]
-        way = Sampling(max_tokens=draw.randint(1, 24), temperature=0.0, stop_tokens=(), tools=False)
-        requests.append(Request(prompt, way))
+        sampling = Sampling(max_tokens=draw.randint(1, 24), temperature=0.0, stop_tokens=(), tools=False)
+        requests.append(Request(prompt, sampling))
     return requests
 
 
@@ -178,8 +178,8 @@ def test_without_a_restriction_no_mask_is_made(device: Device) -> None:
 def test_a_prompt_of_one_token_is_enough(device: Device) -> None:
     model = make.model(10, seq_len=16)
     engine = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT)
-    way = Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)
-    requests = [Request([token], way) for token in (0, 17, 99, 200)]
+    sampling = Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)
+    requests = [Request([token], sampling) for token in (0, 17, 99, 200)]
     for request, answer in zip(requests, engine.generate(requests)):
         assert_greedy(model, request, answer.ids)
 
