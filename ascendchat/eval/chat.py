@@ -25,7 +25,7 @@ from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home, nearest
 from ascendchat.config.eval import EvalChatConfig
 from ascendchat.device import describe, pick
-from ascendchat.eval.examine import EngineWriter, Examiner, ModelChooser, Outcome, check_room, examine, selection
+from ascendchat.eval.examine import Examiner, ModelChooser, Outcome, check_room, examine, selection
 from ascendchat.eval.scorer import row_length
 from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
@@ -300,9 +300,8 @@ def run(config: EvalChatConfig) -> int:
         loaded.model, kernel, place, max_tokens=config.tokens_per_batch, max_len=context, pin=device.pin
     )
     examiner = Examiner(
-        loaded.tokenizer, chooser, EngineWriter(engine), context, config.max_new_tokens, config.samples,
-        config.temperature, config.seed, most,
-    )  # fmt: skip
+        loaded.tokenizer, chooser, engine, config.max_new_tokens, config.samples, config.temperature, config.seed, most
+    )
     if config.context:
         check_room(tasks, examiner)
     say(f"{loaded.folder}: {shape.total_parameters / 1e6:.1f} M parameters, {len(tasks)} of {len(names)} tasks")

@@ -3,8 +3,9 @@
     examine(task, examiner)                     # -> Outcome; `ascendchat eval chat` does it for every task
 
 Multiple choice costs one forward pass over many prompts at a time: where the answer begins, the letter with the highest
-logit is the model's choice. Other tasks generate, and the task judges the text. With several ranks each takes every
-so-many-th row, and all of them learn all results.
+logit is the model's choice; where the model is not at hand, its Generator is asked for one token that must be a letter.
+Other tasks generate, and the task judges the text. With several ranks each takes every so-many-th row, and all of them
+learn all results.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,8 +27,10 @@ from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.data.chat import Counts, Encoder, render_prompt
 from ascendchat.eval.core import centre
-from ascendchat.eval.scorer import batches, padded, stack
-from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.eval.scorer import batches
+from ascendchat.infer.generator import Generator, prompt_room
+from ascendchat.infer.inputs import padded_length, stack, to_device
+from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.tasks import Task, pass_at_k
@@ -43,31 +46,22 @@ Chosen = Callable[[], list[int]]
 class Chooser(Protocol):
     """Whatever can choose between tokens."""
 
+    reserved: int  # tokens of the context that a prompt must leave free
+
     def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
         """Begin; calling what it returns waits: for each prompt, which of its options comes next most likely."""
-
-
-class Writer(Protocol):
-    """Whatever can continue prompts."""
-
-    def generate(
-        self, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float, seeds: Sequence[int]
-    ) -> list[str]:
-        """The visible text of each reply. Temperature 0 is greedy."""
 
 
 class ModelChooser:
     """Chooses with a GPT; the host waits for the device only when results are asked for."""
 
-    def __init__(
-        self, model: GPT, kernel: Attention, device: torch.device, *, max_tokens: int, max_len: int, pin: bool = False
-    ) -> None:
-        self.model, self.kernel, self.device, self.pin = model, kernel, device, pin
-        self.max_tokens, self.room = max_tokens, padded(max_len)
+    reserved = 0
 
-    def put(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return (tensor.pin_memory() if self.pin else tensor).to(self.device, non_blocking=self.pin)
+    def __init__(
+        self, model: GPT, kernel: Attention, place: torch.device, *, max_tokens: int, max_len: int, pin: bool = False
+    ) -> None:
+        self.model, self.kernel, self.put = model, kernel, partial(to_device, place=place, pin=pin)
+        self.max_tokens, self.room = max_tokens, padded_length(max_len)
 
     @torch.no_grad()
     def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
@@ -86,29 +80,31 @@ class ModelChooser:
 
     def choose(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Tensor:
         """(B,) number of the chosen option. Padding stands behind the prompts, where a causal model cannot see it."""
-        tokens = self.put(stack(prompts, padded(max(map(len, prompts)))))
+        tokens = self.put(stack(prompts, padded_length(max(map(len, prompts)))))
         hidden = self.model(tokens, dense(self.model, self.kernel, self.room))  # (B, T, C)
-        last = self.put(np.array([i * hidden.size(1) + len(prompt) - 1 for i, prompt in enumerate(prompts)]))
+        last = self.put([i * hidden.size(1) + len(prompt) - 1 for i, prompt in enumerate(prompts)])
         picked = hidden.flatten(0, 1).index_select(0, last).float()  # (B, C)
         most = max(map(len, options))
         # Rows with fewer options repeat their first one: of equals the first is chosen.
-        ids = self.put(np.array([[*row, *[row[0]] * (most - len(row))] for row in options]))  # (B, O)
+        ids = self.put([[*row, *[row[0]] * (most - len(row))] for row in options])  # (B, O)
         heads = self.model.head.index_select(0, ids.flatten()).float().view(len(prompts), most, -1)  # (B, O, C)
         # The soft cap on logits keeps their order, so it can be left out.
         return torch.bmm(heads, picked[:, :, None])[:, :, 0].argmax(dim=1)
 
 
-class EngineWriter:
-    """Generates with the inference engine, calculator included."""
+class GeneratorChooser:
+    """Chooses with any Generator: its likeliest next token among the options."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    reserved = 1
 
-    def generate(
-        self, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float, seeds: Sequence[int]
-    ) -> list[str]:
-        ways = [Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed) for seed in seeds]
-        return [done.text for done in self.engine.generate([Request(p, way) for p, way in zip(prompts, ways)])]
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+
+    def submit(self, prompts: Sequence[list[int]], options: Sequence[list[int]]) -> Chosen:
+        likeliest = partial(Sampling, max_tokens=1, temperature=0.0, stop_tokens=(), tools=False)
+        requests = [Request(p, likeliest(allowed_tokens=tuple(row))) for p, row in zip(prompts, options)]
+        answers = self.generator.generate(requests)
+        return lambda: [row.index(answer.ids[0]) for row, answer in zip(options, answers)]
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,7 @@ class Examiner:
 
     tokenizer: Encoder
     chooser: Chooser
-    writer: Writer
-    context: int  # tokens of prompt and reply together
+    generator: Generator
     max_tokens: int = 512  # of a reply
     samples: int = 1  # replies per question
     temperature: float = 0.0
@@ -127,7 +122,8 @@ class Examiner:
 
     def room(self, task: Task) -> int:
         """Tokens that a prompt may have: all but those of the reply, which takes half of the context at most."""
-        return self.context - (0 if task.kind == "choice" else min(self.max_tokens, self.context // 2))
+        context = self.generator.context
+        return context - self.chooser.reserved if task.kind == "choice" else prompt_room(context, self.max_tokens)
 
 
 @dataclass
@@ -163,10 +159,11 @@ def check_room(tasks: Sequence[Task], examiner: Examiner) -> None:
     for task in tasks:
         rows = selection(task, examiner.max_rows)[:TRIED]
         shortest = min((len(render_prompt(examiner.tokenizer, task.prompt(row))) for row in rows), default=0)
-        if shortest > examiner.room(task):
+        context, room = examiner.generator.context, examiner.room(task)
+        if shortest > room:
             raise UserError(
-                f"--context {examiner.context} leaves a prompt {examiner.room(task)} tokens, and those of {task.name} "
-                f"have {shortest} and more; give a larger --context, or leave it out"
+                f"--context {context} leaves a prompt {room} tokens, and those of {task.name} have {shortest} and "
+                "more; give a larger --context, or leave it out"
             )
 
 
@@ -186,9 +183,19 @@ def examine(task: Task, examiner: Examiner) -> Outcome:
         for k in sorted({1, *(2**i for i in range(1, samples.bit_length())), samples}):
             pass_at[str(k)] = sum(pass_at_k(samples, each, k) for each in right) / len(right)
     return Outcome(
-        task.name, task.kind, task.split, len(chosen), len(task), accuracy, task.baseline,
-        centre(accuracy, task.baseline), pass_at, sum(cut for _, cut in gathered), time.perf_counter() - began, right,
-    )  # fmt: skip
+        name=task.name,
+        kind=task.kind,
+        split=task.split,
+        rows=len(chosen),
+        rows_in_task=len(task),
+        accuracy=accuracy,
+        baseline=task.baseline,
+        centred=centre(accuracy, task.baseline),
+        pass_at=pass_at,
+        cropped=sum(cut for _, cut in gathered),
+        seconds=time.perf_counter() - began,
+        right=right,
+    )
 
 
 def _choices(task: Task, examiner: Examiner, rows: Sequence[int], counts: Counts) -> list[int]:
@@ -217,16 +224,16 @@ def seed_of(*key: object) -> int:
 def _replies(task: Task, examiner: Examiner, rows: Sequence[int], counts: Counts) -> list[int]:
     """How many of the replies to each row are right. Replies are judged while the next ones are generated."""
     limit = examiner.room(task)
+    sampling = partial(Sampling, examiner.max_tokens, examiner.temperature)
     verdicts: list[Future[bool]] = []
     with ThreadPoolExecutor(min(JUDGES, os.cpu_count() or 1)) as judges:
         for first in range(0, len(rows), CHUNK):
             part = rows[first : first + CHUNK]
             prompts = [render_prompt(examiner.tokenizer, task.prompt(row), limit, counts) for row in part]
             again = [(row, prompt, sample) for row, prompt in zip(part, prompts) for sample in range(examiner.samples)]
-            texts = examiner.writer.generate(
-                [prompt for _, prompt, _ in again], max_tokens=examiner.max_tokens, temperature=examiner.temperature,
-                seeds=[seed_of(examiner.seed, task.name, row, sample) for row, _, sample in again],
-            )  # fmt: skip
-            verdicts += [judges.submit(task.correct, row, text) for (row, _, _), text in zip(again, texts)]
+            seeds = [seed_of(examiner.seed, task.name, row, sample) for row, _, sample in again]
+            requests = [Request(prompt, sampling(seed=seed)) for (_, prompt, _), seed in zip(again, seeds)]
+            answers = examiner.generator.generate(requests)
+            verdicts += [judges.submit(task.correct, row, said.text) for (row, _, _), said in zip(again, answers)]
         flat = [verdict.result() for verdict in verdicts]
     return [sum(flat[i : i + examiner.samples]) for i in range(0, len(flat), examiner.samples)]

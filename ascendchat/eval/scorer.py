@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascendchat.config import UserError
+from ascendchat.infer.inputs import Row, padded_length, stack, to_device
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, attention_scale, dense, shifted
 from ascendchat.nn.loss import chunk_rows, softcap
@@ -28,8 +30,6 @@ from ascendchat.nn.loss import chunk_rows, softcap
 MAX_TOKENS = 32768  # tokens of one forward pass
 WORTH_SHARING = 64  # tokens; a shorter common beginning is cheaper to repeat than to keep
 KEYS_PER_TOKEN = 4  # a repeated key and value take about a quarter of the memory of a token passing through the MLP
-
-Row = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Scorer(Protocol):
         """Begin; calling what it returns waits for the result: per example, per row."""
 
 
-class Piece(NamedTuple):
+class UniqueRow(NamedTuple):
     """One row to run: `tokens[start:]` is scored; `places` are the equal rows (example, row) that get the result."""
 
     tokens: Row
@@ -70,7 +70,7 @@ class Group(NamedTuple):
     """Rows with the same first `start - 1` tokens, which run once."""
 
     prefix: Row
-    options: list[Piece]
+    options: list[UniqueRow]
 
 
 def row_length(flag: str, asked: int | None, trained: int) -> int:
@@ -81,17 +81,11 @@ def row_length(flag: str, asked: int | None, trained: int) -> int:
     return asked or trained
 
 
-def padded(length: int) -> int:
-    """Round up by at most an eighth, in steps of 16 or more: few distinct shapes, and little padding."""
-    step = max(16, 1 << max(0, length.bit_length() - 4))
-    return -(-length // step) * step
-
-
 def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Indices in batches, longest first (so that memory runs out at once or never); padded size within the budget."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batch and (len(batch) + 1) * padded(lengths[batch[0]]) > budget:
+        if batch and (len(batch) + 1) * padded_length(lengths[batch[0]]) > budget:
             yield batch
             batch = []
         batch.append(index)
@@ -99,19 +93,19 @@ def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def sort_out(examples: Sequence[Example]) -> tuple[list[Piece], list[Group]]:
+def sort_out(examples: Sequence[Example]) -> tuple[list[UniqueRow], list[Group]]:
     """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run, and equal
     options run once: their scores must be equal to the last bit, for the first of equals is the model's choice."""
-    whole: list[Piece] = []
+    whole: list[UniqueRow] = []
     groups: list[Group] = []
     for number, example in enumerate(examples):
-        by_start: dict[int, dict[tuple[int, ...], Piece]] = {}
+        by_start: dict[int, dict[tuple[int, ...], UniqueRow]] = {}
         for i, (tokens, start) in enumerate(zip(example.rows, example.starts)):
             if start < 1:
                 raise ValueError(f"row {i} is scored from token {start}; the first token has nothing before it")
             if start < len(tokens):
                 key = tuple(tokens[start:] if example.shared else tokens) if len(example.rows) > 1 else ()
-                piece = by_start.setdefault(start, {}).setdefault(key, Piece(tokens, start, []))
+                piece = by_start.setdefault(start, {}).setdefault(key, UniqueRow(tokens, start, []))
                 piece.places.append((number, i))
         for start, found in by_start.items():
             pieces = list(found.values())
@@ -122,24 +116,23 @@ def sort_out(examples: Sequence[Example]) -> tuple[list[Piece], list[Group]]:
     return whole, groups
 
 
-def stack(rows: Sequence[Row], width: int) -> np.ndarray:
-    """(rows, width) int64, zeros behind each row."""
-    out = np.zeros((len(rows), width), dtype=np.int64)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
-
-
 class ModelScorer:
     """Scores with a GPT, on any device; the host never waits for the device before a result is asked for."""
 
     def __init__(
-        self, model: GPT, kernel: Attention, device: torch.device, *, max_tokens: int = MAX_TOKENS,
-        max_len: int | None = None, pin: bool = False,
-    ) -> None:  # fmt: skip
-        self.model, self.kernel, self.device, self.pin = model, kernel, device, pin
+        self,
+        model: GPT,
+        kernel: Attention,
+        place: torch.device,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        max_len: int | None = None,
+        pin: bool = False,
+    ) -> None:
+        self.model, self.kernel, self.place = model, kernel, place
+        self.put = partial(to_device, place=place, pin=pin)
         self.max_tokens, self.max_len = max_tokens, max_len or model.shape.seq_len
-        room = padded(self.max_len) + padded(self.max_len)  # a prefix and an option, each rounded up
+        room = padded_length(self.max_len) + padded_length(self.max_len)  # a prefix and an option, each rounded up
         self.windows, self.room, self.scale = model.shape.windows(room), room, attention_scale(model.shape)
         self.vocab = model.shape.vocab
 
@@ -149,7 +142,7 @@ class ModelScorer:
         was_training = self.model.training
         self.model.eval()
         whole, groups = sort_out(examples)
-        order: list[Piece] = []
+        order: list[UniqueRow] = []
         parts: list[Tensor] = []  # each (2, scored tokens): nats and hits
         for batch in batches([len(piece.tokens) - 1 for piece in whole], self.max_tokens):
             pieces = [whole[i] for i in batch]
@@ -163,25 +156,20 @@ class ModelScorer:
         sizes = [len(example.rows) for example in examples]
         return lambda: collect(sizes, order, parts)
 
-    def put(self, array: np.ndarray) -> Tensor:
-        """To the device, without waiting where memory can be pinned."""
-        tensor = torch.from_numpy(array)
-        return (tensor.pin_memory() if self.pin else tensor).to(self.device, non_blocking=self.pin)
-
-    def run_whole(self, pieces: Sequence[Piece]) -> Tensor:
+    def run_whole(self, pieces: Sequence[UniqueRow]) -> Tensor:
         """Complete rows, each from its first token. (2, scored tokens)"""
         inputs = [piece.tokens[:-1] for piece in pieces]
-        width = padded(max(map(len, inputs)))
+        width = padded_length(max(map(len, inputs)))
         attend = dense(self.model, self.kernel, self.room)
         hidden = self.model(self.put(stack(inputs, width)), attend)  # (B, T, C)
         return self.judge(hidden, pieces, [piece.start - 1 for piece in pieces])
 
-    def run_shared(self, groups: Sequence[Group]) -> Iterator[tuple[list[Piece], Tensor]]:
+    def run_shared(self, groups: Sequence[Group]) -> Iterator[tuple[list[UniqueRow], Tensor]]:
         """The beginnings once, then the options of all groups in batches of their own."""
         lengths = [len(group.prefix) for group in groups]
         options = [(owner, piece) for owner, group in enumerate(groups) for piece in group.options]
-        longest = padded(max(len(piece.tokens) - piece.start for _, piece in options))
-        width = padded(max(lengths))
+        longest = padded_length(max(len(piece.tokens) - piece.start for _, piece in options))
+        width = padded_length(max(lengths))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         newest: list[Tensor] = []  # queries, keys and values of the last token of each beginning
@@ -203,25 +191,23 @@ class ModelScorer:
             part = options[first : first + budget]
             pieces = [piece for _, piece in part]
             owners = np.array([owner for owner, _ in part])
-            yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], keys, values, newest)
+            yield pieces, self.run_options(pieces, owners, np.array(lengths)[owners], (keys, values, newest))
 
     def run_options(
-        self, pieces: Sequence[Piece], owners: np.ndarray, before: np.ndarray, keys: list[Tensor],
-        values: list[Tensor], newest: list[Tensor],
-    ) -> Tensor:  # fmt: skip
-        """Short rows that attend to the kept keys and values of row `owners[i]`, which has `before[i]` tokens."""
-        width = padded(max(len(piece.tokens) - piece.start for piece in pieces))
+        self, pieces: Sequence[UniqueRow], owners: np.ndarray, before: np.ndarray, kept: tuple[list[Tensor], ...]
+    ) -> Tensor:
+        """Short rows that attend to the keys and values `kept` of row `owners[i]`, which has `before[i]` tokens."""
+        keys, values, newest = kept
+        width = padded_length(max(len(piece.tokens) - piece.start for piece in pieces))
         tokens = self.put(stack([piece.tokens[piece.start - 1 : -1] for piece in pieces], width))  # (B, Q)
         previous = self.put(np.array([[piece.tokens[piece.start - 2]] for piece in pieces], dtype=np.int64))
         owner, past = self.put(owners), self.put(before)
-        rows = torch.arange(len(pieces), device=self.device)[:, None]
-        positions = past[:, None] + torch.arange(width, device=self.device)  # (B, Q)
+        rows = torch.arange(len(pieces), device=self.place)[:, None]
+        positions = past[:, None] + torch.arange(width, device=self.place)  # (B, Q)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            all_keys, all_values = (
-                keys[layer].index_select(0, owner),
-                values[layer].index_select(0, owner),
-            )  # (B, S, K, D)
+            all_keys = keys[layer].index_select(0, owner)  # (B, S, K, D)
+            all_values = values[layer].index_select(0, owner)
             all_keys[rows, positions] = k
             all_values[rows, positions] = v
             return self.kernel.cached(q, all_keys, all_values, past + width, self.windows[layer], self.scale)
@@ -236,7 +222,7 @@ class ModelScorer:
         hidden = model.layers(x, tokens, attend, (cos[positions], sin[positions]), shift)  # (B, Q, C)
         return self.judge(hidden, pieces, [0] * len(pieces))
 
-    def judge(self, hidden: Tensor, pieces: Sequence[Piece], first: Sequence[int]) -> Tensor:
+    def judge(self, hidden: Tensor, pieces: Sequence[UniqueRow], first: Sequence[int]) -> Tensor:
         """Nats and hits of every scored token, row after row; row i begins at position first[i] of `hidden`."""
         counts = [len(piece.tokens) - piece.start for piece in pieces]
         where = np.concatenate(
@@ -254,7 +240,7 @@ class ModelScorer:
         return torch.stack((torch.cat(nats), torch.cat(hits).float()))
 
 
-def collect(sizes: Sequence[int], order: Sequence[Piece], parts: Sequence[Tensor]) -> list[list[Scored]]:
+def collect(sizes: Sequence[int], order: Sequence[UniqueRow], parts: Sequence[Tensor]) -> list[list[Scored]]:
     """Bring the results to the host in one copy and to their rows; rows that did not run have no tokens."""
     empty = Scored(np.zeros(0, np.float32), np.zeros(0, bool))
     out = [[empty] * size for size in sizes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,16 +39,8 @@ def requests_of(config: BenchDecodeConfig, batch: int) -> list[Request]:
     """Random prompts, a seed each, that end only at their length."""
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(0, config.vocab_size, (batch, config.prompt_tokens), generator=generator).tolist()
-    return [
-        Request(
-            prompt,
-            Sampling(
-                max_tokens=config.new_tokens, temperature=config.temperature, top_k=config.top_k, seed=seed,
-                stop_tokens=(), tools=False,
-            ),
-        )
-        for seed, prompt in enumerate(prompts)
-    ]  # fmt: skip
+    sampling = partial(Sampling, config.new_tokens, config.temperature, config.top_k, stop_tokens=(), tools=False)
+    return [Request(prompt, sampling(seed=seed)) for seed, prompt in enumerate(prompts)]
 
 
 def measure(engine: Engine, requests: list[Request], device: Device) -> tuple[float, int]:

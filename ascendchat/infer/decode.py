@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ascendchat.device import Device
 from ascendchat.infer.cache import Cache
-from ascendchat.infer.request import Request
-from ascendchat.infer.sampling import Mode, Settings, fold_seed, sample
+from ascendchat.infer.inputs import padded_length, stack, to_device
+from ascendchat.infer.request import Request, Sampling
+from ascendchat.infer.sampling import Mode, Settings, sample, settings_row
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, attention_scale
 from ascendchat.nn.loss import softcap
@@ -35,44 +34,43 @@ def power(value: int, least: int, most: int) -> int:
     return min(size, most)
 
 
-def width_of(length: int) -> int:
-    """A prompt's length rounded up by at most an eighth: few distinct shapes, little padding."""
-    step = max(16, 1 << max(0, length.bit_length() - 4))
-    return -(-length // step) * step
-
-
 class Decoder:
-    """A model with `slots` rows of up to `context` tokens under way."""
+    """A model with `slots` rows of up to `context` tokens under way. `graphs`: record steps where the chip can."""
 
     def __init__(
-        self, model: GPT, kernel: Attention, device: Device, place: torch.device, *, slots: int, context: int,
+        self,
+        model: GPT,
+        kernel: Attention,
+        device: Device,
+        place: torch.device,
+        *,
+        slots: int,
+        context: int,
         compiled: bool = False,
-    ) -> None:  # fmt: skip
+        graphs: bool = True,
+    ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
         self.slots, self.context, self.compiled = slots, context, compiled and device.compiles
+        self.graphs = graphs and device.chip.graphs
+        self.put = partial(to_device, place=place, pin=device.pin)
         shape = model.shape
         self.vocab, self.scale = shape.vocab, attention_scale(shape)
         dtype = model.embed.weight.dtype
         self.cache = Cache(shape, slots, context, dtype, place)
         self.rope = model.rope(context, dtype, place)
-        whole, real = partial(torch.full, dtype=torch.int64, device=place), partial(torch.full, device=place)
+        whole = partial(torch.full, dtype=torch.int64, device=place)
         self.token = whole((slots,), 0)  # the newest token of each row, not yet in the cache
         self.previous = whole((slots,), 0)  # the one before it, which is smeared in
         self.length = whole((slots,), 0)  # tokens in the cache: the position of `token`
         self.override = whole((slots,), -1)  # a token that replaces `token` in the next step
         self.advance = whole((), 1)  # 0 while a graph is recorded: the step then changes nothing
         self.rows = torch.arange(slots, device=place)
-        self.settings = Settings(
-            temperature=real((slots,), 0.0), top_k=whole((slots,), 0), top_p=real((slots,), 1.0),
-            min_p=real((slots,), 0.0), penalty=real((slots,), 1.0), seed=whole((slots,), 0),
-        )  # fmt: skip
-        self.seen: Tensor | None = None  # (slots, V) bool: tokens of the row so far; made when first needed
+        idle = settings_row(Sampling(temperature=0.0))
+        self.settings = Settings(*(torch.full((slots,), value, device=place) for value in idle))
+        # (slots, V) bool: tokens of the row so far, and tokens that it must not choose; made when first needed
+        self.seen: Tensor | None = None
+        self.barred: Tensor | None = None
         self._steps: dict[tuple[int, int, Mode], Callable[[], Tensor]] = {}
-
-    def put(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Host values to the device, without waiting for it where memory can be pinned."""
-        tensor = torch.as_tensor(np.asarray(values)).to(dtype)
-        return (tensor.pin_memory() if self.device.pin else tensor).to(self.place, non_blocking=self.device.pin)
 
     # ---- new prompts ---------------------------------------------------------------------------
 
@@ -80,11 +78,9 @@ class Decoder:
     def prefill(self, requests: Sequence[Request], slots: Sequence[int], mode: Mode) -> Tensor:
         """Read whole prompts into their slots; the first token of each: (2, R) float32, ids and log probabilities."""
         prompts = [request.prompt for request in requests]
-        width = min(width_of(max(map(len, prompts))), self.context)
-        padded = np.zeros((len(prompts), width), dtype=np.int64)
-        for row, prompt in zip(padded, prompts):
-            row[: len(prompt)] = prompt
-        tokens, slot, lengths = self.put(padded), self.put(slots), self.put([len(prompt) for prompt in prompts])
+        width = min(padded_length(max(map(len, prompts))), self.context)
+        tokens, slot = self.put(stack(prompts, width)), self.put(slots)
+        lengths = self.put([len(prompt) for prompt in prompts])
         windows = self.cache.places
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,23 +96,21 @@ class Decoder:
         self._settle(requests, slot)
         if mode.penalised:
             self._remember(slot, tokens, lengths)
+        if mode.restricted or self.barred is not None:  # what the slot's last request barred must not stay
+            self._bar(slot, requests)
         settings = Settings(*(tensor[slot] for tensor in self.settings))
         seen = self.seen[slot] if mode.penalised and self.seen is not None else None
-        chosen, logprob = sample(self.logits(hidden[rows, lengths - 1]), settings, lengths - 1, mode, seen)
+        barred = self.barred[slot] if mode.restricted and self.barred is not None else None
+        chosen, logprob = sample(self.logits(hidden[rows, lengths - 1]), settings, lengths - 1, mode, seen, barred)
         self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, lengths - 1], chosen, lengths
         self.override[slot] = torch.full_like(chosen, -1)
         return torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
 
     def _settle(self, requests: Sequence[Request], slot: Tensor) -> None:
         """The settings of the new rows."""
-        ways = [request.sampling for request in requests]
-        columns = (
-            [way.temperature for way in ways], [way.top_k for way in ways], [way.top_p for way in ways],
-            [way.min_p for way in ways], [way.repetition_penalty for way in ways],
-            [fold_seed(way.seed) for way in ways],
-        )  # fmt: skip
+        columns = zip(*(settings_row(request.sampling) for request in requests))
         for tensor, column in zip(self.settings, columns):
-            tensor[slot] = self.put(column, tensor.dtype)
+            tensor[slot] = self.put(column, dtype=tensor.dtype)
 
     def _remember(self, slot: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Mark the tokens of the prompts as seen."""
@@ -126,6 +120,16 @@ class Decoder:
         known = torch.where(inside, tokens, tokens[:, :1])  # padding counts as the first token
         self.seen[slot] = torch.zeros_like(self.seen[slot]).scatter(1, known, True)
 
+    def _bar(self, slot: Tensor, requests: Sequence[Request]) -> None:
+        """Mark the tokens that the new rows must not choose: none, or all but the allowed ones."""
+        if self.barred is None:
+            self.barred = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.place)
+        allowed = [request.sampling.allowed_tokens for request in requests]
+        most = max(1, *map(len, allowed))
+        ids = self.put([[*row, *[row[0] if row else 0] * (most - len(row))] for row in allowed])  # (R, most)
+        restricted = self.put([bool(row) for row in allowed], dtype=torch.bool)
+        self.barred[slot] = restricted[:, None].repeat(1, self.vocab).scatter(1, ids, False)
+
     # ---- the next token of every row -----------------------------------------------------------
 
     @torch.no_grad()
@@ -134,7 +138,7 @@ class Decoder:
 
         The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen.
         """
-        count = power(rows, 1, self.slots) if self.device.chip.graphs or self.compiled else rows
+        count = power(rows, 1, self.slots) if self.graphs or self.compiled else rows
         span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
         key = (count, span, mode)
         if key not in self._steps:
@@ -151,7 +155,7 @@ class Decoder:
         # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
         tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
         compiled = self.device.compile(run, dynamic=False, fullgraph=True, **tuned) if self.compiled else run
-        if not self.device.chip.graphs:
+        if not self.graphs:
             return compiled
         self.advance.zero_()  # recording runs the step several times, and rows are under way
         graph = self.device.graph(compiled)
@@ -185,7 +189,8 @@ class Decoder:
         if mode.penalised and self.seen is not None:
             seen = self.seen[:count]
             seen.scatter_(1, token[:, None], True)
-        chosen, logprob = sample(self.logits(hidden[:, 0]), self.settings.rows(count), position, mode, seen)
+        barred = self.barred[:count] if mode.restricted and self.barred is not None else None
+        chosen, logprob = sample(self.logits(hidden[:, 0]), self.settings.rows(count), position, mode, seen, barred)
         moves = self.advance > 0
         self.previous[:count] = torch.where(moves, token, self.previous[:count])
         self.token[:count] = torch.where(moves, chosen, self.token[:count])

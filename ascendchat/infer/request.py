@@ -24,6 +24,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] | None = None  # None: <|assistant_end|> and <|bos|>
     logprobs: bool = False  # report the log probability of every token
     tools: bool = True  # run calculator calls and force their results into the answer
+    allowed_tokens: tuple[int, ...] = ()  # only these may be chosen, at every step; (): all
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -62,3 +63,4 @@ class Completion:
     logprobs: list[float | None] = field(default_factory=list)  # of each id when asked for; None where forced
     forced: list[bool] = field(default_factory=list)  # of each id: put there by a tool, not chosen by the model
     finish_reason: Literal["stop", "length", "cancelled"] = "stop"
+    version: int = 0  # of the weights that wrote it, all of it

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ascendchat.infer.request import Sampling
+
 MASK = 0xFFFFFFFF  # hashes are 32 bits wide, kept in int64 so that no product overflows
 
 
@@ -24,6 +26,7 @@ class Mode(NamedTuple):
     random: bool = False  # some temperature is not 0
     filtered: bool = False  # some top_k, top_p or min_p is set
     penalised: bool = False  # some repetition penalty is not 1
+    restricted: bool = False  # some row may choose among certain tokens only
 
 
 class Settings(NamedTuple):
@@ -39,6 +42,19 @@ class Settings(NamedTuple):
     def rows(self, count: int) -> Settings:
         """The first rows."""
         return Settings(*(tensor[:count] for tensor in self))
+
+
+def settings_row(sampling: Sampling) -> tuple[float, int, float, float, float, int]:
+    """What one request puts into Settings."""
+    s = sampling
+    return s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, fold_seed(s.seed)
+
+
+def mode_of(sampling: Sampling) -> Mode:
+    """What one request needs."""
+    s = sampling
+    narrow = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+    return Mode(s.temperature > 0, s.temperature > 0 and narrow, s.repetition_penalty != 1.0, bool(s.allowed_tokens))
 
 
 def fold_seed(seed: int) -> int:
@@ -105,17 +121,26 @@ def likeliest(scores: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, settings: Settings, position: Tensor, mode: Mode, seen: Tensor | None = None
+    logits: Tensor,
+    settings: Settings,
+    position: Tensor,
+    mode: Mode,
+    seen: Tensor | None = None,
+    barred: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The chosen token of every row (B,) and its log probability (B,) float32.
 
-    logits (B, V) float32; `position` (B,) of the token whose successor is chosen. The probability is the model's own:
-    before penalty, temperature and filters.
+    logits (B, V) float32; `position` (B,) of the token whose successor is chosen; seen, barred (B, V) bool: tokens that
+    the penalty falls on and tokens that must not be chosen, where the mode needs them. The probability is the model's
+    own: before penalty, restriction, temperature and filters.
     """
     scores = logits
     if mode.penalised:
         assert seen is not None
         scores = penalise(scores, seen, settings.penalty)
+    if mode.restricted:
+        assert barred is not None
+        scores = scores.masked_fill(barred, float("-inf"))
     if mode.random:
         greedy = settings.temperature <= 0
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]

@@ -19,17 +19,20 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from ascendchat.config import home
 from ascendchat.config.infer import ChatConfig
-from ascendchat.data.chat import Conversation, parse_content
+from ascendchat.data.chat import Conversation, parse_content, render_prompt
+from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import describe, pick
 from ascendchat.files import write_atomic
-from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.infer.engine import Engine
+from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import load
+from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import choose
 from ascendchat.record.console import inert
 
@@ -44,7 +47,10 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Interrupt:
-    """While an answer is under way Ctrl-C only sets a flag: no step of the engine is cut in the middle."""
+    """While an answer is under way Ctrl-C ends it and raises nothing: no step of the engine is cut in the middle."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
 
     def __enter__(self) -> Interrupt:
         self.wanted = False
@@ -53,6 +59,7 @@ class Interrupt:
 
     def _note(self, number: int, frame: Any) -> None:
         self.wanted = True
+        self.end()
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
@@ -61,8 +68,17 @@ class Interrupt:
 class Chat:
     """A conversation with one model."""
 
-    def __init__(self, engine: Engine, config: ChatConfig, chats: bool, out: TextIO, colour: bool) -> None:
-        self.engine, self.config, self.chats, self.out, self.colour = engine, config, chats, out, colour
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        config: ChatConfig,
+        chats: bool,
+        out: TextIO,
+        colour: bool,
+    ) -> None:
+        self.generator, self.tokenizer, self.config = generator, tokenizer, config
+        self.chats, self.out, self.colour = chats, out, colour
         self.temperature, self.turn = config.temperature, 0
         self.seed = secrets.randbits(31) if config.seed is None else config.seed
         self.messages: Conversation = []
@@ -74,39 +90,30 @@ class Chat:
 
     def request(self, text: str) -> Request:
         """The prompt for the user's next turn: the conversation so far, or a plain text for a base model."""
-        tokenizer, config = self.engine.tokenizer, self.config
-        sampling = Sampling(
-            max_tokens=config.max_tokens, temperature=self.temperature, top_k=config.top_k,
-            seed=self.seed + self.turn, tools=self.chats,
-        )  # fmt: skip
+        tokenizer, most, seed = self.tokenizer, self.config.max_tokens, self.seed + self.turn
+        sampling = Sampling(most, self.temperature, self.config.top_k, seed=seed, tools=self.chats)
+        room = prompt_room(self.generator.context, most)
         if self.chats:
-            return Request(self.engine.chat_prompt(self.messages, sampling), sampling)
-        room = self.engine.context - min(sampling.max_tokens, self.engine.context // 2) - 1
-        return Request([tokenizer.bos, *tokenizer.encode(text)[-room:]], sampling)
+            return Request(render_prompt(tokenizer, self.messages, room), sampling)
+        return Request([tokenizer.bos, *tokenizer.encode(text)[1 - room :]], sampling)
 
     def answer(self, text: str) -> bool:
         """Print the answer as it comes and remember it; False when Ctrl-C stopped it."""
         self.messages.append({"role": "user", "content": text})
-        job = self.engine.add(self.request(text))
+        stream = self.generator.stream(self.request(text))
         self.turn += 1
         kind, shown = "text", ""
-        with Interrupt() as interrupt:
-            while not job.done:
-                self.engine.step()
-                if interrupt.wanted:
-                    self.engine.cancel(job)
-                for piece in job.take():
-                    self._mark(kind, piece.kind)
-                    kind = piece.kind
-                    if piece.kind == "text" or self.colour:
-                        shown = self._write(inert(piece.text))
+        with contextlib.closing(stream), Interrupt(stream.close) as interrupt:
+            for piece in stream:
+                self._mark(kind, piece.kind)
+                kind = piece.kind
+                if piece.kind == "text" or self.colour:
+                    shown = self._write(inert(piece.text))
         self._mark(kind, "text")
         self._write("" if shown.endswith("\n") else "\n")
-        if self.chats:
-            content = parse_content(self.engine.tokenizer, job.completion.ids)
-            self.messages.append({"role": "assistant", "content": content})
-        else:
-            self.messages.append({"role": "assistant", "content": job.completion.text})
+        said = stream.completion
+        content = parse_content(self.tokenizer, said.ids) if self.chats else said.text
+        self.messages.append({"role": "assistant", "content": content})
         return not interrupt.wanted
 
     def _mark(self, before: str, now: str) -> None:
@@ -201,7 +208,7 @@ def run(config: ChatConfig) -> int:
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     engine = Engine(loaded.model, kernel, loaded.tokenizer, device, place, slots=1, context=shape.seq_len)
     talking = not config.prompt and sys.stdin.isatty()
-    chat = Chat(engine, config, loaded.chats, sys.stdout, colour=sys.stdout.isatty())
+    chat = Chat(engine, loaded.tokenizer, config, loaded.chats, sys.stdout, colour=sys.stdout.isatty())
     if config.verbose:
         say(f"{loaded.folder}\n{describe(device)}\n{reason}")
     if not loaded.chats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import cannsim
 from ascendchat.device import Device, pick
-from ascendchat.infer.engine import Request, Sampling
+from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.nn.attention import Sdpa, choose
 from ascendchat.nn.gpt import GPT
 
@@ -32,11 +33,9 @@ def device() -> Device:
 
 def requests(vocab: int, count: int, seed: int = 0) -> list[Request]:
     draw = random.Random(seed)
-    way = {"temperature": 0.0, "stop_tokens": (), "tools": False}
+    greedy = partial(Sampling, temperature=0.0, stop_tokens=(), tools=False)
     return [
-        Request(
-            [draw.randrange(vocab) for _ in range(draw.randint(1, 40))], Sampling(max_tokens=draw.randint(1, 8), **way)
-        )  # type: ignore[arg-type]
+        Request([draw.randrange(vocab) for _ in range(draw.randint(1, 40))], greedy(max_tokens=draw.randint(1, 8)))
         for _ in range(count)
     ]
 
@@ -95,12 +94,40 @@ def test_a_tool_result_is_forced_in_while_results_arrive_late(device: Device) ->
 
 def test_seeds_draw_the_same_tokens_as_on_the_cpu(device: Device) -> None:
     host, model = make.model(2, seq_len=16), make.model(2, device.operators(), seq_len=16)
-    ways = [Sampling(max_tokens=6, temperature=0.9, top_k=k, top_p=p, repetition_penalty=r, seed=s, stop_tokens=())
-            for s, (k, p, r) in enumerate([(0, 1.0, 1.0), (9, 1.0, 1.0), (0, 0.7, 1.2)])]  # fmt: skip
-    asked = [Request([7, 8, 9 + s], way) for s, way in enumerate(ways)]
+    drawn = partial(Sampling, max_tokens=6, temperature=0.9, stop_tokens=())
+    settings = [drawn(), drawn(top_k=9, seed=1), drawn(top_p=0.7, repetition_penalty=1.2, seed=2)]
+    settings += [drawn(allowed_tokens=(5, 70, 33), seed=3), drawn(seed=4)]
+    asked = [Request([7, 8, 9 + s], sampling) for s, sampling in enumerate(settings)]
     here = make.engine(host, pick("cpu"), Sdpa(), context=CONTEXT).generate(asked)
     there = make.engine(model, device, Sdpa(), context=CONTEXT).generate(asked)
     assert [answer.ids for answer in there] == [answer.ids for answer in here]
+
+
+def test_new_weights_reach_the_graphs_that_were_captured_before(device: Device) -> None:
+    sizes: dict[str, object] = {"seq_len": 16, "dim": 64, "head_dim": 16}
+    model, later = make.model(1, device.operators(), **sizes), make.model(2, **sizes)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
+    asked = requests(later.shape.vocab, 5)
+    before = engine.generate(asked)
+    captured = dict(engine.decoder._steps)
+    assert captured
+    engine.load(later.state_dict(), 7)
+    after = engine.generate(asked)
+    assert engine.decoder._steps == captured, "nothing was captured again"
+    expected = [make.greedy(later, request.prompt, request.sampling.max_tokens, CONTEXT) for request in asked]
+    assert [answer.ids for answer in after] == expected != [answer.ids for answer in before]
+    assert {answer.version for answer in after} == {7}
+
+
+def test_an_engine_can_do_without_captured_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a trainer's process: TASK_QUEUE_ENABLE=2 allows none."""
+    model = make.model(1, device.operators(), seq_len=16)
+    asked = requests(model.shape.vocab, 5)
+    place = device.bind(0)
+    graphed = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT).generate(asked)
+    monkeypatch.setattr(device, "graph", lambda *_: pytest.fail("a graph was captured"))
+    engine = Engine(model, Sdpa(), make.tokenizer(), device, place, slots=3, context=CONTEXT, graphs=False)
+    assert engine.generate(asked) == graphed
 
 
 OLD_CHIP = """

@@ -24,7 +24,8 @@ from ascendchat.config import UserError
 from ascendchat.data.tokenizer import train
 from ascendchat.eval import core, scorer
 from ascendchat.eval.bundle import Task, load_bundle
-from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches, padded
+from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches
+from ascendchat.infer.inputs import padded_length
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.plan.shape import Shape
@@ -372,10 +373,10 @@ def test_batches_hold_every_row_once_within_the_budget_longest_first() -> None:
     lengths = [rng.randint(1, 700) for _ in range(300)]
     made = list(batches(lengths, 4096))
     assert sorted(i for batch in made for i in batch) == list(range(300))
-    assert all(len(batch) * padded(max(lengths[i] for i in batch)) <= 4096 for batch in made)
+    assert all(len(batch) * padded_length(max(lengths[i] for i in batch)) <= 4096 for batch in made)
     assert lengths[made[0][0]] == max(lengths)
     assert list(batches([9000], 4096)) == [[0]]  # a row larger than the budget still runs, alone
-    assert all(n <= padded(n) <= max(16, n + n // 8 + 16) for n in range(1, 3000))
+    assert all(n <= padded_length(n) <= max(16, n + n // 8 + 16) for n in range(1, 3000))
 
 
 def text_rows(tokenizer: core.Encoder, texts: Sequence[str], seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -41,8 +41,8 @@ def greedy_requests(draw: random.Random, vocab: int, count: int, context: int = 
     requests = []
     for _ in range(count):
         prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, context - 2))]
-        way = Sampling(max_tokens=draw.randint(1, 24), temperature=0.0, stop_tokens=(), tools=False)
-        requests.append(Request(prompt, way))
+        sampling = Sampling(max_tokens=draw.randint(1, 24), temperature=0.0, stop_tokens=(), tools=False)
+        requests.append(Request(prompt, sampling))
     return requests
 
 
@@ -89,10 +89,8 @@ def test_long_contexts_are_read_in_slices_that_grow(device: Device) -> None:
     engine = make.engine(model, device, Sdpa(), slots=3, context=300)
     draw = random.Random(11)
     for lengths in ((3, 120, 7), (100, 250, 140, 290)):
-        requests = [
-            Request([draw.randrange(model.shape.vocab) for _ in range(n)],
-                    Sampling(max_tokens=20, temperature=0.0, stop_tokens=(), tools=False)) for n in lengths
-        ]  # fmt: skip
+        greedy = Sampling(max_tokens=20, temperature=0.0, stop_tokens=(), tools=False)
+        requests = [Request([draw.randrange(model.shape.vocab) for _ in range(n)], greedy) for n in lengths]
         for request, answer in zip(requests, engine.generate(requests)):
             assert_greedy(model, request, answer.ids, 300)
     assert {span for _, span, _ in engine.decoder._steps} == {128, 256, 300}
@@ -141,11 +139,47 @@ def test_log_probabilities_are_those_of_the_model(device: Device) -> None:
             row.append(token)
 
 
+def test_only_allowed_tokens_are_chosen_and_other_rows_do_not_notice(device: Device) -> None:
+    """More requests than slots and answers of many lengths: rows with and without a restriction follow each other in a
+    slot, alone and together, while the others go on."""
+    model, draw = make.model(6, seq_len=16), random.Random(8)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
+    free = [
+        Request(request.prompt, Sampling(**{**vars(request.sampling), "max_tokens": draw.randint(1, 12)}))
+        for request in mixed_requests(model.shape.vocab, 15)
+    ]
+    allowed = [tuple(draw.sample(range(model.shape.vocab), draw.choice((1, 4, 9)))) if i % 2 else () for i in range(15)]
+    asked = [
+        Request(request.prompt, Sampling(**{**vars(request.sampling), "allowed_tokens": tokens}))
+        for request, tokens in zip(free, allowed)
+    ]
+    for tokens, with_some, request, answer in zip(allowed, engine.generate(asked), asked, engine.generate(free)):
+        if not tokens:
+            assert with_some.ids == answer.ids
+            continue
+        assert set(with_some.ids) <= set(tokens)
+        row = list(request.prompt)
+        for token, logprob in zip(with_some.ids, with_some.logprobs):
+            logits = make.logits_of(model, row, CONTEXT)
+            assert logprob == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-4), "the model's own"
+            if request.sampling.temperature == 0:
+                assert token == max(tokens, key=lambda i: logits[i])
+            row.append(token)
+
+
+def test_without_a_restriction_no_mask_is_made(device: Device) -> None:
+    model = make.model(6, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), context=CONTEXT)
+    engine.generate(mixed_requests(model.shape.vocab))
+    assert engine.decoder.barred is None
+    assert not any(mode.restricted for *_, mode in engine.decoder._steps)
+
+
 def test_a_prompt_of_one_token_is_enough(device: Device) -> None:
     model = make.model(10, seq_len=16)
     engine = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT)
-    way = Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)
-    requests = [Request([token], way) for token in (0, 17, 99, 200)]
+    sampling = Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)
+    requests = [Request([token], sampling) for token in (0, 17, 99, 200)]
     for request, answer in zip(requests, engine.generate(requests)):
         assert_greedy(model, request, answer.ids)
 
@@ -222,9 +256,13 @@ def test_one_query_as_products_equals_the_reference() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "places", "span", "lengths"),
-    [(4, 2, 64, 48, 32, [32, 1, 7]), (3, 1, 80, 400, 300, [300, 129]), (6, 6, 128, 2048, 2048, [2048]),
-     (2, 2, 16, 130, 130, list(range(1, 131)))],
-)  # fmt: skip
+    [
+        (4, 2, 64, 48, 32, [32, 1, 7]),
+        (3, 1, 80, 400, 300, [300, 129]),
+        (6, 6, 128, 2048, 2048, [2048]),
+        (2, 2, 16, 130, 130, list(range(1, 131))),
+    ],
+)
 def test_decoding_on_a_gpu_reads_only_the_tokens_that_are_there(
     heads: int, kv_heads: int, dim: int, places: int, span: int, lengths: list[int], compiled: bool
 ) -> None:

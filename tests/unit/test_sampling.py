@@ -16,10 +16,8 @@ from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, likeliest
 def rows(count: int, **values: float) -> Settings:
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0, **values}
     whole = ("top_k", "seed")
-    return Settings(
-        **{name: torch.full((count,), value, dtype=torch.int64 if name in whole else torch.float32)
-           for name, value in usual.items()}
-    )  # fmt: skip
+    types = {name: torch.int64 if name in whole else torch.float32 for name in usual}
+    return Settings(**{name: torch.full((count,), value, dtype=types[name]) for name, value in usual.items()})
 
 
 def plain_keep(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -40,8 +38,10 @@ def plain_keep(logits: list[float], top_k: int, top_p: float, min_p: float) -> s
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(-400, 400), min_size=2, max_size=12, unique=True),
-    st.integers(0, 14), st.sampled_from([0.05, 0.3, 0.77, 0.95, 1.0]), st.sampled_from([0.0, 0.02, 0.3, 1.0]),
-)  # fmt: skip
+    st.integers(0, 14),
+    st.sampled_from([0.05, 0.3, 0.77, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
 def test_filters_keep_what_the_plain_reference_keeps(numbers: list[int], k: int, p: float, m: float) -> None:
     logits = [number / 53 for number in numbers]
     found = keep(torch.tensor([logits]), torch.tensor([k]), torch.tensor([p]), torch.tensor([m]))[0]
@@ -111,6 +111,17 @@ def test_temperature_zero_takes_the_likeliest_in_every_mode(mode: Mode) -> None:
     torch.testing.assert_close(logprob, logits.log_softmax(-1).max(-1).values)
 
 
+def test_barred_tokens_are_never_drawn_and_the_others_keep_their_proportions() -> None:
+    logits, count = torch.tensor([2.0, 1.5, 0.0, -1.0, 9.0]), 20_000
+    barred = torch.tensor([False, True, False, False, True]).expand(count, 5)
+    for filters in ({}, {"top_k": 3, "top_p": 0.99, "min_p": 0.01}):
+        mode = Mode(random=True, filtered=bool(filters), restricted=True)
+        chosen, _ = sample(logits.expand(count, 5), rows(count, **filters), torch.arange(count), mode, None, barred)
+        share = torch.bincount(chosen, minlength=5) / count
+        expected = torch.tensor([2.0, float("-inf"), 0.0, -1.0, float("-inf")]).softmax(-1)
+        torch.testing.assert_close(share, expected, atol=0.012, rtol=0)
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 37, 4096])
 def test_the_maximum_of_integers_is_the_argmax(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
@@ -130,10 +141,19 @@ def test_seeds_of_any_size_and_sign_differ() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
-     {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"stop": ("a", "")}],
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"stop": ("a", "")},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Sampling(**wrong)  # type: ignore[arg-type]

@@ -67,12 +67,12 @@ def test_every_line_of_a_pipe_is_a_turn_and_commands_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     save()
-    lines = ["你是谁？", "", f"/save {tmp_path / 'talk.json'}", "/reset", "/temperature 0.5", "/temperature hot",
-             "/save", f"/save {tmp_path}/no/where", "/what", "and?", f"/save {tmp_path / 'short.json'}"]  # fmt: skip
+    lines = ["你是谁？", "", f"/save {tmp_path / 'talk.json'}", "/reset", "/temperature 0.5", "/temperature hot"]
+    lines += ["/save", f"/save {tmp_path}/no/where", "/what", "and?", f"/save {tmp_path / 'short.json'}"]
     out, err = chat(monkeypatch, capsys, "\n".join(lines), "--system", "Be brief.", "-t", "0")
     assert out == "你好!\n" * 2
-    for sentence in ("saved 3 messages", "forgotten", "temperature 0.5", "the temperature is 0.5", "name a file",
-                     "cannot write", "there is no command /what", "/help"):  # fmt: skip
+    said = ["saved 3 messages", "forgotten", "temperature 0.5", "the temperature is 0.5", "name a file", "cannot write"]
+    for sentence in [*said, "there is no command /what", "/help"]:
         assert sentence in err
     talk = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))["messages"]
     assert [message["role"] for message in talk] == ["system", "user", "assistant"]
@@ -200,9 +200,14 @@ class Terminal:
     def __init__(self, *flags: str) -> None:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            command(*flags), stdin=slave, stdout=slave, stderr=slave, env=environment(), start_new_session=True,
+            command(*flags),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment(),
+            start_new_session=True,
             preexec_fn=lambda: __import__("fcntl").ioctl(slave, __import__("termios").TIOCSCTTY, 0),  # Ctrl-C arrives
-        )  # fmt: skip
+        )
         os.close(slave)
         self.seen = self.before = ""  # not waited for yet; what stood before the text that was waited for last
 
@@ -260,6 +265,7 @@ def test_a_terminal_shows_the_tool_call_apart(monkeypatch: pytest.MonkeyPatch) -
     loaded = load(device, device.bind(0))
     out = io.StringIO()
     engine = make.engine(loaded.model, device, slots=1, context=256)
-    talk = terminal.Chat(engine, ChatConfig(temperature=0.0, seed=1), loaded.chats, out, colour=True)
+    config = ChatConfig(temperature=0.0, seed=1)
+    talk = terminal.Chat(engine, loaded.tokenizer, config, loaded.chats, out, colour=True)
     assert talk.answer("hi")
     assert out.getvalue() == f"{terminal.DIM}[17+25 = 42]{terminal.PLAIN} 你好!\n"

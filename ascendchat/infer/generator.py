@@ -1,0 +1,60 @@
+"""The one way to generate: `eval chat`, samples in training, rollouts, `chat` and the server know a Generator, no more.
+
+    answers = generator.generate([Request(prompt, Sampling(temperature=0.0)), ...])    # -> [Completion, ...]
+    with closing(generator.stream(request)) as stream: ...                             # Pieces as they come
+    generator.load(weights, version=12)                                                # after a training step
+
+engine.py implements it on a model in this process. On NPUs a trainer wants TASK_QUEUE_ENABLE=2 and captured graphs
+refuse it, so a fast generator may be another process that is spoken to over a connection: nothing here needs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ascendchat.infer.request import Completion, Piece, Request
+
+Weights = Mapping[str, Tensor]  # by the names of the model's state_dict; any float dtype, no optimizer state
+
+
+class Stream(Iterator[Piece], Protocol):
+    """The pieces of one answer as they come. Their texts of kind "text" add up to `completion.text`."""
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; whole once the iterator has ended."""
+
+    def close(self) -> None:
+        """End the request and free its slot. May be called while the iterator waits, for instance by a signal handler.
+        What was written before can still be read; then the iterator ends, with the finish reason "cancelled"."""
+
+
+class Generator(Protocol):
+    """Whatever can continue prompts."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that answer the next request to begin. What wrote an answer is its Completion.version."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens that prompt and answer have together."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """All answers, in the order of the requests. One that cannot be answered is a ValueError, and none is begun."""
+
+    def stream(self, request: Request) -> Stream:
+        """One answer as it comes."""
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Answer with these weights from now on. Answers under way are finished by the old ones first, so that each is
+        the work of one version; requests that still wait for a slot are answered by the new ones. Weights that do not
+        fit the model are a ValueError, and nothing is changed."""
+
+
+def prompt_room(context: int, max_tokens: int) -> int:
+    """Tokens that a prompt may have so that the answer has its max_tokens, or half of the context."""
+    return context - min(max_tokens, context // 2)
