@@ -1,9 +1,8 @@
 """Evaluation questions in training data: looked for while the data is read, so that nothing is read for this alone.
 
-watch = Watch([tasks.load("mmlu"), tasks.load("gsm8k")])
-for conversation in watch.over(tasks.load("talk.jsonl", "train")): ...     # `ascendchat mid`, `ascendchat sft`
-watch.lines()                                             # how many of each evaluation, and the first few
-overlaps([talk], [tasks.load("mmlu", "test")])            # the same at once, as a list
+finder = OverlapFinder([tasks.load("mmlu"), tasks.load("gsm8k")])
+for conversation in finder.over(tasks.load("talk.jsonl", "train")): ...    # `ascendchat mid`, `ascendchat sft`
+finder.lines()                                            # how many of each evaluation, and the first few
 
 A question is found where a user says all of it (case, width, punctuation and spaces aside). Of multiple choice the
 right choice must follow as well, in the list of choices or in the reply: "Which of these is true?" is asked about
@@ -16,10 +15,12 @@ import itertools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from ascendchat.data.chat import Conversation, text_of
+from ascendchat.files import write_atomic
 from ascendchat.record.console import inert
 from ascendchat.tasks.base import Task
 
@@ -81,7 +82,7 @@ def label(task: Task) -> str:
     return f"{task.name} {task.split}".strip()
 
 
-class Watch:
+class OverlapFinder:
     """Looks for the questions of some evaluations in conversations that pass by."""
 
     def __init__(self, evaluation: Sequence[Task]) -> None:
@@ -125,10 +126,14 @@ class Watch:
         return lines
 
 
-def overlaps(training: Sequence[Task], evaluation: Sequence[Task]) -> list[Overlap]:
-    """Evaluation questions that stand in the training data."""
-    watch = Watch(evaluation)
-    for source in training:
-        for _ in watch.over(source):
-            pass
-    return watch.found()
+def report_overlaps(finder: OverlapFinder | None, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which evaluation questions stand in the mixture; where only the first are shown, all go to a file."""
+    lines, found = (finder.lines(), finder.found()) if finder else ([], [])
+    for line in lines:
+        say(line)
+    whole = folder / "overlaps.txt"
+    if sum(line.startswith(" ") for line in lines) < len(found):
+        write_atomic(whole, "".join(f"{overlap.line()}\n" for overlap in found))
+        say(f"all {len(found)} of them: {whole}")
+    else:
+        whole.unlink(missing_ok=True)  # of an earlier run of this name

@@ -14,7 +14,7 @@ from ascendchat.data.chat import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Stored
 
-EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
+TOY_EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 

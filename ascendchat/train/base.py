@@ -20,9 +20,10 @@ from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
 from ascendchat.data import toyworld
-from ascendchat.data.corpus import Batches, Corpus, absolute, named, open_mixture, read_manifest
+from ascendchat.data.corpus import MANIFEST, Corpus, TextRows, open_corpora, read_manifest
+from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
-from ascendchat.data.prepare import MANIFEST, MIXTURE, TOYWORLD, prepare
+from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
 from ascendchat.device import Device, describe
@@ -69,7 +70,8 @@ class BaseStage(RowStage):
         return schedule.averaged(step, self.steps)
 
     def batches(self, rows_per_step: int) -> Batches:
-        return Batches(self.corpora, self.split.seq_len, rows_per_step, self.seed)
+        rows = [(TextRows(corpus, self.split.seq_len, self.seed), weight) for corpus, weight in self.corpora]
+        return Batches(rows, rows_per_step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         return self.text_bits(self.validation, self.eval_tokens or MOST_EVAL_TOKENS)
@@ -172,13 +174,13 @@ def run(config: BaseConfig) -> int:
     say(describe(device))
     data, tokenizer_folder = find_data(config)
     config = replace(config, data=absolute(data), tokenizer=str(tokenizer_folder.resolve()))  # later commands look here
-    corpora = open_mixture(data)
+    corpora = open_corpora(data)
     tokenizer = Tokenizer.load(tokenizer_folder)
     if tokenizer.fingerprint != corpora[0][0].tokenizer:
         raise UserError(
             f"{data[0]} was not prepared with the tokenizer in {tokenizer_folder}; prepare it again with it"
         )
-    validation = [corpus for corpus, _ in open_mixture(data, split="val", needed=False)]
+    validation = [corpus for corpus, _ in open_corpora(data, split="val", needed=False)]
     if not validation:
         say("no validation text in --data: nothing is validated; `ascendchat data prepare --val-source FILE` adds some")
     core_tasks = open_core(config)
@@ -235,7 +237,7 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
             print(f"no --data given: {prepared}", flush=True)
     if not data:
         check_embedded(config)
-    entries = [named(entry) for entry in data or [TOYWORLD]]
+    entries = [parse_entry(entry) for entry in data or [TOYWORLD]]
     if any(name == TOYWORLD and not Path(name).exists() for name, _ in entries):
         corpus = home() / "data" / TOYWORLD
         if first and not _embedded_is_ready(corpus, tokenizer):
@@ -244,7 +246,7 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
                 train_tokenizer(toyworld.texts(), EMBEDDED_VOCAB).save(tokenizer)
             prepare([TOYWORLD], tokenizer, corpus, workers=1)
         dist.barrier()
-        entries = [(str(corpus) if name == TOYWORLD else name, weight) for name, weight in entries]
+        entries = [e._replace(name=str(corpus)) if e.name == TOYWORLD else e for e in entries]
     data = [name if weight is None else f"{name}={weight}" for name, weight in entries]
     if not tokenizer.is_dir():
         raise UserError(

@@ -17,8 +17,9 @@ from torch import Tensor
 from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
-from ascendchat.data.corpus import Batches, Corpus, Prefetcher
-from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.corpus import Corpus
+from ascendchat.data.mixture import Batches
+from ascendchat.data.prefetch import MicroBatch, Prefetcher
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device, pick
 from ascendchat.eval.bits import corpus_bits
