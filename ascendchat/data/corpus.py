@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from ascendchat.config import UserError
 from ascendchat.data.arrange import Layout, arrange, rows_of
 from ascendchat.data.mixture import parse_mixture
+from ascendchat.data.verify import MANIFEST
 from ascendchat.nn import IGNORE
 
 FORMAT = 1  # of the folder
-MANIFEST = "manifest.json"
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -39,7 +39,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+def read_corpus_manifest(folder: str | Path) -> dict[str, Any]:
     """manifest.json of a prepared folder, or the command that makes one."""
     path = Path(folder) / MANIFEST
     try:
@@ -83,7 +83,7 @@ class Corpus:
         self.folder, self.split = folder, split
         self.tokens, self.documents, self.text_bytes = about["tokens"], about["documents"], about["text_bytes"]
         self.tokenizer, self.bos, self.vocab_size = manifest["tokenizer"], manifest["bos"], manifest["vocab_size"]
-        self.token_dtype = DTYPES[manifest["dtype"]]
+        self.token_dtype = TOKEN_DTYPES[manifest["dtype"]]
         self._parts = [folder / name for name in about["parts"]]
         checksums = [manifest["files"][f"{name}.tokens"]["sha256"] for name in about["parts"]]
         self.fingerprint = hashlib.sha256("\n".join([manifest["dtype"], *checksums]).encode()).hexdigest()[:16]
@@ -92,7 +92,7 @@ class Corpus:
     def open(cls, folder: str | Path, split: str = "train") -> Corpus:
         """Open a prepared folder. Sizes are compared with the manifest; `ascendchat data verify` compares checksums."""
         folder = Path(folder)
-        manifest = read_manifest(folder)
+        manifest = read_corpus_manifest(folder)
         if not has_documents(manifest, split):
             have = ", ".join(name for name in manifest["splits"] if has_documents(manifest, name)) or "none"
             remedy = "prepare it again with --val-source FILE or a larger --val-fraction"
@@ -163,7 +163,7 @@ def open_corpora(data: Sequence[str | Path], split: str = "train", needed: bool 
     found = [
         (Corpus.open(folder, split), weight)
         for folder, weight in entries
-        if needed or has_documents(read_manifest(folder), split)
+        if needed or has_documents(read_corpus_manifest(folder), split)
     ]
     if len({corpus.tokenizer for corpus, _ in found}) > 1:
         raise UserError(f"{', '.join(map(str, data))} were prepared with different tokenizers; prepare them with one")

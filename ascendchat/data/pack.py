@@ -5,8 +5,8 @@
     batches = Batches([(rows, 1.0)], rows_per_step)   # mixture.py: alone or with other rows, and with text
 
 A conversation of n tokens takes n - 1 places of a row: its last token is only a target. Targets are IGNORE where the
-assistant does not speak. What is longer than a row was split by `chat.fit` and counted, and what has nothing to learn
-was counted and left out; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
+assistant does not speak. `chat.render_pieces` splits what is longer than a row, leaves out what has nothing to learn,
+and counts both; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
 
 Rows are packed once, best fit decreasing within windows of a shuffled order, and come in a new order every epoch: the
 global batch of a step is a pure function of (conversations, seed, step), whatever the number of devices.
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
-from ascendchat.data.chat import Conversation, Counts, Encoder, Rendered, fit
+from ascendchat.data.chat import Conversation, Counts, Encoder, Rendered, render_pieces
 from ascendchat.nn import IGNORE
 
 WINDOW = 4096  # conversations packed together: enough to fill rows, few enough that long and short ones stay mixed
@@ -57,7 +57,7 @@ class ChatRows:
         ids, mask, starts = array("i"), array("b"), array("q", [0])
         for piece in pieces:
             if len(piece.ids) > seq_len + 1 or not any(piece.mask[1:]):
-                raise ValueError("a piece is longer than a row or has nothing to learn: chat.fit makes pieces that fit")
+                raise ValueError("a piece is longer than a row or has nothing to learn: use chat.render_pieces")
             ids.extend(piece.ids)
             mask.extend(piece.mask)
             starts.append(len(ids))
@@ -78,7 +78,7 @@ class ChatRows:
         cls, tokenizer: Encoder, conversations: Iterable[Conversation], seq_len: int, seed: int, counts: Counts
     ) -> ChatRows:
         """Render, split what is too long, pack."""
-        pieces = (piece for messages in conversations for piece in fit(tokenizer, messages, seq_len + 1, counts))
+        pieces = (piece for talk in conversations for piece in render_pieces(tokenizer, talk, seq_len + 1, counts))
         return cls(pieces, seq_len, seed, tokenizer.specials["<|pad|>"])
 
     @property

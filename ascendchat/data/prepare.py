@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
-from ascendchat.data.corpus import FORMAT, MANIFEST
+from ascendchat.data.corpus import FORMAT
 from ascendchat.data.mixture import MIXTURE, write_mixture
 from ascendchat.data.read import Tally, file_documents, files, format_of
 from ascendchat.data.shards import (
@@ -38,6 +38,7 @@ from ascendchat.data.shards import (
     parts_of,
     record_path,
 )
+from ascendchat.data.verify import MANIFEST
 from ascendchat.files import check_folder, sha256, write_atomic
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from ascendchat.data.corpus import Corpus, TextRows, is_prepared, open_corpora
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import WeightedRows, fingerprint, is_held_out, parse_entry, parse_mixture
 from ascendchat.data.pack import ChatRows
+from ascendchat.data.prepare import TOYWORLD
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.tasks import EVALUATIONS, load
 from ascendchat.tasks.overlap import OverlapFinder
 
 VALIDATION = 0.02  # share of an entry's conversations that is kept for validation
-TOYWORLD = "toyworld"  # has a validation split of its own
 
 Say = Callable[[str], None]
 Pack = Callable[[Iterable[Conversation], Counts], ChatRows]

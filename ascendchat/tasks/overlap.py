@@ -24,7 +24,7 @@ from ascendchat.files import write_atomic
 from ascendchat.record.console import inert
 from ascendchat.tasks.base import Task
 
-SHOWN = 3  # examples for each evaluation
+SHOWN_OVERLAPS = 3  # examples for each evaluation
 SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}
 
 
@@ -50,7 +50,7 @@ def normal(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
 
 
-def asked(conversation: Conversation) -> Iterator[tuple[int, str]]:
+def questions_in(conversation: Conversation) -> Iterator[tuple[int, str]]:
     """Everything a conversation asks, with the number of the message: each user's text, and of a multiple-choice
     question the part before its list."""
     for number, message in enumerate(conversation):
@@ -70,7 +70,7 @@ def following(conversation: Conversation, number: int, question: str) -> str:
     return "\n".join(rest)
 
 
-def says(text: str, words: str) -> bool:
+def contains_words(text: str, words: str) -> bool:
     """Whether these words stand in a text; `sun` does not stand in `sunlight`. Mere signs are taken as they are."""
     wanted = normal(words)
     if not wanted:
@@ -101,10 +101,10 @@ class OverlapFinder:
             yield conversation
 
     def _look(self, source: str, row: int, conversation: Conversation) -> None:
-        for number, text in asked(conversation):
+        for number, text in questions_in(conversation):
             for task, at in self._wanted.get(normal(text), ()):
                 right = task.right_choice(at)
-                if not right or says(following(conversation, number, text), right):
+                if not right or contains_words(following(conversation, number, text), right):
                     overlap = Overlap(label(task), at, source, row, task.question(at))
                     self._found.setdefault((overlap.evaluation, at, source), overlap)
 
@@ -122,7 +122,7 @@ class OverlapFinder:
                 where = ", ".join(f"{source} {count}" for source, count in sources)
                 questions, kind = len({overlap.row for overlap in mine}), f"{task.split} questions".strip()
                 lines.append(f"{task.name}: {questions} of {len(task)} {kind} are in the mixture ({where})")
-                lines += [f"  {overlap.line()}" for overlap in mine[:SHOWN]]
+                lines += [f"  {overlap.line()}" for overlap in mine[:SHOWN_OVERLAPS]]
         return lines
 
 

@@ -20,12 +20,13 @@ from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
 from ascendchat.data import toyworld
-from ascendchat.data.corpus import MANIFEST, Corpus, TextRows, open_corpora, read_manifest
+from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
 from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
+from ascendchat.data.verify import MANIFEST
 from ascendchat.device import Device, describe
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
@@ -259,7 +260,7 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
 def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
     if not (corpus / MANIFEST).is_file() or not tokenizer.is_dir():
         return False
-    return bool(read_manifest(corpus)["tokenizer"] == Tokenizer.load(tokenizer).fingerprint)
+    return bool(read_corpus_manifest(corpus)["tokenizer"] == Tokenizer.load(tokenizer).fingerprint)
 
 
 def check_embedded(config: BaseConfig) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ascendchat import tasks
 from ascendchat.data.chat import Conversation, render_choice
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.overlap import SHOWN, Overlap, OverlapFinder, asked, normal, says
+from ascendchat.tasks.overlap import SHOWN_OVERLAPS, Overlap, OverlapFinder, contains_words, normal, questions_in
 
 
 class Talks(Task):
@@ -95,15 +95,15 @@ def test_the_log_has_one_line_of_numbers_and_few_examples_for_each_evaluation() 
         "sums: 7 of 10 test questions are in the mixture (first train 6, second train 2)",
         *(f"  sums test row {row} is in first train row {row - 2}: What is 1+{row}?" for row in (2, 3, 4)),
     ]
-    assert SHOWN == 3
+    assert SHOWN_OVERLAPS == 3
     assert OverlapFinder([EXAM]).lines() == []
 
 
 def test_questions_are_compared_by_their_words() -> None:
     assert normal("  Who, if ANY？") == normal("who if any?")
     assert normal("1+1") != normal("1+2")
-    assert list(asked([{"role": "assistant", "content": "x"}])) == []
-    assert list(asked([{"role": "user", "content": "half a letter \ud83d"}]))
+    assert list(questions_in([{"role": "assistant", "content": "x"}])) == []
+    assert list(questions_in([{"role": "user", "content": "half a letter \ud83d"}]))
 
 
 @given(st.text(st.characters(max_codepoint=127)))
@@ -112,12 +112,12 @@ def test_plain_letters_take_a_short_cut_to_the_same_words(text: str) -> None:
 
 
 def test_words_stand_in_a_text_as_words() -> None:
-    assert says("It is the Sun, surely", "sun")
-    assert not says("sunlight", "sun")
-    assert not says("15 s", "5 s")
-    assert says("最大的器官是皮肤。", "皮肤")
-    assert says("a ≥ b", "≥")
-    assert not says("a = b", "≥")
+    assert contains_words("It is the Sun, surely", "sun")
+    assert not contains_words("sunlight", "sun")
+    assert not contains_words("15 s", "5 s")
+    assert contains_words("最大的器官是皮肤。", "皮肤")
+    assert contains_words("a ≥ b", "≥")
+    assert not contains_words("a = b", "≥")
 
 
 def test_the_toy_world_does_not_train_on_what_it_asks() -> None:

@@ -15,7 +15,7 @@ from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
 from ascendchat.data.chat import render_choice, text_of
 from ascendchat.data.fetch import fetch
-from ascendchat.tasks.choice import item
+from ascendchat.tasks.choice import ChoiceQuestion
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import final_number
@@ -89,9 +89,9 @@ def test_the_split_of_a_file_is_told_by_its_name(path: str, split: str, right: b
 
 def test_the_hub_format_of_arc_has_labels_of_its_own() -> None:
     row = {"question": "x", "choices": {"text": ["p", "q", "r"], "label": ["1", "2", "3"]}, "answerKey": "3"}
-    assert item(row).answer == 2
+    assert ChoiceQuestion.of(row).answer == 2
     with pytest.raises(ValueError):
-        item({**row, "answerKey": "D"})
+        ChoiceQuestion.of({**row, "answerKey": "D"})
 
 
 def test_a_fetched_set_is_read_where_fetch_put_it(folder: Path) -> None:
