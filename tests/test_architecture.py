@@ -37,6 +37,7 @@ TORCH_FREE = [
     "speedrun",
     "cli",
     "data.fetch",
+    "data.prepare",
 ]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 

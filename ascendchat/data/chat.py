@@ -3,7 +3,7 @@
     rendered = render(tokenizer, messages)            # ids, and a mask: 1 where the assistant must produce the token
     prompt = render_prompt(tokenizer, messages)       # ends with <|assistant_start|>, ready for generation
     messages = parse(tokenizer, rendered.ids)         # back again
-    pieces = fit(tokenizer, messages, limit, counts)  # for training: no piece is longer than `limit` tokens
+    pieces = render_pieces(tokenizer, messages, limit, counts)  # for training: no piece is longer than `limit` tokens
 
 `ascendchat mid`, `ascendchat sft`, `ascendchat eval chat` and `ascendchat chat` all go through here.
 
@@ -74,7 +74,7 @@ class Counts:
         )
 
 
-def parts_of(content: str | Sequence[Part]) -> list[Part]:
+def content_parts(content: str | Sequence[Part]) -> list[Part]:
     """Content as parts; neighbouring texts are one, empty texts are gone."""
     given = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts: list[Part] = []
@@ -98,7 +98,7 @@ def content_of(parts: Sequence[Part]) -> str | list[Part]:
 
 def text_of(content: str | Sequence[Part]) -> str:
     """What the reader sees: the texts without tool calls and their results."""
-    return "".join(part["text"] for part in parts_of(content) if part["type"] == "text")
+    return "".join(part["text"] for part in content_parts(content) if part["type"] == "text")
 
 
 def canonical(messages: Sequence[Message]) -> Conversation:
@@ -108,7 +108,7 @@ def canonical(messages: Sequence[Message]) -> Conversation:
         role = message.get("role")
         if role not in ROLES:
             raise ValueError(f"a message needs a role of {', '.join(ROLES)}, not {role!r}")
-        parts = parts_of(message.get("content") or "")
+        parts = content_parts(message.get("content") or "")
         if role == "tool":
             role, parts = "assistant", [{"type": "output", "text": "".join(part["text"] for part in parts)}]
         elif role != "assistant" and any(part["type"] != "text" for part in parts):
@@ -116,7 +116,7 @@ def canonical(messages: Sequence[Message]) -> Conversation:
         if role == "assistant" and turns and turns[-1][0] == "assistant":
             before = turns[-1][1]
             join = before and parts and before[-1]["type"] == parts[0]["type"] == "text"
-            turns[-1] = (role, parts_of([*before, *([{"type": "text", "text": "\n"}] if join else []), *parts]))
+            turns[-1] = (role, content_parts([*before, *([{"type": "text", "text": "\n"}] if join else []), *parts]))
         else:
             turns.append((role, parts))
     return [{"role": role, "content": content_of(parts)} for role, parts in turns]
@@ -130,7 +130,7 @@ def render_message(tokenizer: Encoder, message: Message) -> Rendered:
         ids = [special[f"<|{role}_start|>"], *text, special[f"<|{role}_end|>"]]
         return Rendered(ids, [0] * len(ids))
     ids, mask = [special["<|assistant_start|>"]], [0]
-    for part in parts_of(message["content"]):
+    for part in content_parts(message["content"]):
         text, span = tokenizer.encode(part["text"]), SPAN_OF[part["type"]]
         if span:
             text = [special[f"<|{span}_start|>"], *text, special[f"<|{span}_end|>"]]
@@ -205,7 +205,7 @@ def shorten(ids: list[int], room: int, start: int) -> list[int]:
     return [start, *ids[len(ids) - room + 1 :]] if room > 1 else ids[len(ids) - room :]
 
 
-def fit(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
+def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
     """Pieces of at most `limit` tokens, each with something to learn; what was done is added to `counts`.
 
     A conversation that is too long is cut between exchanges into pieces as long as possible, each opened by the system
@@ -223,13 +223,13 @@ def fit(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Cou
         counts.whole += 1
     else:
         counts.split += 1
-        pieces = split(tokenizer, messages, limit, counts)
+        pieces = split_long(tokenizer, messages, limit, counts)
     counts.pieces += len(pieces)
     counts.tokens += sum(len(piece.ids) for piece in pieces)
     return pieces
 
 
-def split(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
+def split_long(tokenizer: Encoder, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
     """The pieces of a conversation that is longer than `limit`."""
     system, groups = exchanges(messages)
     bos = Rendered([tokenizer.specials["<|bos|>"]], [0])
@@ -304,7 +304,7 @@ def parse_content(tokenizer: Encoder, ids: Sequence[int]) -> str | list[Part]:
         kind, text = opens.get(token, "text"), []
         if token not in opens and token not in closes:  # the end of the turn, or a token that has no place inside one
             break
-    return content_of(parts_of(parts))
+    return content_of(content_parts(parts))
 
 
 def render_choice(

@@ -36,19 +36,21 @@ from ascendchat.config import UserError
 from ascendchat.data import read
 from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
 from ascendchat.data.read import format_of
-from ascendchat.data.tables import KINDS, Row, Unread, entries, reason
+from ascendchat.data.tables import TABLE_TYPES, Row, Unread, entries, why_unread
 from ascendchat.record.console import inert
 
-SPEAKERS = {
-    "system": "system", "developer": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "assistant": "assistant", "model": "assistant",
-    "function_call": "call", "observation": "tool", "function_response": "tool", "function": "tool", "tool": "tool",
-    "ipython": "tool",
-}  # fmt: skip
-TOOLS = "You can call these tools:\n"
+ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assistant's turn
+    "system": "system developer",
+    "user": "human user prompter",
+    "assistant": "gpt chatgpt bing bard assistant model",
+    "call": "function_call",
+    "tool": "observation function_response function tool ipython",
+}
+SPEAKERS = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
+TOOLS_OFFERED = "You can call these tools:\n"
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
-ASK, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair, the first that is
+PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what such a row raises
 
 
@@ -96,7 +98,7 @@ def opening(row: Row) -> Conversation:
     system, tools = row.get("system") or "", row.get("tools") or ""
     if tools:
         tools = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
-        system = "\n".join(part for part in (system, TOOLS + tools) if part)
+        system = "\n".join(part for part in (system, TOOLS_OFFERED + tools) if part)
     return [message("system", system)] if system else []
 
 
@@ -127,7 +129,7 @@ def alpaca(row: Row) -> Iterator[Conversation]:
 
 
 def pair(row: Row) -> Iterator[Conversation]:
-    yield opening(row) + history(row) + said(cell(row, ASK), "user") + said(cell(row, REPLY), "assistant")
+    yield opening(row) + history(row) + said(cell(row, PROMPT), "user") + said(cell(row, REPLY), "assistant")
 
 
 def cell(row: Row, names: str) -> Any:
@@ -153,15 +155,25 @@ def bilingual(row: Row) -> Iterator[Conversation]:
         yield from alpaca(own)
 
 
+def parse_choice(row: Row) -> tuple[str, list[str], int]:
+    """Question, choices, and which of them is right, of a multiple-choice row as anybody publishes it: the choices are
+    a list, texts with labels (ARC: {"text": [...], "label": ["A", ...] or ["1", ...]}) or columns A, B, C ...; the
+    right one is named by its number, letter or label."""
+    asked, gold = cell(row, "question|Question|query"), cell(row, "gold|answer|Answer|answerKey")
+    choices, labels = row.get("choices"), list(LETTERS)
+    if choices is None:
+        choices = [row[letter] for letter in LETTERS[:10] if row.get(letter) not in (None, "")]
+    elif isinstance(choices, Mapping):
+        choices, labels = choices["text"], [str(label) for label in choices["label"]]
+    right = gold if isinstance(gold, int) else labels.index(str(gold).strip()) if str(gold).strip() in labels else -1
+    if not 0 <= right < len(choices):
+        raise ValueError(f"the answer {gold!r} is none of the {len(choices)} choices of {str(asked)[:60]!r}")
+    return asked, list(choices), right
+
+
 def choice(row: Row) -> Iterator[Conversation]:
-    options, gold = row["choices"], row.get("gold", row.get("answer", row.get("answerKey")))
-    labels = None
-    if isinstance(options, Mapping):  # ARC as published: {"text": [...], "label": [...]}
-        options, labels = options["text"], options["label"]
-    at = gold if isinstance(gold, int) else (labels or LETTERS[: len(options)]).index(str(gold))
-    if not 0 <= at < len(options):
-        raise ValueError(f"the answer {gold!r} is none of the {len(options)} choices")
-    yield [message("user", render_choice(row["question"], options)), message("assistant", LETTERS[at])]
+    asked, choices, right = parse_choice(row)
+    yield [message("user", render_choice(asked, choices)), message("assistant", LETTERS[right])]
 
 
 def question(row: Row) -> Iterator[Conversation]:
@@ -197,7 +209,7 @@ def reasoned(row: Row) -> Iterator[Conversation]:
 
 
 # In this order: the first whose columns are all there (one of each bar-separated group) reads the file.
-FORMATS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], ...] = (
+READERS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], ...] = (
     (openai, ("messages",)),
     (dpo, ("conversations|prompt|instruction", "chosen", "rejected")),
     (sharegpt, ("conversations",)),
@@ -205,7 +217,7 @@ FORMATS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], 
     (alpaca, ("instruction", "output|response")),
     (choice, ("question", "choices", "gold|answer|answerKey")),
     (question, ("question", "answer")),
-    (pair, (ASK, REPLY)),
+    (pair, (PROMPT, REPLY)),
     (text, ("text",)),
     (reasoned, ("cells",)),
 )
@@ -213,10 +225,10 @@ FORMATS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], 
 
 def detect(row: Row, path: Path) -> Callable[[Row], Iterator[Conversation]]:
     """The reader of rows like this one, or an error that names what was found."""
-    for reader, needed in FORMATS:
+    for reader, needed in READERS:
         if all(any(name in row for name in group.split("|")) for group in needed):
             return reader
-    known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in FORMATS[:-1])
+    known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in READERS[:-1])
     raise UserError(
         f"{path.name} has the columns {inert(', '.join(row)) or '(none)'}, which no reader knows; rename them to those "
         f"of one of these formats: {known}"
@@ -235,19 +247,22 @@ def filled(value: Any, slots: Mapping[str, str]) -> Any:
 
 
 def conversations(
-    path: str | Path, *, limit: int | None = None, slots: Mapping[str, str] | None = None,
+    path: str | Path,
+    *,
+    limit: int | None = None,
+    slots: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
-) -> Iterator[Conversation]:  # fmt: skip
+) -> Iterator[Conversation]:
     """Every conversation of a file, in order; `say` gets a line about rows that were left out, if there are any.
 
     `slots` are words for places like {{name}}, `limit` stops after so many rows."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} is not a file; name a json, jsonl, tsv or parquet file of conversations")
-    if format_of(path.name)[0] not in KINDS:
+    if format_of(path.name)[0] not in TABLE_TYPES:
         raise UserError(
-            f"{path.name}: conversations are read from {' '.join(KINDS)} files; convert it to .jsonl, with one line "
-            'for each conversation, like {"prompt": "Who are you?", "completion": "A small assistant."}'
+            f"{path.name}: conversations are read from {' '.join(TABLE_TYPES)} files; convert it to .jsonl, with one "
+            'line for each conversation, like {"prompt": "Who are you?", "completion": "A small assistant."}'
         )
     unread, reader, unknown = Unread(path.name), None, None
     try:
@@ -264,7 +279,7 @@ def conversations(
                 unknown = unknown or error
                 unread.add(where, f"it has the columns {', '.join(row) or '(none)'}")
             except OF_ANOTHER_FORM as error:
-                unread.add(where, reason(error))
+                unread.add(where, why_unread(error))
             else:
                 yield from found
             if unread.count > 1000 and unread.too_many:

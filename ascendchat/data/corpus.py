@@ -1,13 +1,12 @@
-"""Prepared text on disk, and the batches that training takes from it: `ascendchat base --data DIR`.
+"""Prepared text on disk, and the rows that training takes from it: `ascendchat base --data DIR`.
 
 A folder written by `ascendchat data prepare` holds, per split and part, NAME.tokens (token ids, little-endian uint16
 or uint32; every document begins with bos, and one more bos ends the file, so that the last token too has its target)
 and NAME.lengths (uint32, tokens per document), and manifest.json with totals, sizes and sha256 of all files.
 
-The global batch of step s is a pure function of (data, seed, s): ranks take slices of it, and a resumed run, on any
-number of devices, needs nothing but the step. Over one epoch every token of the corpus is an input exactly once; its
-target is the next token of its document, or bos after the document's last token (so a model learns to stop). Only the
-one row per epoch that cannot be full is padded: bos as input, IGNORE as target. `arrange.py` says how rows are made.
+Over one epoch every token of the corpus is an input exactly once; its target is the next token of its document, or bos
+after the document's last token (so a model learns to stop). Only the one row per epoch that cannot be full is padded:
+bos as input, IGNORE as target. `arrange.py` says how rows are made, `mixture.py` how batches are made of them.
 Documents are read at random: keep the folder on a local disk, or smaller than the memory of the machine.
 """
 
@@ -18,8 +17,6 @@ import hashlib
 import json
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +25,12 @@ from numpy.typing import NDArray
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import Layout, arrange, rows_of
-from ascendchat.data.prefetch import MicroBatch, Prefetcher
-from ascendchat.files import sha256
+from ascendchat.data.mixture import parse_mixture
+from ascendchat.data.verify import MANIFEST
+from ascendchat.nn import IGNORE
 
-__all__ = ["IGNORE", "Batch", "Batches", "Corpus", "MicroBatch", "Prefetcher", "evaluation_rows", "open_mixture"]
-
-IGNORE = -1  # a target that counts in no loss
 FORMAT = 1  # of the folder
-MANIFEST, MIXTURE = "manifest.json", "mixture.json"
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -45,7 +39,7 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+def read_corpus_manifest(folder: str | Path) -> dict[str, Any]:
     """manifest.json of a prepared folder, or the command that makes one."""
     path = Path(folder) / MANIFEST
     try:
@@ -60,6 +54,11 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(f"{path} has another format than {FORMAT}; prepare the text again into a new folder")
     return manifest
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Whether this is a folder that `ascendchat data prepare` wrote."""
+    return any(Path(folder).glob("*.tokens"))
 
 
 def has_documents(manifest: dict[str, Any], split: str) -> bool:
@@ -84,21 +83,21 @@ class Corpus:
         self.folder, self.split = folder, split
         self.tokens, self.documents, self.text_bytes = about["tokens"], about["documents"], about["text_bytes"]
         self.tokenizer, self.bos, self.vocab_size = manifest["tokenizer"], manifest["bos"], manifest["vocab_size"]
-        self.token_dtype = DTYPES[manifest["dtype"]]
+        self.token_dtype = TOKEN_DTYPES[manifest["dtype"]]
         self._parts = [folder / name for name in about["parts"]]
         checksums = [manifest["files"][f"{name}.tokens"]["sha256"] for name in about["parts"]]
         self.fingerprint = hashlib.sha256("\n".join([manifest["dtype"], *checksums]).encode()).hexdigest()[:16]
 
     @classmethod
-    def open(cls, folder: str | Path, split: str = "train", verify: bool = False) -> Corpus:
-        """Open a prepared folder. Sizes are always compared with the manifest; checksums with verify=True."""
+    def open(cls, folder: str | Path, split: str = "train") -> Corpus:
+        """Open a prepared folder. Sizes are compared with the manifest; `ascendchat data verify` compares checksums."""
         folder = Path(folder)
-        manifest = read_manifest(folder)
+        manifest = read_corpus_manifest(folder)
         if not has_documents(manifest, split):
             have = ", ".join(name for name in manifest["splits"] if has_documents(manifest, name)) or "none"
             remedy = "prepare it again with --val-source FILE or a larger --val-fraction"
             raise UserError(f"{folder} has no {split} documents (it has: {have}); {remedy}")
-        check(folder, manifest, split, checksums=verify)
+        _check_sizes(folder, manifest, split)
         return cls(folder, split, manifest)
 
     @functools.cached_property
@@ -139,107 +138,49 @@ class Corpus:
             for begin in range(0, len(array) - 1, size):
                 yield array[begin : min(begin + size, len(array) - 1)]
 
-    def document(self, index: int) -> NDArray[Any]:
-        """The tokens of one document, bos included."""
-        arrays, begins = self._shards
-        position = int(self.lengths[:index].sum())
-        shard = int(np.searchsorted(begins, position, side="right")) - 1
-        offset = position - int(begins[shard])
-        return arrays[shard][offset : offset + int(self.lengths[index])]
 
-
-def check(folder: Path, manifest: dict[str, Any], split: str | None = None, *, checksums: bool) -> None:
-    """Compare the files of a folder (or of one split) with its manifest; UserError names the first that is wrong."""
-    for name, expected in manifest["files"].items():
-        if split is not None and not name.startswith(f"{split}-"):
-            continue
-        path = folder / name
+def _check_sizes(folder: Path, manifest: dict[str, Any], split: str) -> None:
+    """Compare the files of a split with the manifest; UserError names the first that is wrong."""
+    for name in (name for name in manifest["files"] if name.startswith(f"{split}-")):
+        path, expected = folder / name, manifest["files"][name]
         size = path.stat().st_size if path.is_file() else None
-        wrong = "is missing" if size is None else f"has {size} bytes instead of {expected['bytes']}"
-        if size == expected["bytes"]:
-            if not checksums or sha256(path) == expected["sha256"]:
-                continue
-            wrong = "is damaged (its checksum differs)"
-        raise UserError(
-            f"{path} {wrong}; delete it and run the same `ascendchat data prepare` again: only that part is made anew"
-        )
+        if size != expected["bytes"]:
+            wrong = "is missing" if size is None else f"has {size} bytes instead of {expected['bytes']}"
+            raise UserError(
+                f"{path} {wrong}; delete it and run the same `ascendchat data prepare` again: only that part is made "
+                "anew"
+            )
 
 
-def open_mixture(
-    data: Sequence[str | Path], split: str = "train", verify: bool = False, needed: bool = True
-) -> list[tuple[Corpus, float]]:
-    """Corpora and weights from `DIR`, `DIR=WEIGHT`, or a folder that `data prepare --weights` wrote.
+def open_corpora(data: Sequence[str | Path], split: str = "train", needed: bool = True) -> list[tuple[Corpus, float]]:
+    """The corpora of a mixture of text, and their weights: without weights, each counts by its tokens.
 
-    A weight is a share of the training tokens, relative to the other weights; without weights, corpora count by size.
     With needed=False, corpora without documents of this split are left out.
     """
-    listed: list[tuple[Path, float | None]] = []
-    for entry in data:
-        name, weight = named(str(entry))
-        mixture = Path(name) / MIXTURE
-        if not mixture.is_file():
-            listed.append((Path(name), weight))
-            continue
-        parts = json.loads(mixture.read_text(encoding="utf-8"))["corpora"]
-        total = sum(one["weight"] for one in parts)
-        for one in parts:
-            listed.append((Path(name) / one["folder"], one["weight"] * (weight or 1.0) / (total if weight else 1.0)))
-    if not listed:
+    entries = parse_mixture(data)
+    if not entries:
         raise UserError("no data given; prepare some with: ascendchat data prepare --help")
     found = [
-        (Corpus.open(folder, split, verify), weight)
-        for folder, weight in listed
-        if needed or has_documents(read_manifest(folder), split)
+        (Corpus.open(folder, split), weight)
+        for folder, weight in entries
+        if needed or has_documents(read_corpus_manifest(folder), split)
     ]
     if len({corpus.tokenizer for corpus, _ in found}) > 1:
         raise UserError(f"{', '.join(map(str, data))} were prepared with different tokenizers; prepare them with one")
-    if len({weight is None for _, weight in found}) > 1:
-        raise UserError("give every corpus a weight, or none: --data DIR_A=0.7,DIR_B=0.3")
     return [(corpus, float(corpus.tokens) if weight is None else weight) for corpus, weight in found]
 
 
-def named(entry: str) -> tuple[str, float | None]:
-    """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`."""
-    name, equals, text = entry.rpartition("=")
-    return (name, _weight(text, entry)) if equals and not Path(entry).exists() else (entry, None)
-
-
-def absolute(data: Sequence[str]) -> tuple[str, ...]:
-    """A mixture whose files and folders are found from any directory; other names stay as they are."""
-    found = []
-    for entry in data:
-        name, weight = named(entry)
-        place = str(Path(name).absolute()) if Path(name).exists() else name
-        found.append(place if weight is None else f"{place}={weight:g}")
-    return tuple(found)
-
-
-def _weight(text: str, entry: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        raise UserError(f"{entry}: {text!r} is not a weight; write DIR=0.7") from None
-    if not 0 < weight < float("inf"):
-        raise UserError(f"{entry}: a weight must be greater than 0")
-    return weight
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one global batch, on the host."""
-
-    inputs: NDArray[np.int64]  # (n, T)
-    targets: NDArray[np.int64]  # (n, T), IGNORE where there is nothing to learn
-    lengths: NDArray[np.int32]  # tokens of each segment, row after row; they sum to n * T: packed attention uses them
-
-
-class Rows:
-    """The rows of every epoch of one corpus: a pure function of (data, seed)."""
+class TextRows:
+    """The rows of every epoch of one corpus: see mixture.Rows."""
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int) -> None:
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.per_epoch = rows_of(corpus.tokens, seq_len)
         self._layouts: dict[int, Layout] = {}
+
+    @property
+    def identity(self) -> bytes:
+        return self.corpus.fingerprint.encode()
 
     def layout(self, epoch: int) -> Layout:
         """The layout of an epoch; the last two are kept, because a batch may lie on both sides of an epoch's end."""
@@ -249,9 +190,9 @@ class Rows:
             self._layouts = {**dict(list(self._layouts.items())[-1:]), epoch: layout}
         return layout
 
-    def fill(self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> tuple[Any, Any]:
-        """Write rows `number`, `number` + 1 ... into two arrays (n, T); rows 0 .. per_epoch - 1 are epoch 0, and so on.
-        Returns the lengths of all segments, and how many of them each row has."""
+    def fill(
+        self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         lengths, counts, done = [], [], 0
         while done < len(inputs):
             epoch, row = divmod(number + done, self.per_epoch)
@@ -267,8 +208,7 @@ class Rows:
         return np.concatenate(lengths), np.concatenate(counts)
 
     def targets(self, start: int, stop: int) -> int:
-        """How many targets the rows start .. stop - 1 of the run have: all places but the padding, which stands in one
-        row of each epoch."""
+        """All places but the padding, which stands in one row of each epoch."""
         padding = self.per_epoch * self.seq_len - self.corpus.tokens
         total = (stop - start) * self.seq_len
         if not padding or start == stop:
@@ -276,75 +216,6 @@ class Rows:
         for epoch in range(start // self.per_epoch, (stop - 1) // self.per_epoch + 1):
             total -= padding * (start <= epoch * self.per_epoch + self.layout(epoch).padded_row < stop)
         return total
-
-
-class Batches:
-    """Global batches of a weighted mixture: row g of the run belongs to one corpus, chosen evenly by weight."""
-
-    def __init__(self, corpora: Sequence[tuple[Corpus, float]], seq_len: int, rows_per_step: int, seed: int) -> None:
-        if seq_len < 1 or rows_per_step < 1:
-            raise ValueError("seq_len and rows_per_step must be at least 1")
-        self.seq_len, self.rows_per_step, self.seed = seq_len, rows_per_step, seed
-        self.rows = [Rows(corpus, seq_len, seed) for corpus, _ in corpora]
-        # _share[i]: what corpus i takes of the rows that the corpora before it left; exact, so exact for any step.
-        left, self._share = sum(Fraction(weight) for _, weight in corpora), []
-        for _, weight in corpora:
-            self._share.append(Fraction(weight) / left)
-            left -= Fraction(weight)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps that draw as many rows as all corpora hold together (rounded up)."""
-        return -(-sum(rows.per_epoch for rows in self.rows) // self.rows_per_step)
-
-    def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows of the run come from each corpus."""
-        counts = []
-        for share in self._share:
-            taken = rows * share.numerator // share.denominator
-            counts.append(taken)
-            rows -= taken
-        return counts
-
-    def targets(self, step: int) -> int:
-        """How many targets the global batch of a step has; padding and what is not learnt have none."""
-        begin = step * self.rows_per_step
-        spans = zip(self.rows, self.counts(begin), self.counts(begin + self.rows_per_step))
-        return sum(rows.targets(start, stop) for rows, start, stop in spans)
-
-    def epochs(self, step: int) -> list[float]:
-        """How often each corpus has been read before this step."""
-        return [n / rows.per_epoch for n, rows in zip(self.counts(step * self.rows_per_step), self.rows)]
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """Row `number` of the run -> (which corpus, which of its rows)."""
-        for which, share in enumerate(self._share):
-            taken = number * share.numerator // share.denominator
-            if (number + 1) * share.numerator // share.denominator > taken:
-                return which, taken
-            number -= taken
-        raise AssertionError("the last corpus takes every row that is left")
-
-    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
-        """Rows [start, stop) of the global batch of a step."""
-        stop = self.rows_per_step if stop is None else stop
-        if not 0 <= start <= stop <= self.rows_per_step:
-            raise ValueError(f"rows {start}..{stop} are not within a batch of {self.rows_per_step}")
-        inputs = np.empty((stop - start, self.seq_len), dtype=np.int64)
-        targets = np.empty_like(inputs)
-        begin = step * self.rows_per_step
-        places = [self.locate(number) for number in range(begin + start, begin + stop)]
-        which = np.array([corpus for corpus, _ in places], dtype=np.int64)
-        lengths, row_of = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for corpus in np.unique(which).tolist():
-            mine = np.flatnonzero(which == corpus)  # consecutive rows of that corpus
-            part = np.empty((2, len(mine), self.seq_len), dtype=np.int64)
-            its_lengths, counts = self.rows[corpus].fill(places[mine[0]][1], part[0], part[1])
-            inputs[mine], targets[mine] = part
-            lengths.append(its_lengths)
-            row_of.append(np.repeat(mine, counts))
-        by_row = np.argsort(np.concatenate(row_of), kind="stable")
-        return Batch(inputs, targets, np.concatenate(lengths)[by_row].astype(np.int32))
 
 
 def evaluation_rows(corpus: Corpus, seq_len: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

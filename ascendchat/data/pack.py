@@ -2,12 +2,11 @@
 
     counts = Counts()
     rows = ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
-    batches = ChatBatches([(rows, 1.0)], seq_len, rows_per_step, seed)
-    batches.batch(step, start, stop)                  # a Batch as of data/corpus.py; prefetch.py takes these too
+    batches = Batches([(rows, 1.0)], rows_per_step)   # mixture.py: alone or with other rows, and with text
 
 A conversation of n tokens takes n - 1 places of a row: its last token is only a target. Targets are IGNORE where the
-assistant does not speak. What is longer than a row was split by `chat.fit` and counted, and what has nothing to learn
-was counted and left out; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
+assistant does not speak. `chat.render_pieces` splits what is longer than a row, leaves out what has nothing to learn,
+and counts both; so every row has a target, no loss is 0/0 and nothing waits in the packer forever.
 
 Rows are packed once, best fit decreasing within windows of a shuffled order, and come in a new order every epoch: the
 global batch of a step is a pure function of (conversations, seed, step), whatever the number of devices.
@@ -18,15 +17,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
-from ascendchat.data.chat import Conversation, Counts, Encoder, Rendered, fit
-from ascendchat.data.corpus import IGNORE, Batches, Rows
+from ascendchat.data.chat import Conversation, Counts, Encoder, Rendered, render_pieces
+from ascendchat.nn import IGNORE
 
 WINDOW = 4096  # conversations packed together: enough to fill rows, few enough that long and short ones stay mixed
 ORDER, EPOCHS = 0, 1  # salts of the two shuffles
@@ -51,15 +49,15 @@ def best_fit(lengths: Sequence[int], seq_len: int, window: int = WINDOW) -> list
     return rows
 
 
-class ChatRows(Rows):
-    """The packed rows of a set of conversations; in a mixture it takes the place of the rows of a corpus."""
+class ChatRows:
+    """The packed rows of a set of conversations: see mixture.Rows."""
 
     def __init__(self, pieces: Iterable[Rendered], seq_len: int, seed: int, pad: int) -> None:
         self.seq_len, self.seed, self.pad = seq_len, seed, pad
         ids, mask, starts = array("i"), array("b"), array("q", [0])
         for piece in pieces:
             if len(piece.ids) > seq_len + 1 or not any(piece.mask[1:]):
-                raise ValueError("a piece is longer than a row or has nothing to learn: chat.fit makes pieces that fit")
+                raise ValueError("a piece is longer than a row or has nothing to learn: use chat.render_pieces")
             ids.extend(piece.ids)
             mask.extend(piece.mask)
             starts.append(len(ids))
@@ -80,7 +78,7 @@ class ChatRows(Rows):
         cls, tokenizer: Encoder, conversations: Iterable[Conversation], seq_len: int, seed: int, counts: Counts
     ) -> ChatRows:
         """Render, split what is too long, pack."""
-        pieces = (piece for messages in conversations for piece in fit(tokenizer, messages, seq_len + 1, counts))
+        pieces = (piece for talk in conversations for piece in render_pieces(tokenizer, talk, seq_len + 1, counts))
         return cls(pieces, seq_len, seed, tokenizer.specials["<|pad|>"])
 
     @property
@@ -88,12 +86,14 @@ class ChatRows(Rows):
         """Share of the places that hold a token and not padding."""
         return (len(self.ids) - (len(self.starts) - 1)) / (self.per_epoch * self.seq_len)
 
+    @property
+    def identity(self) -> memoryview:
+        return self.ids.data
+
     def fill(
         self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Write rows `number`, `number` + 1 ... of the run into two arrays (n, T).
-
-        Returns the lengths of all segments, padding as the last of its row, and how many of them each row has."""
+        """As Rows.fill; padding is the last segment of its row."""
         inputs[:], targets[:] = self.pad, IGNORE
         lengths, counts = list[int](), list[int]()
         for n in range(len(inputs)):
@@ -121,17 +121,3 @@ class ChatRows(Rows):
         if kept is None or kept[0] != epoch:
             kept = self._kept = (epoch, shuffled(self.per_epoch, self.seed, epoch, EPOCHS))
         return kept[1]
-
-
-class ChatBatches(Batches):
-    """Global batches of a weighted mixture of row sources: conversations, and text too (`corpus.Rows`)."""
-
-    def __init__(self, sources: Sequence[tuple[Rows, float]], seq_len: int, rows_per_step: int, seed: int) -> None:
-        super().__init__([], seq_len, rows_per_step, seed)
-        if not sources or any(rows.seq_len != seq_len for rows, _ in sources):
-            raise ValueError("a mixture needs sources, all with its own seq_len")
-        self.rows = [rows for rows, _ in sources]
-        left = sum(Fraction(weight) for _, weight in sources)
-        for _, weight in sources:
-            self._share.append(Fraction(weight) / left)
-            left -= Fraction(weight)

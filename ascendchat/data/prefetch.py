@@ -5,15 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # the workers of `data prepare` import corpus.py, hence this module, and must stay small
-    import torch
-
-    from ascendchat.data.corpus import Batch, Batches
+from ascendchat.data.mixture import Batch, Batches
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,6 @@ class Prefetcher:
             step += 1
 
     def _upload(self, joined: Joined) -> MicroBatch:
-        import torch
-
         both = torch.from_numpy(joined[0])
         if self.pin:
             both = both.pin_memory()

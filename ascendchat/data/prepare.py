@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
-from ascendchat.data.corpus import FORMAT, MANIFEST, MIXTURE
+from ascendchat.data.corpus import FORMAT
+from ascendchat.data.mixture import MIXTURE, write_mixture
 from ascendchat.data.read import Tally, file_documents, files, format_of
 from ascendchat.data.shards import (
     PART,
@@ -37,6 +38,7 @@ from ascendchat.data.shards import (
     parts_of,
     record_path,
 )
+from ascendchat.data.verify import MANIFEST
 from ascendchat.files import check_folder, sha256, write_atomic
 
 if TYPE_CHECKING:
@@ -357,8 +359,8 @@ def run(config: DataPrepareConfig) -> int:
     for number, (name, weight) in enumerate(zip(given, config.weights)):
         folder = f"{number:02d}-{re.sub(r'[^A-Za-z0-9]+', '-', Path(name).name).strip('-') or 'source'}"
         _report(out / folder, prepare([name], tokenizer, out / folder, **_settings(config, out, first=number == 0)))
-        corpora.append({"folder": folder, "weight": weight})
-    write_atomic(out / MIXTURE, json.dumps({"corpora": corpora}, indent=1))
+        corpora.append((folder, weight))
+    write_mixture(out, corpora)
     return 0
 
 

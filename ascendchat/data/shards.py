@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ascendchat.data.corpus import DTYPES
+from ascendchat.data.corpus import TOKEN_DTYPES
 from ascendchat.data.read import Tally
 from ascendchat.files import write_atomic
 
@@ -78,7 +78,7 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: Sequence[i
 
 def encode_part(tokenizer: Tokenizer, out: Path, source: Source, number: int, texts: list[str]) -> dict[str, Any]:
     """Encode the documents of one part, write its shards and then its record."""
-    dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
+    dtype = TOKEN_DTYPES[dtype_for(tokenizer.vocab_size)]
     held: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     text_bytes = {"train": 0, "val": 0}
     for text in texts:

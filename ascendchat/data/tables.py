@@ -21,12 +21,12 @@ from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, unpack
 from ascendchat.record.console import inert
 
 Row = dict[str, Any]
-KINDS = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
+TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)  # of JSON, and texts: one in a text is none
-SHOWN = 3  # rows that could not be read, named
+SHOWN_UNREAD = 3  # rows that could not be read, named
 
 
-def opened(path: Path) -> IO[str]:
+def open_text(path: Path) -> IO[str]:
     """The file as text, unpacked by its last suffix, without a byte-order mark at its beginning."""
     return io.TextIOWrapper(unpack(path.open("rb"), format_of(path.name)[1]), encoding="utf-8-sig", newline="\n")
 
@@ -92,15 +92,15 @@ def end_of(text: str, at: int) -> int:
     raise ValueError("the file ends in the middle of a row")
 
 
-def rows(path: Path) -> Iterator[Row]:
+def table_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, as they are; the first that cannot be read is an error."""
     for where, row in entries(path):
         if isinstance(row, Exception):
-            raise ValueError(f"{where}: {reason(row)}")
+            raise ValueError(f"{where}: {why_unread(row)}")
         yield row
 
 
-def reason(error: Exception) -> str:
+def why_unread(error: Exception) -> str:
     """What is wrong with a row, in words."""
     if isinstance(error, RecursionError):
         return "it is nested too deep"
@@ -119,7 +119,7 @@ class Unread:
     def add(self, where: str, why: str) -> None:
         """Count one."""
         self.count += 1
-        if len(self.first) < SHOWN:
+        if len(self.first) < SHOWN_UNREAD:
             self.first.append(f"{where}: {why}")
 
     @property

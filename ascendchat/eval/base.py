@@ -19,7 +19,7 @@ from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError, home
 from ascendchat.config.eval import EvalBaseConfig
-from ascendchat.data.corpus import Corpus, open_mixture
+from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.device import describe, pick
 from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
@@ -37,7 +37,7 @@ def corpora_of(config: EvalBaseConfig, loaded: Loaded) -> list[Corpus]:
         raise UserError(
             "bits per byte need a corpus: --data DIR (as `ascendchat data prepare` wrote it), or --eval core"
         )
-    corpora = [corpus for corpus, _ in open_mixture(data, split="val")]
+    corpora = [corpus for corpus, _ in open_corpora(data, split="val")]
     for corpus in corpora:
         if loaded.tokenizer.fingerprint != corpus.tokenizer:
             raise UserError(f"{corpus.folder} was not prepared with this model's tokenizer; prepare it again with it")

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ascendchat import dist
-from ascendchat.data.corpus import IGNORE, Corpus, evaluation_rows
+from ascendchat.data.corpus import Corpus, evaluation_rows
 from ascendchat.eval.scorer import Example, Pending, Scorer
+from ascendchat.nn import IGNORE
 
 ROWS_AT_ONCE = 128  # rows handed to the scorer together
 

@@ -35,7 +35,7 @@ from ascendchat.record import run_folder
 from ascendchat.tasks import EVALUATIONS, Task
 from ascendchat.tasks import load as load_task
 from ascendchat.tasks.humaneval import HumanEval
-from ascendchat.tasks.toy import EXAMS as TOY
+from ascendchat.tasks.toy import TOY_EXAMS as TOY
 
 FILE = "eval_chat.json"
 GROUPS: dict[str, tuple[str, ...]] = {

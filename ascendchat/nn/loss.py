@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ascendchat.nn import IGNORE
 from ascendchat.plan.memory import HEAD_CHUNK_BYTES  # accelerators like chunks large, CPUs small
 
-IGNORE = -1  # target of a position that is not scored
 SOFTCAP = 15.0  # logits are squashed into (-15, 15)
 Objective = Callable[..., Tensor]  # (log-probabilities (N,), *columns (N,)) -> what is minimised, per token (N,)
 FP16_LIFT = 64.0  # float16 holds probabilities down to 1e-9 when they are multiplied by this

@@ -13,19 +13,16 @@ from ascendchat.config import UserError, nearest
 from ascendchat.data.fetch import SETS
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.tasks import toy
-from ascendchat.tasks.base import Slice, Task
+from ascendchat.tasks.base import Task
 from ascendchat.tasks.choice import EXAMS, Exam
 from ascendchat.tasks.dialog import Dialog
 from ascendchat.tasks.gsm8k import Gsm8k
 from ascendchat.tasks.humaneval import HumanEval, pass_at_k
-from ascendchat.tasks.overlap import Overlap, Watch, overlaps
 
-__all__ = ["EVALUATIONS", "Overlap", "Slice", "Task", "Watch", "load", "overlaps", "pass_at_k"]
+__all__ = ["EVALUATIONS", "Task", "load", "pass_at_k"]
 
 # Everything that can be examined, in the order of the printed table.
-EVALUATIONS: tuple[str, ...] = (
-    "arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "ceval", "cmmlu", *toy.EXAMS,
-)  # fmt: skip
+EVALUATIONS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "ceval", "cmmlu", *toy.TOY_EXAMS)
 CHATS = ("toy_mid", "toy_sft")
 
 
@@ -41,7 +38,7 @@ def load(name: str, split: str = "", source: str = "") -> Task:
         return toy.ToyChats(split or "train", name.removeprefix("toy_"))
     if name == "toy_problems":
         return toy.ToyProblems(split or "test")
-    if name in toy.EXAMS:
+    if name in toy.TOY_EXAMS:
         _, topic, language = name.split("_")
         return toy.ToyExam(topic, language, split or "test")
     if Path(name).expanduser().exists() or (ALSO.get(name, name) in SETS):

@@ -1,10 +1,9 @@
-"""What a task is: rows that can be learned from and examined with; slices of them.
+"""What a task is: rows that can be learned from and examined with.
 
 task = tasks.load("gsm8k", "train")                       # see tasks/__init__.py for the names
 task.example(3)                                           # a whole conversation, for training
 task.prompt(3); task.correct(3, "... #### 18")            # for a task that is answered in words
 task.prompt(3); task.letters(3); task.answer(3)           # for multiple choice, scored by the letters' logits
-task[:1000]                                               # the first thousand rows, as a task
 """
 
 from __future__ import annotations
@@ -61,42 +60,5 @@ class Task:
         """Whether the visible text of a reply is right. Safe to call from several threads."""
         raise NotImplementedError
 
-    def __getitem__(self, part: slice) -> Slice:
-        """task[100:200], task[::10]"""
-        return Slice(self, part)
-
     def __iter__(self) -> Iterator[Conversation]:
         return (self.example(index) for index in range(len(self)))
-
-
-class Slice(Task):
-    """Some rows of a task, by start, stop and step."""
-
-    def __init__(self, task: Task, part: slice) -> None:
-        self.task, self.rows = task, range(*part.indices(len(task)))
-        self.name, self.split, self.kind = task.name, task.split, task.kind
-        self.language, self.baseline = task.language, task.baseline
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def example(self, index: int) -> Conversation:
-        return self.task.example(self.rows[index])
-
-    def prompt(self, index: int) -> Conversation:
-        return self.task.prompt(self.rows[index])
-
-    def question(self, index: int) -> str:
-        return self.task.question(self.rows[index])
-
-    def letters(self, index: int) -> Sequence[str]:
-        return self.task.letters(self.rows[index])
-
-    def answer(self, index: int) -> int:
-        return self.task.answer(self.rows[index])
-
-    def right_choice(self, index: int) -> str:
-        return self.task.right_choice(self.rows[index])
-
-    def correct(self, index: int, reply: str) -> bool:
-        return self.task.correct(self.rows[index], reply)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, render_choice
+from ascendchat.data.conversations import parse_choice
+from ascendchat.data.tables import Row
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import SPLIT, rows
+from ascendchat.tasks.files import SPLIT, set_rows
 
-ASK = {"en": None, "zh": "只回答一个字母：{letters}。"}  # None: as render_choice says it
-QUESTION = ("question", "Question", "query")
-ANSWER = ("gold", "answer", "Answer", "answerKey")
+ANSWER_WITH = {"en": None, "zh": "只回答一个字母：{letters}。"}  # the closing line; None: as render_choice says it
 
 
 @dataclass(frozen=True)
@@ -49,28 +48,19 @@ EXAMS: dict[str, Facts] = {
 
 
 @dataclass(frozen=True)
-class Item:
+class ChoiceQuestion:
     """One question."""
 
     question: str
     choices: tuple[str, ...]
     answer: int
 
-
-def item(row: Mapping[str, Any]) -> Item:
-    """A question from a row of any of the published tables."""
-    question = str(next(row[name] for name in QUESTION if name in row)).strip().removeprefix("Question: ")
-    given = next(row[name] for name in ANSWER if name in row)
-    labels: Sequence[str] = LETTERS
-    choices = row.get("choices")
-    if choices is None:
-        choices = [row[letter] for letter in LETTERS[:10] if row.get(letter) not in (None, "")]
-    elif isinstance(choices, Mapping):  # ARC on the hub: {"text": [...], "label": ["A", ...] or ["1", ...]}
-        choices, labels = choices["text"], [str(label) for label in choices["label"]]
-    answer = given if isinstance(given, int) else list(labels).index(str(given).strip())
-    if not 0 <= answer < len(choices):
-        raise ValueError(f"the answer {given!r} is none of the {len(choices)} choices of {question[:60]!r}")
-    return Item(question, tuple(str(choice).strip() for choice in choices), answer)
+    @classmethod
+    def of(cls, row: Row) -> ChoiceQuestion:
+        """From a row of any of the published tables."""
+        question, choices, answer = parse_choice(row)
+        stem = str(question).strip().removeprefix("Question: ")
+        return cls(stem, tuple(str(choice).strip() for choice in choices), answer)
 
 
 class Exam(Task):
@@ -85,9 +75,9 @@ class Exam(Task):
         if self.split not in facts.splits:
             raise UserError(f"{name} has the splits {', '.join(facts.splits)}, not {self.split!r}")
         try:
-            found = rows(facts.set, facts.pattern, facts.splits[self.split], source)
-            self.items = [item(row) for row in found]
-        except (StopIteration, ValueError, KeyError, TypeError) as error:
+            found = set_rows(facts.set, facts.pattern, facts.splits[self.split], source)
+            self.items = [ChoiceQuestion.of(row) for row in found]
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{name} {self.split} holds a row that is no question: {error!r}; fetch it again") from None
 
     def __len__(self) -> int:
@@ -97,7 +87,7 @@ class Exam(Task):
         return self.items[index].question
 
     def prompt(self, index: int) -> Conversation:
-        asked, ask = self.items[index], ASK[self.language]
+        asked, ask = self.items[index], ANSWER_WITH[self.language]
         close = ask.format(letters="、".join(self.letters(index))) if ask else None
         return [{"role": "user", "content": render_choice(asked.question, asked.choices, ask=close)}]
 

@@ -20,7 +20,7 @@ from ascendchat.data.conversations import conversations
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.data.read import format_of
-from ascendchat.data.tables import KINDS
+from ascendchat.data.tables import TABLE_TYPES
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
 
@@ -52,7 +52,7 @@ def files_of(where: Path, split: str) -> list[Path]:
     if where.is_file():
         return [where]
     every = [p for p in sorted(where.rglob("*")) if p.is_file() and p.name != "manifest.json"]
-    tables = [p for p in every if format_of(p.name)[0] in KINDS]
+    tables = [p for p in every if format_of(p.name)[0] in TABLE_TYPES]
 
     def of(path: Path, name: str) -> bool:
         return re.search(SPLIT[name], f"/{path.relative_to(where).as_posix().lower()}") is not None
@@ -79,7 +79,8 @@ class Dialog(Task):
         files = files_of(path, self.split)
         if not files:
             raise UserError(
-                f"{path} holds no conversations of the split {self.split!r}; they are read from {' '.join(KINDS)} files"
+                f"{path} holds no conversations of the split {self.split!r}; they are read from "
+                f"{' '.join(TABLE_TYPES)} files"
             )
         slots, self.notices = SLOTS.get(self.name), list[str]()
         self.stored = Stored(t for file in files for t in conversations(file, slots=slots, say=self.notices.append))

@@ -1,7 +1,7 @@
 """Rows of evaluation sets, wherever they are: fetched from a hub or a mirror, or in a folder of yours, packed or not.
 
-    rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="")         # what `ascendchat data fetch mmlu` stored
-    rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="DIR")      # `ascendchat eval chat --source DIR`
+    set_rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="")         # what `ascendchat data fetch mmlu` stored
+    set_rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="DIR")      # `ascendchat eval chat --source DIR`
 
 Files are told by their names: below the folder, and inside its .zip archives, those that match the set's pattern and
 the split's. Tables are csv (with or without a header), json, jsonl or parquet.
@@ -21,8 +21,7 @@ from typing import NamedTuple
 from ascendchat.config import UserError
 from ascendchat.data.fetch import fetch
 from ascendchat.data.read import UNREADABLE, unreadable
-from ascendchat.data.tables import Row, opened
-from ascendchat.data.tables import rows as rows_of
+from ascendchat.data.tables import Row, open_text, table_rows
 
 # A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz
 SPLIT = {
@@ -34,7 +33,7 @@ PACKINGS = (".gz", ".xz", ".bz2", ".zst", "")
 WHOLE = ("all/", "main/")  # in a clone of a hub: the set; beside it lie its subjects once more, or another wording
 
 
-class Found(NamedTuple):
+class Table(NamedTuple):
     """One table: its name from the folder on, the file, and the member if the file is an archive."""
 
     name: str
@@ -42,21 +41,21 @@ class Found(NamedTuple):
     member: str = ""
 
 
-def listing(root: Path) -> Iterator[Found]:
+def files_below(root: Path) -> Iterator[Table]:
     """Every file below a folder, and every member of its archives."""
     for path in sorted(root.rglob("*")):
         name = f"{root.name}/{path.relative_to(root).as_posix()}".lower()
         if not path.is_file():
             continue
         if path.suffix.lower() != ".zip":
-            yield Found(name, path)
+            yield Table(name, path)
             continue
         try:
             with zipfile.ZipFile(path) as archive:
                 members = sorted(archive.namelist())
         except UNREADABLE as error:
             raise unreadable(path, error, "fetch or copy it again") from None
-        yield from (Found(f"{name}/{member.lower()}", path, member) for member in members if not member.endswith("/"))
+        yield from (Table(f"{name}/{member.lower()}", path, member) for member in members if not member.endswith("/"))
 
 
 def kind_of(name: str) -> int | None:
@@ -73,13 +72,13 @@ def belongs(name: str, base: int, split: str) -> bool:
     return re.search(split, own if says else f"/{before}/{own}") is not None
 
 
-def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
+def tables(set_name: str, pattern: str, split: str, source: str) -> list[Table]:
     """The files of a split. A set that lies there twice, in two places, formats or parts, is read once."""
     root = Path(source).expanduser() if source else fetch(set_name)
     if not root.is_dir():
         raise UserError(f"--source {root} is not a folder; give the one that holds the evaluation sets")
-    groups: dict[tuple[bool, int, str], list[Found]] = {}
-    for found in listing(root):
+    groups: dict[tuple[bool, int, str], list[Table]] = {}
+    for found in files_below(root):
         base, kind = re.search(pattern, found.name), kind_of(found.name)
         if base and kind is not None and belongs(found.name, base.start(), split):
             groups.setdefault((bool(found.member), kind, found.name[: base.end()]), []).append(found)
@@ -93,7 +92,7 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Found]:
     return next((whole for whole in below.values() if whole), groups[first])
 
 
-def rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[Row]:
+def set_rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[Row]:
     """All rows of a split, file after file in the order of their names."""
     for found in tables(set_name, pattern, split, source):
         try:
@@ -102,23 +101,23 @@ def rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[
             raise unreadable(found.path, error, f"fetch it again: ascendchat data fetch {set_name}") from None
 
 
-def _read(found: Found) -> Iterator[Row]:
+def _read(found: Table) -> Iterator[Row]:
     if ".csv" in found.name[-8:]:
         text = io.StringIO(_text(found), newline="")
         yield from _csv(text)
     elif not found.member:
-        yield from rows_of(found.path)
+        yield from table_rows(found.path)
     else:
         for line in _text(found).split("\n"):
             if line.strip():
                 yield json.loads(line)
 
 
-def _text(found: Found) -> str:
+def _text(found: Table) -> str:
     if found.member:
         with zipfile.ZipFile(found.path) as archive:
             return archive.read(found.member).decode("utf-8-sig")
-    with opened(found.path) as file:
+    with open_text(found.path) as file:
         return file.read()
 
 

@@ -12,7 +12,7 @@ from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
 from ascendchat.data.conversations import calculations
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import SPLIT, rows
+from ascendchat.tasks.files import SPLIT, set_rows
 
 FINAL = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
@@ -39,7 +39,7 @@ class Gsm8k(Task):
         self.split = split
         self.rows = [
             (str(row["question"]).strip(), str(row["answer"]).strip())
-            for row in rows("gsm8k", r"(^|/)gsm8k[^/]*/", SPLIT[split], source)
+            for row in set_rows("gsm8k", r"(^|/)gsm8k[^/]*/", SPLIT[split], source)
         ]
 
     def __len__(self) -> int:

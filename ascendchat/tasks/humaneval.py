@@ -13,9 +13,9 @@ from ascendchat import sandbox
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.files import rows
+from ascendchat.tasks.files import set_rows
 
-BLOCK = re.compile(r"^[^`\n]*```+[ \t]*([^`\n]*)\n(.*?)(?:```+|\Z)", re.DOTALL | re.MULTILINE)  # info, code
+CODE_BLOCK = re.compile(r"^[^`\n]*```+[ \t]*([^`\n]*)\n(.*?)(?:```+|\Z)", re.DOTALL | re.MULTILINE)  # info, code
 PYTHON = re.compile(r"\W*(?:py|$)", re.IGNORECASE)  # python3, py, {.python}, or nothing
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}\n```"
 SECONDS = 5.0
@@ -29,7 +29,7 @@ def defines(code: str, name: str) -> bool:
 def code_of(reply: str, name: str) -> str:
     """The first code block of a reply that defines the function, else the first that can be Python, else the first, or
     all of the reply. A function that is indented as a whole, as in a list, loses that; a bare body does not."""
-    blocks = BLOCK.findall(reply)
+    blocks = CODE_BLOCK.findall(reply)
     codes = [code for _, code in blocks] or [reply]
     for code in codes:
         for text in (code, textwrap.dedent(code)):
@@ -53,7 +53,7 @@ class HumanEval(Task):
     def __init__(self, split: str = "test", source: str = "") -> None:
         if split != "test":
             raise UserError(f"humaneval has only the split test, not {split!r}")
-        self.rows = list(rows("humaneval", r"human[-_]?eval", r"", source))
+        self.rows = list(set_rows("humaneval", r"human[-_]?eval", r"", source))
         if not self.rows or {"prompt", "test", "entry_point", "canonical_solution"} - set(self.rows[0]):
             raise UserError("the file of humaneval has other columns than it should; fetch it again")
         self.sandbox_failed: list[int] = []  # rows whose program ended because the sandbox failed, or pretended so

@@ -1,9 +1,8 @@
 """Evaluation questions in training data: looked for while the data is read, so that nothing is read for this alone.
 
-watch = Watch([tasks.load("mmlu"), tasks.load("gsm8k")])
-for conversation in watch.over(tasks.load("talk.jsonl", "train")): ...     # `ascendchat mid`, `ascendchat sft`
-watch.lines()                                             # how many of each evaluation, and the first few
-overlaps([talk], [tasks.load("mmlu", "test")])            # the same at once, as a list
+finder = OverlapFinder([tasks.load("mmlu"), tasks.load("gsm8k")])
+for conversation in finder.over(tasks.load("talk.jsonl", "train")): ...    # `ascendchat mid`, `ascendchat sft`
+finder.lines()                                            # how many of each evaluation, and the first few
 
 A question is found where a user says all of it (case, width, punctuation and spaces aside). Of multiple choice the
 right choice must follow as well, in the list of choices or in the reply: "Which of these is true?" is asked about
@@ -16,14 +15,16 @@ import itertools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from ascendchat.data.chat import Conversation, text_of
+from ascendchat.files import write_atomic
 from ascendchat.record.console import inert
 from ascendchat.tasks.base import Task
 
-SHOWN = 3  # examples for each evaluation
+SHOWN_OVERLAPS = 3  # examples for each evaluation
 SIGNS = {number: " " for number in range(128) if not chr(number).isalnum()}
 
 
@@ -49,7 +50,7 @@ def normal(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
 
 
-def asked(conversation: Conversation) -> Iterator[tuple[int, str]]:
+def questions_in(conversation: Conversation) -> Iterator[tuple[int, str]]:
     """Everything a conversation asks, with the number of the message: each user's text, and of a multiple-choice
     question the part before its list."""
     for number, message in enumerate(conversation):
@@ -69,7 +70,7 @@ def following(conversation: Conversation, number: int, question: str) -> str:
     return "\n".join(rest)
 
 
-def says(text: str, words: str) -> bool:
+def contains_words(text: str, words: str) -> bool:
     """Whether these words stand in a text; `sun` does not stand in `sunlight`. Mere signs are taken as they are."""
     wanted = normal(words)
     if not wanted:
@@ -81,7 +82,7 @@ def label(task: Task) -> str:
     return f"{task.name} {task.split}".strip()
 
 
-class Watch:
+class OverlapFinder:
     """Looks for the questions of some evaluations in conversations that pass by."""
 
     def __init__(self, evaluation: Sequence[Task]) -> None:
@@ -100,10 +101,10 @@ class Watch:
             yield conversation
 
     def _look(self, source: str, row: int, conversation: Conversation) -> None:
-        for number, text in asked(conversation):
+        for number, text in questions_in(conversation):
             for task, at in self._wanted.get(normal(text), ()):
                 right = task.right_choice(at)
-                if not right or says(following(conversation, number, text), right):
+                if not right or contains_words(following(conversation, number, text), right):
                     overlap = Overlap(label(task), at, source, row, task.question(at))
                     self._found.setdefault((overlap.evaluation, at, source), overlap)
 
@@ -121,14 +122,18 @@ class Watch:
                 where = ", ".join(f"{source} {count}" for source, count in sources)
                 questions, kind = len({overlap.row for overlap in mine}), f"{task.split} questions".strip()
                 lines.append(f"{task.name}: {questions} of {len(task)} {kind} are in the mixture ({where})")
-                lines += [f"  {overlap.line()}" for overlap in mine[:SHOWN]]
+                lines += [f"  {overlap.line()}" for overlap in mine[:SHOWN_OVERLAPS]]
         return lines
 
 
-def overlaps(training: Sequence[Task], evaluation: Sequence[Task]) -> list[Overlap]:
-    """Evaluation questions that stand in the training data."""
-    watch = Watch(evaluation)
-    for source in training:
-        for _ in watch.over(source):
-            pass
-    return watch.found()
+def report_overlaps(finder: OverlapFinder | None, folder: Path, say: Callable[[str], None]) -> None:
+    """Say which evaluation questions stand in the mixture; where only the first are shown, all go to a file."""
+    lines, found = (finder.lines(), finder.found()) if finder else ([], [])
+    for line in lines:
+        say(line)
+    whole = folder / "overlaps.txt"
+    if sum(line.startswith(" ") for line in lines) < len(found):
+        write_atomic(whole, "".join(f"{overlap.line()}\n" for overlap in found))
+        say(f"all {len(found)} of them: {whole}")
+    else:
+        whole.unlink(missing_ok=True)  # of an earlier run of this name

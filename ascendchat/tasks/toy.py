@@ -14,14 +14,14 @@ from ascendchat.data.chat import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Stored
 
-EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
-SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+TOY_EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
+SPLIT_NAMES = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 
 def _split(split: str) -> str:
-    if split not in SPLITS:
+    if split not in SPLIT_NAMES:
         raise UserError(f"the toy world has the splits train, val and test, not {split!r}")
-    return SPLITS[split]
+    return SPLIT_NAMES[split]
 
 
 @lru_cache(maxsize=4)

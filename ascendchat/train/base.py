@@ -19,20 +19,24 @@ from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError, home
 from ascendchat.config.train import BaseConfig
 from ascendchat.data import toyworld
-from ascendchat.data.corpus import Batches, Corpus, absolute, named, open_mixture, read_manifest
+from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
+from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
-from ascendchat.data.prepare import MANIFEST, MIXTURE, TOYWORLD, prepare
+from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer import train as train_tokenizer
+from ascendchat.data.verify import MANIFEST
 from ascendchat.device import Device
 from ascendchat.dist.context import Context
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
+from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.request import Sampling
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
-from ascendchat.train.rows import Learner, RowStage, build, noise, share_out
+from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, noise, share_out
 from ascendchat.train.run import train_stage, training
 from ascendchat.train.stage import updates_of
 
@@ -85,7 +89,10 @@ class BaseStage(RowStage):
         self.optimizer.load(saved.reader(), updates_of(saved), averaging=averaging)
 
     def batches(self, rows_per_step: int) -> Batches:
-        return Batches(self.text.corpora, self.split.seq_len, rows_per_step, self.seed)
+        seq_len, seed = self.split.seq_len, self.seed
+        return Batches(
+            [(TextRows(corpus, seq_len, seed), weight) for corpus, weight in self.text.corpora], rows_per_step
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         return self.text_bits(self.text.validation, self.eval_tokens or MOST_EVAL_TOKENS)
@@ -100,8 +107,10 @@ class BaseStage(RowStage):
         return {name: score for name, score in found.items() if score is not None}
 
     def sample(self, step: int) -> list[str]:
-        starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)] for prompt in PROMPTS]
-        return [f"{prompt} | {self.continue_text(start)}" for prompt, start in zip(PROMPTS, starts)]
+        room = prompt_room(self.model.shape.seq_len, SAMPLE_TOKENS)
+        starts = [[self.tokenizer.bos, *self.tokenizer.encode(prompt)][:room] for prompt in PROMPTS]
+        plain = Sampling(max_tokens=SAMPLE_TOKENS, temperature=0.0, stop_tokens=(), tools=False)
+        return [f"{prompt} | {text}" for prompt, text in zip(PROMPTS, self.continue_prompts(starts, plain))]
 
     def identity(self) -> dict[str, Any]:
         data = [[corpus.fingerprint, weight] for corpus, weight in self.text.corpora]
@@ -120,10 +129,10 @@ class Text(NamedTuple):
 def open_text(config: BaseConfig, here: Context) -> Text:
     """The corpora of --data and their tokenizer."""
     data, folder = find_data(config)
-    corpora, tokenizer = open_mixture(data), Tokenizer.load(folder)
+    corpora, tokenizer = open_corpora(data), Tokenizer.load(folder)
     if tokenizer.fingerprint != corpora[0][0].tokenizer:
         raise UserError(f"{data[0]} was not prepared with the tokenizer in {folder}; prepare it again with it")
-    validation = [corpus for corpus, _ in open_mixture(data, split="val", needed=False)]
+    validation = [corpus for corpus, _ in open_corpora(data, split="val", needed=False)]
     if not validation:
         hint = "`ascendchat data prepare --val-source FILE` adds some"
         here.say(f"no validation text in --data: nothing is validated; {hint}")
@@ -256,7 +265,7 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
             print(f"no --data given: {prepared}", flush=True)
     if not data:
         check_embedded(config)
-    entries = [named(entry) for entry in data or [TOYWORLD]]
+    entries = [parse_entry(entry) for entry in data or [TOYWORLD]]
     if any(name == TOYWORLD and not Path(name).exists() for name, _ in entries):
         corpus = home() / "data" / TOYWORLD
         if first and not _embedded_is_ready(corpus, tokenizer):
@@ -265,7 +274,7 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
                 train_tokenizer(toyworld.texts(), EMBEDDED_VOCAB).save(tokenizer)
             prepare([TOYWORLD], tokenizer, corpus, workers=1)
         dist.barrier()
-        entries = [(str(corpus) if name == TOYWORLD else name, weight) for name, weight in entries]
+        entries = [e._replace(name=str(corpus)) if e.name == TOYWORLD else e for e in entries]
     data = [name if weight is None else f"{name}={weight}" for name, weight in entries]
     if not tokenizer.is_dir():
         raise UserError(
@@ -278,7 +287,7 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
 def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
     if not (corpus / MANIFEST).is_file() or not tokenizer.is_dir():
         return False
-    return bool(read_manifest(corpus)["tokenizer"] == Tokenizer.load(tokenizer).fingerprint)
+    return bool(read_corpus_manifest(corpus)["tokenizer"] == Tokenizer.load(tokenizer).fingerprint)
 
 
 def check_embedded(config: BaseConfig) -> None:

@@ -18,17 +18,21 @@ from torch import Tensor
 from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
-from ascendchat.data.corpus import Batches, Corpus, Prefetcher
-from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.corpus import Corpus
+from ascendchat.data.mixture import Batches
+from ascendchat.data.prefetch import MicroBatch, Prefetcher
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.dist.context import Context
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
+from ascendchat.infer.engine import Engine
+from ascendchat.infer.generator import Generator
+from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
-from ascendchat.nn.loss import head_loss, score, softcap
+from ascendchat.nn.loss import head_loss, score
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
@@ -248,17 +252,21 @@ class RowStage(Stage):
         mean = {"bpb": sum(bits) / len(bits)} if bits else {}
         return {**mean, **{f"bpb_{name}": bit for name, bit in zip(names, bits)}}
 
-    @torch.no_grad()
-    def continue_text(self, ids: list[int], stop: int | None = None) -> str:
-        """A greedy continuation, running the whole row for each token: slow, but short and without a cache."""
-        row = list(ids)
-        for _ in range(SAMPLE_TOKENS):
-            tokens = torch.tensor([row[-self.model.shape.seq_len :]], device=self.learner.place)
-            hidden = self.model(tokens, self.learner.attend)[0, -1:]
-            row.append(int(softcap(hidden @ self.model.head[: self.model.shape.vocab].t()).argmax()))
-            if row[-1] == stop:
-                break
-        return " ".join(self.tokenizer.decode(row[len(ids) :]).split())
+    def continue_prompts(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[str]:
+        """What the model writes behind each prompt, in one line."""
+        device, seq_len = self.learner.device, self.model.shape.seq_len
+        engine: Generator = Engine(
+            self.model,
+            self.learner.kernel,
+            self.tokenizer,
+            device,
+            self.learner.place,
+            slots=len(prompts),
+            context=seq_len,
+            graphs=False,  # a trainer's process cannot capture on every chip
+        )
+        answers = engine.generate([Request(prompt, sampling) for prompt in prompts])
+        return [" ".join(answer.text.split()) for answer in answers]
 
     def close(self) -> None:
         self._feed.close()

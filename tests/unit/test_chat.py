@@ -14,11 +14,11 @@ from ascendchat.data.chat import (
     Counts,
     Rendered,
     canonical,
-    fit,
     parse,
     parse_content,
     render,
     render_choice,
+    render_pieces,
     render_prompt,
     text_of,
 )
@@ -172,7 +172,7 @@ def exchange(n: int, user: int = 10, reply: int = 10) -> list[dict[str, Any]]:
 def test_a_long_conversation_is_split_between_exchanges_and_every_reply_is_kept() -> None:
     messages = [message("system", "sys"), *exchange(1), *exchange(2), *exchange(3)]  # 1 + 5 + 3 * 24 tokens
     counts = Counts()
-    pieces = fit(TOKENIZER, messages, 60, counts)
+    pieces = render_pieces(TOKENIZER, messages, 60, counts)
     assert [len(piece.ids) for piece in pieces] == [54, 30]
     replies = [
         text_of(m["content"]) for piece in pieces for m in parse(TOKENIZER, piece.ids) if m["role"] == "assistant"
@@ -184,7 +184,7 @@ def test_a_long_conversation_is_split_between_exchanges_and_every_reply_is_kept(
 
 def test_a_single_exchange_that_is_too_long_loses_the_start_of_its_prompt_then_the_end_of_its_reply() -> None:
     counts = Counts()
-    (piece,) = fit(TOKENIZER, exchange(7, user=100, reply=100), 65, counts)
+    (piece,) = render_pieces(TOKENIZER, exchange(7, user=100, reply=100), 65, counts)
     assert len(piece.ids) == 65
     assert parse(TOKENIZER, piece.ids) == [message("user", "7" * 29), message("assistant", "7" * 32)]
     assert piece.ids[-1] != S["<|assistant_end|>"]  # a cut reply must not teach to stop
@@ -194,7 +194,7 @@ def test_a_single_exchange_that_is_too_long_loses_the_start_of_its_prompt_then_t
 
 def test_a_short_reply_to_a_long_prompt_is_kept_whole() -> None:
     counts = Counts()
-    (piece,) = fit(TOKENIZER, [message("system", "s" * 50), *exchange(7, user=200, reply=5)], 64, counts)
+    (piece,) = render_pieces(TOKENIZER, [message("system", "s" * 50), *exchange(7, user=200, reply=5)], 64, counts)
     assert parse(TOKENIZER, piece.ids)[-1] == message("assistant", "7" * 5)
     assert piece.ids[-1] == S["<|assistant_end|>"]
     assert (counts.cut_prompts, counts.cut_replies) == (1, 0)
@@ -202,7 +202,7 @@ def test_a_short_reply_to_a_long_prompt_is_kept_whole() -> None:
 
 def test_a_conversation_without_a_reply_is_counted_and_not_handed_on() -> None:
     counts = Counts()
-    assert fit(TOKENIZER, [message("user", "x" * 100)], 50, counts) == []
+    assert render_pieces(TOKENIZER, [message("user", "x" * 100)], 50, counts) == []
     assert (counts.unsupervised, counts.pieces) == (1, 0)
 
 
@@ -211,7 +211,7 @@ def test_no_piece_is_too_long_or_without_a_target_and_all_conversations_are_coun
     messages: list[dict[str, Any]], limit: int
 ) -> None:
     counts = Counts()
-    pieces = fit(TOKENIZER, messages, limit, counts)
+    pieces = render_pieces(TOKENIZER, messages, limit, counts)
     assert all(len(piece.ids) == len(piece.mask) <= limit and any(piece.mask[1:]) for piece in pieces)
     assert counts.whole + counts.split + counts.unsupervised == 1
     assert bool(pieces) == any(render(TOKENIZER, messages).mask)
@@ -239,7 +239,7 @@ def test_the_real_conversations_survive_a_short_row_with_every_one_accounted_for
     counts, given_ = Counts(), 0
     for messages in conversations(real_data / "sft" / "oasst1_en_val_threads.jsonl.xz"):
         given_ += 1
-        assert all(len(piece.ids) <= 257 for piece in fit(TOKENIZER, messages, 257, counts))
+        assert all(len(piece.ids) <= 257 for piece in render_pieces(TOKENIZER, messages, 257, counts))
     assert counts.whole + counts.split + counts.unsupervised == given_ == 338
     assert counts.split > 200
     assert str(counts.lost_tokens) in counts.line()

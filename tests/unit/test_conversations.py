@@ -122,6 +122,13 @@ def test_multiple_choice_answers_with_the_letter_however_the_answer_is_written(
     assert reply["content"] == "B"
 
 
+@pytest.mark.parametrize("answer", ["", "AB", "Z", 2, None])
+def test_an_answer_that_names_none_of_the_choices_cannot_be_read(tmp_path: Path, answer: Any) -> None:
+    row = {"question": "which?", "choices": ["x", "y"], "answer": answer}
+    with pytest.raises(UserError, match=f"the answer {answer!r} is none of the 2 choices of 'which"):
+        read(tmp_path, row)
+
+
 def test_bilingual_rows_give_a_conversation_in_each_language(tmp_path: Path) -> None:
     row = {"en_instruction": "hi", "en_input": "", "en_output": "hello", "zh_instruction": "你好", "zh_output": "您好"}
     found = list(conversations(write(tmp_path, [row])))

@@ -1,4 +1,4 @@
-"""Rows use every token exactly once per epoch, batches depend on nothing but (data, seed, step), damage is named."""
+"""Rows use every token exactly once per epoch, damage is named."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import arrange, cut_anew, shuffled
-from ascendchat.data.corpus import FORMAT, IGNORE, Batches, Corpus, Rows, evaluation_rows, open_mixture
+from ascendchat.data.corpus import FORMAT, Corpus, TextRows, evaluation_rows
 from ascendchat.data.shards import write_shard
+from ascendchat.nn import IGNORE
 
 BOS = 0
 
@@ -63,7 +64,7 @@ def test_the_rows_of_an_epoch_hold_the_documents_exactly(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus, documents = corpus_of(lengths, Path(folder))
-        rows = Rows(corpus, seq_len, seed)
+        rows = TextRows(corpus, seq_len, seed)
         following = {a: b for document in documents for a, b in zip(document, [*document[1:], BOS])}
         opening = {BOS: {document[0] for document in documents}}
         seen: list[int] = []
@@ -95,47 +96,24 @@ def test_the_rows_of_an_epoch_hold_the_documents_exactly(
         assert all(BOS not in p[1:] for p in nonzero)
 
 
-@settings(deadline=None, max_examples=20)
-@given(LENGTHS, st.integers(2, 30), st.integers(0, 1000))
-def test_every_world_size_and_every_resume_sees_the_same_global_batches(
-    lengths: list[list[int]], seq_len: int, seed: int
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        corpus, _ = corpus_of(lengths, Path(folder))
-        other, _ = corpus_of([[5, 9], [31]], Path(folder) / "other")
-        data = [(corpus, 0.7), (other, 0.3)]
-        whole = Batches(data, seq_len, 8, seed)
-        steps = 2 * whole.steps_per_epoch + 3  # over several epochs
-        expected = [whole.batch(step) for step in range(steps)]
-        for world in (1, 2, 4, 8):
-            each = 8 // world
-            resumed = Batches(data, seq_len, 8, seed)  # as a new process would
-            for step in np.random.default_rng(seed + world).permutation(steps)[:5].tolist():
-                ranks = [resumed.batch(step, rank * each, (rank + 1) * each) for rank in range(world)]
-                for name in ("inputs", "targets", "lengths"):
-                    joined = np.concatenate([getattr(rank, name) for rank in ranks])
-                    assert joined.tobytes() == getattr(expected[step], name).tobytes()
-
-
 def test_every_epoch_and_every_seed_has_its_own_order(tmp_path: Path) -> None:
     corpus, _ = corpus_of([[7, 30, 12, 5] * 8], tmp_path)
-    assert corpus.tokens % 16 == 0  # so that batches and epochs end together
+    assert corpus.tokens % 16 == 0  # so that no row is padded
     orders = set()
     for seed in (0, 1):
-        batches = Batches([(corpus, 1.0)], 16, corpus.tokens // 16, seed)
-        assert batches.steps_per_epoch == 1
+        rows = TextRows(corpus, 16, seed)
         for epoch in range(3):
-            inputs = batches.batch(epoch).inputs
+            inputs, targets = np.empty((2, rows.per_epoch, 16), np.int64)
+            rows.fill(epoch * rows.per_epoch, inputs, targets)
             assert len(np.unique(inputs)) == corpus.tokens - corpus.documents + 1
             orders.add(inputs.tobytes())
-        assert batches.epochs(3) == [3.0]
     assert len(orders) == 6
 
 
 def test_most_rows_begin_with_a_document_and_no_more_documents_are_cut_than_by_concatenation(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).lognormal(4.5, 1, 3000).astype(int) + 1
     corpus, _ = corpus_of([lengths.tolist()], tmp_path)
-    rows = Rows(corpus, 512, seed=1)
+    rows = TextRows(corpus, 512, seed=1)
     layout = rows.layout(0)
     starts = np.cumsum(corpus.lengths) - corpus.lengths
     aligned = np.isin(layout.position[layout.first[:-1]], starts).mean()
@@ -143,49 +121,6 @@ def test_most_rows_begin_with_a_document_and_no_more_documents_are_cut_than_by_c
     assert plain < 0.05
     assert aligned > 0.9
     assert (layout.position >= 0).sum() - corpus.documents <= rows.per_epoch
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=5), st.integers(0, 10**10))
-def test_a_mixture_follows_its_weights_at_every_row(weights: list[float], rows: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        corpus, _ = corpus_of([[5, 6]], Path(folder))
-        batches = Batches([(corpus, weight) for weight in weights], 4, 2, seed=0)
-        counts = batches.counts(rows)
-        assert sum(counts) == rows
-        for count, weight in zip(counts, weights):
-            assert abs(count - rows * weight / sum(weights)) < len(weights) + 1e-6 * rows**0.5
-        which, number = batches.locate(rows)
-        assert number == counts[which]
-        counts[which] += 1
-        assert batches.counts(rows + 1) == counts
-
-
-def test_a_mixture_takes_rows_from_both_corpora_in_their_own_order(tmp_path: Path) -> None:
-    a, _ = corpus_of([[10, 20, 30]], tmp_path / "a")
-    store(tmp_path / "b", [[[5000 + i] * 9 for i in range(8)]], "uint32")
-    data = open_mixture([f"{tmp_path / 'a'}=3", f"{tmp_path / 'b'}=1"])
-    assert [weight for _, weight in data] == [3.0, 1.0]
-    mixed = Batches(data, 7, 8, seed=5)
-    inputs = np.concatenate([mixed.batch(step).inputs for step in range(3)])
-    from_b = (inputs >= 5000).any(axis=1)
-    assert from_b.sum() == 6
-    alone = Batches([(a, 1.0)], 7, 18, seed=5).batch(0).inputs
-    assert (inputs[~from_b] == alone).all()
-
-
-def test_mixtures_are_opened_by_size_by_flag_or_from_a_mixture_folder(tmp_path: Path) -> None:
-    corpus_of([[10, 20, 30]], tmp_path / "a")
-    corpus_of([[9]], tmp_path / "b")
-    assert [weight for _, weight in open_mixture([tmp_path / "a", tmp_path / "b"])] == [63.0, 10.0]
-    listed = [{"folder": "a", "weight": 1.0}, {"folder": "b", "weight": 3.0}]
-    (tmp_path / "mixture.json").write_text(json.dumps({"corpora": listed}))
-    assert [weight for _, weight in open_mixture([tmp_path])] == [1.0, 3.0]
-    assert [weight for _, weight in open_mixture([f"{tmp_path}=0.5", f"{tmp_path / 'a'}=1"])] == [0.125, 0.375, 1.0]
-    with pytest.raises(UserError, match="every corpus a weight, or none"):
-        open_mixture([tmp_path / "a", f"{tmp_path / 'b'}=1"])
-    with pytest.raises(UserError, match="'heavy' is not a weight"):
-        open_mixture([f"{tmp_path / 'a'}=heavy"])
 
 
 @settings(deadline=None, max_examples=50)
@@ -204,26 +139,15 @@ def test_evaluation_covers_every_token_of_text_once(lengths: list[list[int]], se
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_both_token_types_give_the_same_documents(dtype: str, tmp_path: Path) -> None:
     documents = numbered([3, 8, 1, 20])
-    corpus = Corpus.open(store(tmp_path, [documents[:1], documents[1:]], dtype), verify=True)
+    corpus = Corpus.open(store(tmp_path, [documents[:1], documents[1:]], dtype))
     assert corpus.token_dtype == np.dtype(dtype)
-    assert [corpus.document(i).tolist() for i in range(4)] == [[BOS, *d] for d in documents]
+    stored = np.concatenate(list(corpus.stream()))
+    assert stored.tolist() == [token for d in documents for token in [BOS, *d]]
+    assert corpus.lengths.tolist() == [4, 9, 2, 21]
     assert (corpus.tokens, corpus.documents, corpus.text_bytes) == (36, 4, 96)
 
 
-def test_a_flipped_byte_is_found_by_verify_and_named(tmp_path: Path) -> None:
-    folder = store(tmp_path, [numbered([50]), numbered([60], 51)])
-    for path in sorted(folder.glob("train-*")):
-        good = path.read_bytes()
-        path.write_bytes(
-            good[:20] + bytes([good[20] ^ 4]) + good[21:] if len(good) > 20 else bytes([good[0] ^ 1]) + good[1:]
-        )
-        with pytest.raises(UserError, match=f"{path.name} is damaged"):
-            Corpus.open(folder, verify=True)
-        path.write_bytes(good)
-    Corpus.open(folder, verify=True)
-
-
-def test_a_missing_or_short_file_is_found_without_verify(tmp_path: Path) -> None:
+def test_a_missing_or_short_file_is_found_and_named(tmp_path: Path) -> None:
     folder = store(tmp_path, [numbered([50])])
     path = next(folder.glob("*.tokens"))
     path.write_bytes(path.read_bytes()[:-2])

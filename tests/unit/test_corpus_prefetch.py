@@ -11,13 +11,15 @@ import pytest
 import torch
 from test_corpus import numbered, store
 
-from ascendchat.data.corpus import Batches, Corpus, Prefetcher
+from ascendchat.data.corpus import Corpus, TextRows
+from ascendchat.data.mixture import Batches
+from ascendchat.data.prefetch import Prefetcher
 
 
 @pytest.fixture
 def batches(tmp_path: Path) -> Batches:
     corpus = Corpus.open(store(tmp_path, [numbered([40, 3, 90, 17, 33])]))
-    return Batches([(corpus, 1.0)], seq_len=8, rows_per_step=12, seed=3)
+    return Batches([(TextRows(corpus, seq_len=8, seed=3), 1.0)], rows_per_step=12)
 
 
 def test_micro_batches_are_the_ranks_rows_in_order(batches: Batches) -> None:

@@ -20,13 +20,13 @@ from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data import prepare
-from ascendchat.data.corpus import IGNORE
 from ascendchat.data.tokenizer import Tokenizer, train
 from ascendchat.eval import core
 from ascendchat.eval.base import merged, run
 from ascendchat.eval.bits import bits_per_byte
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
+from ascendchat.nn import IGNORE
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import token_nats
 from ascendchat.plan.shape import Shape

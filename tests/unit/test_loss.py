@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ascendchat.nn import IGNORE
 from ascendchat.nn import loss as module
-from ascendchat.nn.loss import IGNORE, SOFTCAP, head_loss, head_objective, token_nats
+from ascendchat.nn.loss import SOFTCAP, head_loss, head_objective, token_nats
 
 
 def plain(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from ascendchat import tasks
 from ascendchat.data.chat import Conversation, render_choice
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.overlap import SHOWN, Watch, asked, normal, overlaps, says
+from ascendchat.tasks.overlap import SHOWN_OVERLAPS, Overlap, OverlapFinder, contains_words, normal, questions_in
 
 
 class Talks(Task):
@@ -51,6 +52,14 @@ STEM = "Which of the following is true?"
 EXAM = Choices("exam", [(STEM, ["Bees dance.", "Bees sing.", "Bees write.", "None of these."])])
 
 
+def overlaps(training: Sequence[Task], evaluation: Sequence[Task]) -> list[Overlap]:
+    """Evaluation questions that stand in the training data."""
+    finder = OverlapFinder(evaluation)
+    for source in training:
+        assert len(list(finder.over(source))) == len(source)
+    return finder.found()
+
+
 def in_training(*texts: str) -> bool:
     return bool(overlaps([Talks("chats", [talk("Hello", "Hi"), talk(*texts)])], [EXAM]))
 
@@ -66,11 +75,6 @@ def test_a_multiple_choice_question_is_found_with_its_right_choice_and_not_by_it
     assert not in_training("Bees dance. Is it so?", "Yes", STEM, "Rocks dance.")
 
 
-def test_a_slice_of_multiple_choice_needs_the_right_choice_too() -> None:
-    training = Talks("chats", [talk(render_choice(STEM, ["Rocks dance."]), "A")])
-    assert overlaps([training], [EXAM[0:1]]) == []
-
-
 def test_questions_that_are_answered_in_words_are_found_by_their_words() -> None:
     exam = Talks("sums", [talk("What is 1+1?", "2"), talk("What is 1+2?", "3")], "test")
     leaky = Talks("b", [talk("x", "y"), talk("x", "y", "WHAT is  1 + 2", "many")])
@@ -83,23 +87,23 @@ def test_questions_that_are_answered_in_words_are_found_by_their_words() -> None
 
 def test_the_log_has_one_line_of_numbers_and_few_examples_for_each_evaluation() -> None:
     exam = Talks("sums", [talk(f"What is 1+{n}?", str(n + 1)) for n in range(10)], "test")
-    watch = Watch([EXAM, exam])
+    finder = OverlapFinder([EXAM, exam])
     first, second = Talks("first", exam.talks[2:8] * 2), Talks("second", exam.talks[7:9])
-    assert [*watch.over(first), *watch.over(second)] == [*first.talks, *second.talks]
-    assert len(watch.found()) == 8  # row 7 is in both
-    assert watch.lines() == [
+    assert [*finder.over(first), *finder.over(second)] == [*first.talks, *second.talks]
+    assert len(finder.found()) == 8  # row 7 is in both
+    assert finder.lines() == [
         "sums: 7 of 10 test questions are in the mixture (first train 6, second train 2)",
         *(f"  sums test row {row} is in first train row {row - 2}: What is 1+{row}?" for row in (2, 3, 4)),
     ]
-    assert SHOWN == 3
-    assert Watch([EXAM]).lines() == []
+    assert SHOWN_OVERLAPS == 3
+    assert OverlapFinder([EXAM]).lines() == []
 
 
 def test_questions_are_compared_by_their_words() -> None:
     assert normal("  Who, if ANY？") == normal("who if any?")
     assert normal("1+1") != normal("1+2")
-    assert list(asked([{"role": "assistant", "content": "x"}])) == []
-    assert list(asked([{"role": "user", "content": "half a letter \ud83d"}]))
+    assert list(questions_in([{"role": "assistant", "content": "x"}])) == []
+    assert list(questions_in([{"role": "user", "content": "half a letter \ud83d"}]))
 
 
 @given(st.text(st.characters(max_codepoint=127)))
@@ -108,12 +112,12 @@ def test_plain_letters_take_a_short_cut_to_the_same_words(text: str) -> None:
 
 
 def test_words_stand_in_a_text_as_words() -> None:
-    assert says("It is the Sun, surely", "sun")
-    assert not says("sunlight", "sun")
-    assert not says("15 s", "5 s")
-    assert says("最大的器官是皮肤。", "皮肤")
-    assert says("a ≥ b", "≥")
-    assert not says("a = b", "≥")
+    assert contains_words("It is the Sun, surely", "sun")
+    assert not contains_words("sunlight", "sun")
+    assert not contains_words("15 s", "5 s")
+    assert contains_words("最大的器官是皮肤。", "皮肤")
+    assert contains_words("a ≥ b", "≥")
+    assert not contains_words("a = b", "≥")
 
 
 def test_the_toy_world_does_not_train_on_what_it_asks() -> None:

@@ -13,8 +13,9 @@ from test_chat import TOKENIZER, exchange
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Counts, Rendered, render
-from ascendchat.data.corpus import IGNORE, Batches
-from ascendchat.data.pack import ChatBatches, ChatRows, best_fit
+from ascendchat.data.mixture import Batches
+from ascendchat.data.pack import ChatRows, best_fit
+from ascendchat.nn import IGNORE
 
 PAD = TOKENIZER.specials["<|pad|>"]
 
@@ -110,20 +111,12 @@ ROWS = [ChatRows.build(TOKENIZER, talk(60, seed=i), 128, 0, Counts()) for i in r
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([1, 2, 4, 8]))
 def test_any_number_of_ranks_and_any_resumed_step_see_the_same_global_batch(step: int, world: int) -> None:
-    straight = ChatBatches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 128, 8, 0)
+    straight = Batches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 8)
     whole = straight.batch(step)
-    fresh = ChatBatches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 128, 8, 0)  # as after a restart
+    fresh = Batches([(ROWS[0], 2.0), (ROWS[1], 1.0)], 8)  # as after a restart
     share = 8 // world
     parts = [fresh.batch(step, rank * share, (rank + 1) * share) for rank in reversed(range(world))][::-1]
     assert np.array_equal(whole.inputs, np.concatenate([part.inputs for part in parts]))
     assert np.array_equal(whole.targets, np.concatenate([part.targets for part in parts]))
     assert np.array_equal(whole.lengths, np.concatenate([part.lengths for part in parts]))
     assert whole.lengths.sum() == 8 * 128
-
-
-def test_a_mixture_takes_rows_by_weight_and_is_a_source_of_batches_like_text() -> None:
-    batches = ChatBatches([(ROWS[0], 3.0), (ROWS[1], 1.0)], 128, 8, 0)
-    assert isinstance(batches, Batches)
-    assert batches.counts(80) == [60, 20]
-    with pytest.raises(ValueError, match="seq_len"):
-        ChatBatches([(ROWS[0], 1.0)], 64, 8, 0)

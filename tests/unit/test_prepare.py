@@ -19,11 +19,14 @@ import pytest
 from ascendchat.config import UserError, parse
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data import toyworld
-from ascendchat.data.corpus import IGNORE, Batches, Corpus, open_mixture
+from ascendchat.data.corpus import Corpus, TextRows, open_corpora
+from ascendchat.data.mixture import Batches, parse_mixture
 from ascendchat.data.prepare import prepare, run
 from ascendchat.data.read import documents
 from ascendchat.data.shards import dtype_for, is_validation
 from ascendchat.data.tokenizer import Tokenizer, train
+from ascendchat.data.verify import verify
+from ascendchat.nn import IGNORE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +57,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def decoded(folder: Path, split: str, tokenizer: Path) -> list[str]:
-    corpus, loaded = Corpus.open(folder, split, verify=True), Tokenizer.load(tokenizer)
-    found = [corpus.document(i).tolist() for i in range(corpus.documents)]
+    corpus, loaded = Corpus.open(folder, split), Tokenizer.load(tokenizer)
+    assert not verify([folder])[0].faults
+    found = [d.tolist() for d in np.split(np.concatenate(list(corpus.stream())), np.cumsum(corpus.lengths)[:-1])]
     assert all(document[0] == loaded.bos for document in found)
     return [loaded.decode(document[1:]) for document in found]
 
@@ -127,8 +131,7 @@ def test_a_damaged_shard_is_named_and_made_again_once_deleted(tokenizer: Path, t
     good = contents(out)
     victim = out / sorted(name for name in good if name.endswith(".tokens"))[2]
     victim.write_bytes(good[victim.name][:-3] + b"\x07" + good[victim.name][-2:])
-    with pytest.raises(UserError, match=f"{victim.name} is damaged"):
-        Corpus.open(out, victim.name.split("-")[0], verify=True)
+    assert [(fault.file, fault.what) for fault in verify([out])[0].faults] == [(victim, "checksum differs")]
     victim.unlink()
     prepare([a], tokenizer, out, workers=1, part=5_000)
     assert contents(out) == good
@@ -152,10 +155,11 @@ def test_weights_make_one_corpus_per_source_and_a_mixture(tokenizer: Path, tmp_p
     en, zh = write(tmp_path / "en.jsonl", texts(120, 20)), write(tmp_path / "zh.jsonl", texts(30, 21))
     flags = ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1", "--weights", "1,3"]
     assert run(parse(DataPrepareConfig, ["--source", str(en), str(zh), *flags])) == 0
-    mixture = open_mixture([tmp_path / "out"])
+    names = [str(tmp_path / "out" / name) for name in ("00-en-jsonl", "01-zh-jsonl")]
+    assert parse_mixture([tmp_path / "out"]) == list(zip(names, [1.0, 3.0]))
+    mixture = open_corpora([tmp_path / "out"])
     assert [weight for _, weight in mixture] == [1.0, 3.0]
     assert mixture[0][0].documents > 100 > mixture[1][0].documents
-    assert Batches(mixture, 32, 8, seed=0).counts(400) == [100, 300]
 
 
 def test_wrong_input_is_explained(tokenizer: Path, tmp_path: Path) -> None:
@@ -241,13 +245,14 @@ def test_every_token_of_real_text_is_used(tokenizer: Path, real_data: Path, tmp_
     manifest = prepare([str(source)], tokenizer, tmp_path / "out", val_fraction=0.05, workers=2)
     splits = manifest["splits"]
     assert splits["train"]["documents"] + splits["val"]["documents"] == sum(1 for _ in documents([source])) == 223
-    corpus = Corpus.open(tmp_path / "out", verify=True)
-    rows = Batches([(corpus, 1.0)], 1024, 16, seed=0)
+    corpus = Corpus.open(tmp_path / "out")
+    rows = TextRows(corpus, 1024, seed=0)
+    batches = Batches([(rows, 1.0)], 16)
     counts = np.zeros(corpus.vocab_size, dtype=np.int64)
     used = 0
-    for step in range(rows.steps_per_epoch):
-        left = min(16, rows.rows[0].per_epoch - step * 16)
-        batch = rows.batch(step, 0, left)
+    for step in range(-(-rows.per_epoch // 16)):
+        left = min(16, rows.per_epoch - step * 16)
+        batch = batches.batch(step, 0, left)
         real = batch.targets != IGNORE
         used += int(real.sum())
         counts += np.bincount(batch.inputs[real], minlength=corpus.vocab_size)
@@ -308,7 +313,7 @@ def test_the_own_output_below_a_source_is_not_read(tokenizer: Path, tmp_path: Pa
         if extra:  # the first output is text of ours no longer
             shutil.rmtree(tmp_path / "prepared", ignore_errors=True)
         assert run(parse(DataPrepareConfig, argv)) == 0
-        (corpus,) = [one for one, _ in open_mixture([out])]
+        (corpus,) = [one for one, _ in open_corpora([out])]
         assert json.loads((corpus.folder / "manifest.json").read_text())["sources"][0]["name"] == "a.jsonl"
         assert len(json.loads((corpus.folder / "manifest.json").read_text())["sources"]) == 1
 

@@ -20,7 +20,7 @@ from ascendchat.config import UserError
 from ascendchat.data.conversations import conversations
 from ascendchat.data.read import documents
 from ascendchat.eval.bundle import load_bundle
-from ascendchat.tasks.files import SPLIT, rows
+from ascendchat.tasks.files import SPLIT, set_rows
 
 ROWS = [{"text": f"document {i}", "question": f"q{i}", "answer": "B"} for i in range(2000)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -77,9 +77,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str, damage: str) -> None
     path.parent.mkdir()
     path.write_bytes(PACKED[kind]())
     assert len(list(documents([path]))) == len(ROWS)
-    assert len(list(rows("set", PATTERN, SPLIT["test"], str(path.parent)))) == len(ROWS)
+    assert len(list(set_rows("set", PATTERN, SPLIT["test"], str(path.parent)))) == len(ROWS)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    for read in (lambda: documents([path]), lambda: rows("set", PATTERN, SPLIT["test"], str(path.parent))):
+    for read in (lambda: documents([path]), lambda: set_rows("set", PATTERN, SPLIT["test"], str(path.parent))):
         words = said(read)
         assert path.name in words or (damage == "empty" and words == "0 rows")  # some formats allow an empty file
     if kind != "zip":
@@ -99,7 +99,7 @@ def test_a_zip_that_python_cannot_open_is_named_with_the_reason(tmp_path: Path, 
     with pytest.raises(UserError, match=says):
         list(documents([path]))
     with pytest.raises(UserError, match=says):
-        list(rows("set", PATTERN, SPLIT["test"], str(path.parent)))
+        list(set_rows("set", PATTERN, SPLIT["test"], str(path.parent)))
 
 
 def test_an_encrypted_bundle_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_json_nested_beyond_reason_is_named(tmp_path: Path, kind: str, row: str)
     with pytest.raises(UserError, match=rf"test\.{kind}.*nested"):
         list(conversations(path))
     with pytest.raises(UserError, match=rf"test\.{kind}.*nested"):
-        list(rows("set", PATTERN, SPLIT["test"], str(path.parent)))
+        list(set_rows("set", PATTERN, SPLIT["test"], str(path.parent)))
 
 
 def test_a_csv_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "set" / "test.csv"
     path.parent.mkdir()
     path.write_bytes(b"text,A,B\na\r\rb\x00,c\n" + b'"' + b"x" * 200_000)
-    for read in (lambda: documents([path]), lambda: rows("set", PATTERN, SPLIT["test"], str(path.parent))):
+    for read in (lambda: documents([path]), lambda: set_rows("set", PATTERN, SPLIT["test"], str(path.parent))):
         said(read)  # a table or a sentence, no traceback

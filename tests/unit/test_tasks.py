@@ -1,4 +1,4 @@
-"""Tasks on small tables of our own: readers, slices, mixtures, the check for leaks."""
+"""Tasks on small tables of our own: readers and rules of scoring."""
 
 from __future__ import annotations
 
@@ -13,30 +13,13 @@ from hypothesis import strategies as st
 
 from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
-from ascendchat.data.chat import Conversation, render_choice, text_of
+from ascendchat.data.chat import render_choice, text_of
 from ascendchat.data.fetch import fetch
-from ascendchat.tasks.base import Task
-from ascendchat.tasks.choice import item
+from ascendchat.tasks.choice import ChoiceQuestion
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import final_number
 from ascendchat.tasks.humaneval import HumanEval, code_of, pass_at_k
-
-
-class Numbers(Task):
-    """Row i asks for i + 1."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name, self.count = name, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def example(self, index: int) -> Conversation:
-        return [
-            {"role": "user", "content": f"What comes after {self.name} {index}?"},
-            {"role": "assistant", "content": str(index + 1)},
-        ]
 
 
 def write_zip(path: Path, members: dict[str, str]) -> None:
@@ -106,9 +89,9 @@ def test_the_split_of_a_file_is_told_by_its_name(path: str, split: str, right: b
 
 def test_the_hub_format_of_arc_has_labels_of_its_own() -> None:
     row = {"question": "x", "choices": {"text": ["p", "q", "r"], "label": ["1", "2", "3"]}, "answerKey": "3"}
-    assert item(row).answer == 2
+    assert ChoiceQuestion.of(row).answer == 2
     with pytest.raises(ValueError):
-        item({**row, "answerKey": "D"})
+        ChoiceQuestion.of({**row, "answerKey": "D"})
 
 
 def test_a_fetched_set_is_read_where_fetch_put_it(folder: Path) -> None:
@@ -266,13 +249,6 @@ def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_answer() -> None:
                 assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
     with pytest.raises(ValueError):
         pass_at_k(3, 1, 4)
-
-
-def test_slices_take_rows_by_start_stop_and_step() -> None:
-    part = Numbers("n", 10)[2:9:3]
-    assert [part.example(i)[-1]["content"] for i in range(len(part))] == ["3", "6", "9"]
-    assert len(Numbers("n", 10)[:4][1:]) == 3
-    assert Numbers("n", 10)[::-1].question(0) == "What comes after n 9?"
 
 
 TEMPLATES = "Dear {{name}} and {{user}} of {{author}}: \\frac{{1}}{{2}}, {{ x }}, {{town}}"

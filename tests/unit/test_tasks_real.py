@@ -9,6 +9,7 @@ import pytest
 
 from ascendchat import tasks
 from ascendchat.tasks.humaneval import HumanEval
+from ascendchat.tasks.overlap import OverlapFinder
 
 ROWS = [
     ("mmlu", "test", 14_042), ("ceval", "val", 1_346), ("cmmlu", "test", 11_582), ("gsm8k", "train", 7_473),
@@ -39,7 +40,9 @@ def test_gsm8k_answers_are_right_by_its_own_rule(real_data: Path) -> None:
 def test_known_leaks_between_training_and_test_are_found(name: str, found: int, real_data: Path) -> None:
     # The words of 7 test questions of each ARC are asked in training; of 3 and 5 the right choice is another one there.
     train = tasks.load(name, "train", str(real_data / ("eval" if name == "gsm8k" else "sft")))
-    assert len(tasks.overlaps([train], [tasks.load(name, "test", str(real_data / "eval"))])) == found
+    finder = OverlapFinder([tasks.load(name, "test", str(real_data / "eval"))])
+    assert len(list(finder.over(train))) == len(train)
+    assert len(finder.found()) == found
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""What `mid` and `sft` read: each source once, parted into rows to train on and rows to validate on."""
+"""What `mid` and `sft` read: each entry of --data once, split into rows to train on and rows to validate on."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 
 from ascendchat import tasks
-from ascendchat.config.train import SftConfig
+from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation, Counts
+from ascendchat.data.corpus import Corpus, TextRows
+from ascendchat.data.mixture import write_mixture
 from ascendchat.data.pack import ChatRows
+from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import Tokenizer, train
 from ascendchat.tasks.base import Task
-from ascendchat.train.chat import VALIDATION, open_sources, report_overlaps, watch_for
+from ascendchat.tasks.mixture import VALIDATION, ChatMixture, default_data, open_chat_mixture, overlap_finder
+from ascendchat.tasks.overlap import report_overlaps
 
 EXAM = [{"question": f"Who is {n}?", "choices": [f"man {n}", "nobody"], "gold": 0} for n in range(9)]
 
@@ -48,31 +53,42 @@ def same(a: ChatRows, b: ChatRows) -> bool:
     return all(arrays) and [row.tolist() for row in a.members] == [row.tolist() for row in b.members]
 
 
-def test_a_source_is_read_once_and_parted_by_the_hash_of_each_conversation(
+def opened(tokenizer: Tokenizer, *data: str, source: str = "", said: list[str] | None = None) -> ChatMixture:
+    say = (lambda line: None) if said is None else said.append
+    return open_chat_mixture(data, "sft", tokenizer, 64, source=source, say=say)
+
+
+def rows_of(mixture: ChatMixture) -> tuple[ChatRows, ChatRows]:
+    """Of a mixture of one entry: the rows to train on, and those to validate on."""
+    ((rows, weight),), (validation,) = mixture.sources, mixture.validation
+    assert isinstance(rows, ChatRows)
+    assert weight == rows.per_epoch == mixture.per_epoch
+    return rows, validation
+
+
+def test_an_entry_is_read_once_and_split_by_the_hash_of_each_conversation(
     chats: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = SftConfig(data=(str(chats),), source=str(chats.parent / "eval"))
     every = list(tasks.load(str(chats), "train"))
     loaded: list[str] = []
-    load = tasks.load
 
     def counted(name: str, *more: Any, **named: Any) -> Task:
         loaded.append(name)
-        return load(name, *more, **named)
+        return tasks.load(name, *more, **named)
 
-    monkeypatch.setattr(tasks, "load", counted)
-    watch = watch_for(config)
-    assert watch is not None
-    ((rows, weight),), (validation,), _ = open_sources(config, "sft", tokenizer, 64, lambda line: None, watch)
+    monkeypatch.setattr("ascendchat.tasks.mixture.load", counted)
+    mixture = opened(tokenizer, str(chats), source=str(chats.parent / "eval"))
+    rows, validation = rows_of(mixture)
     assert loaded.count(str(chats)) == 1
-    assert isinstance(rows, ChatRows)
-    assert weight == rows.per_epoch
     kept = [talk for talk in every if held_out(talk)]
     assert 0 < len(kept) < 20
     trained = [talk for talk in every if not held_out(talk)]
-    assert same(rows, ChatRows.build(tokenizer, trained, 64, config.seed, Counts()))
-    assert same(validation, ChatRows.build(tokenizer, kept, 64, config.seed, Counts()))
-    assert [overlap.row for overlap in watch.found()] == [0, 1, 2, 3, 4]
+    assert same(rows, ChatRows.build(tokenizer, trained, 64, 0, Counts()))
+    assert same(validation, ChatRows.build(tokenizer, kept, 64, 0, Counts()))
+    assert mixture.overlaps is not None
+    assert [overlap.row for overlap in mixture.overlaps.found()] == [0, 1, 2, 3, 4]
+    assert mixture.facts == [hashlib.sha256(rows.ids.tobytes()).hexdigest()[:16], rows.per_epoch]
+    assert opened(tokenizer, str(chats)).overlaps is None
 
 
 def test_a_small_source_is_validated_on_its_first_conversation(
@@ -82,9 +98,8 @@ def test_a_small_source_is_validated_on_its_first_conversation(
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), encoding="utf-8")
     said: list[str] = []
-    ((rows, _),), (validation,), _ = open_sources(SftConfig(data=(str(few),)), "sft", tokenizer, 64, said.append)
+    rows, validation = rows_of(opened(tokenizer, str(few), said=said))
     assert "too small to keep some for validation" in said[-1]
-    assert isinstance(rows, ChatRows)
     assert same(rows, ChatRows.build(tokenizer, talks, 64, 0, Counts()))
     assert same(validation, ChatRows.build(tokenizer, talks[:1], 64, 0, Counts()))
 
@@ -106,8 +121,7 @@ def test_a_conversation_without_a_reply_never_validates_and_is_counted(
     path, said = tmp_path / "some.jsonl", list[str]()
     lines = [json.dumps({"messages": talk}) for talk in ([*empty, *talks] if first else [*talks, *empty])]
     path.write_text("\n".join(lines), encoding="utf-8")
-    ((rows, _),), (validation,), _ = open_sources(SftConfig(data=(str(path),)), "sft", tokenizer, 64, said.append)
-    assert isinstance(rows, ChatRows)
+    _, validation = rows_of(opened(tokenizer, str(path), said=said))
     assert same(validation, ChatRows.build(tokenizer, talks[3:] or talks[:1], 64, 0, Counts()))
     assert "3 conversations whole" in said[0]
     assert "2 without a reply" in said[0]
@@ -119,8 +133,7 @@ def test_a_source_whose_only_conversation_is_picked_for_validation_is_trained_on
     talk = next(talk for talk in tasks.load(str(chats), "train") if held_out(talk))
     path, said = tmp_path / "one.jsonl", list[str]()
     path.write_text(json.dumps({"messages": talk}), encoding="utf-8")
-    ((rows, _),), (validation,), _ = open_sources(SftConfig(data=(str(path),)), "sft", tokenizer, 64, said.append)
-    assert isinstance(rows, ChatRows)
+    rows, validation = rows_of(opened(tokenizer, str(path), said=said))
     assert same(rows, validation)
     assert "too small to keep some for validation" in said[-1]
 
@@ -129,25 +142,27 @@ def test_rows_that_were_left_out_are_said(chats: Path, tokenizer: Tokenizer) -> 
     with chats.open("a", encoding="utf-8") as file:
         file.write("\n{broken")
     said: list[str] = []
-    open_sources(SftConfig(data=(str(chats),)), "sft", tokenizer, 64, said.append)
+    opened(tokenizer, str(chats), said=said)
     assert said[0].startswith("chats.jsonl: 1 of 301 rows cannot be read: line 301: ")
 
 
 def test_overlaps_are_summed_up_and_all_are_in_a_file_when_not_all_are_shown(chats: Path, tmp_path: Path) -> None:
-    watch = watch_for(SftConfig(data=(str(chats),), source=str(chats.parent / "eval")))
-    assert watch is not None
-    source, said = tasks.load(str(chats), "train"), list[str]()
+    finder = overlap_finder([str(chats)], str(chats.parent / "eval"))
+    assert finder is not None
+    said: list[str] = []
     (tmp_path / "overlaps.txt").write_text("of an earlier run")
-    for _ in watch.over(source[:3]):
-        pass
-    report_overlaps(watch, tmp_path, said.append)
+    report_overlaps(None, tmp_path, said.append)
+    assert not said
+    assert not (tmp_path / "overlaps.txt").exists()
+    passed = finder.over(tasks.load(str(chats), "train"))
+    list(itertools.islice(passed, 3))
+    report_overlaps(finder, tmp_path, said.append)
     assert said[0] == "arc_easy: 3 of 9 test questions are in the mixture (chats train 3)"
     assert len(said) == 4
     assert not (tmp_path / "overlaps.txt").exists()
-    for _ in watch.over(source):
-        pass
+    list(passed)
     said.clear()
-    report_overlaps(watch, tmp_path, said.append)
+    report_overlaps(finder, tmp_path, said.append)
     assert said[0] == "arc_easy: 5 of 9 test questions are in the mixture (chats train 5)"
     assert len(said) == 5
     assert said[-1] == f"all 5 of them: {tmp_path / 'overlaps.txt'}"
@@ -155,5 +170,46 @@ def test_overlaps_are_summed_up_and_all_are_in_a_file_when_not_all_are_shown(cha
 
 
 def test_nothing_is_looked_for_without_a_folder_of_evaluations_or_conversations_of_ones_own(chats: Path) -> None:
-    assert watch_for(SftConfig(data=(str(chats),))) is None
-    assert watch_for(SftConfig(data=("toyworld=1",), source=str(chats.parent))) is None
+    assert overlap_finder([str(chats)], "") is None
+    assert overlap_finder(["toyworld"], str(chats.parent)) is None
+
+
+@pytest.fixture
+def words(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    """A folder as `data prepare --weights` writes it: one corpus with a validation split and one without."""
+    tokenizer.save(tmp_path / "tokenizer")
+    lines = [json.dumps({"text": f"who is {n}? nobody."}) for n in range(80)]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for name, fraction in (("a", 0.2), ("b", 0.0)):
+        source, out = str(tmp_path / "words.jsonl"), tmp_path / "words" / name
+        prepare([source], tmp_path / "tokenizer", out, val_fraction=fraction, workers=1)
+    write_mixture(tmp_path / "words", [("a", 1.0), ("b", 3.0)])
+    return tmp_path / "words"
+
+
+def test_text_and_conversations_are_mixed_by_weight(chats: Path, words: Path, tokenizer: Tokenizer) -> None:
+    mixture = opened(tokenizer, f"{words}=0.5", f"{chats}=0.25", "toyworld=0.25")
+    kinds = [(type(rows), weight) for rows, weight in mixture.sources]
+    assert kinds == [(TextRows, 0.125), (TextRows, 0.375), (ChatRows, 0.25), (ChatRows, 0.25)]
+    assert len(mixture.validation) == 2  # of the conversations
+    assert [text.fingerprint for text in mixture.texts] == [Corpus.open(words / "a", "val").fingerprint]
+    assert mixture.facts[1:] == [0.125, 0.375, 0.25, 0.25]
+    assert mixture.facts[0] != opened(tokenizer, f"{words}=0.5", f"{chats}=0.25").facts[0]
+    with pytest.raises(UserError, match="every entry of --data a weight, or none"):
+        opened(tokenizer, str(words), str(chats))
+
+
+def test_text_of_another_tokenizer_is_refused(words: Path) -> None:
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
+        opened(train(["a quite other text"], 270), str(words / "a"))
+
+
+def test_without_data_a_model_of_the_embedded_world_stays_there_and_others_take_published_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    assert default_data("sft", ["/somewhere/data/toyworld=1"], "") == ("toyworld",)
+    for learnt in ([], ["/somewhere/data/toyworld", "/somewhere/wiki"]):
+        with pytest.raises(UserError, match="ascendchat data fetch smoltalk mmlu"):
+            default_data("mid", learnt, "")
+        assert "smoltalk" in default_data("mid", learnt, source=str(tmp_path))

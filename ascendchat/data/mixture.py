@@ -1,0 +1,198 @@
+"""The one mixture: `--data NAME=WEIGHT,...` of every training command, and the global batches that it gives.
+
+    entries = parse_mixture(("wiki=0.7", "chats.jsonl=0.3"))      # names and weights
+    batches = Batches([(rows, weight), ...], rows_per_step)       # each `rows` is a source of rows: see Rows
+    batches.batch(step, start, stop)                              # rows start .. stop - 1 of the global batch of a step
+
+Text (corpus.TextRows) and packed conversations (pack.ChatRows) are sources of rows; tasks/mixture.py opens the mixtures
+of `mid` and `sft`. A weight is a share of the rows of the run, relative to the other weights.
+
+The global batch of step s is a pure function of (data, seed, s): ranks take slices of it, and a resumed run, on any
+number of devices, needs nothing but the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ascendchat.config import UserError
+from ascendchat.files import write_atomic
+
+MIXTURE = "mixture.json"  # in the folder that `data prepare --weights` wrote: its corpora and their weights
+
+
+class Entry(NamedTuple):
+    """One entry of --data."""
+
+    name: str  # a file, a folder, or the name of a data set
+    weight: float | None  # None: it counts by its size
+
+
+def parse_entry(text: str) -> Entry:
+    """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`."""
+    name, equals, number = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return Entry(text, None)
+    try:
+        weight = float(number)
+    except ValueError:
+        raise UserError(f"{text}: {number!r} is not a weight; write {name}=0.7") from None
+    if not 0 < weight < float("inf"):
+        raise UserError(f"{text}: a weight must be greater than 0")
+    return Entry(name, weight)
+
+
+def parse_mixture(data: Sequence[str | Path]) -> list[Entry]:
+    """All entries, weighted or not. A folder that `data prepare --weights` wrote stands for its corpora."""
+    entries: list[Entry] = []
+    for text in data:
+        name, weight = parse_entry(str(text))
+        listed = Path(name) / MIXTURE
+        if not listed.is_file():
+            entries.append(Entry(name, weight))
+            continue
+        corpora = json.loads(listed.read_text(encoding="utf-8"))["corpora"]
+        total = sum(one["weight"] for one in corpora)
+        for one in corpora:
+            share = one["weight"] if weight is None else one["weight"] * weight / total
+            entries.append(Entry(str(Path(name) / one["folder"]), float(share)))
+    if len({weight is None for _, weight in entries}) > 1:
+        raise UserError("give every entry of --data a weight, or none: --data chats.jsonl=0.7,corpus=0.3")
+    return entries
+
+
+def write_mixture(folder: Path, corpora: Sequence[tuple[str, float]]) -> None:
+    """Make `folder` a mixture of these folders below it; `parse_mixture` reads it."""
+    listed = [{"folder": name, "weight": weight} for name, weight in corpora]
+    write_atomic(folder / MIXTURE, json.dumps({"corpora": listed}, indent=1))
+
+
+def absolute(data: Sequence[str]) -> tuple[str, ...]:
+    """The same entries, with files and folders that are found from any directory; other names stay as they are."""
+    found = []
+    for name, weight in map(parse_entry, data):
+        name = str(Path(name).absolute()) if Path(name).exists() else name
+        found.append(name if weight is None else f"{name}={weight:g}")
+    return tuple(found)
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Whether this share of a source is kept for validation: decided by a hash of the row's own content, so that it
+    depends neither on the order nor on the other rows. Must never change: a resumed run would train on what it was
+    validated on. (Of text, `data prepare` sets documents aside when it writes the folder: shards.is_validation.)"""
+    return int(hashlib.sha256(content).hexdigest()[:8], 16) < fraction * 2**32
+
+
+class Rows(Protocol):
+    """A source of rows of `seq_len` tokens. Its rows 0 .. per_epoch - 1 are epoch 0, the next `per_epoch` are epoch 1,
+    and so on: a pure function of (data, seed)."""
+
+    seq_len: int
+    per_epoch: int
+
+    @property
+    def identity(self) -> bytes | memoryview:
+        """What stands for the content of this source in the fingerprint of a mixture."""
+
+    def fill(
+        self, number: int, inputs: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Write rows `number`, `number` + 1 ... into two arrays (n, T); targets are IGNORE where nothing is learnt.
+        Returns the lengths of all segments, those of a row sum to T, and how many of them each row has."""
+
+    def targets(self, start: int, stop: int) -> int:
+        """How many targets that are not IGNORE the rows start .. stop - 1 have."""
+
+
+WeightedRows = tuple[Rows, float]
+
+
+def fingerprint(sources: Sequence[WeightedRows]) -> str:
+    """Of the content of all sources. The weights are not in it: a checkpoint keeps them beside it."""
+    digest = hashlib.sha256()
+    for rows, _ in sources:
+        digest.update(rows.identity)
+    return digest.hexdigest()[:16]
+
+
+def shares(weights: Sequence[float]) -> list[Fraction]:
+    """What each source takes of the rows that the sources before it left over; exact, so exact for any step."""
+    left, found = sum(map(Fraction, weights)), []
+    for weight in map(Fraction, weights):
+        found.append(weight / left)
+        left -= weight
+    return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one global batch, on the host."""
+
+    inputs: NDArray[np.int64]  # (n, T)
+    targets: NDArray[np.int64]  # (n, T), IGNORE where there is nothing to learn
+    lengths: NDArray[np.int32]  # tokens of each segment, row after row; they sum to n * T: packed attention uses them
+
+
+class Batches:
+    """Global batches of a weighted mixture: row g of the run belongs to one source, chosen evenly by weight."""
+
+    def __init__(self, sources: Sequence[WeightedRows], rows_per_step: int) -> None:
+        self.rows, self.rows_per_step = [rows for rows, _ in sources], rows_per_step
+        if rows_per_step < 1 or len({rows.seq_len for rows in self.rows}) != 1:
+            raise ValueError("a mixture needs sources with rows of one length, and steps of at least one row")
+        self.seq_len = self.rows[0].seq_len
+        self._shares = shares([weight for _, weight in sources])
+
+    def counts(self, rows: int) -> list[int]:
+        """How many of the first `rows` rows of the run come from each source."""
+        counts = []
+        for share in self._shares:
+            taken = rows * share.numerator // share.denominator
+            counts.append(taken)
+            rows -= taken
+        return counts
+
+    def targets(self, step: int) -> int:
+        """How many targets the global batch of a step has; padding and what is not learnt have none."""
+        begin = step * self.rows_per_step
+        spans = zip(self.rows, self.counts(begin), self.counts(begin + self.rows_per_step))
+        return sum(rows.targets(start, stop) for rows, start, stop in spans)
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Row `number` of the run -> (which source, which of its rows)."""
+        for which, share in enumerate(self._shares):
+            taken = number * share.numerator // share.denominator
+            if (number + 1) * share.numerator // share.denominator > taken:
+                return which, taken
+            number -= taken
+        raise AssertionError("the last source takes every row that is left")
+
+    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
+        """Rows [start, stop) of the global batch of a step."""
+        stop = self.rows_per_step if stop is None else stop
+        if not 0 <= start <= stop <= self.rows_per_step:
+            raise ValueError(f"rows {start}..{stop} are not within a batch of {self.rows_per_step}")
+        inputs = np.empty((stop - start, self.seq_len), dtype=np.int64)
+        targets = np.empty_like(inputs)
+        begin = step * self.rows_per_step
+        places = [self.locate(number) for number in range(begin + start, begin + stop)]
+        which = np.array([source for source, _ in places], dtype=np.int64)
+        lengths, row_of = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for source in np.unique(which).tolist():
+            mine = np.flatnonzero(which == source)  # consecutive rows of that source
+            part = np.empty((2, len(mine), self.seq_len), dtype=np.int64)
+            its_lengths, counts = self.rows[source].fill(places[mine[0]][1], part[0], part[1])
+            inputs[mine], targets[mine] = part
+            lengths.append(its_lengths)
+            row_of.append(np.repeat(mine, counts))
+        by_row = np.argsort(np.concatenate(row_of), kind="stable")
+        return Batch(inputs, targets, np.concatenate(lengths)[by_row].astype(np.int32))

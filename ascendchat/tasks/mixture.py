@@ -1,0 +1,165 @@
+"""The mixture of `ascendchat mid` and `ascendchat sft`: `--data NAME=WEIGHT,...` as rows to train and validate on.
+
+    opened = open_chat_mixture(("toyworld=0.7", "wiki=0.3"), "sft", tokenizer, seq_len, seed=0)
+    batches = Batches(opened.sources, rows_per_step)              # data/mixture.py
+
+An entry is `toyworld` (embedded), a file or folder of conversations in any known format, a name that tasks.load knows,
+or a prepared corpus of text, whose loss is on every token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config import UserError
+from ascendchat.config.train import PUBLISHED
+from ascendchat.data import toyworld
+from ascendchat.data.chat import Conversation, Counts, has_reply
+from ascendchat.data.corpus import Corpus, TextRows, is_prepared, open_corpora
+from ascendchat.data.fetch import folder_of
+from ascendchat.data.mixture import WeightedRows, fingerprint, is_held_out, parse_entry, parse_mixture
+from ascendchat.data.pack import ChatRows
+from ascendchat.data.prepare import TOYWORLD
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.tasks import EVALUATIONS, load
+from ascendchat.tasks.overlap import OverlapFinder
+
+VALIDATION = 0.02  # share of an entry's conversations that is kept for validation
+
+Say = Callable[[str], None]
+Pack = Callable[[Iterable[Conversation], Counts], ChatRows]
+
+
+@dataclass(frozen=True)
+class ChatMixture:
+    """An opened mixture."""
+
+    sources: list[WeightedRows]  # to train on
+    validation: list[ChatRows]  # conversations that are not trained on, one for each entry that has conversations
+    texts: list[Corpus]  # the validation splits of the prepared corpora that have one
+    overlaps: OverlapFinder | None  # evaluation questions that were found in the conversations
+
+    @property
+    def per_epoch(self) -> int:
+        """Rows of all entries together."""
+        return sum(rows.per_epoch for rows, _ in self.sources)
+
+    @property
+    def facts(self) -> list[Any]:
+        """Fingerprint and weights: what a resumed run must have in common with the one it continues."""
+        return [fingerprint(self.sources), *[weight for _, weight in self.sources]]
+
+
+def open_chat_mixture(
+    data: Sequence[str],
+    stage: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    source: str = "",
+    find_overlaps: bool = True,
+    say: Say = print,
+) -> ChatMixture:
+    """Read every entry once. `source` is a folder with local copies of data sets and evaluations; evaluation questions
+    are looked for only if their sets are in it. Entries without a weight count by their rows."""
+    entries = parse_mixture(data)
+    finder = overlap_finder([name for name, _ in entries], source) if find_overlaps else None
+    opened = ChatMixture([], [], [], finder)
+
+    def pack(found: Iterable[Conversation], counts: Counts) -> ChatRows:
+        return ChatRows.build(tokenizer, found, seq_len, seed, counts)
+
+    for name, weight in entries:
+        rows: TextRows | ChatRows
+        if is_prepared(name):
+            rows = TextRows(Corpus.open(name), seq_len, seed)
+            if rows.corpus.tokenizer != tokenizer.fingerprint:
+                raise UserError(f"{name} was prepared with another tokenizer than the model's; prepare it again")
+            opened.texts.extend(corpus for corpus, _ in open_corpora([name], "val", needed=False))
+        else:
+            if name == TOYWORLD:
+                rows, validation = open_toyworld(stage, seed, pack, say)
+            else:
+                rows, validation = open_conversations(name, source, finder, pack, say)
+            opened.validation.append(validation)
+        opened.sources.append((rows, float(rows.per_epoch) if weight is None else weight))
+    return opened
+
+
+def open_toyworld(stage: str, seed: int, pack: Pack, say: Say) -> tuple[ChatRows, ChatRows]:
+    """The embedded conversations of a stage (`mid` or `sft`): rows to train on and rows to validate on."""
+    rows = _pack_and_say(TOYWORLD, toyworld.chats("train", kind=stage, seed=seed), pack, say)
+    return rows, pack(toyworld.chats("validation", kind=stage, seed=seed), Counts())
+
+
+def open_conversations(
+    name: str, source: str, finder: OverlapFinder | None, pack: Pack, say: Say
+) -> tuple[ChatRows, ChatRows]:
+    """Rows to train on and rows to validate on of a file or a task, which is read once."""
+    task, held = load(name, "train", source), list[Conversation]()
+    for notice in task.notices:
+        say(notice)
+    train = hold_out(finder.over(task) if finder else task, held)
+    begin: list[Conversation] = []  # up to the first with a reply
+    for conversation in train:
+        begin.append(conversation)
+        if has_reply(conversation):
+            break
+    else:  # the hash chose all that have one for validation
+        begin, held = [*begin, *held], []
+    rows = _pack_and_say(name, itertools.chain(begin, train), pack, say)
+    if not held:
+        say(f"{name} is too small to keep some for validation: validated on the first, which is also trained on")
+    return rows, pack(held or begin[-1:], Counts())
+
+
+def _pack_and_say(name: str, found: Iterable[Conversation], pack: Pack, say: Say) -> ChatRows:
+    counts = Counts()
+    rows = pack(found, counts)
+    say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
+    return rows
+
+
+def hold_out(found: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
+    """The conversations to train on, in one pass over all; those that are kept for validation go to `held`. One without
+    a reply cannot validate: it goes on, to be counted with the others that are left out."""
+    for conversation in found:
+        content = json.dumps(conversation, sort_keys=True).encode()
+        if is_held_out(content, VALIDATION) and has_reply(conversation):
+            held.append(conversation)
+        else:
+            yield conversation
+
+
+def overlap_finder(names: Sequence[str], source: str) -> OverlapFinder | None:
+    """Looks for the questions of the evaluations in `source`; None if there is nothing to look for or to look in."""
+    if not source or all(name == TOYWORLD or is_prepared(name) for name in names):
+        return None
+    evaluations = []
+    for name in EVALUATIONS:
+        try:
+            evaluations.append(load(name, source=source))
+        except UserError:  # this set is not in the folder, so the model will not be examined from there either
+            continue
+    return OverlapFinder(evaluations)
+
+
+def default_data(stage: str, learnt: Sequence[str], source: str) -> tuple[str, ...]:
+    """The mixture where no --data is given: the embedded conversations for a model that learnt only the embedded world
+    (`learnt` is the --data it was trained with), else the published ones."""
+    if learnt and {Path(parse_entry(entry).name).name for entry in learnt} == {TOYWORLD}:
+        return (TOYWORLD,)
+    sets = list(dict.fromkeys(PUBLISHED[stage]))
+    missing = [name for name in sets if not source and not (folder_of(name) / "manifest.json").is_file()]
+    if missing:
+        raise UserError(
+            f"no --data given: `{stage}` takes {', '.join(sets)}, and {', '.join(missing)} not fetched yet; get them: "
+            f"`ascendchat data fetch {' '.join(missing)}`; or name your own: --data FILES"
+        )
+    return PUBLISHED[stage]
