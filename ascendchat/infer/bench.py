@@ -18,7 +18,8 @@ import torch
 from ascendchat.config import UserError
 from ascendchat.config.infer import BenchDecodeConfig
 from ascendchat.data.tokenizer import SPECIALS, Tokenizer
-from ascendchat.device import Device, describe, pick
+from ascendchat.device import Device, pick
+from ascendchat.dist.context import Context, joined
 from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
@@ -66,43 +67,43 @@ def run(config: BenchDecodeConfig) -> int:
     """The command."""
     if config.prompt_tokens + config.new_tokens > config.context:
         raise UserError("--prompt-tokens and --new-tokens together must not exceed --context")
-    device = pick(config.device_type, compiled=config.compile)
-    place = device.bind(0)
-    print(describe(device))
+    with joined(pick(config.device_type, compiled=config.compile)) as here:
+        return bench(config, here)
+
+
+def bench(config: BenchDecodeConfig, here: Context) -> int:
+    """Time every batch size, and print the table."""
+    device, say = here.device, here.say
     shape = Shape.from_depth(config.depth, vocab=config.vocab_size, window_pattern=config.window_pattern)
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
-    print(reason)
+    say(reason)
     model = GPT(shape, device.operators())
     model.initialise(0)
-    model = model.requires_grad_(False).to_compute(device.dtype).to(place)
+    model = model.requires_grad_(False).to_compute(device.dtype).to(here.place)
     tokenizer, size = two_byte_tokenizer(config.vocab_size), model.head.element_size()
     length = config.prompt_tokens + config.new_tokens / 2
     rows: list[dict[str, Any]] = []
-    print(f"{'batch':>6} {'tok/s':>10} {'ms/step':>9} {'bandwidth':>10} {'memory GiB':>11}")
+    say(f"{'batch':>6} {'tok/s':>10} {'ms/step':>9} {'bandwidth':>10} {'memory GiB':>11}")
     for batch in config.batch_sizes:
         device.reset_peak()
-        engine = Engine(
-            model, kernel, tokenizer, device, place, slots=batch, context=config.context, compiled=device.compiles
-        )
+        context, compiled = config.context, device.compiles
+        engine = Engine(model, kernel, tokenizer, device, here.place, slots=batch, context=context, compiled=compiled)
         seconds, steps = measure(engine, requests_of(config, batch), device)
-        share = read_bytes(shape, batch, length, size) * steps / seconds / device.chip.bandwidth
-        rows.append(
-            {
-                "batch": batch,
-                "tokens_per_second": round(batch * steps / seconds),
-                "step_ms": round(seconds / steps * 1e3, 4),
-                "bandwidth_share": round(share, 4),
-                "memory_peak_gib": round(device.memory().peak / 2**30, 3),
-            }
-        )
-        print(
-            f"{batch:>6} {rows[-1]['tokens_per_second']:>10,} {rows[-1]['step_ms']:>9.3f} {share:>10.1%} "
-            f"{rows[-1]['memory_peak_gib']:>11.2f}"
-        )
+        bandwidth = read_bytes(shape, batch, length, size) * steps / seconds / device.chip.bandwidth
+        row = {
+            "batch": batch,
+            "tokens_per_second": round(batch * steps / seconds),
+            "step_ms": round(seconds / steps * 1e3, 4),
+            "bandwidth_share": round(bandwidth, 4),
+            "memory_peak_gib": round(device.memory().peak / 2**30, 3),
+        }
+        rows.append(row)
+        speed = f"{batch:>6} {row['tokens_per_second']:>10,} {row['step_ms']:>9.3f}"
+        say(f"{speed} {bandwidth:>10.1%} {row['memory_peak_gib']:>11.2f}")
         del engine
         device.release()
     facts = {"depth": config.depth, "chip": device.chip.name, "dtype": str(device.dtype).removeprefix("torch.")}
     facts |= {"attention": kernel.name, "compiled": device.compiles, "torch": torch.__version__}
     facts |= {name: getattr(config, name) for name in ("context", "prompt_tokens", "new_tokens", "window_pattern")}
-    print(json.dumps({**facts, "results": rows}))
+    say(json.dumps({**facts, "results": rows}))
     return 0

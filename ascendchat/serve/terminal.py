@@ -27,13 +27,12 @@ from ascendchat.config import home
 from ascendchat.config.infer import ChatConfig
 from ascendchat.data.chat import Conversation, parse_content, render_prompt
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.device import describe, pick
+from ascendchat.device import pick
+from ascendchat.dist.context import Context, joined
 from ascendchat.files import write_atomic
-from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
-from ascendchat.infer.load import load
+from ascendchat.infer.load import open_model
 from ascendchat.infer.request import Request, Sampling
-from ascendchat.nn.attention import choose
 from ascendchat.record.console import inert
 
 HELP = """\
@@ -199,29 +198,36 @@ def run(config: ChatConfig) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # Chinese whatever the locale says
             stream.reconfigure(encoding="utf-8", errors="replace")
-    device = pick(config.device_type)
-    place = device.bind(0)
-    loaded = load(
-        device, place, run=config.run, stage=config.stage, checkpoint=config.checkpoint, tokenizer=config.tokenizer
+    with joined(pick(config.device_type), sys.stderr, quiet=not config.verbose) as here:
+        return talk(config, here)
+
+
+def talk(config: ChatConfig, here: Context) -> int:
+    """One answer, or a conversation until its end."""
+    opened = open_model(
+        here,
+        run=config.run,
+        stage=config.stage,
+        checkpoint=config.checkpoint,
+        tokenizer=config.tokenizer,
+        attention=config.attention,
     )
-    shape = loaded.model.shape
-    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
-    engine = Engine(loaded.model, kernel, loaded.tokenizer, device, place, slots=1, context=shape.seq_len)
-    talking = not config.prompt and sys.stdin.isatty()
-    chat = Chat(engine, loaded.tokenizer, config, loaded.chats, sys.stdout, colour=sys.stdout.isatty())
+    folder = opened.checkpoint.folder
     if config.verbose:
-        say(f"{loaded.folder}\n{describe(device)}\n{reason}")
-    if not loaded.chats:
-        say(BASE_NOTICE)
+        here.say(f"{opened.why_kernel}\n{folder}")
+    if not opened.chats:
+        here.say(BASE_NOTICE)
+    typed = not config.prompt and sys.stdin.isatty()
+    chat = Chat(opened.engine(1), opened.tokenizer, config, opened.chats, sys.stdout, colour=sys.stdout.isatty())
     if config.prompt:
         return 0 if chat.answer(config.prompt) else 130
-    if talking:
-        runs, folder = home() / "runs", loaded.folder
+    if typed:
+        runs = home() / "runs"
         name = folder.relative_to(runs) if folder.is_relative_to(runs) else folder
-        say(f"{name} on {device.chip.name}; /help lists the commands, Ctrl-D ends")
-    for line in typed_lines() if talking else piped_lines():
+        here.say(f"{name} on {here.device.chip.name}; /help lists the commands, Ctrl-D ends")
+    for line in typed_lines() if typed else piped_lines():
         if line.startswith("/"):
             chat.command(line)
-        elif line.strip() and not chat.answer(line) and not talking:
+        elif line.strip() and not chat.answer(line) and not typed:
             return 130
     return 0
