@@ -131,7 +131,7 @@ def build(config: StepConfig, shape: Shape, device: Device, place: torch.device,
     if by_document and device.compiles and not kernel.compiles_packed:
         raise UserError(
             f"--attend document: attention kernel {kernel.name} cannot be compiled for documents, whose lengths change "
-            "with every batch; train without compiling: --compile false, and no ASCENDCHAT_COMPILE"
+            "with every batch; train without compiling: --no-compile"
         )
     say("a token sees its own document only" if by_document else "a token sees the whole row before it")
     model = GPT(shape, operators(config, device, place, say), checkpoint_activations=config.activation_checkpointing)

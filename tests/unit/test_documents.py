@@ -9,10 +9,16 @@ import pytest
 import torch
 from test_gpt import build
 
+from ascendchat.config import UserError
+from ascendchat.config.train import BenchTrainConfig
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import pick
 from ascendchat.nn.attention import Attention, Documents, Eager, Flash, NpuFusion, Reference, Sdpa, documents
 from ascendchat.nn.flash import flash
 from ascendchat.nn.gpt import GPT, dense, shifted
 from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.plan.shape import Shape
+from ascendchat.train.rows import build as build_learner
 
 KERNELS = [Reference(), Sdpa(), Eager()]
 LENGTHS = np.array([40, 1, 2, 85, 100, 28], np.int32)  # two rows of 128; the last stands for padding
@@ -30,9 +36,7 @@ def nats(model: GPT, kernel: Attention, inputs: torch.Tensor, targets: torch.Ten
     return token_nats(model(inputs, dense(model, kernel), documents=known), model.head, targets, 60)
 
 
-def alone(
-    model: GPT, inputs: torch.Tensor, targets: torch.Tensor, lengths: np.ndarray
-) -> list[tuple[torch.Tensor, ...]]:
+def alone(inputs: torch.Tensor, targets: torch.Tensor, lengths: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
     ends = list(accumulate(lengths.tolist()))
     return [(inputs.view(1, -1)[:, a:b], targets.view(1, -1)[:, a:b]) for a, b in zip([0, *ends], ends)]
 
@@ -49,7 +53,7 @@ def test_a_packed_row_has_the_nats_of_its_documents_alone(
     known = documents(kernel, lengths, inputs, torch.float32, compiled=compiled)
     assert isinstance(known.bounds, torch.Tensor) == compiled
     found = nats(model, kernel, inputs, targets, known).view(-1)
-    expected = [nats(model, kernel, *part).view(-1) for part in alone(model, inputs, targets, lengths)]
+    expected = [nats(model, kernel, *part).view(-1) for part in alone(inputs, targets, lengths)]
     torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
     whole = nats(model, kernel, inputs, targets).view(-1)
     first = int(lengths[0])
@@ -69,7 +73,7 @@ def test_its_gradients_are_the_sum_of_theirs(kernel: Attention, compiled: bool, 
     one = torch.tensor(1.0)
     hidden = packed(inputs, dense(packed, kernel), documents=known)
     head_loss(hidden, packed.head, targets, 60, weight=one).backward()
-    for tokens, wanted in alone(apart, inputs, targets, lengths):
+    for tokens, wanted in alone(inputs, targets, lengths):
         head_loss(apart(tokens, dense(apart, kernel)), apart.head, wanted, 60, weight=one).backward()
     for (name, a), b in zip(packed.named_parameters(), apart.parameters()):
         size = float(b.grad.norm())
@@ -159,3 +163,34 @@ def test_more_documents_than_one_call_of_the_npu_takes_become_several_calls() ->
     assert second[0][:2] == [1, 2]
     assert second[0][-3:] == [476, 976, 1976]
     assert second[1] == 1000
+
+
+@pytest.mark.parametrize("attend", ["row", "document"])
+def test_training_passes_the_documents_of_a_batch_if_asked_to(attend: str) -> None:
+    said: list[str] = []
+    shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=64, head_dim=16)
+    config = BenchTrainConfig(attend=attend)  # type: ignore[arg-type]
+    learner = build_learner(config, shape, pick("cpu"), torch.device("cpu"), said.append)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    inputs, targets, lengths = batch_of(learner.model)
+    one = torch.tensor(1.0)
+    found = learner.loss(MicroBatch(inputs, targets, lengths, 256), one)
+    wholes = learner.loss(MicroBatch(inputs, targets, np.array([128, 128], np.int32), 256), one)
+    if attend == "row":
+        assert said[-1] == "a token sees the whole row before it"
+        assert torch.equal(found, wholes)
+        return
+    assert said[-1] == "a token sees its own document only"
+    parts = [nats(learner.model, Sdpa(), *part).sum() for part in alone(inputs, targets, lengths)]
+    torch.testing.assert_close(found, torch.stack(parts).sum(), atol=1e-2, rtol=1e-5)
+    assert abs(float(found - wholes)) > 1
+
+
+def test_a_kernel_that_cannot_be_compiled_for_documents_says_how_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sdpa, "compiles_packed", False)  # as npu_fusion has it, which does not run here
+    shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=64, head_dim=16)
+    config, device = BenchTrainConfig(attend="document"), pick("cpu", compiled=True)
+    with pytest.raises(UserError, match=r"kernel sdpa cannot be compiled for documents.*--no-compile"):
+        build_learner(config, shape, device, torch.device("cpu"), lambda text: None)
