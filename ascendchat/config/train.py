@@ -27,6 +27,8 @@ class StepConfig(DeviceConfig):
     "seed of the initial weights and of the order of the data"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
+    attend: Literal["row", "document"] = "row"
+    "what a token sees: all before it in its row, or only its own document or conversation"
     activation_checkpointing: bool = False
     "recompute activations in the backward pass: less memory, about a quarter slower"
     fp8: bool = False

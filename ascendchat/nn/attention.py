@@ -2,11 +2,13 @@
 
     kernel, why = choose("npu", torch.bfloat16, head_dim=128)   # or name="reference"
     kernel.dense(q, k, v, window, scale)             # (B, T, H, D), (B, T, K, D): causal, `window` tokens back
-    kernel.packed(q, k, v, lengths, window, scale)   # (T, H, D): documents laid end to end
+    kernel.packed(q, k, v, bounds, window, scale)    # the same, but each document sees only itself
     kernel.cached(q, k, v, lengths, window, scale)   # few new queries (B, Tq, H, D) behind a cache (B, S, K, D)
 
 `window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
-A kernel that was asked for and cannot run is an error; nothing falls back silently.
+A kernel that was asked for and cannot run is an error; nothing falls back silently. `bounds` says where documents end:
+
+    bounds = documents(kernel, lengths, tokens, dtype).bounds    # once per batch (B, T), for all layers
 
 | FlashAttention       | npu_fusion_attention                   | note                                            |
 |----------------------|----------------------------------------|-------------------------------------------------|
@@ -19,13 +21,15 @@ A kernel that was asked for and cannot run is an error; nothing falls back silen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
@@ -33,12 +37,15 @@ from ascendchat.config import UserError
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
 
+Ints = NDArray[np.int32]
+
 
 class Attention(Protocol):
     """One kernel."""
 
     name: str
     slices: bool  # `cached` reads a slice of a longer cache in place; otherwise give it whole rows
+    compiles_packed: bool  # `bounds` of every batch look alike to a compiler, so that `packed` is compiled only once
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot run there, or None."""
@@ -46,9 +53,42 @@ class Attention(Protocol):
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         """Make what the rows to come need and what must not be made inside a compiled or captured region."""
 
+    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+        """What `packed` wants to know of documents of these lengths, which fill `rows` rows. `one_by_one`: this is a
+        plain CPU, where a call per document costs less than masked rows."""
+
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor: ...
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor: ...
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor: ...
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch (B, T) begin and end. Every row begins one; padding is one of its own."""
+
+    follows: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
+    bounds: Any  # as the kernel's `packed` wants it
+
+
+def documents(
+    kernel: Attention,
+    lengths: Ints,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = False,
+    pin: bool = False,
+) -> Documents:
+    """What a model and its kernel need of a batch `tokens` (B, T) whose documents have these lengths, row after row.
+    Made on the host once per batch and uploaded without waiting, where memory can be pinned."""
+
+    def upload(made: Tensor) -> Tensor:
+        return (made.pin_memory() if pin else made).to(tokens.device, non_blocking=pin)
+
+    lengths = np.asarray(lengths, np.int32)
+    follows = torch.ones(tokens.numel(), dtype=dtype)
+    follows[torch.from_numpy(np.cumsum(lengths, dtype=np.int64) - lengths)] = 0
+    one_by_one = tokens.device.type == "cpu" and not compiled
+    return Documents(upload(follows.view(tokens.shape)), kernel.bounds(lengths, len(tokens), one_by_one, upload))
 
 
 def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
@@ -62,6 +102,7 @@ class Reference:
 
     name = "reference"
     slices = True
+    compiles_packed = True
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
@@ -76,12 +117,24 @@ class Reference:
         weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v.float()).to(q.dtype)
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-        return self._attend(q, k, v, visible(q.size(1), k.size(1), window, q.device), scale)
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor, number: Tensor | None, window: int, scale: float) -> Tensor:
+        """Over whole rows; where the tokens have the number of their document (B, T), only within that."""
+        mask = visible(q.size(1), k.size(1), window, q.device)
+        return self._attend(q, k, v, mask if number is None else mask & same(number, number), scale)
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
-        parts = zip(q.split(list(lengths)), k.split(list(lengths)), v.split(list(lengths)))
-        return torch.cat([self.dense(a[None], b[None], c[None], window, scale)[0] for a, b, c in parts])
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        return self._rows(q, k, v, None, window, scale)
+
+    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+        if one_by_one:
+            return tuple(lengths.tolist())
+        return upload(torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(lengths).reshape(rows, -1)))
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
+        if isinstance(bounds, Tensor):
+            return self._rows(q, k, v, bounds, window, scale)
+        parts = zip(*(x.flatten(0, 1).split(bounds) for x in (q, k, v)))
+        return torch.cat([self.dense(a[None], b[None], c[None], window, scale)[0] for a, b, c in parts]).view(q.shape)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         return self._attend(q, k, v, cache_mask(q.size(1), k.size(1), lengths, window), scale)
@@ -94,6 +147,11 @@ def cache_mask(queries: int, keys: int, lengths: Tensor, window: int) -> Tensor:
     return ((distance >= 0) & (distance < window))[:, None]
 
 
+def same(queries: Tensor, keys: Tensor) -> Tensor:
+    """(B, 1, queries, keys) bool from the numbers of their documents (B, queries) and (B, keys)."""
+    return queries[:, None, :, None] == keys[:, None, None, :]
+
+
 class Sdpa(Reference):
     """torch's scaled_dot_product_attention; windows are cut into blocks, so that no full T × T mask ever exists."""
 
@@ -104,16 +162,18 @@ class Sdpa(Reference):
             return "it hides keys with -inf, which this chip reports as overflow"
         return None
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor, number: Tensor | None, window: int, scale: float) -> Tensor:
         length = q.size(1)
         if length != k.size(1):
             return self._call(q, k, v, visible(length, k.size(1), window, q.device), scale)
-        if window >= length:
+        if number is None and window >= length:
             return self._call(q, k, v, None, scale)
         parts = []
         for start in range(0, length, window):  # a block of queries sees its own keys and the block before
             stop, left = min(start + window, length), max(0, start - window + 1)
             mask = visible(stop - start, stop - left, window, q.device)
+            if number is not None:
+                mask = mask & same(number[:, start:stop], number[:, left:stop])
             parts.append(self._call(q[:, start:stop], k[:, left:stop], v[:, left:stop], mask, scale))
         return torch.cat(parts, dim=1)
 
@@ -163,6 +223,7 @@ class Flash(Sdpa):
     def __init__(self) -> None:
         self.triton = find_spec("triton") is not None
         self.blocks: dict[tuple[int, int], Any] = {}  # (row length, window) -> FlexAttention's block mask
+        self.room = 0  # documents that the bounds of a batch have room for
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
@@ -194,12 +255,25 @@ class Flash(Sdpa):
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             y: Any = flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
             return y.transpose(1, 2)
-        return FlashWindow.apply(q, k, v, None, q.size(1), window, scale)
+        from ascendchat.nn.flash import flash
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        bounds = bounds.pin_memory().to(q.device, non_blocking=True)
-        return FlashWindow.apply(q, k, v, bounds, max(lengths), window, scale)
+        return flash(q, k, v, None, q.size(1), window, scale)
+
+    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+        """(room + 1,) int32 on the device: 0 and the end of each document, then the last end again and again, which are
+        documents without tokens. Every document takes blocks of the launch and memory of the gradient, so there is room
+        for twice as many as were ever seen, up to the next power of two: a batch with more compiles once again."""
+        if len(lengths) > self.room:
+            self.room = 1 << (2 * len(lengths) - 1).bit_length()
+        bounds = np.full(self.room + 1, lengths.sum(), np.int32)
+        bounds[0], bounds[1 : len(lengths) + 1] = 0, np.cumsum(lengths)
+        return upload(torch.from_numpy(bounds))
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
+        from ascendchat.nn.flash import flash
+
+        a, b, c = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        return flash(a, b, c, bounds, q.size(1), window, scale).view(q.shape)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         if q.size(1) > 1 or window < k.size(1) or not self.triton:
@@ -223,32 +297,6 @@ def products(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> 
     return out.view(q.shape).to(q.dtype)
 
 
-class FlashWindow(torch.autograd.Function):
-    """torch's flash kernel with its window arguments, which scaled_dot_product_attention does not expose."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float
-    ) -> Tensor:
-        out, normaliser, rng, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, longest, longest, 0.0, True, False,
-            scale=scale, window_size_left=min(window - 1, longest), window_size_right=0,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, normaliser, rng, unused, bounds)
-        ctx.rest = longest, window, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, normaliser, rng, unused, bounds = ctx.saved_tensors
-        longest, window, scale = ctx.rest
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, normaliser, bounds, bounds, longest, longest, 0.0, True, rng, unused,
-            scale=scale, window_size_left=min(window - 1, longest), window_size_right=0,
-        )  # fmt: skip
-        return dq, dk, dv, None, None, None, None
-
-
 @cache
 def causal_mask(device: torch.device) -> Tensor:
     """The one 2048×2048 mask that the NPU's compressed sparse modes read, True = hidden; whatever the row length."""
@@ -260,7 +308,8 @@ class NpuFusion:
 
     name = "npu_fusion"
     slices = False  # the fused kernels want contiguous keys: a slice would be copied at every step
-    FULL: ClassVar[int] = 2147483647
+    compiles_packed = False  # its bounds are numbers on the host: each batch would be compiled anew
+    MOST_DOCUMENTS: ClassVar[int] = 1024  # in one call: CANN's limit on the list of bounds
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
         if device_type != "npu":
@@ -285,22 +334,28 @@ class NpuFusion:
         sparse = self._sparse(window, k.size(1), q.device)
         return torch_npu.npu_fusion_attention(q, k, v, q.size(2), "BSND", scale=scale, **sparse)[0]
 
-    def packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int, scale: float) -> Tensor:
+    def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
+        """One entry per call: the ends of its documents, counted from its first token, and the longest of them."""
+        groups = [lengths[i : i + self.MOST_DOCUMENTS] for i in range(0, len(lengths), self.MOST_DOCUMENTS)]
+        return [(np.cumsum(group).tolist(), int(group.max())) for group in groups]
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
         import torch_npu
 
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        sparse = self._sparse(window, max(lengths), q.device)
-        bounds = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
-        return torch_npu.npu_fusion_attention(q, k, v, q.size(1), "TND", scale=scale, **bounds, **sparse)[0]
+        parts = zip(*(x.flatten(0, 1).split([ends[-1] for ends, _ in bounds]) for x in (q, k, v)))
+        attended = []
+        for (a, b, c), (ends, longest) in zip(parts, bounds):
+            known = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, **self._sparse(window, longest, q.device)}
+            attended.append(torch_npu.npu_fusion_attention(a, b, c, q.size(2), "TND", scale=scale, **known)[0])
+        return (attended[0] if len(attended) == 1 else torch.cat(attended)).view(q.shape)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         import torch_npu
 
         mask = ~cache_mask(q.size(1), k.size(1), lengths, window)  # True = hidden
-        return torch_npu.npu_fused_infer_attention_score(
-            q.contiguous(), k.contiguous(), v.contiguous(), atten_mask=mask, num_heads=q.size(2),
-            num_key_value_heads=k.size(2), scale=scale, input_layout="BSND",
-        )[0]  # fmt: skip
+        heads = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "input_layout": "BSND"}
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return torch_npu.npu_fused_infer_attention_score(q, k, v, atten_mask=mask, scale=scale, **heads)[0]
 
 
 KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Eager(), Reference())}

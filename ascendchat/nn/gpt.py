@@ -3,6 +3,10 @@
     model = GPT(Shape.from_depth(12))
     model.initialise(seed=0)
     hidden = model(tokens, dense(model, kernel))      # (B, T) -> (B, T, C); nn/loss.py turns it into a loss
+    hidden = model(tokens, dense(model, kernel), documents=documents(kernel, lengths, tokens, dtype))   # attention.py
+
+With `documents`, a token sees nothing of other documents in its row: not by attention, nor by what is taken from the
+token before. Rotations count from the row's beginning still: only distances matter to them.
 
 What is not plain: queries, keys and values take a learned share of the previous token's, channel by channel; queries
 and keys are RMS-normalised, then rotated (a rotation keeps the norm); ReLU² MLP; value embeddings on every other layer
@@ -22,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ascendchat.nn.attention import Attention
+from ascendchat.nn.attention import Attention, Documents
 from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Shape
 
 ROPE_BASE = 100_000.0
@@ -30,12 +34,14 @@ QK_GAIN = 1.2  # sharpens attention: unit-RMS queries and keys would otherwise b
 VALUE_GATE_RANGE = 3.0
 NORM_EPS = 1e-6
 
+Rope = tuple[Tensor, Tensor]  # cos and sin
+
 
 class Heads(Protocol):
     """qkv (B, T, H + 2K, D), share (H + 2K, D) -> q, k, v: shifted, then queries and keys normalised and rotated."""
 
     def __call__(
-        self, qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int
+        self, qkv: Tensor, share: Tensor, rope: Rope, kv_heads: int, follows: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -77,7 +83,7 @@ class PlainOps:
 
 
 class Attend(Protocol):
-    """How a layer attends: training passes the dense or packed kernel, decoding one that reads a cache."""
+    """How a layer attends: training passes the kernel over rows, decoding one that reads a cache."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
@@ -93,24 +99,28 @@ class _Shifted(torch.autograd.Function):
     """The gradient is written out: so only qkv is kept, and five launches fewer are needed."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, share: Tensor) -> Tensor:
-        ctx.save_for_backward(qkv, share)
-        return torch.addcmul(qkv, F.pad(qkv[:, :-1], (0, 0, 0, 0, 1, 0)), share.to(qkv.dtype))
+    def forward(ctx: Any, qkv: Tensor, share: Tensor, follows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(qkv, share, follows)
+        before = F.pad(qkv[:, :-1], (0, 0, 0, 0, 1, 0))
+        if follows is not None:
+            before = before * follows[:, :, None, None]
+        return torch.addcmul(qkv, before, share.to(qkv.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        qkv, share = ctx.saved_tensors
-        wide = grad.float() if grad.dtype == torch.float16 else grad  # the product may leave the range of float16
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        qkv, share, follows = ctx.saved_tensors
+        taken = grad if follows is None else grad * follows[:, :, None, None]  # of the tokens that took a share
+        wide = taken.float() if grad.dtype == torch.float16 else taken  # the product may leave the range of float16
         of_share = (wide[:, 1:] * qkv[:, :-1]).sum(dim=(0, 1), dtype=share.dtype)
-        return torch.addcmul(grad, F.pad(grad[:, 1:], (0, 0, 0, 0, 0, 1)), share.to(qkv.dtype)), of_share
+        return torch.addcmul(grad, F.pad(taken[:, 1:], (0, 0, 0, 0, 0, 1)), share.to(qkv.dtype)), of_share, None
 
 
-def shifted(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
-    """Shift over whole rows, the first place of which has none before it."""
-    return _Shifted.apply(qkv, share)  # type: ignore[no-any-return, no-untyped-call]
+def shifted(layer: int, qkv: Tensor, share: Tensor, follows: Tensor | None = None) -> Tensor:
+    """Shift over whole rows, the first place of which has none before it, nor has one where `follows` (B, T) is 0."""
+    return _Shifted.apply(qkv, share, follows)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0) -> tuple[Tensor, Tensor]:
+def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0) -> Rope:
     """cos and sin, each (length, 1, D) float32, made on the host, so alike on every device.
 
     With the first half of sin negated, (a, b) -> (a cos - b sin, b cos + a sin) is x * cos + swapped halves * sin.
@@ -137,27 +147,44 @@ class Block(nn.Module):
             self.gate = nn.Parameter(torch.empty(shape.kv_heads, min(VALUE_GATE_CHANNELS, shape.dim)))
 
     def forward(
-        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend, shift: Shift | None
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        rope: Rope,
+        attend: Attend,
+        shift: Shift | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.ops.rms_norm(x), value, rope, attend, shift)
+        x = x + self.attention(self.ops.rms_norm(x), value, rope, attend, shift, documents)
         return x + self.mlp(self.ops.rms_norm(x))
 
     def attention(
-        self, x: Tensor, value: Tensor | None, rope: tuple[Tensor, Tensor], attend: Attend, shift: Shift | None
+        self,
+        x: Tensor,
+        value: Tensor | None,
+        rope: Rope,
+        attend: Attend,
+        shift: Shift | None,
+        documents: Documents | None,
     ) -> Tensor:
         shape = self.shape
         qkv = self.ops.linear(x, self.qkv.flatten(0, 1)).unflatten(-1, (-1, shape.head_dim))  # (B, T, H + 2K, D)
         share = self.shift.view(-1, shape.head_dim)
+        follows = None if documents is None else documents.follows
         if shift is None and self.ops.heads is not None:
-            q, k, v = self.ops.heads(qkv, share, rope, shape.kv_heads)
+            q, k, v = self.ops.heads(qkv, share, rope, shape.kv_heads, follows)
         else:
-            qkv = shifted(self.layer, qkv, share) if shift is None else shift(self.layer, qkv, share)
+            qkv = shifted(self.layer, qkv, share, follows) if shift is None else shift(self.layer, qkv, share)
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
             q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
         if value is not None:
             gate = torch.sigmoid(F.linear(x[..., : self.gate.size(1)], self.gate)) * VALUE_GATE_RANGE  # (B, T, K)
             v = torch.addcmul(v, gate.unsqueeze(-1), value.unflatten(-1, (shape.kv_heads, shape.head_dim)))
-        return self.ops.linear(attend(self.layer, q, k, v).flatten(-2), self.out)
+        if documents is None:
+            y = attend(self.layer, q, k, v)
+        else:
+            y = attend(self.layer, q, k, v, documents.bounds)  # type: ignore[call-arg]  # only who packs asks for it
+        return self.ops.linear(y.flatten(-2), self.out)
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.ops.transposed_linear(self.ops.relu2(self.ops.linear(x, self.up)), self.down)
@@ -181,7 +208,7 @@ class GPT(nn.Module):
         self.first = nn.Parameter(torch.empty(shape.depth))  # weight of the first embedding entering each layer
         self.smear = nn.Parameter(torch.empty(1))
         self.backout = nn.Parameter(torch.empty(1))
-        self._rope: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._rope: dict[tuple[int, torch.dtype, torch.device], Rope] = {}
 
     def initialise(self, seed: int) -> None:
         """Set every weight; the same values on every device, since they are drawn on the host."""
@@ -218,7 +245,7 @@ class GPT(nn.Module):
                 parameter.data = parameter.data.to(dtype)
         return self
 
-    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """The rotary tables, made once per length."""
         key = (length, dtype, device)
         if key not in self._rope:
@@ -226,10 +253,13 @@ class GPT(nn.Module):
             self._rope[key] = cos.to(device, dtype), sin.to(device, dtype)
         return self._rope[key]
 
-    def embedding(self, tokens: Tensor, before: Tensor | None = None) -> Tensor:
-        """(B, T) -> (B, T, C), with the previous token's embedding smeared in; `before` (B, 1, C) precedes the row."""
+    def embedding(self, tokens: Tensor, before: Tensor | None = None, follows: Tensor | None = None) -> Tensor:
+        """(B, T) -> (B, T, C), with the previous token's embedding smeared in, but where `follows` (B, T) is 0;
+        `before` (B, 1, C) precedes the row."""
         x = self.ops.rms_norm(self.embed(tokens))
         weight = self.smear.to(x.dtype) * torch.sigmoid(F.linear(x[..., : self.smear_gate.size(1)], self.smear_gate))
+        if follows is not None:
+            weight = weight * follows.unsqueeze(-1)
         if before is None:
             previous = F.pad(x[:, :-1], (0, 0, 1, 0))
         else:
@@ -237,15 +267,26 @@ class GPT(nn.Module):
         return torch.addcmul(x, weight, previous)
 
     def forward(
-        self, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None, shift: Shift | None = None
+        self,
+        tokens: Tensor,
+        attend: Attend,
+        rope: Rope | None = None,
+        shift: Shift | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """(B, T) token ids -> (B, T, C)."""
-        return self.layers(self.embedding(tokens), tokens, attend, rope, shift)
+        x = self.embedding(tokens, follows=None if documents is None else documents.follows)
+        return self.layers(x, tokens, attend, rope, shift, documents)
 
     def layers(
-        self, x: Tensor, tokens: Tensor, attend: Attend, rope: tuple[Tensor, Tensor] | None = None,
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        attend: Attend,
+        rope: Rope | None = None,
         shift: Shift | None = None,
-    ) -> Tensor:  # fmt: skip
+        documents: Documents | None = None,
+    ) -> Tensor:
         """All blocks over an embedded row; decoding passes the rotary tables of its own positions."""
         rope = rope or self.rope(x.size(1), x.dtype, x.device)
         first, middle = x, x
@@ -254,9 +295,9 @@ class GPT(nn.Module):
             x = torch.addcmul(x * residual[i], first, scale[i])
             value = self.values[str(i)](tokens) if str(i) in self.values else None
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, value, rope, attend, shift, use_reentrant=False)
+                x = checkpoint(block, x, value, rope, attend, shift, documents, use_reentrant=False)
             else:
-                x = block(x, value, rope, attend, shift)
+                x = block(x, value, rope, attend, shift, documents)
             if i == self.shape.depth // 2:
                 middle = x
         return self.ops.rms_norm(x - self.backout.to(x.dtype) * middle)
@@ -269,13 +310,15 @@ class GPT(nn.Module):
 
 
 def dense(model: GPT, kernel: Attention, seq_len: int | None = None) -> Attend:
-    """Causal attention over whole rows, each layer with its window."""
+    """Causal attention over whole rows, or within the documents of a batch; each layer with its window."""
     windows = model.shape.windows(seq_len)
     scale = attention_scale(model.shape)
     kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel.dense(q, k, v, windows[layer], scale)
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, bounds: Any = None) -> Tensor:
+        if bounds is None:
+            return kernel.dense(q, k, v, windows[layer], scale)
+        return kernel.packed(q, k, v, bounds, windows[layer], scale)
 
     return attend
 

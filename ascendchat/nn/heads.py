@@ -1,6 +1,7 @@
 """Queries, keys and values of a layer out of one product: shift, norm and rotation as one Triton kernel each way.
 
     q, k, v = heads(qkv, share, (cos, sin), 6)        # qkv (B, T, H + 2K, D) with K = 6, share (H + 2K, D)
+    q, k, v = heads(qkv, share, (cos, sin), 6, follows)   # no share of the previous token's where follows (B, T) is 0
 
 The same as gpt.py does one by one: every head takes its share of the previous token's, then queries and keys are
 RMS-normalised and rotated. For CUDA. The gradient of a token needs that of the next one, behind a norm: a compiler
@@ -40,9 +41,24 @@ def _unit(a, b, half: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    qkv, share, cos, sin, out, tokens, length, every: tl.constexpr, first: tl.constexpr, mine: tl.constexpr,
-    half: tl.constexpr, width: tl.constexpr, turned: tl.constexpr, eps: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    share,
+    cos,
+    sin,
+    follows,  # not read unless `packed`
+    out,
+    tokens,
+    length,
+    every: tl.constexpr,
+    first: tl.constexpr,
+    mine: tl.constexpr,
+    half: tl.constexpr,
+    width: tl.constexpr,
+    packed: tl.constexpr,
+    turned: tl.constexpr,
+    eps: tl.constexpr,
+    block: tl.constexpr,
+):
     """Heads `first` to `first + mine` of all `every`: a program per head and `block` tokens, heads first. One axis for
     both: CUDA has room for 65,535 programs only on the others."""
     head, c = tl.program_id(0) % mine, tl.arange(0, width)
@@ -51,7 +67,10 @@ def _forward(  # type: ignore[no-untyped-def]
     here = (n < tokens)[:, None] & (c < half)[None, :]
     at = (row * every + first + head) * (2 * half) + c[None, :]
     a, b = _load(qkv, at, half, here)
-    last_a, last_b = _load(qkv, at - every * 2 * half, half, here & (place > 0)[:, None])
+    takes = place > 0
+    if packed:
+        takes = tl.load(follows + n, mask=n < tokens, other=0.0) > 0
+    last_a, last_b = _load(qkv, at - every * 2 * half, half, here & takes[:, None])
     share_a, share_b = _load(share, (first + head) * (2 * half) + c, half, c < half)
     a, b = a + share_a[None, :] * last_a, b + share_b[None, :] * last_b
     if turned:
@@ -67,10 +86,27 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(  # type: ignore[no-untyped-def]
-    grad, qkv, share, cos, sin, out, sums, tokens, length, every: tl.constexpr, first: tl.constexpr,
-    mine: tl.constexpr, half: tl.constexpr, width: tl.constexpr, turned: tl.constexpr, eps: tl.constexpr,
-    block: tl.constexpr, walk: tl.constexpr,
-):  # fmt: skip
+    grad,
+    sums,
+    qkv,
+    share,
+    cos,
+    sin,
+    follows,  # not read unless `packed`
+    out,
+    tokens,
+    length,
+    every: tl.constexpr,
+    first: tl.constexpr,
+    mine: tl.constexpr,
+    half: tl.constexpr,
+    width: tl.constexpr,
+    packed: tl.constexpr,
+    turned: tl.constexpr,
+    eps: tl.constexpr,
+    block: tl.constexpr,
+    walk: tl.constexpr,
+):
     """A program per `block` heads walks over `walk` tokens, the last one first, and leaves its part of the shares'
     gradient in `sums`. It begins one token behind its own, whose gradient it needs but does not write."""
     groups: tl.constexpr = (mine + block - 1) // block
@@ -89,8 +125,10 @@ def _backward(  # type: ignore[no-untyped-def]
         ga, gb = _load(grad, row * (mine * 2 * half) + of_grad, half, here)
         before = real & (n > 0) & (n <= tokens)
         before_a, before_b = _load(qkv, (row - 1) * (every * 2 * half) + of_qkv, half, before)
-        same_row = tl.where(place > 0, 1.0, 0.0)
-        last_a, last_b = before_a * same_row, before_b * same_row
+        takes = tl.where(place > 0, 1.0, 0.0)
+        if packed:
+            takes = tl.load(follows + n, mask=n < tokens, other=0.0).to(tl.float32)
+        last_a, last_b = before_a * takes, before_b * takes
         if turned:
             a, b, factor = _unit(a + share_a * last_a, b + share_b * last_b, half, eps)
             angle = place * (2 * half) + half + c
@@ -105,7 +143,7 @@ def _backward(  # type: ignore[no-untyped-def]
             tl.store(out + to + half, (gb + share_b * next_b).to(out.dtype.element_ty), mask=here)
             sum_a += ga * last_a
             sum_b += gb * last_b
-        next_a, next_b = ga * same_row, gb * same_row
+        next_a, next_b = ga * takes, gb * takes
         a, b = before_a, before_b
     to = part.to(tl.int64) * (every * 2 * half) + of_qkv
     tl.store(sums + to, sum_a, mask=real)
@@ -117,36 +155,40 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, share: Tensor, cos: Tensor, sin: Tensor, kv_heads: int
+        ctx: Any, qkv: Tensor, share: Tensor, cos: Tensor, sin: Tensor, follows: Tensor | None, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, length, every, dim = qkv.shape
-        ctx.save_for_backward(qkv, share, cos, sin)
+        ctx.save_for_backward(qkv, share, cos, sin, follows)
         q, k, v = [qkv.new_empty(rows, length, count, dim) for count in (every - 2 * kv_heads, kv_heads, kv_heads)]
-        rounded, programs, first = share.to(qkv.dtype), triton.cdiv(rows * length, FORWARD["block"]), 0
+        sizes, shape = (rows * length, length, every), (dim // 2, triton.next_power_of_2(dim // 2), follows is not None)
+        tables = (share.to(qkv.dtype), cos, sin, cos if follows is None else follows)
+        programs, first = triton.cdiv(rows * length, FORWARD["block"]), 0
         for out, turned in ((q, True), (k, True), (v, False)):
-            _forward[(programs * out.size(2),)](
-                qkv, rounded, cos, sin, out, rows * length, length, every, first, out.size(2), dim // 2,
-                triton.next_power_of_2(dim // 2), turned, NORM_EPS, **FORWARD,
-            )  # fmt: skip
-            first += out.size(2)
+            mine = out.size(2)
+            _forward[(programs * mine,)](qkv, *tables, out, *sizes, first, mine, *shape, turned, NORM_EPS, **FORWARD)
+            first += mine
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        qkv, share, cos, sin = ctx.saved_tensors
+        qkv, share, cos, sin, follows = ctx.saved_tensors
         rows, length, every, dim = qkv.shape
         out = torch.empty_like(qkv)
-        rounded, programs, first = share.to(qkv.dtype), triton.cdiv(rows * length, BACKWARD["walk"]), 0
+        sizes, shape = (rows * length, length, every), (dim // 2, triton.next_power_of_2(dim // 2), follows is not None)
+        inputs = (qkv, share.to(qkv.dtype), cos, sin, cos if follows is None else follows)
+        programs, first = triton.cdiv(rows * length, BACKWARD["walk"]), 0
         sums = torch.empty(programs, every, dim, dtype=torch.float32, device=qkv.device)
         for grad, turned in zip(grads, (True, True, False), strict=True):
-            _backward[(programs * triton.cdiv(grad.size(2), BACKWARD["block"]),)](
-                grad.contiguous(), qkv, rounded, cos, sin, out, sums, rows * length, length, every, first,
-                grad.size(2), dim // 2, triton.next_power_of_2(dim // 2), turned, NORM_EPS, **BACKWARD,
-            )  # fmt: skip
-            first += grad.size(2)
-        return out, sums.sum(dim=0), None, None, None
+            mine = grad.size(2)
+            _backward[(programs * triton.cdiv(mine, BACKWARD["block"]),)](
+                grad.contiguous(), sums, *inputs, out, *sizes, first, mine, *shape, turned, NORM_EPS, **BACKWARD
+            )
+            first += mine
+        return out, sums.sum(dim=0), None, None, None, None
 
 
-def heads(qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads(
+    qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int, follows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, T, H, D), k and v (B, T, K, D); D is even, and the rotary tables hold T places."""
-    return _Heads.apply(qkv.contiguous(), share, *rope, kv_heads)  # type: ignore[no-any-return, no-untyped-call]
+    return _Heads.apply(qkv.contiguous(), share, *rope, follows, kv_heads)  # type: ignore[no-any-return, no-untyped-call]

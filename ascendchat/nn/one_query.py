@@ -19,9 +19,20 @@ KEYS_AT_ONCE, WARPS = 128, 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, k, v, lengths, out, row, place, scale: tl.constexpr, heads: tl.constexpr, group: tl.constexpr,
-    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    lengths,
+    out,
+    row,
+    place,
+    scale: tl.constexpr,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
     b, h = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + b).to(tl.int32)
     c = tl.arange(0, width)
@@ -51,8 +62,6 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) ->
     rows, _, heads, dim = q.shape
     q = q.contiguous()
     out = torch.empty_like(q)
-    _attend[rows, heads](
-        q, k, v, lengths, out, k.stride(0), k.stride(1), scale, heads, heads // k.size(2), dim,
-        triton.next_power_of_2(dim), KEYS_AT_ONCE, num_warps=WARPS,
-    )  # fmt: skip
+    sizes = (heads, heads // k.size(2), dim, triton.next_power_of_2(dim), KEYS_AT_ONCE)
+    _attend[rows, heads](q, k, v, lengths, out, k.stride(0), k.stride(1), scale, *sizes, num_warps=WARPS)
     return out

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat import dist
@@ -78,21 +80,23 @@ class ChatStage(RowStage):
         if not self.mixture.validation:
             return {}
         total = torch.zeros(2, device=self.learner.place)  # nats, targets
-        for inputs, targets in self._validation_rows():
-            hidden = self.model(inputs, self.learner.attend)
+        for inputs, targets, lengths in self._validation_rows():
+            known = self.learner.documents(inputs, lengths)
+            hidden = self.model(inputs, self.learner.attend, documents=known)
             nats = token_nats(hidden, self.model.head, targets, self.model.shape.vocab)
             total += torch.stack((nats.sum(), (targets != IGNORE).sum().float()))
         dist.all_reduce(total, "sum")
         nats_sum, count = total.tolist()
         return {"val_loss": nats_sum / count}
 
-    def _validation_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _validation_rows(self) -> Iterator[tuple[Tensor, Tensor, NDArray[np.int32]]]:
         world, size = dist.world(), self.split.rows
         for rows in self.mixture.validation:
             batches = Batches([(rows, 1.0)], rows.per_epoch)
             for first in range(world.rank * size, rows.per_epoch, world.size * size):
                 batch = batches.batch(0, first, min(first + size, rows.per_epoch))
-                yield tuple(torch.from_numpy(x).to(self.learner.place) for x in (batch.inputs, batch.targets))  # type: ignore[misc]
+                inputs, targets = (torch.from_numpy(x).to(self.learner.place) for x in (batch.inputs, batch.targets))
+                yield inputs, targets, batch.lengths
 
     def sample(self, step: int) -> list[str]:
         room = prompt_room(self.model.shape.seq_len, SAMPLE_TOKENS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat import dist
@@ -29,7 +30,7 @@ from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator
 from ascendchat.infer.request import Request, Sampling
-from ascendchat.nn.attention import Attention, choose
+from ascendchat.nn.attention import Attention, Documents, choose, documents
 from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
 from ascendchat.nn.loss import head_loss, score
@@ -71,8 +72,11 @@ def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
 class Learner:
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
-    def __init__(self, model: GPT, kernel: Attention, device: Device, place: torch.device) -> None:
+    def __init__(
+        self, model: GPT, kernel: Attention, device: Device, place: torch.device, *, by_document: bool = False
+    ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
+        self.by_document = by_document  # a token sees nothing of the other documents in its row
         self.attend = dense(model, kernel)
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
         self._forward = device.compile(model, dynamic=False, fullgraph=True)
@@ -83,9 +87,17 @@ class Learner:
         if isinstance(self.model.ops, Fp8Ops):
             self.model.ops.mean_over(tokens)
 
+    def documents(self, tokens: Tensor, lengths: NDArray[np.int32]) -> Documents | None:
+        """Where the documents of a batch lie, if its tokens are to keep to them; made once for all layers."""
+        if not self.by_document:
+            return None
+        device = self.device
+        return documents(self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin)
+
     def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
         """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
-        hidden = self._forward(batch.inputs, self.attend, self._rope)
+        known = self.documents(batch.inputs, batch.lengths)
+        hidden = self._forward(batch.inputs, self.attend, self._rope, documents=known)
         vocab = self.model.shape.vocab
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
@@ -111,9 +123,16 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
     device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     here.say(reason)
+    by_document = config.attend == "document"
+    if by_document and device.compiles and not kernel.compiles_packed:
+        raise UserError(
+            f"--attend document: attention kernel {kernel.name} cannot be compiled for documents, whose lengths change "
+            "with every batch; train without compiling: --no-compile"
+        )
+    here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
     model = GPT(shape, operators(config, here), checkpoint_activations=config.activation_checkpointing)
     model.initialise(config.seed)
-    return Learner(model.to_compute(device.dtype).to(here.place), kernel, device, here.place)
+    return Learner(model.to_compute(device.dtype).to(here.place), kernel, device, here.place, by_document=by_document)
 
 
 def optimizer_for(learner: Learner, rates: dict[str, float]) -> MuonAdamW:

@@ -52,7 +52,7 @@ print("SEEN " + json.dumps({{name: sorted(lines) for name, lines in seen.items()
 TRAINING = """
 import torch
 from ascendchat.device import pick
-from ascendchat.nn.attention import choose
+from ascendchat.nn.attention import choose, documents
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.plan.shape import Shape
@@ -72,7 +72,8 @@ assert not device.overflowed([p.grad for p in model.parameters() if p.grad is no
 kernel, why = choose("npu", device.dtype, 32)
 assert why == "attention: npu_fusion"
 kernel.dense(*[torch.randn(1, 16, 2, 32).to(place, device.dtype) for _ in "qkv"], 4, 1.0)
-kernel.packed(*[torch.randn(16, 2, 32).to(place, device.dtype) for _ in "qkv"], [6, 10], 16, 1.0)
+known = documents(kernel, [6, 10], torch.zeros(1, 16).to(place), device.dtype)
+kernel.packed(*[torch.randn(1, 16, 2, 32).to(place, device.dtype) for _ in "qkv"], known.bounds, 16, 1.0)
 kernel.cached(*[torch.randn(1, n, 2, 32).half().to(place) for n in (1, 16, 16)], torch.tensor([9]).to(place), 16, 1.0)
 assert "it needs an Ascend NPU" in choose("cpu", torch.float32, 32)[1]
 assert device.launches() > 0
@@ -93,7 +94,7 @@ assert replay(still + 2).cpu().tolist() == [6.0] * 4
 OLD = """
 import torch
 from ascendchat.device import pick
-from ascendchat.nn.attention import choose
+from ascendchat.nn.attention import choose, documents
 
 device = pick("npu")
 kernel, why = choose("npu", device.dtype, 32)
@@ -107,6 +108,8 @@ half * 2
 assert device.overflowed([])
 device.clear_overflow()
 kernel.dense(*[torch.randn(1, 16, 2, 32).half().to(half.device) for _ in "qkv"], 16, 1.0)
+known = documents(kernel, [6, 10], torch.zeros(1, 16).npu(), torch.float16)
+kernel.packed(*[torch.randn(1, 16, 2, 32).half().to(half.device) for _ in "qkv"], known.bounds, 16, 1.0)
 kernel.cached(*[torch.randn(1, n, 2, 32).half().to(half.device) for n in (1, 16, 16)], torch.tensor([9]).npu(), 16, 1.0)
 assert not device.overflowed([]), "attention hides keys without an infinity"
 """

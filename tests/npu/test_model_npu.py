@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import cannsim
 from ascendchat.device import Device, pick
-from ascendchat.nn.attention import KERNELS, Reference, choose
-from ascendchat.nn.gpt import dense
+from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose, documents
+from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.plan.shape import Shape
 
@@ -88,14 +89,58 @@ def test_the_fused_kernel_equals_the_reference(device: Device, window: int, kv_h
         torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("most", [1024, 2], ids=["one call", "two calls"])
 @pytest.mark.parametrize("window", [3, 64])
-def test_packed_documents_do_not_see_each_other(device: Device, window: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(40, 4, 16, generator=generator) for _ in range(3))
-    found = KERNELS["npu_fusion"].packed(q.npu(), k.npu(), v.npu(), [7, 1, 20, 12], window, 0.4)
-    torch.testing.assert_close(
-        found.cpu(), Reference().packed(q, k, v, [7, 1, 20, 12], window, 0.4), atol=1e-5, rtol=1e-4
-    )
+def test_packed_documents_do_not_see_each_other(
+    device: Device, monkeypatch: pytest.MonkeyPatch, window: int, most: int
+) -> None:
+    kernel, generator = NpuFusion(), torch.Generator().manual_seed(0)
+    monkeypatch.setattr(kernel, "MOST_DOCUMENTS", most)
+    here = [torch.randn(2, 20, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    there = [x.detach().npu().requires_grad_() for x in here]
+    lengths = np.array([7, 1, 12, 20], np.int32)
+    cannsim.reset()
+    bounds = documents(kernel, lengths, torch.zeros(2, 20).npu(), torch.float32).bounds
+    found = kernel.packed(*there, bounds, window, 0.4)
+    expected = Reference().packed(*here, tuple(lengths.tolist()), window, 0.4)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
+    assert cannsim.launches()["aclnnFlashAttentionVarLenScore"] == (1 if most == 1024 else 2)
+    found.square().sum().backward(), expected.square().sum().backward()
+    for a, b in zip(there, here):
+        torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"window_pattern": "SSSL", "seq_len": 512}], ids=["full", "windows"])
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_documents_alone(
+    device: Device, sizes: dict[str, object]
+) -> None:
+    shape = Shape.from_depth(3, **{"vocab": 60, "seq_len": 128, "dim": 64, "head_dim": 16, **sizes})  # type: ignore[arg-type]
+    place, kernel = torch.device("npu:0"), choose("npu", torch.float32, 16)[0]
+    packed, apart = GPT(shape, device.operators()), GPT(shape)
+    for model in (packed, apart):
+        model.initialise(0)
+        with torch.no_grad():
+            for parameter in model.parameters():  # many begin as 0, where a wrong gradient would not show
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    packed.to(place)
+    tokens, targets = torch.randint(0, 60, (2, 2, shape.seq_len), generator=torch.Generator().manual_seed(1))
+    lengths = [70, 1, 2, shape.seq_len - 73, shape.seq_len]
+    known = documents(kernel, np.array(lengths), tokens.npu(), torch.float32)
+    one = torch.tensor(1.0)
+    cannsim.reset()
+    hidden = packed(tokens.npu(), dense(packed, kernel), documents=known)
+    found = head_loss(hidden, packed.head, targets.npu(), 60, weight=one.npu())
+    found.backward()
+    counts = cannsim.launches()
+    assert counts["aclnnFlashAttentionVarLenScore"] == counts["aclnnFlashAttentionUnpaddingScoreGrad"] == 3
+    expected = torch.zeros(())
+    for part, wanted in zip(tokens.view(-1).split(lengths), targets.view(-1).split(lengths)):
+        hidden = apart(part[None], dense(apart, Reference()))
+        expected = expected + head_loss(hidden, apart.head, wanted[None], 60, weight=one)
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, a), b in zip(packed.named_parameters(), apart.parameters()):
+        assert float((a.grad.cpu() - b.grad).norm()) < 1e-3 * float(b.grad.norm()), name
 
 
 @pytest.mark.parametrize("queries", [1, 3])

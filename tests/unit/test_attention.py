@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,15 +58,18 @@ def test_gradients_of_the_sliced_window_equal_the_reference(kernel: attention.At
 
 
 @pytest.mark.parametrize("kernel", [Reference(), Sdpa(), Eager()], ids=lambda k: k.name)
-def test_packed_equals_separate_documents(kernel: attention.Attention) -> None:
-    lengths = [3, 1, 6]
-    q, k, v = (draw(10, 4, 8, seed=s).float() for s in range(3))
-    found = kernel.packed(q, k, v, lengths, 4, 0.3)
+@pytest.mark.parametrize("window", [1, 4, 10])
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_equals_separate_documents(kernel: attention.Attention, window: int, masked: bool) -> None:
+    lengths = np.array([3, 1, 6, 2, 8], np.int32)  # two rows
+    q, k, v = (draw(2, 10, heads, 8, seed=s).float() for s, heads in enumerate((4, 2, 2)))
+    bounds = kernel.bounds(lengths, 2, not masked, lambda made: made)
+    found = kernel.packed(q, k, v, bounds, window, 0.3).flatten(0, 1)
     start = 0
-    for length in lengths:
+    for length in lengths.tolist():
         part = slice(start, start + length)
-        alone = definition(q[None, part].double(), k[None, part].double(), v[None, part].double(), 4, 0.3)[0]
-        torch.testing.assert_close(found[part].double(), alone, atol=2e-6, rtol=1e-5)
+        own = (x.flatten(0, 1)[None, part].double() for x in (q, k, v))
+        torch.testing.assert_close(found[part].double(), definition(*own, window, 0.3)[0], atol=2e-6, rtol=1e-5)
         start += length
 
 
@@ -138,5 +142,6 @@ def test_the_eager_kernel_makes_no_infinity() -> None:
         q, k, v = (draw(2, 9, 4, 8, seed=s).half().requires_grad_() for s in range(3))
         with Watch():
             kernel.dense(q, k, v, 4, 0.3).sum().backward()
+            kernel.packed(q, k, v, torch.tensor([[0] * 9, [1] * 5 + [2] * 4]), 4, 0.3).sum().backward()
             kernel.cached(q[:, :2], k, v, torch.tensor([9, 4]), 9, 0.3)
         assert all(x.isfinite().all() for x in made) == finite

@@ -26,9 +26,11 @@ PLACE = torch.device("cuda" if CUDA else "cpu")
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 
-def one_by_one(qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int) -> tuple[Tensor, ...]:
+def one_by_one(
+    qkv: Tensor, share: Tensor, rope: tuple[Tensor, Tensor], kv_heads: int, follows: Tensor | None
+) -> tuple[Tensor, ...]:
     ops, query_heads = PlainOps(), qkv.size(2) - 2 * kv_heads
-    qk, v = shifted(0, qkv, share).split((query_heads + kv_heads, kv_heads), dim=2)
+    qk, v = shifted(0, qkv, share, follows).split((query_heads + kv_heads, kv_heads), dim=2)
     q, k = ops.rotary(ops.rms_norm(qk), *rope).split((query_heads, kv_heads), dim=2)
     return q, k, v
 
@@ -43,8 +45,9 @@ def error(found: Tensor, wanted: Tensor) -> float:
     [(2, 40, 4, 2, 16), (3, 7, 2, 2, 32), (1, 300, 3, 1, 8), (2, 33, 2, 1, 24), (2, 64, 4, 4, 64), (1, 1, 2, 2, 16)],
     ids=str,
 )
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 def test_the_kernels_equal_the_formula_and_its_gradient(
-    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype, packed: bool
 ) -> None:
     from ascendchat.nn.heads import heads
 
@@ -53,12 +56,16 @@ def test_the_kernels_equal_the_formula_and_its_gradient(
     qkv = torch.randn(rows, length, query_heads + 2 * kv_heads, dim).to(PLACE, dtype).requires_grad_()
     share = torch.randn(query_heads + 2 * kv_heads, dim).to(dtype).float().to(PLACE).requires_grad_()
     cos, sin = (table.to(PLACE, dtype) for table in rope_tables(length, dim))
-    found = heads(qkv, share, (cos, sin), kv_heads)
+    follows = (torch.rand(rows, length) > 0.3).to(PLACE, dtype) if packed else None
+    if follows is not None:
+        follows[:, 0] = 0  # a document begins with its row
+    found = heads(qkv, share, (cos, sin), kv_heads, follows)
     grads = [torch.randn_like(part) for part in found]
     found += torch.autograd.grad(found, (qkv, share), grads)
 
     exact, exact_share = qkv.detach().double().requires_grad_(), share.detach().double().requires_grad_()
-    wanted = one_by_one(exact, exact_share, (cos.double(), sin.double()), kv_heads)
+    follows = None if follows is None else follows.double()
+    wanted = one_by_one(exact, exact_share, (cos.double(), sin.double()), kv_heads, follows)
     wanted += torch.autograd.grad(wanted, (exact, exact_share), [grad.double() for grad in grads])
     for name, one, other in zip(("q", "k", "v", "qkv's", "share's"), found, wanted, strict=True):
         if length == 1 and name == "share's":

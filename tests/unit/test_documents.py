@@ -1,0 +1,196 @@
+"""With --attend document, a packed row gives every document the losses and gradients that it has alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from test_gpt import build
+
+from ascendchat.config import UserError
+from ascendchat.config.train import BenchTrainConfig
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import pick
+from ascendchat.nn.attention import Attention, Documents, Eager, Flash, NpuFusion, Reference, Sdpa, documents
+from ascendchat.nn.flash import flash
+from ascendchat.nn.gpt import GPT, dense, shifted
+from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.plan.shape import Shape
+from ascendchat.train.rows import build as build_learner
+
+KERNELS = [Reference(), Sdpa(), Eager()]
+LENGTHS = np.array([40, 1, 2, 85, 100, 28], np.int32)  # two rows of 128; the last stands for padding
+SIZES = [{}, {"kv_heads": 2}, {"window_pattern": "SSSL", "seq_len": 512}]  # windows of 128 in rows of 512
+LONG = np.array([300, 2, 210, 512], np.int32)
+
+
+def batch_of(model: GPT) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    length = model.shape.seq_len
+    both = torch.randint(0, 60, (2, 2, length), generator=torch.Generator().manual_seed(3))
+    return both[0], both[1], LENGTHS if length == 128 else LONG
+
+
+def nats(model: GPT, kernel: Attention, inputs: torch.Tensor, targets: torch.Tensor, known: Documents | None = None):  # type: ignore[no-untyped-def]
+    return token_nats(model(inputs, dense(model, kernel), documents=known), model.head, targets, 60)
+
+
+def alone(inputs: torch.Tensor, targets: torch.Tensor, lengths: np.ndarray) -> list[tuple[torch.Tensor, ...]]:
+    ends = list(accumulate(lengths.tolist()))
+    return [(inputs.view(1, -1)[:, a:b], targets.view(1, -1)[:, a:b]) for a, b in zip([0, *ends], ends)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["one by one", "masked"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@torch.no_grad()
+def test_a_packed_row_has_the_nats_of_its_documents_alone(
+    kernel: Attention, sizes: dict[str, object], compiled: bool
+) -> None:
+    model = build(**sizes)
+    inputs, targets, lengths = batch_of(model)
+    known = documents(kernel, lengths, inputs, torch.float32, compiled=compiled)
+    assert isinstance(known.bounds, torch.Tensor) == compiled
+    found = nats(model, kernel, inputs, targets, known).view(-1)
+    expected = [nats(model, kernel, *part).view(-1) for part in alone(inputs, targets, lengths)]
+    torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
+    whole = nats(model, kernel, inputs, targets).view(-1)
+    first = int(lengths[0])
+    torch.testing.assert_close(found[:first], whole[:first], atol=2e-5, rtol=1e-5)
+    assert (found - whole)[first:][: int(lengths[1])].abs().max() > 1e-3, "over whole rows the second sees the first"
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["one by one", "masked"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_its_gradients_are_the_sum_of_theirs(kernel: Attention, compiled: bool, checkpointed: bool) -> None:
+    sizes = SIZES[2] if kernel.name == "sdpa" else SIZES[1]
+    packed, apart = build(**sizes), build(**sizes)
+    packed.checkpoint_activations = checkpointed
+    inputs, targets, lengths = batch_of(packed)
+    known = documents(kernel, lengths, inputs, torch.float32, compiled=compiled)
+    one = torch.tensor(1.0)
+    hidden = packed(inputs, dense(packed, kernel), documents=known)
+    head_loss(hidden, packed.head, targets, 60, weight=one).backward()
+    for tokens, wanted in alone(inputs, targets, lengths):
+        head_loss(apart(tokens, dense(apart, kernel)), apart.head, wanted, 60, weight=one).backward()
+    for (name, a), b in zip(packed.named_parameters(), apart.parameters()):
+        size = float(b.grad.norm())
+        assert size > 0, name
+        assert float((a.grad - b.grad).norm()) < 1e-4 * size, name
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_compiled_model_is_traced_once_for_all_batches(checkpointed: bool) -> None:
+    """As in training: one graph, static shapes. The lengths of the documents change, the shapes of what is passed do
+    not."""
+    model = build()
+    model.checkpoint_activations = checkpointed
+    inputs, _, lengths = batch_of(model)
+    traced = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        traced.append(graph)
+        return graph.forward
+
+    forward = torch.compile(model, dynamic=False, fullgraph=True, backend=backend)
+    attend, rope = dense(model, Sdpa()), model.rope(128, torch.float32, inputs.device)
+    for those in (lengths, lengths[::-1].copy(), np.array([128, 128], np.int32)):
+        known = documents(Sdpa(), those, inputs, torch.float32, compiled=True)
+        found = forward(inputs, attend, rope, documents=known)
+        torch.testing.assert_close(found, model(inputs, attend, rope, documents=known), atol=1e-5, rtol=1e-5)
+    assert len(traced) == 1
+    forward(inputs, attend, rope)
+    assert len(traced) == 2, "whole rows are another graph"
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_the_shift_stops_where_a_document_begins_and_so_do_its_gradients(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, length, 3, 2, generator=generator, dtype=torch.double, requires_grad=True)
+    share = torch.randn(3, 2, generator=generator, dtype=torch.double, requires_grad=True)
+    follows = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 1, 1, 1]], dtype=torch.double)[:, :length]
+    found = shifted(0, rows, share, follows)
+    expected = rows[:, 1:] + share * rows[:, :-1] * follows[:, 1:, None, None]
+    torch.testing.assert_close(found[:, 1:], expected)
+    assert torch.autograd.gradcheck(lambda x, s: shifted(0, x, s, follows), (rows, share))
+
+
+def test_documents_begin_with_a_row_and_after_each_border() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    known = documents(Sdpa(), np.array([2, 3, 1, 4], np.int32), tokens, torch.bfloat16, compiled=True)
+    assert known.follows.dtype == torch.bfloat16
+    assert known.follows.tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 1]]
+    assert known.bounds.tolist() == [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]]
+    assert documents(Sdpa(), np.array([2, 3, 1, 4]), tokens, torch.float32).bounds == (2, 3, 1, 4)
+
+
+def test_bounds_for_the_flash_kernel_keep_their_size_until_there_are_more_documents_than_fit() -> None:
+    kernel = Flash()
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+
+    def bounds(lengths: list[int]) -> list[int]:
+        found = documents(kernel, np.array(lengths), tokens, torch.float32).bounds
+        assert found.dtype == torch.int32
+        return found.tolist()
+
+    assert bounds([3, 5, 8]) == [0, 3, 8, 16, 16, 16, 16, 16, 16], "room for twice as many, a power of two"
+    assert bounds([8, 8]) == [0, 8, 16, 16, 16, 16, 16, 16, 16]
+    assert len(bounds([1] * 8 + [8])) == 32 + 1
+    assert len(bounds([8, 8])) == 32 + 1, "it never shrinks: that would be compiled again"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_operator_of_the_flash_kernel_can_be_traced_with_its_gradient(packed: bool) -> None:
+    """What it computes needs CUDA (test_documents_cuda.py); shapes and wiring do not."""
+    with torch._subclasses.FakeTensorMode():
+        size = (24,) if packed else (2, 12)
+        q = torch.empty(*size, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(*size, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+        bounds = torch.empty(9, dtype=torch.int32) if packed else None
+        found = flash(q, k, v, bounds, 12, 5, 0.3)
+        assert (found.shape, found.dtype) == (q.shape, torch.bfloat16)
+        found.float().sum().backward()
+        assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]
+
+
+def test_more_documents_than_one_call_of_the_npu_takes_become_several_calls() -> None:
+    tokens = torch.zeros(3, 1000, dtype=torch.long)
+    lengths = np.array([1] * 1500 + [500, 1000], np.int32)
+    first, second = documents(NpuFusion(), lengths, tokens, torch.float32).bounds
+    assert first == (list(range(1, 1025)), 1)
+    assert second[0][:2] == [1, 2]
+    assert second[0][-3:] == [476, 976, 1976]
+    assert second[1] == 1000
+
+
+@pytest.mark.parametrize("attend", ["row", "document"])
+def test_training_passes_the_documents_of_a_batch_if_asked_to(attend: str) -> None:
+    said: list[str] = []
+    shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=64, head_dim=16)
+    config = BenchTrainConfig(attend=attend)  # type: ignore[arg-type]
+    learner = build_learner(config, shape, pick("cpu"), torch.device("cpu"), said.append)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    inputs, targets, lengths = batch_of(learner.model)
+    one = torch.tensor(1.0)
+    found = learner.loss(MicroBatch(inputs, targets, lengths, 256), one)
+    wholes = learner.loss(MicroBatch(inputs, targets, np.array([128, 128], np.int32), 256), one)
+    if attend == "row":
+        assert said[-1] == "a token sees the whole row before it"
+        assert torch.equal(found, wholes)
+        return
+    assert said[-1] == "a token sees its own document only"
+    parts = [nats(learner.model, Sdpa(), *part).sum() for part in alone(inputs, targets, lengths)]
+    torch.testing.assert_close(found, torch.stack(parts).sum(), atol=1e-2, rtol=1e-5)
+    assert abs(float(found - wholes)) > 1
+
+
+def test_a_kernel_that_cannot_be_compiled_for_documents_says_how_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sdpa, "compiles_packed", False)  # as npu_fusion has it, which does not run here
+    shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=64, head_dim=16)
+    config, device = BenchTrainConfig(attend="document"), pick("cpu", compiled=True)
+    with pytest.raises(UserError, match=r"kernel sdpa cannot be compiled for documents.*--no-compile"):
+        build_learner(config, shape, device, torch.device("cpu"), lambda text: None)

@@ -1,0 +1,114 @@
+"""Documents in packed rows on CUDA: the variable-length flash kernel equals the definition, eager and compiled.
+
+pytest tests/unit/test_documents_cuda.py           # skipped without a CUDA device of compute capability 8.0 or more
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ascendchat.device import pick
+from ascendchat.nn.attention import Flash, Reference, documents
+from ascendchat.nn.gpt import GPT, PlainOps, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.plan.shape import Shape
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+    pytest.skip("no CUDA device with flash attention", allow_module_level=True)
+PLACE = torch.device("cuda")
+LENGTHS = np.array([300, 1, 2, 209, 512, 500, 12], np.int32)  # three rows of 512
+OTHERS = np.array([512, 100, 412, 7, 5, 400, 100], np.int32)
+MANY = np.array([64] * 8 + [512, 512], np.int32)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("window", [1, 7, 128, 512])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (4, 2, 128), (6, 1, 32)])
+def test_packed_flash_equals_the_reference_and_its_gradients(window: int, heads: int, kv_heads: int, dim: int) -> None:
+    kernel, generator = Flash(), torch.Generator().manual_seed(0)
+    sizes = [(3, 512, count, dim) for count in (heads, kv_heads, kv_heads)]
+    there = [torch.randn(size, generator=generator).bfloat16().to(PLACE).requires_grad_() for size in sizes]
+    exact = [x.detach().float().requires_grad_() for x in there]
+    tokens = torch.zeros(3, 512, dtype=torch.long, device=PLACE)
+    packed = documents(kernel, LENGTHS, tokens, torch.bfloat16).bounds
+    assert len(packed) > len(LENGTHS) + 1, "documents without tokens fill it up"
+    number = documents(Reference(), LENGTHS, tokens, torch.float32).bounds
+    grad = torch.randn(3, 512, heads, dim, generator=generator).bfloat16().to(PLACE)
+    found = kernel.packed(*there, packed, window, 0.2)
+    wanted = Reference().packed(*exact, number, window, 0.2)
+    assert error(found, wanted) < 0.01
+    for one, other in zip(
+        torch.autograd.grad(found, there, grad), torch.autograd.grad(wanted, exact, grad.float()), strict=True
+    ):
+        assert error(one, other) < 0.02
+
+
+def test_windows_over_whole_rows_equal_the_reference_without_compiling() -> None:
+    there = [torch.randn(2, 512, 4, 64, device=PLACE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+    exact = [x.detach().float().requires_grad_() for x in there]
+    grad = torch.randn_like(there[0])
+    found, wanted = Flash().dense(*there, 100, 0.2), Reference().dense(*exact, 100, 0.2)
+    assert error(found, wanted) < 0.01
+    for one, other in zip(
+        torch.autograd.grad(found, there, grad), torch.autograd.grad(wanted, exact, grad.float()), strict=True
+    ):
+        assert error(one, other) < 0.02
+
+
+def model_of(dtype: torch.dtype, *, fused: bool, checkpointed: bool = False) -> GPT:
+    heads = None
+    if fused:
+        from ascendchat.nn.heads import heads
+    shape = Shape.from_depth(4, vocab=60, seq_len=512, dim=128, head_dim=32, window_pattern="SSSL")
+    model = GPT(shape, PlainOps(heads), checkpoint_activations=checkpointed)
+    model.initialise(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # many begin as 0, where a wrong gradient would not show
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    return model.to_compute(dtype).to(PLACE)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_packed_batch_has_the_loss_and_gradients_of_the_reference(compiled: bool, checkpointed: bool) -> None:
+    tokens, targets = torch.randint(0, 60, (2, 3, 512), generator=torch.Generator().manual_seed(1)).to(PLACE)
+    exact, kernel = model_of(torch.float32, fused=False), Flash()
+    model = model_of(torch.bfloat16, fused=compiled, checkpointed=checkpointed)
+    traced = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    forward = torch.compile(model, dynamic=False, fullgraph=True, backend=traced) if compiled else model
+    attend, rope = dense(model, kernel), model.rope(512, torch.bfloat16, PLACE)
+    for lengths in (LENGTHS, OTHERS):
+        for made in (exact, model):
+            made.zero_grad()
+        known = documents(kernel, lengths, tokens, torch.bfloat16, compiled=compiled, pin=True)
+        loss = head_loss(forward(tokens, attend, rope, documents=known), model.head, targets, 60)
+        loss.backward()
+        number = documents(Reference(), lengths, tokens, torch.float32)
+        wanted = head_loss(exact(tokens, dense(exact, Reference()), documents=number), exact.head, targets, 60)
+        wanted.backward()
+        assert float(loss) == pytest.approx(float(wanted), rel=5e-3)
+        for (name, one), other in zip(model.named_parameters(), exact.parameters()):
+            assert error(one.grad, other.grad) < 0.1, name
+    if compiled:
+        assert traced.frame_count == 1
+        known = documents(kernel, MANY, tokens, torch.bfloat16, compiled=True)
+        assert len(known.bounds) == 17, "ten documents still fit"
+        known = documents(kernel, np.full(96, 16, np.int32), tokens, torch.bfloat16, compiled=True)
+        forward(tokens, attend, rope, documents=known)
+        assert traced.frame_count == 2, "more documents than ever: compiled once more"
+
+
+def test_bounds_are_made_without_waiting_for_the_device() -> None:
+    device = pick("cuda")
+    tokens = torch.zeros(3, 512, dtype=torch.long, device=PLACE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        documents(Flash(), LENGTHS, tokens, torch.bfloat16, compiled=True, pin=device.pin)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
