@@ -1,6 +1,6 @@
 """Sampling maths as pure functions over a batch in which every row has its own settings.
 
-    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
+    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True), None, None)
 
 No generator is kept: the noise of a row is a hash of (its seed, the position, the token), so a row draws the same noise
 whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax of
@@ -121,12 +121,7 @@ def likeliest(scores: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    settings: Settings,
-    position: Tensor,
-    mode: Mode,
-    seen: Tensor | None = None,
-    barred: Tensor | None = None,
+    logits: Tensor, settings: Settings, position: Tensor, mode: Mode, seen: Tensor | None, barred: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The chosen token of every row (B,) and its log probability (B,) float32.
 

@@ -68,13 +68,7 @@ class Chat:
     """A conversation with one model."""
 
     def __init__(
-        self,
-        generator: Generator,
-        tokenizer: Tokenizer,
-        config: ChatConfig,
-        chats: bool,
-        out: TextIO,
-        colour: bool,
+        self, generator: Generator, tokenizer: Tokenizer, config: ChatConfig, chats: bool, out: TextIO, colour: bool
     ) -> None:
         self.generator, self.tokenizer, self.config = generator, tokenizer, config
         self.chats, self.out, self.colour = chats, out, colour

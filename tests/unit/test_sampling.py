@@ -89,7 +89,7 @@ def test_draws_follow_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     draws, count = torch.arange(20_000), 20_000
     given = rows(count, temperature=0.7)
-    chosen, _ = sample(logits.expand(count, 4), given, draws, Mode(random=True))
+    chosen, _ = sample(logits.expand(count, 4), given, draws, Mode(random=True), None, None)
     share = torch.bincount(chosen, minlength=4) / count
     torch.testing.assert_close(share, (logits / 0.7).softmax(-1), atol=0.012, rtol=0)
 
@@ -97,7 +97,7 @@ def test_draws_follow_the_softmax() -> None:
 def test_filtered_draws_stay_inside_and_keep_their_proportions() -> None:
     logits = torch.tensor([2.0, 1.5, 0.0, -1.0])
     count = 20_000
-    chosen, _ = sample(logits.expand(count, 4), rows(count, top_k=2), torch.arange(count), Mode(True, True))
+    chosen, _ = sample(logits.expand(count, 4), rows(count, top_k=2), torch.arange(count), Mode(True, True), None, None)
     share = torch.bincount(chosen, minlength=4) / count
     expected = torch.cat((torch.tensor([2.0, 1.5]).softmax(-1), torch.zeros(2)))
     torch.testing.assert_close(share, expected, atol=0.012, rtol=0)
@@ -106,7 +106,7 @@ def test_filtered_draws_stay_inside_and_keep_their_proportions() -> None:
 @pytest.mark.parametrize("mode", [Mode(), Mode(random=True), Mode(random=True, filtered=True)])
 def test_temperature_zero_takes_the_likeliest_in_every_mode(mode: Mode) -> None:
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0))
-    chosen, logprob = sample(logits, rows(8, temperature=0.0, top_k=5), torch.arange(8), mode)
+    chosen, logprob = sample(logits, rows(8, temperature=0.0, top_k=5), torch.arange(8), mode, None, None)
     assert torch.equal(chosen, logits.argmax(-1))
     torch.testing.assert_close(logprob, logits.log_softmax(-1).max(-1).values)
 
