@@ -22,11 +22,11 @@ from typing import Any
 from ascendchat import __version__
 from ascendchat.config import UserError, home, load_yaml, spelling
 from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.stages import STAGES
 from ascendchat.files import write_atomic
 from ascendchat.record import read_facts, read_metrics, run_folder
 
-TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
-RESUMABLE = ("base", "mid", "sft")  # these know --resume
+ON_DEVICES = (*STAGES, "eval base", "eval chat")  # commands that run on the devices and know --run
 RESUMED = "continues where it was"
 
 
@@ -82,7 +82,7 @@ def arguments(settings: dict[str, Any]) -> list[str]:
 def command_line(command: str, settings: dict[str, Any], run: str, config: SpeedrunConfig) -> list[str]:
     """What is typed for a stage."""
     words = [*command.split(), *arguments(settings)]
-    if command not in TRAINING:
+    if command not in ON_DEVICES:
         return words
     words += ["--run", run]
     if config.device_type:
@@ -120,7 +120,7 @@ def run(config: SpeedrunConfig) -> int:
         words = command_line(command, settings, name, config)
         identity = stamp(before, words)
         old = known[identity].get("old", -1) if identity in known else newest(name, command)
-        if command in RESUMABLE and old == newest(name, command):
+        if command in STAGES and old == newest(name, command):
             words += ["--resume", "never"]  # what lies in the run folder comes from other settings
         heading = f"[{number}/{len(stages)}] ascendchat {' '.join(words)}"
         before = identity
@@ -149,7 +149,7 @@ def run(config: SpeedrunConfig) -> int:
 
 def output_of(command: str, settings: dict[str, Any], run: str) -> Path | None:
     """The file or folder that a finished stage leaves behind; None where that is its printed result."""
-    if command in RESUMABLE:
+    if command in STAGES:
         return run_folder(run, command) / "latest"
     defaults = {"tokenizer train": "$HOME/tokenizer", "data prepare": "$HOME/data/prepared"}
     made = settings.get("out") or defaults.get(command)
@@ -188,7 +188,7 @@ def note(ledger: Path, known: dict[str, Any], identity: str, entry: dict[str, An
 def summary(run: str) -> str:
     """One line per trained stage: steps, last loss, last validation."""
     lines = [f"{'stage':<8} {'steps':>7} {'train loss':>11}  validation"]
-    for stage in ("base", "mid", "sft", "rl"):
+    for stage in STAGES:
         path = run_folder(run, stage) / "metrics.jsonl"
         if not path.is_file():
             continue

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
+from ascendchat.config.stages import STAGES
 from ascendchat.config.train import PUBLISHED
 
 COMMANDS = {
@@ -113,7 +114,6 @@ TASKS = {
     "ARC-Easy": "arc_easy", "ARC-Challenge": "arc_challenge", "MMLU": "mmlu", "GSM8K": "gsm8k",
     "HumanEval": "humaneval",
 }  # fmt: skip
-STAGES = ("base", "mid", "sft", "rl")
 Given = dict[str, str]  # flag -> value, of those that FLAGS has
 
 
@@ -161,7 +161,7 @@ def start(given: Given) -> list[str]:
     """What mid-training and SFT start from. Our own --source is a folder of data sets."""
     if "source" in given and given["source"] not in STAGES:
         return [f"--source={given['source']}"]
-    return [f"--start={found_model(given, ('mid', 'base'))}"]
+    return [f"--start={found_model(given, STAGES['sft'].starts_from)}"]
 
 
 def stage(given: Given) -> list[str]:
@@ -169,7 +169,7 @@ def stage(given: Given) -> list[str]:
     if "source" in given and given["source"] not in STAGES:
         return [f"--source={given['source']}"]
     if "step" in given:
-        return [f"--checkpoint={found_model(given, STAGES[::-1])}"]
+        return [f"--checkpoint={found_model(given, tuple(reversed(STAGES)))}"]
     return [f"--stage={given['source']}"]
 
 

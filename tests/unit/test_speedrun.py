@@ -47,7 +47,7 @@ class Commands:
         self.called.append(" ".join(words))
         if self.fails and self.called[-1].startswith(self.fails):
             return 1
-        stage = next((word for word in words if word in speedrun.RESUMABLE), None)
+        stage = next((word for word in words if word in speedrun.STAGES), None)
         made = (
             f"runs/small/{stage}/latest" if stage else {"tokenizer": "tokenizer/x", "data": "data/prepared/x"}[words[0]]
         )
