@@ -51,7 +51,6 @@ class Chip:
     node_link: float  # per device, to other nodes
     bf16: bool = True
     fp8: bool = False
-    saturates: bool = False  # fp16 overflow becomes 65504 instead of inf, so only a hardware flag shows it
     fused_attention: bool = True  # has a fused attention kernel with a backward pass
     graphs: bool = False  # can capture work once and replay it
     fused_adamw: bool = True  # has AdamW as one operator
@@ -63,11 +62,6 @@ class Chip:
     known: bool = True  # False: cautious figures for a chip this table does not list
     aliases: tuple[str, ...] = ()
 
-    @property
-    def usable(self) -> int:
-        """Bytes that processes can share: the total less what the driver holds."""
-        return self.memory - self.reserved
-
 
 # The driver of 64 GB parts holds 2.8 to 3.4 GB when idle.
 _A2 = Chip(
@@ -76,11 +70,11 @@ _A2 = Chip(
 # A3: one device is one die, two dies a card; the same fabric inside and between the nodes of a super node.
 _A3 = dataclasses.replace(_A2, node_link=196e9, devices_per_node=16, source="Atlas A3 (910C), per die: cube bf16 peak")
 _OLD = Chip(
-    "", "npu", 32 * GIB, 256e12, 1.2e12, 90e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
+    "", "npu", 32 * GIB, 256e12, 1.2e12, 90e9, 12.5e9, bf16=False, fused_attention=False,
     fused_adamw=False, jit_default=True, reserved=2 * GIB, source="2019 generation: marketed fp16, secondary sources",
 )  # fmt: skip
 _310P = Chip(
-    "", "npu", 24 * GIB, 70e12, 0.2e12, 16e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
+    "", "npu", 24 * GIB, 70e12, 0.2e12, 16e9, 12.5e9, bf16=False, fused_attention=False,
     fused_adamw=False, trains=False, jit_default=True, reserved=2 * GIB,
     source="300I Pro/Duo, inference part: unverified figures",
 )  # fmt: skip

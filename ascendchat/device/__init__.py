@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -80,12 +80,6 @@ class Device(Protocol):
 
     def seed(self, n: int) -> None:
         """Seed the generators of the host and of the device."""
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of torch's generators, ready for a checkpoint."""
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned; parts of another device type are left out."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""

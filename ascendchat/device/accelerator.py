@@ -6,7 +6,7 @@ npu.py and cuda.py hold what differs: how the device is found, compiling, graphs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,16 +70,6 @@ class Accelerator:
         """Seed the generators of the host and of all devices."""
         torch.manual_seed(n)
         self.api.manual_seed_all(n)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the generators of the host and of the bound device."""
-        return {"cpu": torch.get_rng_state(), self.type: self.api.get_rng_state().cpu()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
-        if self.type in state:
-            self.api.set_rng_state(state[self.type])
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""

@@ -7,7 +7,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -79,14 +79,6 @@ class CPU:
     def seed(self, n: int) -> None:
         """Seed torch's generator."""
         torch.manual_seed(n)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """State of torch's generator."""
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
 
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,16 +56,6 @@ class MPS:
         """Seed the generators of the host and of the GPU."""
         torch.manual_seed(n)
         torch.mps.manual_seed(n)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the generators of the host and of the GPU."""
-        return {"cpu": torch.get_rng_state(), "mps": torch.mps.get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
-        if "mps" in state:
-            torch.mps.set_rng_state(state["mps"])
 
     def synchronize(self) -> None:
         """Wait until the GPU has done all it was given."""

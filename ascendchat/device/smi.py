@@ -249,50 +249,6 @@ def _pid_here(host: int, inside: int) -> int:
     return host if known and int(known.group(1)) == inside else inside
 
 
-USAGE_NAMES = {  # ours: the spellings of npu-smi over the years, in lower case
-    "utilisation": ("npu utilization(%)", "aicore usage rate(%)", "ai core usage rate(%)"),
-    "aicore": ("aicore usage rate(%)", "ai core usage rate(%)"),
-    "vector": ("aivector usage rate(%)", "ai vector usage rate(%)"),
-    "aicpu": ("aicpu usage rate(%)",),
-    "memory": ("hbm usage rate(%)", "memory usage rate(%)", "ddr usage rate(%)"),
-    "bandwidth": ("hbm bandwidth usage rate(%)", "ddr bandwidth usage rate(%)"),
-    "capacity_mib": ("hbm capacity(mb)", "memory capacity(mb)", "ddr capacity(mb)"),
-}
-
-
-def parse_usages(text: str) -> dict[str, float]:
-    """`npu-smi info -t usages -i N`: percentages and the capacity in MiB, under our names; absent ones are left out."""
-    said: dict[str, float] = {}
-    for line in text.splitlines():
-        key, colon, value = line.partition(":")
-        number = _number(value.strip())
-        if colon and number is not None:
-            said.setdefault(" ".join(key.lower().split()).replace(" (", "("), number)
-    return {
-        ours: said[key]
-        for ours, keys in USAGE_NAMES.items()
-        for key in [next((k for k in keys if k in said), "")]
-        if key
-    }
-
-
-def usages(npu: int, chip: int = 0, timeout: float = TIMEOUT) -> dict[str, float] | Problem:
-    """Finer figures of one chip than the table has: vector cores, memory bandwidth, AI CPUs (percent)."""
-    text = call("npu-smi", ["info", "-t", "usages", "-i", str(npu), "-c", str(chip)], timeout)
-    return text if isinstance(text, Problem) else parse_usages(text)
-
-
-PROC_MEM = re.compile(
-    r"Process id\s*:\s*(\d+)\s+Process name\s*:\s*(.*?)\s*Process memory\(MB\)\s*:\s*(\d+)", re.I | re.S
-)
-
-
-def parse_proc_mem(text: str, device: int) -> list[ProcessReading]:
-    """`npu-smi info -t proc-mem -i N`: the processes of one chip; empty for `No process in device.`"""
-    rows = PROC_MEM.findall(text)
-    return [ProcessReading(int(pid), device, name.strip(), int(mib) * MIB) for pid, name, mib in rows]
-
-
 # ------------------------------------------------------------------------------------------------- nvidia-smi
 
 GPU_QUERY = "index,name,utilization.gpu,temperature.gpu,power.draw,memory.used,memory.total,pci.bus_id,uuid"

@@ -33,7 +33,7 @@ from ascendchat.files import write_atomic
 from ascendchat.record.console import Console, Telemetry
 from ascendchat.record.earlier import begun_by_this_launch, earlier, notice, read_facts, set_aside, this_launch
 from ascendchat.record.sinks import Sinks, check_track
-from ascendchat.record.speed import Smooth, Speed, Window, eta, speed
+from ascendchat.record.speed import Smooth, Speed, eta, speed
 
 __all__ = [
     "Console",
@@ -41,7 +41,6 @@ __all__ = [
     "Smooth",
     "Speed",
     "Telemetry",
-    "Window",
     "begun_by_this_launch",
     "check_track",
     "earlier",

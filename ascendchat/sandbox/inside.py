@@ -240,8 +240,8 @@ def init(order: Order, fds: dict[str, int]) -> NoReturn:
             os.close(fds[name])
         os.write(told, json.dumps({"program": program}).encode() + b"\n")
         _, status, usage = os.wait4(program, 0)
-        seconds, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
-        os.write(told, json.dumps({"status": status, "cpu": seconds, "resident": memory}).encode() + b"\n")
+        ended = {"status": status, "cpu": usage.ru_utime + usage.ru_stime}
+        os.write(told, json.dumps(ended).encode() + b"\n")
         os._exit(0)
     except (OSError, Refused, ValueError) as error:
         os.write(told, json.dumps({"setup": str(error)}).encode() + b"\n")

@@ -159,22 +159,6 @@ def test_on_the_host_the_pid_of_the_host_is_taken_for_a_process_in_a_container()
         child.wait()
 
 
-def test_usages_and_process_memory_of_one_chip_are_read(tool) -> None:
-    tool("npu-smi", {"info -t usages *": sample("usages")})
-    figures = smi.usages(0)
-    assert isinstance(figures, dict)
-    assert figures["utilisation"] == 37
-    assert figures["bandwidth"] == 9
-    assert figures["capacity_mib"] == 65536
-    renamed = smi.parse_usages("NPU Utilization (%) : 61\nAICORE Usage Rate(%) : 37\n")
-    assert (renamed["utilisation"], renamed["aicore"]) == (61, 37)
-    assert [(p.pid, p.name, p.memory) for p in smi.parse_proc_mem(sample("proc_mem"), 0)] == [
-        (576489, "python", 134 * MIB),
-        (576490, "", 60 * MIB),
-    ]
-    assert smi.parse_proc_mem("No process in device.", 0) == []
-
-
 @pytest.mark.parametrize(
     ("text", "status", "expected"),
     [
