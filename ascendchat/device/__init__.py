@@ -107,9 +107,6 @@ class Device(Protocol):
         chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
         the outputs of the one before."""
 
-    def launches(self) -> int | None:
-        """Operators launched so far, where they are counted (on the simulated NPU); None elsewhere."""
-
     def operators(self) -> Any | None:
         """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""
 

@@ -130,10 +130,6 @@ class Accelerator:
 
         return replay
 
-    def launches(self) -> int | None:
-        """Not counted."""
-        return None
-
     def operators(self) -> Any | None:
         """Plain torch."""
         return None

@@ -122,10 +122,6 @@ class CPU:
         """A CPU has no launches to save."""
         return fn
 
-    def launches(self) -> int | None:
-        """Not counted."""
-        return None
-
     def operators(self) -> Any | None:
         """Plain torch."""
         return None

@@ -92,10 +92,6 @@ class MPS:
         """No captured graphs here."""
         return fn
 
-    def launches(self) -> int | None:
-        """Not counted."""
-        return None
-
     def operators(self) -> Any | None:
         """Plain torch."""
         return None

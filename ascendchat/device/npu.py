@@ -73,13 +73,6 @@ class NPU(Accelerator):
             return fn
         return super().graph(fn, *static_inputs)
 
-    def launches(self) -> int | None:
-        """Operators launched so far, if this is the simulated NPU."""
-        if "CANNSIM_HOME" not in os.environ:
-            return None
-        counts: dict[str, int] = importlib.import_module("cannsim").launches()
-        return sum(count for name, count in counts.items() if name.startswith("aclnn"))
-
     def operators(self) -> NPUOps | None:
         """Fused operators: in eager mode every launch costs host time. 910A and 310P have them only as operators that
         are compiled per shape, so plain torch serves there."""

@@ -46,7 +46,6 @@ class DeviceReading:
     power: float | None = None
     memory_used: int | None = None
     memory_total: int | None = None
-    bus: str = ""
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,6 @@ def _chip_rows(
         power=_number(power),
         memory_used=memory[0] * MIB if memory else None,
         memory_total=memory[1] * MIB if memory else None,
-        bus=lower[1],
     )
 
 
@@ -251,7 +249,7 @@ def _pid_here(host: int, inside: int) -> int:
 
 # ------------------------------------------------------------------------------------------------- nvidia-smi
 
-GPU_QUERY = "index,name,utilization.gpu,temperature.gpu,power.draw,memory.used,memory.total,pci.bus_id,uuid"
+GPU_QUERY = "index,name,utilization.gpu,temperature.gpu,power.draw,memory.used,memory.total,uuid"
 APP_QUERY = "pid,process_name,used_memory,gpu_uuid"
 
 
@@ -266,8 +264,8 @@ def _read_nvidia(timeout: float) -> Readings | Problem:
 def parse_nvidia(gpus: str, apps: str) -> Readings:
     """The two CSV answers of nvidia-smi; `[N/A]` and `[Not Supported]` become None."""
     devices, index_of = [], {}
-    for row in _rows(gpus, 9):
-        index, name, use, temperature, power, used, total, bus, uuid = row
+    for row in _rows(gpus, 8):
+        index, name, use, temperature, power, used, total, uuid = row
         index_of[uuid] = int(index)
         devices.append(
             DeviceReading(
@@ -279,7 +277,6 @@ def parse_nvidia(gpus: str, apps: str) -> Readings:
                 power=_number(power),
                 memory_used=_mib(used),
                 memory_total=_mib(total),
-                bus=bus,
             )
         )
     processes = [

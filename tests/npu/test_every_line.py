@@ -75,9 +75,6 @@ kernel.dense(*[torch.randn(1, 16, 2, 32).to(place, device.dtype) for _ in "qkv"]
 kernel.packed(*[torch.randn(16, 2, 32).to(place, device.dtype) for _ in "qkv"], [6, 10], 16, 1.0)
 kernel.cached(*[torch.randn(1, n, 2, 32).half().to(place) for n in (1, 16, 16)], torch.tensor([9]).to(place), 16, 1.0)
 assert "it needs an Ascend NPU" in choose("cpu", torch.float32, 32)[1]
-assert device.launches() > 0
-del os.environ["CANNSIM_HOME"]
-assert device.launches() is None, "a real NPU counts none"
 """
 
 GRAPH = """
