@@ -1,7 +1,7 @@
 """The environment of a run, set once, before torch is imported, and only where the user has set nothing.
 
 `ascendchat COMMAND --device-type npu --npu-debug` calls `prepare("npu", debug=True)`; processes started by torchrun run
-the same code. What is harmful in the user's own settings is in folklore.py: reported, never changed. No torch here.
+the same code. What is harmful in the user's own settings is in harmful_env.py: reported, never changed. No torch here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import TextIO
 
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError, nearest
-from ascendchat.device.folklore import Harmful, folklore, visible_problem
-
-__all__ = ["Harmful", "Outside", "Prepared", "announce", "folklore", "look", "prepare", "requested", "visible_problem"]
+from ascendchat.device.harmful_env import harmful_settings
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_npu alone
 INSTALL_NPU = "pip install -e '.[npu]' in your clone of ascendchat"
@@ -152,7 +150,7 @@ def prepare(
             done.kept[name] = environ[name]
     if npu:
         ours = NPU_DEBUG if debug else {}
-        warnings += [h.sentence() for h in folklore(environ) if ours.get(h.name) != h.value]
+        warnings += [h.sentence() for h in harmful_settings(environ) if ours.get(h.name) != h.value]
         if debug:
             kept = [f"{name}={value}" for name, value in done.kept.items() if name in NPU_DEBUG]
             warnings += [f"{text} was already set and stays, so --npu-debug is not complete" for text in kept]

@@ -17,7 +17,8 @@ from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.device import Options
 from ascendchat.device.accelerator import Accelerator, current_chip, found_instead
-from ascendchat.device.env import load_problem, look, torch_npu_missing, visible_problem
+from ascendchat.device.env import load_problem, look, torch_npu_missing
+from ascendchat.device.harmful_env import visible_problem
 
 
 def missing(asked: bool) -> str | None:

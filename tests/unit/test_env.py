@@ -1,4 +1,4 @@
-"""device/env.py: profiles are set before torch and never over the user's own; folklore is reported, not changed."""
+"""device/env.py: profiles are set before torch and never over the user's own; harmful settings are reported, not changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ascendchat.config import UserError
 from ascendchat.device import env
-from ascendchat.device.env import AUTOLOAD, Outside, Prepared, announce, folklore, load_problem, look, prepare
-from ascendchat.device.folklore import NOT_THERE, RULES
+from ascendchat.device.env import AUTOLOAD, Outside, Prepared, announce, load_problem, look, prepare
+from ascendchat.device.harmful_env import harmful_settings, known_harmful
 
 BARE = Outside(torch_npu=False, cann=False, driver=False, nodes=(), nvidia=False)
 NPU = Outside(torch_npu=True, cann=True, driver=True, nodes=("/dev/davinci0", "/dev/davinci1"), nvidia=False)
@@ -127,7 +127,7 @@ def test_both_allocator_variables_are_refused_before_torch_npu_dies_of_them() ->
     both = {"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_NPU_ALLOC_CONF": "b:2"}
     with pytest.raises(UserError, match="both set"):
         prepare("npu", environ=both, outside=NPU)
-    assert [h.kind for h in folklore(both)] == ["breaks"]
+    assert [h.kind for h in harmful_settings(both)] == ["breaks"]
     prepare("cpu", environ=both, outside=NPU)  # nothing reads them there
 
 
@@ -191,14 +191,14 @@ HARMFUL = [
     ("NPU_VISIBLE_DEVICES", "0", "does not exist"),
     ("TORCH_NPU_ALLOC_CONF", "x", "does not exist"),
     ("ASCEND_GEMM_FooTiling", "1", "does not exist"),
-    *[(name, "1", "does not exist") for name in NOT_THERE if "*" not in name],
+    *[(name, "1", "does not exist") for name in known_harmful()["nonexistent"] if "*" not in name],
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "kind"), HARMFUL, ids=lambda part: str(part))
 def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(name: str, value: str, kind: str) -> None:
     environ = {name: value}
-    found = folklore(environ)
+    found = harmful_settings(environ)
     assert [(h.name, h.value, h.kind) for h in found] == [(name, value, kind)]
     assert environ == {name: value}
     assert found[0].cost in found[0].sentence()
@@ -208,7 +208,9 @@ def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(name: str
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.name for rule in RULES} - {"PYTORCH_NPU_ALLOC_CONF"} <= {name for name, _, _ in HARMFUL}
+    assert {rule["name"] for rule in known_harmful()["rules"]} - {"PYTORCH_NPU_ALLOC_CONF"} <= {
+        name for name, _, _ in HARMFUL
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,10 +223,10 @@ def test_every_rule_has_a_case() -> None:
     ],
 )
 def test_sound_settings_are_not_reported(environ: dict[str, str]) -> None:
-    assert folklore(environ) == []
+    assert harmful_settings(environ) == []
 
 
-def test_folklore_is_reported_at_the_start_of_an_npu_run_only() -> None:
+def test_harmful_settings_are_reported_at_the_start_of_an_npu_run_only() -> None:
     environ = {"HCCL_WHITELIST_DISABLE": "1"}
     assert len(prepare("npu", environ=dict(environ), outside=NPU).warnings) == 1
     assert prepare("cpu", environ=dict(environ), outside=NPU).warnings == []
