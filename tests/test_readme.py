@@ -32,12 +32,19 @@ SAMPLES = {
     "runs/my-run/logs/attempt_0/rank_0.log": LOG,
     "config.json": json.dumps(
         {
-            "model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14,
-            "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
-            "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
+            "model_type": "qwen2",
+            "num_hidden_layers": 24,
+            "hidden_size": 896,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
         }
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

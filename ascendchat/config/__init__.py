@@ -40,15 +40,11 @@ def home() -> Path:
     return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
 
 
-def option(
-    default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "", least: float | None = None,
-    above: float | None = None, most: float | None = None, below: float | None = None, besides: tuple[int, ...] = (),
-) -> Any:  # fmt: skip
+def option(default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "", **bounds: Any) -> Any:
     """A field with extra flags for the same value (`also=("npus",)`), or filled from bare words: `words="each"` takes
-    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included. A number has a
-    range: `least` and `most` belong to it, `above` and `below` do not; `besides` are single values outside of it."""
-    bounds = Range(least, above, most, below, besides)
-    return dataclasses.field(default=default, metadata={"also": also, "words": words, "range": bounds})
+    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included. `bounds` are
+    those of Range, for numbers: `least=1, most=8`."""
+    return dataclasses.field(default=default, metadata={"also": also, "words": words, "range": Range(**bounds)})
 
 
 def wants_help(argv: list[str]) -> bool:

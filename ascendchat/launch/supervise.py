@@ -94,16 +94,19 @@ def watch(
     result, agent_log = folder / f"{node}result.json", folder / f"{node}torchrun.log"
     for old in (result, *_pid_files(folder, node)):  # of a launcher that was killed
         old.unlink(missing_ok=True)
-    kept = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
+    autoload = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
     limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace)))}
     follower, signals = Follower(log_file(folder, 0)), Signals()
     with open(agent_log, "ab") as log, signals.installed():
         # A session of its own: Ctrl-C reaches the ranks through us, once, and not a second time from the terminal.
         agent = subprocess.Popen(
             [sys.executable, "-m", "ascendchat.launch.agent", str(result), *arguments],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**environment, **kept, **limit},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, **autoload, **limit},
             start_new_session=True,
-        )  # fmt: skip
+        )
         signals.agent = agent
         try:
             if signals.first:  # it came while the process was being made

@@ -42,7 +42,6 @@ __all__ = ["LAYERS", "Result", "capabilities", "run"]
 
 LAYERS = ("namespaces", "seccomp", "user")
 INSIDE = Path(__file__).with_name("inside.py")
-MIB = 1 << 20
 GRACE = 10.0  # seconds beyond the program's own, for starting and ending on a busy machine
 # Ends the process {pid} by `kill`, and as the owner of a pipe; `capabilities` looks whether it still lives.
 SIGNALS = """
@@ -73,20 +72,25 @@ class Result:
 
 
 def run(
-    code: str, *, seconds: float = 5.0, memory: int = 256 * MIB, stdin: str = "",
-    files: Mapping[str, str] | None = None, output: int = 64 * 1024, disk: int = 16 * MIB, processes: int = 32,
+    code: str,
+    *,
+    seconds: float = 5.0,
+    memory: int = 256 << 20,  # bytes
+    output: int = 64 << 10,  # bytes per stream
+    disk: int = 16 << 20,  # bytes
+    processes: int = 32,
+    stdin: str = "",
+    files: Mapping[str, str] | None = None,
     layers: Sequence[str] | None = None,
-) -> Result:  # fmt: skip
-    """Run a program and wait for its end. `memory` and `disk` in bytes; `output` in bytes per stream; `files` are put
-    into its folder before it starts. `layers`: by default all that this machine has. Safe to call from many threads."""
+) -> Result:
+    """Run a program and wait for its end. `files` are put into its folder before it starts. `layers`: by default all
+    that this machine has. Safe to call from many threads."""
     for name in files or {}:
         if not name or name != os.path.basename(name) or name in (".", ".."):
             raise ValueError(f"{name!r} is not a plain file name")
     chosen = tuple(layers) if layers is not None else _available().layers
-    order = {
-        "code": code, "stdin": stdin, "files": dict(files or {}), "seconds": seconds, "memory": memory, "disk": disk,
-        "output": output, "processes": processes, "open_files": 64, "layers": chosen,
-    }  # fmt: skip
+    limits = {"seconds": seconds, "memory": memory, "output": output, "disk": disk, "processes": processes}
+    order = {"code": code, "stdin": stdin, "files": dict(files or {}), "layers": chosen, "open_files": 64, **limits}
     return _judge(_execute(order))
 
 
@@ -107,17 +111,24 @@ def _execute(order: dict[str, Any]) -> dict[str, Any]:
     libraries, library = _libraries()
     prefixes = [os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)]
     order = {
-        **order, "word": word, "folder": os.path.realpath(folder), "python": python, "libraries": libraries,
+        **order,
+        "word": word,
+        "folder": os.path.realpath(folder),
+        "python": python,
+        "libraries": libraries,
         "python_folders": sorted({*prefixes, *library}),
         "number": secrets.randbelow(100_000_000),
         "filter": seccomp.program(platform.machine(), read_only="namespaces" not in order["layers"]),
-    }  # fmt: skip
+    }
     try:
         with subprocess.Popen(
             [python, "-I", "-S", "-B", "-X", "utf8", str(INSIDE)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
             env={"LD_LIBRARY_PATH": libraries} if libraries else {},
-        ) as watcher:  # fmt: skip
+        ) as watcher:
             try:
                 said, complaint = watcher.communicate(json.dumps(order).encode(), timeout=order["seconds"] + GRACE)
             except subprocess.TimeoutExpired:

@@ -87,8 +87,8 @@ def die_with_parent() -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    check(libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()),
-          f"mount {target}")  # fmt: skip
+    words = [text.encode() for text in (source, target, kind)]
+    check(libc().mount(*words, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 
 
 def leave_namespaces() -> None:
@@ -96,8 +96,8 @@ def leave_namespaces() -> None:
     user, group = os.geteuid(), os.getegid()
     if user != 0:
         check(libc().unshare(CLONE_NEWUSER), "user namespace")
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{INNER_USER} {user} 1"),
-                           ("gid_map", f"{INNER_USER} {group} 1")):  # fmt: skip
+        maps = {"setgroups": "deny", "uid_map": f"{INNER_USER} {user} 1", "gid_map": f"{INNER_USER} {group} 1"}
+        for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     check(libc().unshare(NEW_NAMESPACES), "namespaces")
@@ -131,8 +131,8 @@ def own_root(order: Order, user: int) -> None:
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     os.mkdir(f"{root}/tmp")  # before the others, for Python may lie below the machine's /tmp
-    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV,
-          f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}")  # fmt: skip
+    owned = f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}"
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, owned)
     shown: list[str] = []
     for source in (*SYSTEM, *order["python_folders"]):
         inside = any(source.startswith(before + "/") and not os.path.islink(before) for before in shown)
@@ -164,10 +164,12 @@ def limit(order: Order, alone: bool) -> None:
     """Hard limits. `alone`: no other process has our user number, so that their number can be limited too."""
     seconds = int(order["seconds"]) + 2
     wanted = {
-        "RLIMIT_AS": order["memory"], "RLIMIT_DATA": order["memory"], "RLIMIT_CPU": seconds,
-        "RLIMIT_FSIZE": order["disk"], "RLIMIT_NOFILE": order["open_files"], "RLIMIT_CORE": 0, "RLIMIT_MEMLOCK": 0,
-        "RLIMIT_MSGQUEUE": 0,
-    }  # fmt: skip
+        **dict.fromkeys(("RLIMIT_AS", "RLIMIT_DATA"), order["memory"]),
+        **dict.fromkeys(("RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE"), 0),
+        "RLIMIT_CPU": seconds,
+        "RLIMIT_FSIZE": order["disk"],
+        "RLIMIT_NOFILE": order["open_files"],
+    }
     if alone:
         wanted["RLIMIT_NPROC"] = order["processes"]
     for name, most in wanted.items():

@@ -51,8 +51,9 @@ def test_bf16_is_refused_on_chips_without_it(on_npu, chip):
         x = torch.ones(16, 16, dtype=torch.bfloat16).npu()
         print((x @ x).cpu())
         """,
-        chip=chip, check=False,
-    )  # fmt: skip
+        chip=chip,
+        check=False,
+    )
     assert not rank.ok
     assert "EZ1001" in rank.output
     on_npu(
@@ -326,8 +327,9 @@ def test_memory_runs_out_at_the_chosen_byte(on_npu):
             blocks.append(torch.empty(10 * 2**20, dtype=torch.uint8, device="npu"))
             print("blocks", len(blocks), flush=True)
         """,
-        CANNSIM_OOM_AT=64 * 2**20, check=False,
-    )  # fmt: skip
+        CANNSIM_OOM_AT=64 * 2**20,
+        check=False,
+    )
     assert not rank.ok
     assert "blocks 4" in rank.output
     assert "blocks 6" not in rank.output  # 10 MiB and padding take 12
@@ -346,8 +348,9 @@ def test_processes_share_the_memory_of_a_device(on_npu):
         assert torch.npu.mem_get_info()[0] <= 2**30 - 600 * 2**20
         time.sleep(0.5)                             # let the other one see it too
         """,
-        ranks=2, CANNSIM_MEMORY_GB=1,
-    )  # fmt: skip
+        ranks=2,
+        CANNSIM_MEMORY_GB=1,
+    )
 
 
 def test_expandable_segments_grow_in_place(on_npu):

@@ -79,9 +79,12 @@ print("ready", flush=True)
 sys.stdin.readline()
 """
     child = subprocess.Popen(
-        [sys.executable, "-c", program], env=cannsim.environment() | settings,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env=cannsim.environment() | settings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert child.stdout is not None
         assert "ready" in child.stdout.readline()
@@ -121,8 +124,12 @@ def test_clean_ends_the_process_on_the_device_and_not_one_that_only_has_a_listed
         (tmp_path / f"{innocent.pid}.device").write_bytes(record)
         answer = subprocess.run(
             [sys.executable, "-m", "ascendchat", "clean", "--yes", "--lang", "en"],
-            env=settings, capture_output=True, text=True, timeout=120, check=True,
-        ).stdout  # fmt: skip
+            env=settings,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
         assert f"pid {on_device.pid} on device 1: {sys.executable}" in answer
         assert f"pid {innocent.pid} on device 1: python" in answer
         assert "has no device open" in answer

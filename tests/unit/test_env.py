@@ -1,4 +1,4 @@
-"""device/env.py: profiles are set before torch and never over the user's own; harmful settings are reported, not changed."""
+"""device/env.py: profiles are set before torch, never over the user's own; harmful settings are only reported."""
 
 from __future__ import annotations
 
