@@ -130,7 +130,7 @@ def check(arguments: list[str]) -> None:
     """Raise UserError unless the command exists and all its flags and values are accepted."""
     if not arguments or arguments[0] in ("--help", "--version"):
         return
-    name, rest = cli.find(arguments)
+    name, rest = cli.split_command(arguments)
     config = "ascendchat.config." + cli.COMMANDS[name][0]
     cls = getattr(importlib.import_module(config.split(":")[0]), config.split(":")[1])
     if wants_help(rest):
@@ -183,7 +183,7 @@ def test_commands_inside_sentences_exist_too(page: Path) -> None:
         group = [name for name in cli.COMMANDS if name.startswith(words[0] + " ")]
         if group and len(words) == 1:  # `ascendchat data`: all commands of the group
             continue
-        name, rest = cli.find(words)
+        name, rest = cli.split_command(words)
         module, cls = cli.COMMANDS[name][0].split(":")
         known = _flags(getattr(importlib.import_module(f"ascendchat.config.{module}"), cls))
         if name == "launch":  # the flags after the command are the command's own

@@ -34,12 +34,12 @@ def language(asked: str | None = None, environ: Mapping[str, str] | None = None)
 
 def literals(template: str) -> list[str]:
     """What stands around the values: "rank {} of {}" -> ["rank ", " of ", ""]."""
-    found = [""]
+    parts = [""]
     for literal, value, _, _ in string.Formatter().parse(template):
-        found[-1] += literal
+        parts[-1] += literal
         if value is not None:
-            found.append("")
-    return found
+            parts.append("")
+    return parts
 
 
 @functools.lru_cache(maxsize=2)

@@ -93,7 +93,7 @@ def _notes(field: dataclasses.Field[Any]) -> str:
     return bracketed([note for note in notes if note])
 
 
-def describe(prog: str, cls: type) -> str:
+def help_page(prog: str, cls: type) -> str:
     """The whole help page of one command."""
     docs, kinds = field_docs(cls), typing.get_type_hints(cls)
     width = min(shutil.get_terminal_size((110, 24)).columns, 120)

@@ -3,7 +3,8 @@
     device = pick(config.device_type)     # NPU > CUDA > MPS > CPU, or what the user named
     where = device.bind(local_rank)       # a torch.device
 
-A new kind of chip is one file beside this one: `missing()` says why it cannot be used, `attach()` returns its Device.
+A new kind of chip is one file beside this one: `why_unusable()` gives the reason why it cannot be used, or None;
+`open_device()` returns its Device.
 torch is imported by `pick`, never by importing this module.
 """
 
@@ -24,7 +25,7 @@ from ascendchat.device.env import load_problem, look, requested
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "Mark", "Memory", "Options", "Scaling", "choose_dtype", "describe", "pick"]
+__all__ = ["Device", "DeviceOptions", "Mark", "Memory", "Scaling", "choose_dtype", "describe", "pick"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,7 +48,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Options:
+class DeviceOptions:
     """What the user may ask of a device; None leaves the choice to the chip."""
 
     dtype: str | None = None
@@ -146,13 +147,15 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
     dtype and compiled win over $ASCENDCHAT_DTYPE and $ASCENDCHAT_COMPILE.
     """
     asked = requested(device_type)
-    options = Options(dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled)
+    options = DeviceOptions(
+        dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled
+    )
     _import_torch()
     for name in [asked] if asked else list(KINDS):
         module = importlib.import_module(f"ascendchat.device.{name}")
-        problem = module.missing(asked is not None)
+        problem = module.why_unusable(asked is not None)
         if problem is None:
-            device: Device = module.attach(options)
+            device: Device = module.open_device(options)
             return device
         if not asked and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ascendchat: {translate(problem)}", file=sys.stderr)

@@ -14,7 +14,7 @@ import torch
 
 from ascendchat.chips import KINDS, Chip, detected
 from ascendchat.config import UserError
-from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UPS = 3  # runs before a capture: allocator and libraries settle
@@ -43,7 +43,7 @@ class Accelerator:
     saturates = False  # fp16 overflow shows only in a hardware flag
     graph_class: str  # name of the captured graph's class in `api`
 
-    def __init__(self, api: Any, chip: Chip, options: Options) -> None:
+    def __init__(self, api: Any, chip: Chip, options: DeviceOptions) -> None:
         self.api = api
         self.chip = chip
         self.options = options
@@ -158,7 +158,7 @@ def current_chip(api: Any, device_type: str) -> Chip:
     return chip if chip.known else replace(chip, bf16=bool(api.is_bf16_supported(including_emulation=False)))
 
 
-def found_instead() -> str:
+def usable_types() -> str:
     """The device types that are there, for sentences about one that is not."""
     there = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
     return ", ".join([*there, "cpu"])

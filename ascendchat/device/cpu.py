@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from ascendchat.chips import KINDS, this_cpu
-from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """A CPU is always there."""
     return None
 
 
-def attach(options: Options) -> CPU:
+def open_device(options: DeviceOptions) -> CPU:
     """The CPU of this machine."""
     return CPU(options)
 
@@ -63,7 +63,7 @@ class CPU:
     pin = False
     triton = False
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DeviceOptions) -> None:
         self.chip = replace(this_cpu(), flops=matmul_rate(), source="fp32 matrix products, measured at the start")
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose_dtype(self.chip, options.dtype)]
         self.compiles = bool(options.compiled)

@@ -10,11 +10,11 @@ import torch
 
 from ascendchat.chips import KINDS, detected
 from ascendchat.config import UserError
-from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 from ascendchat.device.accelerator import TORCH_DTYPES, EventMark
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """Why no Apple GPU can be used, or None."""
     if torch.backends.mps.is_available():
         return None
@@ -22,7 +22,7 @@ def missing(asked: bool) -> str | None:
     return f"no Apple GPU can be used: {why}; choose another device, for example --device-type cpu"
 
 
-def attach(options: Options) -> MPS:
+def open_device(options: DeviceOptions) -> MPS:
     """The GPU of this Mac."""
     if options.compiled:
         raise UserError("compiling is not supported on an Apple GPU; ASCENDCHAT_COMPILE=0")
@@ -38,7 +38,7 @@ class MPS:
     compiles = False
     triton = False
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DeviceOptions) -> None:
         name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
         self.chip = detected(name.stdout.strip(), "mps", int(torch.mps.recommended_max_memory()))
         self.dtype = TORCH_DTYPES[choose_dtype(self.chip, options.dtype)]

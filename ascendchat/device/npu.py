@@ -15,13 +15,13 @@ import torch
 
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError
-from ascendchat.device import Options
-from ascendchat.device.accelerator import Accelerator, current_chip, found_instead
+from ascendchat.device import DeviceOptions
+from ascendchat.device.accelerator import Accelerator, current_chip, usable_types
 from ascendchat.device.env import load_problem, look, torch_npu_missing
 from ascendchat.device.harmful_env import visible_problem
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """Why no NPU can be used, or None. When none was asked for, only a torch_npu that torch loaded itself counts."""
     if not asked and "torch_npu" not in sys.modules:
         return "torch_npu is not loaded"
@@ -40,12 +40,12 @@ def missing(asked: bool) -> str | None:
         return f"no NPU can be used: {variable}={listed!r}, but {problem[0]}; write it like {variable}=0,1,2,3"
     nodes = len(look().nodes)
     return (
-        f"no NPU answers (found: {nodes} device(s) in /dev/davinci*; usable: {found_instead()}); "
+        f"no NPU answers (found: {nodes} device(s) in /dev/davinci*; usable: {usable_types()}); "
         "run: ascendchat doctor, or choose another device, for example --device-type cpu"
     )
 
 
-def attach(options: Options) -> NPU:
+def open_device(options: DeviceOptions) -> NPU:
     """The NPU of this process."""
     api: Any = torch.npu  # type: ignore[attr-defined]
     device = NPU(api, current_chip(api, "npu"), options)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-MIB = 1024 * 1024
-TOOLS = ("npu-smi", "nvidia-smi")
+from ascendchat.chips import MIB
+
+VENDOR_TOOLS = ("npu-smi", "nvidia-smi")
 # The driver installs npu-smi into folders that are not on everybody's PATH.
 EXTRA_PATH = ("/usr/local/bin", "/usr/local/sbin")
 TIMEOUT = 15.0  # seconds; npu-smi needs about one per four cards
@@ -83,7 +84,7 @@ def locate(tool: str) -> str | None:
     return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *EXTRA_PATH]))
 
 
-def call(tool: str, arguments: list[str], timeout: float = TIMEOUT) -> str | Problem:
+def run_tool(tool: str, arguments: list[str], timeout: float = TIMEOUT) -> str | Problem:
     """Output of one call of a vendor tool, or the reason why there is none."""
     path = locate(tool)
     if path is None:
@@ -108,7 +109,7 @@ def read(tool: str | None = None, timeout: float = TIMEOUT) -> Readings | Proble
     """Devices and processes from `tool`, or from the first vendor tool that answers."""
     readers = {"npu-smi": _read_npu, "nvidia-smi": _read_nvidia}
     problems = []
-    for name in TOOLS if tool is None else (tool,):
+    for name in VENDOR_TOOLS if tool is None else (tool,):
         outcome = readers[name](timeout)
         if isinstance(outcome, Readings):
             return outcome
@@ -124,7 +125,7 @@ def read(tool: str | None = None, timeout: float = TIMEOUT) -> Readings | Proble
 
 
 def _read_npu(timeout: float) -> Readings | Problem:
-    text = call("npu-smi", ["info"], timeout)
+    text = run_tool("npu-smi", ["info"], timeout)
     if isinstance(text, Problem):
         return text
     readings = parse_npu_table(text, _logic_ids(locate("npu-smi") or "", timeout))
@@ -136,7 +137,7 @@ def _read_npu(timeout: float) -> Readings | Problem:
 @lru_cache(maxsize=8)
 def _logic_ids(path: str, timeout: float) -> dict[tuple[int, int], tuple[int, str]]:
     """The map never changes while the driver is loaded, so one call per process is enough."""
-    text = call("npu-smi", ["info", "-m"], timeout)
+    text = run_tool("npu-smi", ["info", "-m"], timeout)
     return {} if isinstance(text, Problem) else parse_npu_map(text)
 
 
@@ -150,12 +151,12 @@ def parse_npu_map(text: str) -> dict[tuple[int, int], tuple[int, str]]:
     """`npu-smi info -m`: (NPU ID, Chip ID) -> (logic id, chip name). Rows of the management unit have no logic id."""
     header = next((line for line in text.splitlines() if "Logic ID" in line), "")
     name_column = 4 if "Phy" in header else 3
-    found = {}
+    logic_ids = {}
     for line in text.splitlines():
         words = line.split()
         if len(words) > name_column and all(w.isdigit() for w in words[:3]):
-            found[int(words[0]), int(words[1])] = (int(words[2]), soc_name(" ".join(words[name_column:])))
-    return found
+            logic_ids[int(words[0]), int(words[1])] = (int(words[2]), soc_name(" ".join(words[name_column:])))
+    return logic_ids
 
 
 def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | None = None) -> Readings:
@@ -168,7 +169,7 @@ def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | N
     version = re.search(r"npu-smi\s+(\S+)", text)
     devices: list[DeviceReading] = []
     processes: list[ProcessReading] = []
-    places: dict[tuple[int, int], int] = {}  # (npu, chip) -> index
+    index_of_chip: dict[tuple[int, int], int] = {}  # (npu, chip) -> index
     first: list[str] | None = None
     in_processes = False
     for line in text.splitlines():
@@ -179,7 +180,7 @@ def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | N
         if "Process id" in joined:
             in_processes = True
         elif in_processes:
-            process = _process_row(cells, places)
+            process = _process_row(cells, index_of_chip)
             if process is not None:
                 processes.append(process)
         elif len(cells) >= 3 and not re.search(r"Health|Bus-Id", joined):
@@ -187,8 +188,8 @@ def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | N
             if first is None:
                 first = cells if cells[0][:1].isdigit() else None
                 continue
-            place, device = _chip_rows(first, cells, len(devices), logic)
-            places[place] = device.index
+            chip_id, device = _chip_rows(first, cells, len(devices), logic)
+            index_of_chip[chip_id] = device.index
             devices.append(device)
             first = None
     return Readings("npu-smi", version.group(1) if version else "", devices, processes)
@@ -200,14 +201,14 @@ def _chip_rows(
     """| 0  910B3 | OK | 97.5  41  0 / 0 |  over  | 0 [phy] | 0000:C1:00.0 | 0  0 / 0  3379 / 65536 |"""
     npu, _, name = upper[0].partition(" ")
     ids = [int(word) for word in lower[0].split() if word.isdigit()]
-    place = (int(npu), ids[0] if ids else 0)
+    chip_id = (int(npu), ids[0] if ids else 0)
     # Without the map: torch counts what is visible from 0, while Phy-ID counts the whole machine (8, 9 in a container).
-    index, name = logic.get(place, (order, name))
+    index, name = logic.get(chip_id, (order, name))
     pairs = [(int(used), int(total)) for used, total in PAIR.findall(lower[2])]
     # The last pair with a size is the memory tensors live in: HBM where there is some, else the LPDDR of a 310P.
     memory = next((pair for pair in reversed(pairs) if pair[1] > 0), None)
     power, temperature = (upper[2].split() + ["", ""])[:2]
-    return place, DeviceReading(
+    return chip_id, DeviceReading(
         index=index,
         name=soc_name(name),
         health=upper[1],
@@ -219,19 +220,19 @@ def _chip_rows(
     )
 
 
-def _process_row(cells: list[str], places: dict[tuple[int, int], int]) -> ProcessReading | None:
+def _process_row(cells: list[str], index_of_chip: dict[tuple[int, int], int]) -> ProcessReading | None:
     """| 0  0 | 576489 | python | 60703 | [pid in container] |; the name may be blank."""
     if len(cells) < 4 or not cells[1].isdigit():
         return None  # `No running processes found in NPU 1`
     ids = [int(word) for word in cells[0].split() if word.isdigit()]
     if not ids:
         return None
-    place = (ids[0], ids[1] if len(ids) > 1 else 0)
+    chip_id = (ids[0], ids[1] if len(ids) > 1 else 0)
     inside = cells[4] if len(cells) > 4 else ""
     memory = _number(cells[3])
     return ProcessReading(
         pid=_pid_here(int(cells[1]), int(inside)) if inside.isdigit() and int(inside) > 0 else int(cells[1]),
-        device=places.get(place, place[0]),
+        device=index_of_chip.get(chip_id, chip_id[0]),
         name=cells[2],
         memory=None if memory is None else int(memory) * MIB,
     )
@@ -254,10 +255,10 @@ APP_QUERY = "pid,process_name,used_memory,gpu_uuid"
 
 
 def _read_nvidia(timeout: float) -> Readings | Problem:
-    gpus = call("nvidia-smi", [f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"], timeout)
+    gpus = run_tool("nvidia-smi", [f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"], timeout)
     if isinstance(gpus, Problem):
         return gpus
-    apps = call("nvidia-smi", [f"--query-compute-apps={APP_QUERY}", "--format=csv,noheader,nounits"], timeout)
+    apps = run_tool("nvidia-smi", [f"--query-compute-apps={APP_QUERY}", "--format=csv,noheader,nounits"], timeout)
     return parse_nvidia(gpus, "" if isinstance(apps, Problem) else apps)
 
 

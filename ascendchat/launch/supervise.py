@@ -25,7 +25,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """How one attempt ended. status: 0, the failing rank's exit status, or 128 + n when signal n ended it."""
 
     status: int
@@ -87,9 +87,9 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def watch(
+def run_torchrun(
     arguments: list[str], folder: Path, environment: dict[str, str], grace: float, show: bool, node: str = ""
-) -> Outcome:
+) -> AttemptResult:
     """Run torchrun with these arguments until it ends; `show` copies rank 0 to the console; `node`: see rank.py."""
     result, agent_log = folder / f"{node}result.json", folder / f"{node}torchrun.log"
     for old in (result, *_pid_files(folder, node)):  # of a launcher that was killed
@@ -125,7 +125,7 @@ def watch(
             end_groups(folder, node)
         if show:
             follower.pump()
-    return judge(_read(result), folder, agent_log, agent.returncode, signals.first, show)
+    return attempt_result(_read(result), folder, agent_log, agent.returncode, signals.first, show)
 
 
 def _pid_files(folder: Path, node: str) -> list[Path]:
@@ -163,17 +163,19 @@ def _is_child(process: int, group: int, mark: str) -> bool:
 
 def _read(result: Path) -> dict[str, Any]:
     try:
-        found = json.loads(result.read_text(encoding="utf-8"))
+        report = json.loads(result.read_text(encoding="utf-8"))
     except FileNotFoundError:  # torchrun died before it could tell
         return {"error": "torchrun ended without a report"}
     result.unlink(missing_ok=True)
-    return dict(found)
+    return dict(report)
 
 
-def judge(result: dict[str, Any], folder: Path, agent_log: Path, code: int, stopped: int, shown: bool) -> Outcome:
+def attempt_result(
+    result: dict[str, Any], folder: Path, agent_log: Path, code: int, stopped: int, shown: bool
+) -> AttemptResult:
     """What torchrun reported, its own exit status and the signal that we passed on -> how the attempt ended."""
     if stopped and code != 0:
-        return Outcome(128 + stopped, log_file(folder, 0), stopped=stopped)
+        return AttemptResult(128 + stopped, log_file(folder, 0), stopped=stopped)
     failed = {int(rank): status for rank, status in result.get("failed", {}).items()}
     if failed:
         # A rank that torchrun stopped (SIGTERM) is a victim; among the rest, the first that fell silent is the cause.
@@ -184,9 +186,9 @@ def judge(result: dict[str, Any], folder: Path, agent_log: Path, code: int, stop
         first = min(failed, key=order)
         status = failed[first] if failed[first] >= 0 else 128 - failed[first]
         others = tuple(sorted(rank for rank in failed if rank != first and failed[rank] != -signal.SIGTERM))
-        return Outcome(status, log_file(folder, first), first, others, shown and first == 0)
+        return AttemptResult(status, log_file(folder, first), first, others, shown and first == 0)
     if "error" in result:
-        return Outcome(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))
+        return AttemptResult(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))
     if code != 0:
-        return Outcome(code if code > 0 else 128 - code, agent_log, detail=f"torchrun ended with status {code}")
-    return Outcome(0, agent_log)
+        return AttemptResult(code if code > 0 else 128 - code, agent_log, detail=f"torchrun ended with status {code}")
+    return AttemptResult(0, agent_log)

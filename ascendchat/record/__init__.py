@@ -271,8 +271,8 @@ def open_run(
             run.folder.mkdir()
             os.close(run._lock)
             run._lock = _take_lock(run.folder)
-        if kept := notice(run.folder):
-            say(kept)
+        if text := notice(run.folder):
+            say(text)
         if resume_step is not None:
             for line in changed(run.folder, config):
                 say(line)
@@ -326,7 +326,6 @@ def _open_metrics(run: Run, resume_step: int | None) -> None:
         os.ftruncate(run._fd, run._size)
         run.say(f"{path}: the last row was torn ({size - run._size} bytes), removed")
     if run._size:
-        kept = -1 if resume_step is None else resume_step
         if resume_step is None:
             run.say(f"{path}: this run starts anew; the rows of the earlier one no longer count")
-        run._append({"resumed_at": kept, "time": round(time.time(), 3)})
+        run._append({"resumed_at": -1 if resume_step is None else resume_step, "time": round(time.time(), 3)})

@@ -188,16 +188,16 @@ class _Walls(NamedTuple):
 
 
 _lock = threading.Lock()
-_found: _Walls | None = None
+_walls_here: _Walls | None = None
 
 
 def _available() -> _Walls:
     """What stands here; tried once per process."""
-    global _found
+    global _walls_here
     with _lock:
-        if _found is None:
-            _found = _try_layers()
-        return _found
+        if _walls_here is None:
+            _walls_here = _try_layers()
+        return _walls_here
 
 
 def _try_layers() -> _Walls:
@@ -212,22 +212,22 @@ def _try_layers() -> _Walls:
     # Root may not stay root in a root folder of its own, so the two go together; from most to least.
     tries: list[tuple[str, ...]] = [("namespaces", "user")] if root else [("namespaces",)]
     tries += [("user",)] if root else []
-    kept: tuple[str, ...] = ()
+    standing: tuple[str, ...] = ()
     for layers in tries:
         failed = _fails(layers)
         if not failed:
-            kept = layers
+            standing = layers
             break
         missing[layers[0]] = failed
-    if "user" in kept:
+    if "user" in standing:
         missing.pop("user", None)
     if "seccomp" not in missing:
-        failed = _fails((*kept, "seccomp"))
+        failed = _fails((*standing, "seccomp"))
         if failed:
             missing["seccomp"] = failed
         else:
-            kept = (*kept, "seccomp")
-    return _Walls(tuple(name for name in LAYERS if name in kept), missing, "" if kept else _fails(()))
+            standing = (*standing, "seccomp")
+    return _Walls(tuple(name for name in LAYERS if name in standing), missing, "" if standing else _fails(()))
 
 
 def _fails(layers: Sequence[str]) -> str:
@@ -256,7 +256,7 @@ def capabilities() -> dict[str, Any]:
                 "reading": f"open({str(outside / 'secret')!r}).read()",
                 "signals": SIGNALS.format(pid=victim.pid),
             }
-            found = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
+            results = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
         with contextlib.suppress(subprocess.TimeoutExpired):
             victim.wait(timeout=0.2)
         alive = victim.poll() is None
@@ -264,6 +264,6 @@ def capabilities() -> dict[str, Any]:
         victim.kill()
         victim.wait()
         shutil.rmtree(outside, ignore_errors=True)
-    held = {name: not result.ok and result.reason != "sandbox" for name, result in found.items()}
-    held["signals"] = found["signals"].ok and alive
+    held = {name: not result.ok and result.reason != "sandbox" for name, result in results.items()}
+    held["signals"] = results["signals"].ok and alive
     return {"layers": list(layers), "missing": missing, "broken": broken, **held}

@@ -164,8 +164,8 @@ def test_a_captured_graph_replays_with_new_inputs(device: Device) -> None:
 
 def test_the_profile_is_set_and_the_npu_runs_under_it() -> None:
     code = f"""{PROGRAM}
-from ascendchat.device.env import prepare
-done = prepare(None)
+from ascendchat.device.env import prepare_environment
+done = prepare_environment(None)
 import torch
 device = pick()
 result(done.set, device.type, (torch.ones(2, device=device.bind(0)) + 1).cpu().tolist())

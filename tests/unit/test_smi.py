@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ascendchat.chips import MIB
 from ascendchat.device import smi
-from ascendchat.device.smi import MIB, Problem, Readings
+from ascendchat.device.smi import Problem, Readings
 
 SAMPLES = Path(__file__).parent / "smi_samples"
 

@@ -41,7 +41,7 @@ class Commands:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.called: list[str] = []
         self.fails = self.saves_and_fails = ""
-        monkeypatch.setattr(speedrun, "call", self.call)
+        monkeypatch.setattr(speedrun, "run_command", self.call)
 
     def call(self, words: list[str]) -> int:
         self.called.append(" ".join(words))
@@ -181,8 +181,8 @@ def test_every_shipped_recipe_is_made_of_valid_commands(path: Path) -> None:
     name, stages = speedrun.read_recipe(str(path))
     assert load_yaml(path)["about"]
     for command, settings in stages:
-        words = speedrun.command_line(command, settings, name, SpeedrunConfig(str(path)))
-        found, rest = cli.find(words)
+        words = speedrun.stage_command(command, settings, name, SpeedrunConfig(str(path)))
+        found, rest = cli.split_command(words)
         parse(cli._load("config.", cli.COMMANDS[found][0]), rest)
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.launch.world import Job, World, derived_port, expand_hosts, read_job, read_world, tasks_per_node
+from ascendchat.launch.world import (
+    SchedulerJob,
+    World,
+    derived_port,
+    expand_hosts,
+    read_job,
+    read_world,
+    tasks_per_node,
+)
 
 TORCHRUN = {
     "RANK": "11",
@@ -97,23 +105,26 @@ def test_contradictions_are_refused(change: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "job"),
     [
-        ({}, Job(1, 0, None, "", 0, "single")),
-        (SRUN, Job(2, 1, None, "npu07", 27123, "slurm")),
-        ({**SRUN, "SLURM_GPUS_ON_NODE": "8"}, Job(2, 1, 8, "npu07", 27123, "slurm")),
-        (ASCENDJOB, Job(2, 1, 8, "10.0.0.5", 2222, "kubernetes")),
-        ({**ASCENDJOB, "WORLD_SIZE": "8", "RANK": "0"}, Job(1, 0, 8, "10.0.0.5", 2222, "kubernetes")),
-        (PYTORCHJOB, Job(4, 2, None, "job-master-0", 23456, "kubernetes")),
-        (KUBEFLOW, Job(4, 2, 8, "job-master-0", 23456, "kubernetes")),
+        ({}, SchedulerJob(1, 0, None, "", 0, "single")),
+        (SRUN, SchedulerJob(2, 1, None, "npu07", 27123, "slurm")),
+        ({**SRUN, "SLURM_GPUS_ON_NODE": "8"}, SchedulerJob(2, 1, 8, "npu07", 27123, "slurm")),
+        (ASCENDJOB, SchedulerJob(2, 1, 8, "10.0.0.5", 2222, "kubernetes")),
+        ({**ASCENDJOB, "WORLD_SIZE": "8", "RANK": "0"}, SchedulerJob(1, 0, 8, "10.0.0.5", 2222, "kubernetes")),
+        (PYTORCHJOB, SchedulerJob(4, 2, None, "job-master-0", 23456, "kubernetes")),
+        (KUBEFLOW, SchedulerJob(4, 2, 8, "job-master-0", 23456, "kubernetes")),
         (
             {**KUBEFLOW, "PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto"},
-            Job(4, 2, None, "job-master-0", 23456, "kubernetes"),
+            SchedulerJob(4, 2, None, "job-master-0", 23456, "kubernetes"),
         ),
-        (MODELARTS, Job(2, 1, 8, "job-worker-0.job", HOSTS_PORT, "modelarts")),
-        ({"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "4"}, Job(1, 0, 4, "127.0.0.1", derived_port("127.0.0.1"), "modelarts")),
+        (MODELARTS, SchedulerJob(2, 1, 8, "job-worker-0.job", HOSTS_PORT, "modelarts")),
+        (
+            {"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "4"},
+            SchedulerJob(1, 0, 4, "127.0.0.1", derived_port("127.0.0.1"), "modelarts"),
+        ),
     ],
     ids=["alone", "slurm", "gres", "ascendjob", "ascendjob-1", "pods", "kubeflow", "elastic", "modelarts", "ma-1"],
 )
-def test_a_node_finds_its_place(environ: dict[str, str], job: Job) -> None:
+def test_a_node_finds_its_place(environ: dict[str, str], job: SchedulerJob) -> None:
     assert read_job(environ) == job
 
 
