@@ -1,9 +1,9 @@
 """`ascendchat speedrun --recipe tiny-cpu`: every stage of a recipe, in order, from text to a chat model.
 
-A recipe is a YAML file with a `run` name and a list of `stages`, each one command with its settings; those of the
-package are in ascendchat/recipes. A stage is skipped when it was finished with the same settings, the same files and
-after the same stages, and what it made is still there; an interrupted one continues, because every command does; a
-training stage that has changed starts anew. Nothing here trains: each stage is the command you could type yourself, and
+A recipe is a YAML file with a `run` name and a list of `stages`; each stage is one command with its settings. The
+recipes of the package are in ascendchat/recipes. A stage is skipped when it was finished with the same settings, the
+same files and after the same stages, and its result is still there. An interrupted stage continues, because every
+command does. A training stage with other settings starts anew. Each stage is a command you could type yourself, and
 it is shown. No torch.
 """
 

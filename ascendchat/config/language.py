@@ -4,7 +4,7 @@
 
 zh.json maps English templates to Chinese ones, in the groups errors, help and plan. `{}` stands for a value, in the
 order of the English text; where Chinese needs another order its placeholders are numbered, from {0}. A text is found as
-it stands, or by the template it was made from; its values, which may be errors of ours too, are translated in turn.
+it stands, or by the template it was made from. Its values are translated too, because they may be errors of ours.
 What is not found stays English. `python tests/golden/catalogue.py` lists what is missing.
 """
 

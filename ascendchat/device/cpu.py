@@ -31,9 +31,9 @@ def open_device(options: DeviceOptions) -> CPU:
 
 @cache
 def matmul_rate() -> float:
-    """FLOP/s of fp32 matrix products here: CPUs differ tenfold, so what MFU is a share of is measured (about 0.1 s).
+    """FLOP/s of fp32 matrix products on this CPU: the 100 % of MFU. CPUs differ tenfold, so it is measured (0.1 s).
 
-    The best of many, since other programs may hold the cores for most of that time.
+    The best of many is taken, because other programs may hold the cores for most of that time.
     """
     a = torch.ones(512, 512)
     best = float("inf")

@@ -1,6 +1,8 @@
-"""Ascend NPUs, through torch_npu: `ascendchat base --device-type npu`. Eager by default: compiling needs triton-ascend
-and is opted into with ASCENDCHAT_COMPILE=1. 910A and 310P have no bf16 and saturate, so only a hardware flag shows
-overflow there."""
+"""Ascend NPUs, through torch_npu: `ascendchat base --device-type npu`.
+
+Eager by default; ASCENDCHAT_COMPILE=1 compiles and needs triton-ascend. 910A and 310P have no bf16. Their fp16 does not
+become inf but stays at its largest value, so only a hardware flag shows an overflow.
+"""
 
 from __future__ import annotations
 
@@ -68,15 +70,15 @@ class NPU(Accelerator):
     graph_class = "NPUGraph"
 
     def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
-        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training wants, torch_npu refuses, and `fn` runs as it is."""
+        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training uses, torch_npu cannot, and `fn` itself is returned."""
         if self.chip.graphs and os.environ.get("TASK_QUEUE_ENABLE") == "2":
             print("ascendchat: no captured graphs with TASK_QUEUE_ENABLE=2; 1 decodes faster", file=sys.stderr)
             return fn
         return super().graph(fn, *static_inputs)
 
     def operators(self) -> NPUOps | None:
-        """Fused operators: in eager mode every launch costs host time. 910A and 310P have them only as operators that
-        are compiled per shape, so plain torch serves there."""
+        """Fused operators, because in eager mode every launch costs host time. On 910A and 310P they would be compiled
+        for each new shape, so plain torch is used there."""
         return NPUOps() if self.chip.fused_attention else None
 
     def clear_overflow(self) -> None:

@@ -58,7 +58,7 @@ class Follower:
 
 
 class Signals:
-    """Passes the first signal on to torchrun, which sends it to every rank once; a second one ends the patience."""
+    """Passes the first signal on to torchrun, which sends it to every rank once. After a second one all are killed."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -148,7 +148,8 @@ def _is_group_of(pid: int, mark: str) -> bool:
     now = started(pid)
     if now or not started(os.getpid()):  # without /proc: it was written during this attempt, which must do
         return mark == f"{pid} {now}"
-    # The rank is gone. While a child of it is in the group nobody else gets the number, so one that shows it is enough.
+    # The rank is gone. The kernel gives its number to no other process while a child is left in the group, so it is
+    # enough to find one child that carries the mark.
     return any(_is_child(int(path.name), pid, mark) for path in Path("/proc").glob("[0-9]*"))
 
 
@@ -178,7 +179,7 @@ def attempt_result(
         return AttemptResult(128 + stopped, log_file(folder, 0), stopped=stopped)
     failed = {int(rank): status for rank, status in result.get("failed", {}).items()}
     if failed:
-        # A rank that torchrun stopped (SIGTERM) is a victim; among the rest, the first that fell silent is the cause.
+        # A rank that torchrun stopped (SIGTERM) is not the cause. Of the others, the one whose log ended first is.
         def order(rank: int) -> tuple[bool, float, int]:
             log = log_file(folder, rank)
             return failed[rank] == -signal.SIGTERM, log.stat().st_mtime if log.exists() else 0.0, rank

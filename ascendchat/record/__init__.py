@@ -4,7 +4,7 @@
     run.log(100, loss=2.5, tokens_per_second=1200.0)
 
 `ascendchat base --run demo --track tensorboard` writes it, `ascendchat speedrun` sums it up. A step is the number of
-optimizer steps done. No torch here, and nothing that makes a device wait: numbers come in, lines go out.
+optimizer steps done. No torch here, and nothing that makes a device wait.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _whole_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _said_once(run: Run) -> Iterator[None]:
-    """A disk that is full must not end days of training: say it once, go on."""
+    """A full disk must not end days of training: it is reported once, and the run goes on."""
     try:
         yield
     except OSError as error:

@@ -42,9 +42,9 @@ class Telemetry:
 
 
 def inert(text: str) -> str:
-    """The text with control characters shown and not obeyed: what a model or a data set says can hold anything, and
-    would move the cursor, break the bar or reach the terminal's clipboard. Character by character, so a stream may come
-    in any pieces."""
+    """The text with its control characters made visible. Text of a model or a data set may hold any of them; a terminal
+    would obey, and move its cursor or change its clipboard. Each character is treated alone, so pieces of a stream give
+    the same as the whole."""
 
     def shown(control: re.Match[str]) -> str:
         code = ord(control.group())

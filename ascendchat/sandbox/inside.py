@@ -46,8 +46,8 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 CODE_FD, DONE_FD = 3, 4
 
-# The program runs as __main__ of a fresh interpreter. Its end is told by a word it was not given: leaving early, with
-# whatever exit code, is not reaching the end.
+# The program runs as __main__ of a fresh interpreter. After its last line a secret word is written, which the program
+# was not given. So leaving early, with any exit code, does not count as reaching the end.
 BOOT = f"""
 def start():
     import builtins, os, sys, types
@@ -80,7 +80,7 @@ def check_result(result: int, what: str) -> None:
 
 
 def kill_with_parent() -> None:
-    """Where the kernel can do it; elsewhere the evaluator and the watcher kill what they started."""
+    """On Linux the kernel does it; elsewhere the evaluator and the watcher kill what they started."""
     if sys.platform == "linux":
         with contextlib.suppress(LayerUnavailable):
             check_result(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
@@ -92,7 +92,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def leave_namespaces() -> None:
-    """Away from the machine's network, processes and message queues; without privileges, as our own user."""
+    """Leave the machine's network, processes and message queues. Without root this needs a user namespace first."""
     user, group = os.geteuid(), os.getegid()
     if user != 0:
         check_result(libc().unshare(CLONE_NEWUSER), "user namespace")
@@ -195,7 +195,7 @@ def forbid(instructions: list[list[int]]) -> None:
 
 
 def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
-    """Give up everything, then turn into a fresh Python that runs the program."""
+    """Give up all rights, then become a fresh Python that runs the program."""
     layers, linux = order["layers"], sys.platform == "linux"
     os.setsid()
     for number, name in enumerate(("stdin", "stdout", "stderr", "code", "done")):
@@ -219,7 +219,7 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
 
 
 def start_program(order: Order, fds: dict[str, int]) -> NoReturn:
-    """Prepare the place, start the program, wait for it; the namespace ends with this process."""
+    """Prepare the folder, start the program and wait for it; the namespace ends with this process."""
     user = OUTER_USER + order["number"] if "user" in order["layers"] else os.geteuid()
     told = fds["told"]
     try:
