@@ -125,7 +125,7 @@ print(refused(lambda: pick("npu", compiled=True)))
 NOTHING = """
 from ascendchat.device import npu, pick
 
-assert npu.missing(False) == "torch_npu is not loaded"
+assert npu.why_unusable(False) == "torch_npu is not loaded"
 print(refused(lambda: pick("npu")))
 hide("torch_npu")
 print(refused(lambda: pick("npu")))
