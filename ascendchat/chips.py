@@ -2,7 +2,8 @@
 by the device layer and by `ascendchat doctor`. No torch here.
 
 Names are matched whole, never by a part: a driver says "Ascend910B" for a 2019 chip without bf16, "Ascend910B3" for
-a 2023 chip with it. A person who types 910B means the second kind, so `find` asks which one; so with other families.
+a 2023 chip with it. A person who types 910B means the second kind, so `find` asks which one. Other families of chips
+are treated in the same way.
 Units: bytes, FLOP/s, bytes per second in one direction.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ascendchat.config import UserError
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class Chip:
     node_link: float  # per device, to other nodes
     bf16: bool = True
     fp8: bool = False
-    saturates: bool = False  # fp16 overflow becomes 65504 instead of inf, so only a hardware flag shows it
     fused_attention: bool = True  # has a fused attention kernel with a backward pass
     graphs: bool = False  # can capture work once and replay it
     fused_adamw: bool = True  # has AdamW as one operator
@@ -63,11 +63,6 @@ class Chip:
     known: bool = True  # False: cautious figures for a chip this table does not list
     aliases: tuple[str, ...] = ()
 
-    @property
-    def usable(self) -> int:
-        """Bytes that processes can share: the total less what the driver holds."""
-        return self.memory - self.reserved
-
 
 # The driver of 64 GB parts holds 2.8 to 3.4 GB when idle.
 _A2 = Chip(
@@ -76,20 +71,37 @@ _A2 = Chip(
 # A3: one device is one die, two dies a card; the same fabric inside and between the nodes of a super node.
 _A3 = dataclasses.replace(_A2, node_link=196e9, devices_per_node=16, source="Atlas A3 (910C), per die: cube bf16 peak")
 _OLD = Chip(
-    "", "npu", 32 * GIB, 256e12, 1.2e12, 90e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
-    fused_adamw=False, jit_default=True, reserved=2 * GIB, source="2019 generation: marketed fp16, secondary sources",
-)  # fmt: skip
-_310P = Chip(
-    "", "npu", 24 * GIB, 70e12, 0.2e12, 16e9, 12.5e9, bf16=False, saturates=True, fused_attention=False,
-    fused_adamw=False, trains=False, jit_default=True, reserved=2 * GIB,
+    name="",
+    device_type="npu",
+    memory=32 * GIB,
+    flops=256e12,
+    bandwidth=1.2e12,
+    link=90e9,
+    node_link=12.5e9,
+    bf16=False,
+    fused_attention=False,
+    fused_adamw=False,
+    jit_default=True,
+    reserved=2 * GIB,
+    source="2019 generation: marketed fp16, secondary sources",
+)
+_310P = dataclasses.replace(
+    _OLD,
+    memory=24 * GIB,
+    flops=70e12,
+    bandwidth=0.2e12,
+    link=16e9,
+    trains=False,
     source="300I Pro/Duo, inference part: unverified figures",
-)  # fmt: skip
+)
 _950 = dataclasses.replace(_A2, fp8=True, link=159e9, node_link=50e9, source="950 series: lowest published bin")
-_950_DT = (
+_950DT = dataclasses.replace(_950, memory=96 * GIB, bandwidth=4.0e12)
+_950PR = dataclasses.replace(_950, memory=112 * GIB, bandwidth=1.4e12)
+_DT_NAMES = (
     "950x 950y 9571 9572 9573 9574 9575 9576 9577 9578 9581 9582 9582x 9583 9584 9585 9586 9587 9588 9591 9592 9595 "
     "9596 95A1 95A2"
 )
-_950_PR = "950z 9579 957b 957bx 957c 957d 9589 958b 9599"
+_PR_NAMES = "950z 9579 957b 957bx 957c 957d 9589 958b 9599"
 
 
 def _npu(base: Chip, name: str, flops: float = 0.0, aliases: tuple[str, ...] = (), **changes: object) -> Chip:
@@ -111,15 +123,9 @@ _ASCEND = [
     *[_npu(_A3, f"Ascend910_{n}", 245.8e12) for n in (9362, 9363, 9372, 9381, 9382)],
     *[_npu(_OLD, f"Ascend910{n}") for n in ("A", "ProA", "ProB", "PremiumA", "B")],
     *[_npu(_310P, f"Ascend310P{n}") for n in (1, 2, 3, 4, 5, 7)],
-    _npu(
-        _950, "Ascend950DT", 378e12, tuple(f"Ascend950DT_{n}" for n in _950_DT.split()),
-        memory=96 * GIB, bandwidth=4.0e12,
-    ),
-    _npu(
-        _950, "Ascend950PR", 378e12, tuple(f"Ascend950PR_{n}" for n in _950_PR.split()),
-        memory=112 * GIB, bandwidth=1.4e12,
-    ),
-]  # fmt: skip
+    _npu(_950DT, "Ascend950DT", 378e12, tuple(f"Ascend950DT_{n}" for n in _DT_NAMES.split())),
+    _npu(_950PR, "Ascend950PR", 378e12, tuple(f"Ascend950PR_{n}" for n in _PR_NAMES.split())),
+]
 
 
 def _gpu(
@@ -127,11 +133,9 @@ def _gpu(
 ) -> Chip:
     """names: spellings of nvidia-smi and torch, then short ones, split by "|"; link and node in GB/s one way."""
     first, *rest = names.split("|")
-    old = generation == "volta"
-    return Chip(
-        first, "cuda", int(gib * GIB), tflops * 1e12, tb * 1e12, link * 1e9, node * 1e9, bf16=not old,
-        fp8=generation in ("ada", "hopper", "blackwell"), fused_attention=not old, graphs=True, aliases=tuple(rest),
-    )  # fmt: skip
+    chip = Chip(first, "cuda", int(gib * GIB), tflops * 1e12, tb * 1e12, link * 1e9, node * 1e9, graphs=True)
+    old, fp8 = generation == "volta", generation in ("ada", "hopper", "blackwell")
+    return dataclasses.replace(chip, bf16=not old, fp8=fp8, fused_attention=not old, aliases=tuple(rest))
 
 
 # Memory as nvidia-smi shows it; FLOP/s dense with fp32 accumulation; NVLink is half of the marketed two-way figure.
@@ -176,10 +180,9 @@ _NVIDIA = [
 
 def _apple(name: str, gib: int, tflops: float, gb: float) -> Chip:
     """Memory is shared with the CPU and differs by machine: this is the smallest one sold."""
-    return Chip(
-        f"Apple {name}", "mps", gib * GIB, tflops * 1e12, gb * 1e9, 0.0, 1.25e9, bf16=not name.startswith("M1"),
-        fused_attention=False, devices_per_node=1, source="GPU cores x clock", aliases=(name,),
-    )  # fmt: skip
+    chip = Chip(f"Apple {name}", "mps", gib * GIB, tflops * 1e12, gb * 1e9, 0.0, 1.25e9, source="GPU cores x clock")
+    bf16 = not name.startswith("M1")
+    return dataclasses.replace(chip, bf16=bf16, fused_attention=False, devices_per_node=1, aliases=(name,))
 
 
 _APPLE = [
@@ -193,9 +196,18 @@ _APPLE = [
 # 69 GFLOP/s fp32 matrix products were measured on two aarch64 server cores.
 CPU_CORE_FLOPS = 34.5e9
 _CPU = Chip(
-    "cpu", "cpu", 8 * GIB, 2 * CPU_CORE_FLOPS, 20e9, 5e9, 1.25e9, bf16=False, fused_attention=False,
-    devices_per_node=1, source="two aarch64 cores, fp32, measured",
-)  # fmt: skip
+    name="cpu",
+    device_type="cpu",
+    memory=8 * GIB,
+    flops=2 * CPU_CORE_FLOPS,
+    bandwidth=20e9,
+    link=5e9,
+    node_link=1.25e9,
+    bf16=False,
+    fused_attention=False,
+    devices_per_node=1,
+    source="two aarch64 cores, fp32, measured",
+)
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in [*_ASCEND, *_NVIDIA, *_APPLE, _CPU]}
 
@@ -208,7 +220,7 @@ def _key(name: str) -> str:
 
 _BY_NAME = {_key(spelling): chip for chip in CHIPS.values() for spelling in (chip.name, *chip.aliases)}
 
-# Names that people use for several chips with different figures: guessing between them would be wrong without a word.
+# Names that people use for several chips with different figures: a silent guess between them would be wrong.
 _A2_CARDS = "the Atlas A2 cards are Ascend910B1, Ascend910B2, Ascend910B3 (64 GB) and Ascend910B4 (32 GB)"
 _A3_CARDS = (
     "a card of Atlas A3 (910C) is two devices, Ascend910_9392 each; lower bins are Ascend910_9382 or Ascend910_9362"
@@ -248,10 +260,9 @@ def find(name: str) -> Chip:
 def unknown(name: str, device_type: str, memory: int) -> Chip:
     """Cautious figures for a chip that is there but not in the table: slow, no bf16, no fused kernels."""
     base = {"npu": _OLD, "cuda": CHIPS["Tesla T4"], "mps": CHIPS["Apple M1"], "cpu": _CPU}[device_type]
-    return dataclasses.replace(
-        base, name=name, memory=memory, reserved=0, aliases=(), known=False, jit_default=False,
-        source=f"{name} is not in the chip table: cautious figures, so MFU and plans are only rough",
-    )  # fmt: skip
+    source = f"{name} is not in the chip table: cautious figures, so MFU and plans are only rough"
+    named = dataclasses.replace(base, name=name, memory=memory, source=source, known=False)
+    return dataclasses.replace(named, reserved=0, aliases=(), jit_default=False)
 
 
 def detected(name: str, device_type: str, memory: int) -> Chip:

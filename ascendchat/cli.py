@@ -11,8 +11,9 @@ import traceback
 from typing import Any
 
 from ascendchat import __version__
-from ascendchat.config import UserError, nearest, parse, show_help, wants_help
+from ascendchat.config import UserError, nearest, parse, wants_help
 from ascendchat.config.language import language, translate
+from ascendchat.config.text import help_page
 
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -66,7 +67,7 @@ def _group(word: str) -> list[str]:
     return [name for name in COMMANDS if name.startswith(word + " ")]
 
 
-def find(argv: list[str]) -> tuple[str, list[str]]:
+def split_command(argv: list[str]) -> tuple[str, list[str]]:
     """Split argv into the command (one or two words) and its arguments, or say which command was nearest."""
     for words in (2, 1):
         name = " ".join(argv[:words])
@@ -105,11 +106,11 @@ def _main(argv: list[str]) -> int:
         sys.stdout.write(overview(name + " "))
         return 0
     try:
-        name, rest = find(argv)
+        name, rest = split_command(argv)
         config_class, function, _ = COMMANDS[name]
         cls = _load("config.", config_class)
         if wants_help(rest):
-            show_help(f"ascendchat {name}", cls)
+            sys.stdout.write(help_page(f"ascendchat {name}", cls))
             return 0
         config = parse(cls, rest)
         return execute(
@@ -125,9 +126,9 @@ def _main(argv: list[str]) -> int:
 
 def _computing(config: Any, function: str) -> Any:
     """Commands that import torch first get the environment of their device."""
-    from ascendchat.device.env import announce, prepare
+    from ascendchat.device.env import announce, prepare_environment
 
-    announce(prepare(config.device_type, debug=config.npu_debug, generates=config.generates))
+    announce(prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates))
     return _load("", function)
 
 

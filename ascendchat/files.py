@@ -19,7 +19,7 @@ def flush(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse, before hours of work, a folder that cannot be made or written; nothing is made yet."""
+    """Refuse a folder that cannot be made or written, before hours of work begin. Makes nothing itself."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UserError(f"{there} is a file, and a folder is needed there; give another --out")

@@ -1,9 +1,9 @@
 """`ascendchat speedrun --recipe tiny-cpu`: every stage of a recipe, in order, from text to a chat model.
 
-A recipe is a YAML file with a `run` name and a list of `stages`, each one command with its settings; those of the
-package are in ascendchat/recipes. A stage is skipped when it was finished with the same settings, the same files and
-after the same stages, and what it made is still there; an interrupted one continues, because every command does; a
-training stage that has changed starts anew. Nothing here trains: each stage is the command you could type yourself, and
+A recipe is a YAML file with a `run` name and a list of `stages`; each stage is one command with its settings. The
+recipes of the package are in ascendchat/recipes. A stage is skipped when it was finished with the same settings, the
+same files and after the same stages, and its result is still there. An interrupted stage continues, because every
+command does. A training stage with other settings starts anew. Each stage is a command you could type yourself, and
 it is shown. No torch.
 """
 
@@ -22,11 +22,11 @@ from typing import Any
 from ascendchat import __version__
 from ascendchat.config import UserError, home, load_yaml, spelling
 from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.stages import STAGES
 from ascendchat.files import write_atomic
 from ascendchat.record import read_facts, read_metrics, run_folder
 
-TRAINING = ("base", "mid", "sft", "eval base", "eval chat")  # these run on the devices, and know --run
-RESUMABLE = ("base", "mid", "sft")  # these know --resume
+ON_DEVICES = (*STAGES, "eval base", "eval chat")  # commands that run on the devices and know --run
 RESUMED = "continues where it was"
 
 
@@ -79,10 +79,10 @@ def arguments(settings: dict[str, Any]) -> list[str]:
     return [flag.replace("$HOME", str(home())) for flag in flags]
 
 
-def command_line(command: str, settings: dict[str, Any], run: str, config: SpeedrunConfig) -> list[str]:
+def stage_command(command: str, settings: dict[str, Any], run: str, config: SpeedrunConfig) -> list[str]:
     """What is typed for a stage."""
     words = [*command.split(), *arguments(settings)]
-    if command not in TRAINING:
+    if command not in ON_DEVICES:
         return words
     words += ["--run", run]
     if config.device_type:
@@ -99,12 +99,12 @@ def stamp(before: str, words: list[str]) -> str:
     return hashlib.sha256("\0".join([before, __version__, *words, *files]).encode()).hexdigest()[:16]
 
 
-def identities(stages: list[tuple[str, dict[str, Any]]], run: str, config: SpeedrunConfig) -> list[str]:
-    """Of all stages, as the files they name are now."""
-    found = [""]
+def stage_identities(stages: list[tuple[str, dict[str, Any]]], run: str, config: SpeedrunConfig) -> list[str]:
+    """The identity of every stage, with the files that it names as they are now."""
+    stamps = [""]
     for command, settings in stages:
-        found.append(stamp(found[-1], command_line(command, settings, run, config)))
-    return found[1:]
+        stamps.append(stamp(stamps[-1], stage_command(command, settings, run, config)))
+    return stamps[1:]
 
 
 def run(config: SpeedrunConfig) -> int:
@@ -117,10 +117,10 @@ def run(config: SpeedrunConfig) -> int:
         raise UserError(f"{ledger} is damaged: nobody knows which stages are done; --fresh runs all of them again")
     started, before = time.monotonic(), ""
     for number, (command, settings) in enumerate(stages, 1):
-        words = command_line(command, settings, name, config)
+        words = stage_command(command, settings, name, config)
         identity = stamp(before, words)
-        old = known[identity].get("old", -1) if identity in known else newest(name, command)
-        if command in RESUMABLE and old == newest(name, command):
+        old = known[identity].get("old", -1) if identity in known else last_saved(name, command)
+        if command in STAGES and old == last_saved(name, command):
             words += ["--resume", "never"]  # what lies in the run folder comes from other settings
         heading = f"[{number}/{len(stages)}] ascendchat {' '.join(words)}"
         before = identity
@@ -133,9 +133,10 @@ def run(config: SpeedrunConfig) -> int:
             continue
         print(heading, flush=True)
         begun = time.monotonic()
-        known = {i: known[i] for i in identities(stages, name, config) if i in known}  # others are overwritten now
+        current = stage_identities(stages, name, config)  # what other settings left is overwritten now
+        known = {stage: known[stage] for stage in current if stage in known}
         note(ledger, known, identity, {"command": " ".join(words), "old": old})
-        status = call(words)
+        status = run_command(words)
         if status:
             print(
                 f"stage {number} ended with status {status}; mend it and run the same command: it {RESUMED}", flush=True
@@ -149,20 +150,20 @@ def run(config: SpeedrunConfig) -> int:
 
 def output_of(command: str, settings: dict[str, Any], run: str) -> Path | None:
     """The file or folder that a finished stage leaves behind; None where that is its printed result."""
-    if command in RESUMABLE:
+    if command in STAGES:
         return run_folder(run, command) / "latest"
     defaults = {"tokenizer train": "$HOME/tokenizer", "data prepare": "$HOME/data/prepared"}
     made = settings.get("out") or defaults.get(command)
     return Path(str(made).replace("$HOME", str(home()))) if made else None
 
 
-def newest(run: str, stage: str) -> int:
+def last_saved(run: str, stage: str) -> int:
     """When the last checkpoint of a stage was written; 0 without any."""
     latest = run_folder(run, stage) / "latest"
     return latest.stat().st_mtime_ns if latest.is_file() else 0
 
 
-def call(words: list[str]) -> int:
+def run_command(words: list[str]) -> int:
     """Run one command to its end. Ctrl-C reaches it from the terminal and SIGTERM is passed on: it saves, then ends."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen([sys.executable, "-m", "ascendchat", *words], env=environment)
@@ -188,7 +189,7 @@ def note(ledger: Path, known: dict[str, Any], identity: str, entry: dict[str, An
 def summary(run: str) -> str:
     """One line per trained stage: steps, last loss, last validation."""
     lines = [f"{'stage':<8} {'steps':>7} {'train loss':>11}  validation"]
-    for stage in ("base", "mid", "sft", "rl"):
+    for stage in STAGES:
         path = run_folder(run, stage) / "metrics.jsonl"
         if not path.is_file():
             continue

@@ -81,14 +81,15 @@ def counters() -> dict[str, tuple[int, int]]:
     return {name: (calls, moved) for name, (calls, moved) in json.loads(text).items()}
 
 
+def is_launch(name: str) -> bool:
+    """Whether this function launches work: an operator (aclnn*) or a collective."""
+    setup = ("HcclComm", "HcclGet", "HcclSet", "HcclCreate", "HcclGroup")
+    return name.startswith("aclnn") or (name.startswith("Hccl") and not name.startswith(setup))
+
+
 def launches() -> dict[str, int]:
-    """Operators (aclnn*) and collectives launched since reset(): how often each. Replays of a graph count once."""
-    skip = ("HcclComm", "HcclGet", "HcclSet", "HcclCreate", "HcclGroup")
-    return {
-        name: calls
-        for name, (calls, _) in counters().items()
-        if calls and (name.startswith("aclnn") or (name.startswith("Hccl") and not name.startswith(skip)))
-    }
+    """Operators and collectives launched since reset(): how often each. Replays of a graph count once."""
+    return {name: calls for name, (calls, _) in counters().items() if calls and is_launch(name)}
 
 
 def reset() -> None:

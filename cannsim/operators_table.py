@@ -1,7 +1,6 @@
-"""Writes cannsim/OPERATORS.md: every simulated operator, whether a test runs it, what it checks, where its
-signature comes from.
+"""The table of simulated operators: whether a test runs each, what it checks, where its signature comes from.
 
-    python -m cannsim run -- python cannsim/operators_table.py
+    python -m cannsim operators          # runs this file on the simulated CANN and prints Markdown
 
 The operators, parameters and checks are read from the library itself (the OP lines of cannsim/src/ops), the
 executed ones by running the operator cases of tests/npu and from the names that its operator tests demand.
@@ -17,15 +16,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 TESTS = ROOT.parent / "tests" / "npu"
-TABLE = ROOT / "OPERATORS.md"
 
 # Parameter types of the OP lines -> words of signatures.txt.
 WORDS = {
-    "In": "tensor", "Out": "tensor", "OptIn": "tensor", "OptOut": "tensor", "Num": "scalar", "OptNum": "scalar",
-    "Ints": "ints", "OptInts": "ints", "Bools": "bools", "Floats": "floats", "InList": "tensors", "OutList": "tensors",
-    "OptInList": "tensors", "NumList": "scalars", "Text": "text", "int64_t": "int64", "uint64_t": "uint64",
-    "int": "int", "int8_t": "int8", "bool": "bool", "float": "float", "double": "double", "aclDataType": "dtype",
-}  # fmt: skip
+    **dict.fromkeys(("In", "Out", "OptIn", "OptOut"), "tensor"),
+    **dict.fromkeys(("InList", "OutList", "OptInList"), "tensors"),
+    **dict.fromkeys(("Num", "OptNum"), "scalar"),
+    **dict.fromkeys(("Ints", "OptInts"), "ints"),
+    "NumList": "scalars",
+    "Bools": "bools",
+    "Floats": "floats",
+    "Text": "text",
+    "aclDataType": "dtype",
+    "int64_t": "int64",
+    "uint64_t": "uint64",
+    "int8_t": "int8",
+    **{name: name for name in ("int", "bool", "float", "double")},
+}
 
 
 @dataclass(frozen=True)
@@ -38,27 +45,27 @@ class Operator:
 
 def calls(text: str) -> tuple[str, ...]:
     """The outermost calls of a check list: "(dtype(a, kReal), rank(b, 1, 2))" -> ("dtype(a, kReal)", ...)."""
-    found, depth, word = [], 0, ""
+    parts, depth, word = [], 0, ""
     for letter in text.strip()[1:-1]:
         depth += (letter in "({[") - (letter in ")}]")
         if letter == "," and depth == 0:
-            found.append(word.strip())
+            parts.append(word.strip())
             word = ""
         else:
             word += letter
-    return tuple(part for part in (*found, word.strip()) if part)
+    return tuple(part for part in (*parts, word.strip()) if part)
 
 
 def operators() -> list[Operator]:
     """Every OP line of the built library."""
     library = ctypes.CDLL(str(ROOT / "build" / "lib64" / "libopapi.so"))
     library.cannsimOperators.restype = ctypes.c_char_p
-    found = []
+    rows = []
     for line in library.cannsimOperators().decode().splitlines():
         name, parameters, checks, file = line.split("\t")
         types = [WORDS[parameter.split()[0]] for parameter in parameters.strip("()").split(", ")]
-        found.append(Operator(name, " ".join(types), calls(checks), file.removesuffix(".cpp")))
-    return sorted(found, key=lambda o: (o.family, o.name))
+        rows.append(Operator(name, " ".join(types), calls(checks), file.removesuffix(".cpp")))
+    return sorted(rows, key=lambda o: (o.family, o.name))
 
 
 def signatures() -> dict[str, tuple[str, str]]:
@@ -92,13 +99,11 @@ def summary(check: str) -> str:
 
 
 def render() -> str:
-    """The text of OPERATORS.md."""
+    """The table, in Markdown."""
     run, public, rows = executed(), signatures(), operators()
     ran = sum(o.name in run for o in rows)
     lines = [
         "# Simulated operators",
-        "",
-        "Made by `python -m cannsim run -- python cannsim/operators_table.py`; a test fails when it is out of date.",
         "",
         f"{len(rows)} operators, {ran} of them executed by a test against the CPU,",
         f"{sum(bool(o.checks) for o in rows)} with checks of their own. The parameter types of all equal those of",
@@ -115,5 +120,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(render())
-    print(f"wrote {TABLE}")
+    sys.stdout.write(render())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
+from ascendchat.config.stages import STAGES
 from ascendchat.config.train import PUBLISHED
 
 COMMANDS = {
@@ -43,77 +44,93 @@ class Flag:
 SAME, AUTO = Flag(), Flag(usual=("-1", "-1.0"))
 DRY = Flag(usual=("0",), switch=True, unused="checkpoints are always written; give the run a name of its own")
 START = Flag(special="start")
-DEVICE = Flag(usual=("",))
 TAG = Flag("run", usual=("",))
 DTYPE = Flag(unused="the device's own type is used; $ASCENDCHAT_DTYPE chooses another")
-WANDB = Flag(special="tracked_run")
 EXAMS = Flag(usual=("-1",), unused="`ascendchat eval chat` examines a model, also one that is still being trained")
 WHOLE = Flag(unused="the whole validation part is used")
-DECAY = Flag(usual=("0", "0.0"), unused="mid-training and SFT have no weight decay")
+BETAS = Flag(unused="Adam's betas are fixed for each group of parameters (nn/optim.py)")
 CHAT = {
-    "source": Flag(short="i", special="stage"), "model-tag": replace(TAG, short="g"),
-    "step": Flag(short="s", special="stage"), "temperature": Flag(short="t"), "device-type": DEVICE,
+    "source": Flag(short="i", special="stage"),
+    "model-tag": replace(TAG, short="g"),
+    "step": Flag(short="s", special="stage"),
+    "temperature": Flag(short="t"),
+    "device-type": Flag(usual=("",)),
     "dtype": replace(DTYPE, short="d"),
-}  # fmt: skip
-RATES = {name: SAME for name in ("embedding-lr", "unembedding-lr", "matrix-lr")}
-BATCH = {"device-batch-size": SAME, "total-batch-size": AUTO}
+}
 
+
+def each(names: str, flag: Flag = SAME) -> dict[str, Flag]:
+    """The same for every one of these names."""
+    return dict.fromkeys(names.split(), flag)
+
+
+TRAIN = {
+    **each("run", Flag(special="tracked_run")),
+    **each("model-tag", TAG),
+    **each("device-type", Flag(usual=("",))),
+    **each("max-seq-len device-batch-size embedding-lr unembedding-lr matrix-lr eval-every"),
+    **each("num-iterations total-batch-size", AUTO),
+}
+CHAT_TRAIN = {
+    **TRAIN,
+    **each("init-lr-frac", Flag("lr-multiplier")),
+    **each("weight-decay", Flag(usual=("0", "0.0"), unused="mid-training and SFT have no weight decay")),
+    **each("eval-tokens", WHOLE),
+    **each("dtype", DTYPE),
+    **each("model-step step", START),
+    **each("dry-run", DRY),
+}
 FLAGS: dict[str, dict[str, Flag]] = {
     "tok_train": {
-        "max-chars": SAME,
-        "vocab-size": SAME,
+        **each("max-chars vocab-size"),
         "doc-cap": Flag(unused="documents are read whole; --max-chars bounds all of them together"),
     },
     "base_train": {
-        "run": WANDB, "model-tag": TAG, "device-type": DEVICE, "depth": SAME, "head-dim": SAME, "max-seq-len": SAME,
-        "window-pattern": SAME, "num-iterations": AUTO, "target-flops": AUTO, "target-param-data-ratio": AUTO, **BATCH,
-        **RATES, "scalar-lr": SAME, "weight-decay": SAME, "warmup-steps": SAME, "warmup-ratio": SAME,
-        "warmdown-ratio": SAME, "final-lr-frac": SAME, "eval-every": SAME, "eval-tokens": SAME,
-        "core-metric-every": SAME, "core-metric-max-per-task": SAME, "sample-every": SAME, "save-every": SAME,
+        **TRAIN,
+        **each("depth head-dim window-pattern scalar-lr weight-decay warmup-steps warmup-ratio warmdown-ratio"),
+        **each("final-lr-frac eval-tokens core-metric-every core-metric-max-per-task sample-every save-every"),
+        **each("target-flops target-param-data-ratio", AUTO),
         "fp8": Flag(switch=True),
         "aspect-ratio": Flag(special="width"),
         "fp8-recipe": Flag(unused="8-bit products have one scale per matrix"),
-        "adam-beta1": Flag(unused="Adam's betas are fixed for each group of parameters (nn/optim.py)"),
-        "adam-beta2": Flag(unused="Adam's betas are fixed for each group of parameters (nn/optim.py)"),
+        **each("adam-beta1 adam-beta2", BETAS),
         "grad-clip": Flag(unused="gradients are not clipped; a spike of the loss stops the run"),
         "resume-from-step": Flag(usual=("-1",), unused="a run goes on from its newest checkpoint by itself"),
     },
-    "mid_train": {
-        "run": WANDB, "model-tag": TAG, "device-type": DEVICE, "num-iterations": AUTO, "max-seq-len": SAME, **BATCH,
-        **RATES, "init-lr-frac": Flag("lr-multiplier"), "eval-every": SAME, "eval-tokens": WHOLE, "weight-decay": DECAY,
-        "dtype": DTYPE, "model-step": START, "step": START, "dry-run": DRY,
-    },
+    "mid_train": CHAT_TRAIN,
     "chat_sft": {
-        "run": WANDB, "model-tag": TAG, "device-type": DEVICE, "num-iterations": AUTO, "num-epochs": Flag("epochs"),
-        "target-examples-per-step": SAME, "max-seq-len": SAME, **BATCH, **RATES, "init-lr-frac": Flag("lr-multiplier"),
-        "warmup-ratio": SAME, "warmdown-ratio": SAME, "final-lr-frac": SAME, "eval-every": SAME, "eval-tokens": WHOLE,
-        "eval-steps": WHOLE, "weight-decay": DECAY, "dtype": DTYPE, "source": START, "model-step": START, "step": START,
+        **CHAT_TRAIN,
+        "num-epochs": Flag("epochs"),
+        **each("target-examples-per-step warmup-ratio warmdown-ratio final-lr-frac"),
+        "eval-steps": WHOLE,
+        "source": START,
         "load-optimizer": Flag(special="moments"),
-        "mmlu-epochs": Flag(special="mixture"), "gsm8k-epochs": Flag(special="mixture"),
-        "chatcore-every": EXAMS, "chatcore-max-cat": EXAMS, "chatcore-max-sample": EXAMS,
-        "eval-metrics-every": EXAMS, "eval-metrics-max-problems": EXAMS, "dry-run": DRY,
+        **each("mmlu-epochs gsm8k-epochs", Flag(special="mixture")),
+        **each("chatcore-every chatcore-max-cat chatcore-max-sample", EXAMS),
+        **each("eval-metrics-every eval-metrics-max-problems", EXAMS),
     },
     "base_eval": {
-        "eval": Flag(special="scores"), "model-tag": TAG, "step": Flag(special="base_step"), "max-per-task": SAME,
-        "split-tokens": Flag("eval-tokens"), "device-type": DEVICE,
+        "eval": Flag(special="scores"),
+        "model-tag": TAG,
+        "step": Flag(special="base_step"),
+        "max-per-task": SAME,
+        "split-tokens": Flag("eval-tokens"),
+        "device-type": Flag(usual=("",)),
         "device-batch-size": Flag(unused="--tokens-per-batch bounds a forward pass"),
     },
     "chat_eval": {
-        **CHAT, "task-name": Flag(short="a", special="tasks"), "max-new-tokens": Flag(short="m"),
-        "num-samples": Flag("samples", short="n"), "max-problems": Flag("max-per-task", short="x"),
+        **CHAT,
+        "task-name": Flag(short="a", special="tasks"),
+        "max-new-tokens": Flag(short="m"),
+        "num-samples": Flag("samples", short="n"),
+        "max-problems": Flag("max-per-task", short="x"),
         "top-k": Flag(short="k", unused="all tokens can be drawn; with temperature 0, as by default, none is"),
         "batch-size": Flag(short="b", unused="--tokens-per-batch and --slots bound what runs at once"),
     },
-    "chat_cli": {
-        **CHAT, "prompt": Flag(short="p", usual=("",)), "top-k": Flag(short="k"),
-    },
-}  # fmt: skip
+    "chat_cli": {**CHAT, "prompt": Flag(short="p", usual=("",)), "top-k": Flag(short="k")},
+}
 
-TASKS = {
-    "ARC-Easy": "arc_easy", "ARC-Challenge": "arc_challenge", "MMLU": "mmlu", "GSM8K": "gsm8k",
-    "HumanEval": "humaneval",
-}  # fmt: skip
-STAGES = ("base", "mid", "sft", "rl")
+TASKS = {name: name.lower().replace("-", "_") for name in ("ARC-Easy", "ARC-Challenge", "MMLU", "GSM8K", "HumanEval")}
 Given = dict[str, str]  # flag -> value, of those that FLAGS has
 
 
@@ -143,17 +160,17 @@ def width(given: Given) -> list[str]:
     return [f"--dim={-(-depth * ratio // head) * head}"]
 
 
-def found_model(given: Given, stages: tuple[str, ...]) -> Path:
+def model_folder(given: Given, stages: tuple[str, ...]) -> Path:
     """The stage's folder, or the checkpoint of --step in it, of the run that is named or was written last."""
     wanted = given.get("source", "")
     step = given.get("model-step") or given.get("step") or ""
     last = f"step_{whole('step', step):06d}" if step else "latest"
     tag = given.get("model-tag") or given.get("run") or "*"
     names = [wanted] if wanted else [*stages]
-    places = [place for name in names for place in (home() / "runs").glob(f"{tag}/{name}/{last}")]
-    if not places:
+    folders = [folder for name in names for folder in (home() / "runs").glob(f"{tag}/{name}/{last}")]
+    if not folders:
         raise UserError(f"there is no {home() / 'runs' / tag / (wanted or '*') / last}; leave --step out, or --source")
-    newest = max(places, key=lambda place: (-names.index(place.parent.name), place.stat().st_mtime))
+    newest = max(folders, key=lambda folder: (-names.index(folder.parent.name), folder.stat().st_mtime))
     return newest if step else newest.parent
 
 
@@ -161,7 +178,7 @@ def start(given: Given) -> list[str]:
     """What mid-training and SFT start from. Our own --source is a folder of data sets."""
     if "source" in given and given["source"] not in STAGES:
         return [f"--source={given['source']}"]
-    return [f"--start={found_model(given, ('mid', 'base'))}"]
+    return [f"--start={model_folder(given, STAGES['sft'].starts_from)}"]
 
 
 def stage(given: Given) -> list[str]:
@@ -169,12 +186,12 @@ def stage(given: Given) -> list[str]:
     if "source" in given and given["source"] not in STAGES:
         return [f"--source={given['source']}"]
     if "step" in given:
-        return [f"--checkpoint={found_model(given, STAGES[::-1])}"]
+        return [f"--checkpoint={model_folder(given, tuple(reversed(STAGES)))}"]
     return [f"--stage={given['source']}"]
 
 
 def base_step(given: Given) -> list[str]:
-    return [f"--checkpoint={found_model(given, ('base',))}"]
+    return [f"--checkpoint={model_folder(given, ('base',))}"]
 
 
 def moments(given: Given) -> list[str]:
@@ -206,10 +223,8 @@ def tasks(given: Given) -> list[str]:
     return [f"--tasks={','.join(left)}"] if left else []
 
 
-SPECIAL: dict[str, Callable[[Given], list[str]]] = {
-    "tracked_run": tracked_run, "width": width, "start": start, "stage": stage, "base_step": base_step,
-    "moments": moments, "mixture": mixture, "scores": scores, "tasks": tasks,
-}  # fmt: skip
+FUNCTIONS = (tracked_run, width, start, stage, base_step, moments, mixture, scores, tasks)
+SPECIAL: dict[str, Callable[[Given], list[str]]] = {function.__name__: function for function in FUNCTIONS}
 
 
 def say(text: str) -> None:

@@ -32,12 +32,19 @@ SAMPLES = {
     "runs/my-run/logs/attempt_0/rank_0.log": LOG,
     "config.json": json.dumps(
         {
-            "model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14,
-            "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
-            "max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
+            "model_type": "qwen2",
+            "num_hidden_layers": 24,
+            "hidden_size": 896,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
         }
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def check(arguments: list[str]) -> None:
     """Raise UserError unless the command exists and all its flags and values are accepted."""
     if not arguments or arguments[0] in ("--help", "--version"):
         return
-    name, rest = cli.find(arguments)
+    name, rest = cli.split_command(arguments)
     config = "ascendchat.config." + cli.COMMANDS[name][0]
     cls = getattr(importlib.import_module(config.split(":")[0]), config.split(":")[1])
     if wants_help(rest):
@@ -176,7 +183,7 @@ def test_commands_inside_sentences_exist_too(page: Path) -> None:
         group = [name for name in cli.COMMANDS if name.startswith(words[0] + " ")]
         if group and len(words) == 1:  # `ascendchat data`: all commands of the group
             continue
-        name, rest = cli.find(words)
+        name, rest = cli.split_command(words)
         module, cls = cli.COMMANDS[name][0].split(":")
         known = _flags(getattr(importlib.import_module(f"ascendchat.config.{module}"), cls))
         if name == "launch":  # the flags after the command are the command's own

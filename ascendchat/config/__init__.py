@@ -18,15 +18,14 @@ import dataclasses
 import difflib
 import math
 import os
-import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ascendchat.config.text import Range, describe, usage
+from ascendchat.config.text import Range
 
-__all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "usage", "wants_help"]
+__all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "wants_help"]
 
 C = TypeVar("C")
 
@@ -40,15 +39,11 @@ def home() -> Path:
     return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
 
 
-def option(
-    default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "", least: float | None = None,
-    above: float | None = None, most: float | None = None, below: float | None = None, besides: tuple[int, ...] = (),
-) -> Any:  # fmt: skip
+def option(default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "", **bounds: Any) -> Any:
     """A field with extra flags for the same value (`also=("npus",)`), or filled from bare words: `words="each"` takes
-    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included. A number has a
-    range: `least` and `most` belong to it, `above` and `below` do not; `besides` are single values outside of it."""
-    bounds = Range(least, above, most, below, besides)
-    return dataclasses.field(default=default, metadata={"also": also, "words": words, "range": bounds})
+    every bare word, `words="rest"` takes the first bare word and all that follows it, flags included. `bounds` are
+    those of Range, for numbers: `least=1, most=8`."""
+    return dataclasses.field(default=default, metadata={"also": also, "words": words, "range": Range(**bounds)})
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -130,18 +125,18 @@ def _number(kind: type, value: Any) -> int | float:
 
 def accept(name: str, field: dataclasses.Field[Any], kind: Any, value: Any) -> Any:
     """The value in the field's type, within its range, and not empty where the default is not: else what is wrong."""
-    found = convert(name, kind, value)
-    for item in found if isinstance(found, tuple) else (found,):
+    converted = convert(name, kind, value)
+    for item in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(item, (int, float)) and not isinstance(item, bool) and item not in _range(field):
             raise UserError(f"{name} must be {_range(field)}, found {item}")
-    if found in ("", ()) and found != field.default:
+    if converted in ("", ()) and converted != field.default:
         raise UserError(f"{name} must not be empty; leave it out for the default")
-    return found
+    return converted
 
 
 def _range(field: dataclasses.Field[Any]) -> Range:
-    found: Range = field.metadata.get("range", Range())
-    return found
+    bounds: Range = field.metadata.get("range", Range())
+    return bounds
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -174,7 +169,7 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
     """argv -> ({field: raw value}, bare words, path of --config)."""
     spellings, kinds = _flags(cls), _types(cls)
     takes_rest = any(f.metadata.get("words") == "rest" for f in dataclasses.fields(cls))
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     words: list[str] = []
     config_file: str | None = None
     rest = list(argv)
@@ -199,17 +194,17 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
         if field is None:
             raise UserError(f"unknown flag {name}; {nearest(name, [spelling(n) for n in [*spellings, 'config']])}")
         if kinds[field.name] in (bool, bool | None) and not equals:
-            found[field.name] = not negated
+            given[field.name] = not negated
             if not negated and rest and rest[0].lower() in ("true", "false", "1", "0"):
-                found[field.name] = convert(name, bool, rest.pop(0))
+                given[field.name] = convert(name, bool, rest.pop(0))
             continue
         if negated:
             raise UserError(f"{name}: only a switch can be negated, and takes no value then; use {spelling(key[3:])}")
-        given = value if equals else _value(name, rest)
-        if not given.strip():  # most often a shell variable that is not set
+        text = value if equals else _value(name, rest)
+        if not text.strip():  # most often a shell variable that is not set
             raise UserError(f"{name} has an empty value; leave the flag out for the default")
-        found[field.name] = accept(name, field, kinds[field.name], given)
-    return found, words, config_file
+        given[field.name] = accept(name, field, kinds[field.name], text)
+    return given, words, config_file
 
 
 def spelling(name: str) -> str:
@@ -227,7 +222,7 @@ def parse(cls: type[C], argv: list[str]) -> C:
     """Build the command's config from its flags and its YAML file, or raise UserError with the nearest valid name."""
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kinds = _types(cls)
-    found, words, config_file = _split(cls, argv)
+    given, words, config_file = _split(cls, argv)
     values: dict[str, Any] = {}
     if config_file is not None:
         spellings = _flags(cls)
@@ -236,7 +231,7 @@ def parse(cls: type[C], argv: list[str]) -> C:
             if field is None:
                 raise UserError(f"{config_file}: unknown setting {key}; {nearest(_plain(str(key)), list(fields))}")
             values[field.name] = accept(f"{config_file}: {key}", field, kinds[field.name], value)
-    values.update(found)
+    values.update(given)
     receiver = next((f for f in fields.values() if f.metadata.get("words")), None)
     if words and receiver is None:
         raise UserError(f"unexpected argument {words[0]!r}; flags are written {spelling(next(iter(fields)))} VALUE")
@@ -275,8 +270,3 @@ def dump(config: Any) -> str:
         exact = False
     # The readable form loses Unicode line breaks (U+0085, U+2028); the escaped one loses nothing.
     return text if exact else yaml.safe_dump(values, sort_keys=False)
-
-
-def show_help(prog: str, cls: type) -> None:
-    """Print the help of one command."""
-    sys.stdout.write(describe(prog, cls))

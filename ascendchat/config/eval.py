@@ -7,6 +7,7 @@ from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
+from ascendchat.config.stages import StageName
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class EvalChatConfig(DeviceConfig):
     generates = True
     run: str = ""
     "name of the run; by default the one that saved a checkpoint last"
-    stage: Literal["base", "mid", "sft", "rl"] | None = None
+    stage: StageName | None = None
     "stage of the run; by default its latest"
     checkpoint: str = ""
     "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
+from ascendchat.config.stages import StageName
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class ModelConfig(DeviceConfig):
     generates = True
     run: str = option("", also=("model_tag", "g"))
     "name of the run; by default the one written last"
-    stage: Literal["base", "mid", "sft", "rl"] | None = option(None, also=("source", "i"))
+    stage: StageName | None = option(None, also=("source", "i"))
     "stage of the run; by default the last one it has reached"
     checkpoint: str = ""
     "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"

@@ -4,7 +4,7 @@
 
 zh.json maps English templates to Chinese ones, in the groups errors, help and plan. `{}` stands for a value, in the
 order of the English text; where Chinese needs another order its placeholders are numbered, from {0}. A text is found as
-it stands, or by the template it was made from; its values, which may be errors of ours too, are translated in turn.
+it stands, or by the template it was made from. Its values are translated too, because they may be errors of ours.
 What is not found stays English. `python tests/golden/catalogue.py` lists what is missing.
 """
 
@@ -34,12 +34,12 @@ def language(asked: str | None = None, environ: Mapping[str, str] | None = None)
 
 def literals(template: str) -> list[str]:
     """What stands around the values: "rank {} of {}" -> ["rank ", " of ", ""]."""
-    found = [""]
+    parts = [""]
     for literal, value, _, _ in string.Formatter().parse(template):
-        found[-1] += literal
+        parts[-1] += literal
         if value is not None:
-            found.append("")
-    return found
+            parts.append("")
+    return parts
 
 
 @functools.lru_cache(maxsize=2)

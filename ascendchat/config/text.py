@@ -18,11 +18,11 @@ from ascendchat.config.language import bracketed, translate, wrap
 class Range:
     """Which numbers a field takes; without bounds, all of them."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-    besides: tuple[int, ...] = ()
+    least: float | None = None  # itself allowed
+    above: float | None = None  # itself not allowed
+    most: float | None = None  # itself allowed
+    below: float | None = None  # itself not allowed
+    besides: tuple[int, ...] = ()  # single values that are allowed outside of the bounds
 
     def __contains__(self, value: float) -> bool:
         return value in self.besides or (
@@ -93,7 +93,7 @@ def _notes(field: dataclasses.Field[Any]) -> str:
     return bracketed([note for note in notes if note])
 
 
-def describe(prog: str, cls: type) -> str:
+def help_page(prog: str, cls: type) -> str:
     """The whole help page of one command."""
     docs, kinds = field_docs(cls), typing.get_type_hints(cls)
     width = min(shutil.get_terminal_size((110, 24)).columns, 120)

@@ -3,7 +3,8 @@
     device = pick(config.device_type)     # NPU > CUDA > MPS > CPU, or what the user named
     where = device.bind(local_rank)       # a torch.device
 
-A new kind of chip is one file beside this one: `missing()` says why it cannot be used, `attach()` returns its Device.
+A new kind of chip is one file beside this one: `why_unusable()` gives the reason why it cannot be used, or None;
+`open_device()` returns its Device.
 torch is imported by `pick`, never by importing this module.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ from ascendchat.device.env import load_problem, look, requested
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "Mark", "Memory", "Options", "Scaling", "choose_dtype", "describe", "pick"]
+__all__ = ["Device", "DeviceOptions", "Mark", "Memory", "Scaling", "choose_dtype", "describe", "pick"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,7 +48,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Options:
+class DeviceOptions:
     """What the user may ask of a device; None leaves the choice to the chip."""
 
     dtype: str | None = None
@@ -81,12 +82,6 @@ class Device(Protocol):
     def seed(self, n: int) -> None:
         """Seed the generators of the host and of the device."""
 
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of torch's generators, ready for a checkpoint."""
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned; parts of another device type are left out."""
-
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
 
@@ -112,9 +107,6 @@ class Device(Protocol):
         """Record `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
         chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
         the outputs of the one before."""
-
-    def launches(self) -> int | None:
-        """Operators launched so far, where they are counted (on the simulated NPU); None elsewhere."""
 
     def operators(self) -> Any | None:
         """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""
@@ -155,13 +147,15 @@ def pick(device_type: str | None = None, *, dtype: str | None = None, compiled: 
     dtype and compiled win over $ASCENDCHAT_DTYPE and $ASCENDCHAT_COMPILE.
     """
     asked = requested(device_type)
-    options = Options(dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled)
+    options = DeviceOptions(
+        dtype or os.environ.get("ASCENDCHAT_DTYPE"), _compile_wanted() if compiled is None else compiled
+    )
     _import_torch()
     for name in [asked] if asked else list(KINDS):
         module = importlib.import_module(f"ascendchat.device.{name}")
-        problem = module.missing(asked is not None)
+        problem = module.why_unusable(asked is not None)
         if problem is None:
-            device: Device = module.attach(options)
+            device: Device = module.open_device(options)
             return device
         if not asked and _expected(name) and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ascendchat: {translate(problem)}", file=sys.stderr)

@@ -6,7 +6,7 @@ npu.py and cuda.py hold what differs: how the device is found, compiling, graphs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from ascendchat.chips import KINDS, Chip, detected
 from ascendchat.config import UserError
-from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UPS = 3  # runs before a capture: allocator and libraries settle
@@ -43,7 +43,7 @@ class Accelerator:
     saturates = False  # fp16 overflow shows only in a hardware flag
     graph_class: str  # name of the captured graph's class in `api`
 
-    def __init__(self, api: Any, chip: Chip, options: Options) -> None:
+    def __init__(self, api: Any, chip: Chip, options: DeviceOptions) -> None:
         self.api = api
         self.chip = chip
         self.options = options
@@ -70,16 +70,6 @@ class Accelerator:
         """Seed the generators of the host and of all devices."""
         torch.manual_seed(n)
         self.api.manual_seed_all(n)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the generators of the host and of the bound device."""
-        return {"cpu": torch.get_rng_state(), self.type: self.api.get_rng_state().cpu()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
-        if self.type in state:
-            self.api.set_rng_state(state[self.type])
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
@@ -140,10 +130,6 @@ class Accelerator:
 
         return replay
 
-    def launches(self) -> int | None:
-        """Not counted."""
-        return None
-
     def operators(self) -> Any | None:
         """Plain torch."""
         return None
@@ -172,7 +158,7 @@ def current_chip(api: Any, device_type: str) -> Chip:
     return chip if chip.known else replace(chip, bf16=bool(api.is_bf16_supported(including_emulation=False)))
 
 
-def found_instead() -> str:
+def usable_types() -> str:
     """The device types that are there, for sentences about one that is not."""
     there = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
     return ", ".join([*there, "cpu"])

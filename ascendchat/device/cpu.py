@@ -7,7 +7,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 
 from ascendchat.chips import KINDS, this_cpu
-from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """A CPU is always there."""
     return None
 
 
-def attach(options: Options) -> CPU:
+def open_device(options: DeviceOptions) -> CPU:
     """The CPU of this machine."""
     return CPU(options)
 
 
 @cache
 def matmul_rate() -> float:
-    """FLOP/s of fp32 matrix products here: CPUs differ tenfold, so what MFU is a share of is measured (about 0.1 s).
+    """FLOP/s of fp32 matrix products on this CPU: the 100 % of MFU. CPUs differ tenfold, so it is measured (0.1 s).
 
-    The best of many, since other programs may hold the cores for most of that time.
+    The best of many is taken, because other programs may hold the cores for most of that time.
     """
     a = torch.ones(512, 512)
     best = float("inf")
@@ -63,7 +63,7 @@ class CPU:
     pin = False
     triton = False
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DeviceOptions) -> None:
         self.chip = replace(this_cpu(), flops=matmul_rate(), source="fp32 matrix products, measured at the start")
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose_dtype(self.chip, options.dtype)]
         self.compiles = bool(options.compiled)
@@ -79,14 +79,6 @@ class CPU:
     def seed(self, n: int) -> None:
         """Seed torch's generator."""
         torch.manual_seed(n)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """State of torch's generator."""
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
 
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back."""
@@ -129,10 +121,6 @@ class CPU:
     def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
         """A CPU has no launches to save."""
         return fn
-
-    def launches(self) -> int | None:
-        """Not counted."""
-        return None
 
     def operators(self) -> Any | None:
         """Plain torch."""

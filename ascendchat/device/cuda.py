@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 import torch
 
-from ascendchat.device import Options
+from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, current_chip
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """Why no GPU can be used, or None."""
     if torch.cuda.is_available():
         return None
@@ -21,7 +21,7 @@ def missing(asked: bool) -> str | None:
     return f"no NVIDIA GPU can be used: {why}, or choose another device, for example --device-type cpu"
 
 
-def attach(options: Options) -> CUDA:
+def open_device(options: DeviceOptions) -> CUDA:
     """The GPU of this process."""
     torch.set_float32_matmul_precision("high")  # fp32 products on the tensor cores (tf32)
     device = CUDA(torch.cuda, current_chip(torch.cuda, "cuda"), options)

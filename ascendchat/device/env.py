@@ -1,7 +1,7 @@
 """The environment of a run, set once, before torch is imported, and only where the user has set nothing.
 
-`ascendchat COMMAND --device-type npu --npu-debug` calls `prepare("npu", debug=True)`; processes started by torchrun run
-the same code. What is harmful in the user's own settings is in folklore.py: reported, never changed. No torch here.
+`ascendchat COMMAND --device-type npu --npu-debug` calls `prepare_environment("npu", debug=True)`; processes started by
+torchrun run the same code. harmful_env.py reports the user's own settings that do harm; nothing changes them. No torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import TextIO
 
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError, nearest
-from ascendchat.device.folklore import Harmful, folklore, visible_problem
-
-__all__ = ["Harmful", "Outside", "Prepared", "announce", "folklore", "look", "prepare", "requested", "visible_problem"]
+from ascendchat.device.harmful_env import harmful_settings
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_npu alone
 INSTALL_NPU = "pip install -e '.[npu]' in your clone of ascendchat"
@@ -41,12 +39,12 @@ NPU_DEBUG = {
     "ASCEND_GLOBAL_EVENT_ENABLE": "1",
     "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
 }
-CUDA = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+CUDA_TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both give way to PYTORCH_ALLOC_CONF
 
 
 @dataclass(frozen=True)
-class Outside:
+class MachineFacts:
     """What can be known about an NPU without importing anything."""
 
     torch_npu: bool  # the package is installed
@@ -57,8 +55,8 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What `prepare` did."""
+class PreparedEnvironment:
+    """What `prepare_environment` did."""
 
     device_type: str | None  # asked for, or None: `device.pick` decides
     set: dict[str, str] = field(default_factory=dict)
@@ -77,14 +75,14 @@ def requested(device_type: str | None, environ: Mapping[str, str] = os.environ) 
     return name
 
 
-def look(environ: Mapping[str, str] = os.environ) -> Outside:
+def look(environ: Mapping[str, str] = os.environ) -> MachineFacts:
     """Look at the machine from the outside, without importing torch."""
     nodes = tuple(sorted(glob.glob("/dev/davinci[0-9]*")))
     acl = _where("libascendcl.so", environ)
     cann = bool(acl and _where("libhccl.so", environ))
     # An image with CANN on a machine without the driver: libascendcl.so is there but cannot be loaded.
     driver = bool(nodes) or bool(_where("libascend_hal.so", environ)) or (cann and _loads(acl))
-    return Outside(
+    return MachineFacts(
         torch_npu=importlib.util.find_spec("torch_npu") is not None,
         cann=cann,
         driver=driver,
@@ -110,19 +108,19 @@ def _loads(library: str) -> bool:
     return True
 
 
-def prepare(
+def prepare_environment(
     device_type: str | None,
     debug: bool = False,
     generates: bool = False,
     environ: MutableMapping[str, str] = os.environ,
-    outside: Outside | None = None,
-) -> Prepared:
+    machine: MachineFacts | None = None,
+) -> PreparedEnvironment:
     """Set the variables of the device's profile in `environ`, where they are not set yet. Call before `import torch`.
 
-    `generates`: the command decodes with captured graphs. `outside` is what `look` found; tests give their own.
+    `generates`: the command decodes with captured graphs. `machine` is what `look` returned; tests give their own.
     """
     asked = requested(device_type, environ)
-    seen = outside or look(environ)
+    seen = machine or look(environ)
     warnings: list[str] = []
     profile: dict[str, str] = {}
     npu = _npu_expected(asked, seen, environ, warnings)
@@ -135,14 +133,14 @@ def prepare(
                 "unset one of them: unset PYTORCH_NPU_ALLOC_CONF"
             )
     elif asked == "cuda" or (asked is None and seen.nvidia):
-        profile |= CUDA
+        profile |= CUDA_TRAINING
     if not (npu and seen.cann and seen.driver):
         # `import torch` must not fail over a torch_npu that cannot load. device/npu.py imports it by name when an NPU
         # was asked for, and turns a failure into one sentence.
         profile[AUTOLOAD] = "0"
     if debug and not npu:
         warnings.append(f"--npu-debug changes nothing here: no NPU is used ({asked or 'none was found'})")
-    done = Prepared(asked, warnings=warnings)
+    done = PreparedEnvironment(asked, warnings=warnings)
     for name, value in profile.items():
         if name in ALLOCATORS and "PYTORCH_ALLOC_CONF" in environ:
             done.kept["PYTORCH_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
@@ -152,14 +150,14 @@ def prepare(
             done.kept[name] = environ[name]
     if npu:
         ours = NPU_DEBUG if debug else {}
-        warnings += [h.sentence() for h in folklore(environ) if ours.get(h.name) != h.value]
+        warnings += [h.sentence() for h in harmful_settings(environ) if ours.get(h.name) != h.value]
         if debug:
             kept = [f"{name}={value}" for name, value in done.kept.items() if name in NPU_DEBUG]
             warnings += [f"{text} was already set and stays, so --npu-debug is not complete" for text in kept]
     return done
 
 
-def _npu_expected(asked: str | None, seen: Outside, environ: Mapping[str, str], warnings: list[str]) -> bool:
+def _npu_expected(asked: str | None, seen: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:
     """Whether this run will use an NPU, as far as that can be known before torch is imported."""
     if asked == "npu":
         if not seen.torch_npu:
@@ -183,25 +181,25 @@ def _npu_expected(asked: str | None, seen: Outside, environ: Mapping[str, str], 
     return False
 
 
-def torch_npu_missing(seen: Outside) -> str:
+def torch_npu_missing(seen: MachineFacts) -> str:
     """The sentence for an NPU without its PyTorch plug-in."""
-    found = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci* either"
+    nodes = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci* either"
     return (
-        f"no NPU can be used: torch_npu is not installed (found {found}); "
+        f"no NPU can be used: torch_npu is not installed (found {nodes}); "
         f"{INSTALL_NPU}, or choose another device, for example --device-type cpu"
     )
 
 
-def cann_missing(seen: Outside) -> str:
+def cann_missing(seen: MachineFacts) -> str:
     """The sentence for an NPU whose CANN libraries are not loaded."""
-    found = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci*"
+    nodes = f"{len(seen.nodes)} device(s) in /dev/davinci*" if seen.nodes else "no /dev/davinci*"
     return (
-        f"torch_npu is installed but the CANN libraries are not loaded (found {found}); first run: {SOURCE_CANN}, "
+        f"torch_npu is installed but the CANN libraries are not loaded (found {nodes}); first run: {SOURCE_CANN}, "
         f"or do without the NPU: --device-type cpu (for other programs: {AUTOLOAD}=0)"
     )
 
 
-def load_problem(error: BaseException, seen: Outside) -> str:
+def load_problem(error: BaseException, seen: MachineFacts) -> str:
     """Why torch_npu could not be loaded, as one sentence, from the error (and its causes) that loading it raised."""
     causes: list[str] = []
     link: BaseException | None = error
@@ -230,7 +228,9 @@ def load_problem(error: BaseException, seen: Outside) -> str:
     return f"torch_npu cannot be loaded ({first.strip()}); run: ascendchat doctor, or go on with --device-type cpu"
 
 
-def announce(prepared: Prepared, stream: TextIO | None = None, environ: Mapping[str, str] = os.environ) -> None:
+def announce(
+    prepared: PreparedEnvironment, stream: TextIO | None = None, environ: Mapping[str, str] = os.environ
+) -> None:
     """Print the warnings, once per node: only the first local rank speaks."""
     if environ.get("LOCAL_RANK", "0").split(",")[0].strip() == "0":
         for line in prepared.warnings:

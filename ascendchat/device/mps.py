@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ascendchat.chips import KINDS, detected
 from ascendchat.config import UserError
-from ascendchat.device import F, Memory, Options, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
 from ascendchat.device.accelerator import TORCH_DTYPES, EventMark
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """Why no Apple GPU can be used, or None."""
     if torch.backends.mps.is_available():
         return None
@@ -22,7 +22,7 @@ def missing(asked: bool) -> str | None:
     return f"no Apple GPU can be used: {why}; choose another device, for example --device-type cpu"
 
 
-def attach(options: Options) -> MPS:
+def open_device(options: DeviceOptions) -> MPS:
     """The GPU of this Mac."""
     if options.compiled:
         raise UserError("compiling is not supported on an Apple GPU; ASCENDCHAT_COMPILE=0")
@@ -38,7 +38,7 @@ class MPS:
     compiles = False
     triton = False
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DeviceOptions) -> None:
         name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
         self.chip = detected(name.stdout.strip(), "mps", int(torch.mps.recommended_max_memory()))
         self.dtype = TORCH_DTYPES[choose_dtype(self.chip, options.dtype)]
@@ -56,16 +56,6 @@ class MPS:
         """Seed the generators of the host and of the GPU."""
         torch.manual_seed(n)
         torch.mps.manual_seed(n)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        """States of the generators of the host and of the GPU."""
-        return {"cpu": torch.get_rng_state(), "mps": torch.mps.get_rng_state()}
-
-    def set_rng_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Bring back what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
-        if "mps" in state:
-            torch.mps.set_rng_state(state["mps"])
 
     def synchronize(self) -> None:
         """Wait until the GPU has done all it was given."""
@@ -101,10 +91,6 @@ class MPS:
     def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
         """No captured graphs here."""
         return fn
-
-    def launches(self) -> int | None:
-        """Not counted."""
-        return None
 
     def operators(self) -> Any | None:
         """Plain torch."""

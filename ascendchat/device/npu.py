@@ -1,6 +1,8 @@
-"""Ascend NPUs, through torch_npu: `ascendchat base --device-type npu`. Eager by default: compiling needs triton-ascend
-and is opted into with ASCENDCHAT_COMPILE=1. 910A and 310P have no bf16 and saturate, so only a hardware flag shows
-overflow there."""
+"""Ascend NPUs, through torch_npu: `ascendchat base --device-type npu`.
+
+Eager by default; ASCENDCHAT_COMPILE=1 compiles and needs triton-ascend. 910A and 310P have no bf16. Their fp16 does not
+become inf but stays at its largest value, so only a hardware flag shows an overflow.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ import torch
 
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError
-from ascendchat.device import Options
-from ascendchat.device.accelerator import Accelerator, current_chip, found_instead
-from ascendchat.device.env import load_problem, look, torch_npu_missing, visible_problem
+from ascendchat.device import DeviceOptions
+from ascendchat.device.accelerator import Accelerator, current_chip, usable_types
+from ascendchat.device.env import load_problem, look, torch_npu_missing
+from ascendchat.device.harmful_env import visible_problem
 
 
-def missing(asked: bool) -> str | None:
+def why_unusable(asked: bool) -> str | None:
     """Why no NPU can be used, or None. When none was asked for, only a torch_npu that torch loaded itself counts."""
     if not asked and "torch_npu" not in sys.modules:
         return "torch_npu is not loaded"
@@ -39,12 +42,12 @@ def missing(asked: bool) -> str | None:
         return f"no NPU can be used: {variable}={listed!r}, but {problem[0]}; write it like {variable}=0,1,2,3"
     nodes = len(look().nodes)
     return (
-        f"no NPU answers (found: {nodes} device(s) in /dev/davinci*; usable: {found_instead()}); "
+        f"no NPU answers (found: {nodes} device(s) in /dev/davinci*; usable: {usable_types()}); "
         "run: ascendchat doctor, or choose another device, for example --device-type cpu"
     )
 
 
-def attach(options: Options) -> NPU:
+def open_device(options: DeviceOptions) -> NPU:
     """The NPU of this process."""
     api: Any = torch.npu  # type: ignore[attr-defined]
     device = NPU(api, current_chip(api, "npu"), options)
@@ -67,22 +70,15 @@ class NPU(Accelerator):
     graph_class = "NPUGraph"
 
     def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
-        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training wants, torch_npu refuses, and `fn` runs as it is."""
+        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training uses, torch_npu cannot, and `fn` itself is returned."""
         if self.chip.graphs and os.environ.get("TASK_QUEUE_ENABLE") == "2":
             print("ascendchat: no captured graphs with TASK_QUEUE_ENABLE=2; 1 decodes faster", file=sys.stderr)
             return fn
         return super().graph(fn, *static_inputs)
 
-    def launches(self) -> int | None:
-        """Operators launched so far, if this is the simulated NPU."""
-        if "CANNSIM_HOME" not in os.environ:
-            return None
-        counts: dict[str, int] = importlib.import_module("cannsim").launches()
-        return sum(count for name, count in counts.items() if name.startswith("aclnn"))
-
     def operators(self) -> NPUOps | None:
-        """Fused operators: in eager mode every launch costs host time. 910A and 310P have them only as operators that
-        are compiled per shape, so plain torch serves there."""
+        """Fused operators, because in eager mode every launch costs host time. On 910A and 310P they would be compiled
+        for each new shape, so plain torch is used there."""
         return NPUOps() if self.chip.fused_attention else None
 
     def clear_overflow(self) -> None:

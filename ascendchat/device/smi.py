@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-MIB = 1024 * 1024
-TOOLS = ("npu-smi", "nvidia-smi")
+from ascendchat.chips import MIB
+
+VENDOR_TOOLS = ("npu-smi", "nvidia-smi")
 # The driver installs npu-smi into folders that are not on everybody's PATH.
 EXTRA_PATH = ("/usr/local/bin", "/usr/local/sbin")
 TIMEOUT = 15.0  # seconds; npu-smi needs about one per four cards
@@ -46,7 +47,6 @@ class DeviceReading:
     power: float | None = None
     memory_used: int | None = None
     memory_total: int | None = None
-    bus: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def locate(tool: str) -> str | None:
     return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *EXTRA_PATH]))
 
 
-def call(tool: str, arguments: list[str], timeout: float = TIMEOUT) -> str | Problem:
+def run_tool(tool: str, arguments: list[str], timeout: float = TIMEOUT) -> str | Problem:
     """Output of one call of a vendor tool, or the reason why there is none."""
     path = locate(tool)
     if path is None:
@@ -109,7 +109,7 @@ def read(tool: str | None = None, timeout: float = TIMEOUT) -> Readings | Proble
     """Devices and processes from `tool`, or from the first vendor tool that answers."""
     readers = {"npu-smi": _read_npu, "nvidia-smi": _read_nvidia}
     problems = []
-    for name in TOOLS if tool is None else (tool,):
+    for name in VENDOR_TOOLS if tool is None else (tool,):
         outcome = readers[name](timeout)
         if isinstance(outcome, Readings):
             return outcome
@@ -125,7 +125,7 @@ def read(tool: str | None = None, timeout: float = TIMEOUT) -> Readings | Proble
 
 
 def _read_npu(timeout: float) -> Readings | Problem:
-    text = call("npu-smi", ["info"], timeout)
+    text = run_tool("npu-smi", ["info"], timeout)
     if isinstance(text, Problem):
         return text
     readings = parse_npu_table(text, _logic_ids(locate("npu-smi") or "", timeout))
@@ -137,7 +137,7 @@ def _read_npu(timeout: float) -> Readings | Problem:
 @lru_cache(maxsize=8)
 def _logic_ids(path: str, timeout: float) -> dict[tuple[int, int], tuple[int, str]]:
     """The map never changes while the driver is loaded, so one call per process is enough."""
-    text = call("npu-smi", ["info", "-m"], timeout)
+    text = run_tool("npu-smi", ["info", "-m"], timeout)
     return {} if isinstance(text, Problem) else parse_npu_map(text)
 
 
@@ -151,12 +151,12 @@ def parse_npu_map(text: str) -> dict[tuple[int, int], tuple[int, str]]:
     """`npu-smi info -m`: (NPU ID, Chip ID) -> (logic id, chip name). Rows of the management unit have no logic id."""
     header = next((line for line in text.splitlines() if "Logic ID" in line), "")
     name_column = 4 if "Phy" in header else 3
-    found = {}
+    logic_ids = {}
     for line in text.splitlines():
         words = line.split()
         if len(words) > name_column and all(w.isdigit() for w in words[:3]):
-            found[int(words[0]), int(words[1])] = (int(words[2]), soc_name(" ".join(words[name_column:])))
-    return found
+            logic_ids[int(words[0]), int(words[1])] = (int(words[2]), soc_name(" ".join(words[name_column:])))
+    return logic_ids
 
 
 def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | None = None) -> Readings:
@@ -169,7 +169,7 @@ def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | N
     version = re.search(r"npu-smi\s+(\S+)", text)
     devices: list[DeviceReading] = []
     processes: list[ProcessReading] = []
-    places: dict[tuple[int, int], int] = {}  # (npu, chip) -> index
+    index_of_chip: dict[tuple[int, int], int] = {}  # (npu, chip) -> index
     first: list[str] | None = None
     in_processes = False
     for line in text.splitlines():
@@ -180,7 +180,7 @@ def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | N
         if "Process id" in joined:
             in_processes = True
         elif in_processes:
-            process = _process_row(cells, places)
+            process = _process_row(cells, index_of_chip)
             if process is not None:
                 processes.append(process)
         elif len(cells) >= 3 and not re.search(r"Health|Bus-Id", joined):
@@ -188,8 +188,8 @@ def parse_npu_table(text: str, logic: dict[tuple[int, int], tuple[int, str]] | N
             if first is None:
                 first = cells if cells[0][:1].isdigit() else None
                 continue
-            place, device = _chip_rows(first, cells, len(devices), logic)
-            places[place] = device.index
+            chip_id, device = _chip_rows(first, cells, len(devices), logic)
+            index_of_chip[chip_id] = device.index
             devices.append(device)
             first = None
     return Readings("npu-smi", version.group(1) if version else "", devices, processes)
@@ -201,14 +201,14 @@ def _chip_rows(
     """| 0  910B3 | OK | 97.5  41  0 / 0 |  over  | 0 [phy] | 0000:C1:00.0 | 0  0 / 0  3379 / 65536 |"""
     npu, _, name = upper[0].partition(" ")
     ids = [int(word) for word in lower[0].split() if word.isdigit()]
-    place = (int(npu), ids[0] if ids else 0)
+    chip_id = (int(npu), ids[0] if ids else 0)
     # Without the map: torch counts what is visible from 0, while Phy-ID counts the whole machine (8, 9 in a container).
-    index, name = logic.get(place, (order, name))
+    index, name = logic.get(chip_id, (order, name))
     pairs = [(int(used), int(total)) for used, total in PAIR.findall(lower[2])]
     # The last pair with a size is the memory tensors live in: HBM where there is some, else the LPDDR of a 310P.
     memory = next((pair for pair in reversed(pairs) if pair[1] > 0), None)
     power, temperature = (upper[2].split() + ["", ""])[:2]
-    return place, DeviceReading(
+    return chip_id, DeviceReading(
         index=index,
         name=soc_name(name),
         health=upper[1],
@@ -217,23 +217,22 @@ def _chip_rows(
         power=_number(power),
         memory_used=memory[0] * MIB if memory else None,
         memory_total=memory[1] * MIB if memory else None,
-        bus=lower[1],
     )
 
 
-def _process_row(cells: list[str], places: dict[tuple[int, int], int]) -> ProcessReading | None:
+def _process_row(cells: list[str], index_of_chip: dict[tuple[int, int], int]) -> ProcessReading | None:
     """| 0  0 | 576489 | python | 60703 | [pid in container] |; the name may be blank."""
     if len(cells) < 4 or not cells[1].isdigit():
         return None  # `No running processes found in NPU 1`
     ids = [int(word) for word in cells[0].split() if word.isdigit()]
     if not ids:
         return None
-    place = (ids[0], ids[1] if len(ids) > 1 else 0)
+    chip_id = (ids[0], ids[1] if len(ids) > 1 else 0)
     inside = cells[4] if len(cells) > 4 else ""
     memory = _number(cells[3])
     return ProcessReading(
         pid=_pid_here(int(cells[1]), int(inside)) if inside.isdigit() and int(inside) > 0 else int(cells[1]),
-        device=places.get(place, place[0]),
+        device=index_of_chip.get(chip_id, chip_id[0]),
         name=cells[2],
         memory=None if memory is None else int(memory) * MIB,
     )
@@ -249,69 +248,25 @@ def _pid_here(host: int, inside: int) -> int:
     return host if known and int(known.group(1)) == inside else inside
 
 
-USAGE_NAMES = {  # ours: the spellings of npu-smi over the years, in lower case
-    "utilisation": ("npu utilization(%)", "aicore usage rate(%)", "ai core usage rate(%)"),
-    "aicore": ("aicore usage rate(%)", "ai core usage rate(%)"),
-    "vector": ("aivector usage rate(%)", "ai vector usage rate(%)"),
-    "aicpu": ("aicpu usage rate(%)",),
-    "memory": ("hbm usage rate(%)", "memory usage rate(%)", "ddr usage rate(%)"),
-    "bandwidth": ("hbm bandwidth usage rate(%)", "ddr bandwidth usage rate(%)"),
-    "capacity_mib": ("hbm capacity(mb)", "memory capacity(mb)", "ddr capacity(mb)"),
-}
-
-
-def parse_usages(text: str) -> dict[str, float]:
-    """`npu-smi info -t usages -i N`: percentages and the capacity in MiB, under our names; absent ones are left out."""
-    said: dict[str, float] = {}
-    for line in text.splitlines():
-        key, colon, value = line.partition(":")
-        number = _number(value.strip())
-        if colon and number is not None:
-            said.setdefault(" ".join(key.lower().split()).replace(" (", "("), number)
-    return {
-        ours: said[key]
-        for ours, keys in USAGE_NAMES.items()
-        for key in [next((k for k in keys if k in said), "")]
-        if key
-    }
-
-
-def usages(npu: int, chip: int = 0, timeout: float = TIMEOUT) -> dict[str, float] | Problem:
-    """Finer figures of one chip than the table has: vector cores, memory bandwidth, AI CPUs (percent)."""
-    text = call("npu-smi", ["info", "-t", "usages", "-i", str(npu), "-c", str(chip)], timeout)
-    return text if isinstance(text, Problem) else parse_usages(text)
-
-
-PROC_MEM = re.compile(
-    r"Process id\s*:\s*(\d+)\s+Process name\s*:\s*(.*?)\s*Process memory\(MB\)\s*:\s*(\d+)", re.I | re.S
-)
-
-
-def parse_proc_mem(text: str, device: int) -> list[ProcessReading]:
-    """`npu-smi info -t proc-mem -i N`: the processes of one chip; empty for `No process in device.`"""
-    rows = PROC_MEM.findall(text)
-    return [ProcessReading(int(pid), device, name.strip(), int(mib) * MIB) for pid, name, mib in rows]
-
-
 # ------------------------------------------------------------------------------------------------- nvidia-smi
 
-GPU_QUERY = "index,name,utilization.gpu,temperature.gpu,power.draw,memory.used,memory.total,pci.bus_id,uuid"
+GPU_QUERY = "index,name,utilization.gpu,temperature.gpu,power.draw,memory.used,memory.total,uuid"
 APP_QUERY = "pid,process_name,used_memory,gpu_uuid"
 
 
 def _read_nvidia(timeout: float) -> Readings | Problem:
-    gpus = call("nvidia-smi", [f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"], timeout)
+    gpus = run_tool("nvidia-smi", [f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"], timeout)
     if isinstance(gpus, Problem):
         return gpus
-    apps = call("nvidia-smi", [f"--query-compute-apps={APP_QUERY}", "--format=csv,noheader,nounits"], timeout)
+    apps = run_tool("nvidia-smi", [f"--query-compute-apps={APP_QUERY}", "--format=csv,noheader,nounits"], timeout)
     return parse_nvidia(gpus, "" if isinstance(apps, Problem) else apps)
 
 
 def parse_nvidia(gpus: str, apps: str) -> Readings:
     """The two CSV answers of nvidia-smi; `[N/A]` and `[Not Supported]` become None."""
     devices, index_of = [], {}
-    for row in _rows(gpus, 9):
-        index, name, use, temperature, power, used, total, bus, uuid = row
+    for row in _rows(gpus, 8):
+        index, name, use, temperature, power, used, total, uuid = row
         index_of[uuid] = int(index)
         devices.append(
             DeviceReading(
@@ -323,7 +278,6 @@ def parse_nvidia(gpus: str, apps: str) -> Readings:
                 power=_number(power),
                 memory_used=_mib(used),
                 memory_total=_mib(total),
-                bus=bus,
             )
         )
     processes = [

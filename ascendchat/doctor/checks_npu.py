@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ascendchat.chips import KINDS, detected
 from ascendchat.device import smi
-from ascendchat.device.env import AUTOLOAD, folklore, visible_problem
+from ascendchat.device.env import AUTOLOAD
+from ascendchat.device.harmful_env import harmful_settings, visible_problem
 from ascendchat.doctor.checks import Check, Machine, Status, cpu_count, plan_flag
 from ascendchat.doctor.checks_cann import set_env
 from ascendchat.doctor.probe import last_line
@@ -151,7 +152,7 @@ def collectives(m: Machine) -> Check:
 
 def variables(m: Machine) -> Check:
     """Settings copied from elsewhere that cost speed, hide faults or do nothing; they are reported, never changed."""
-    harmful = [h for h in folklore(m.environ) if h.name != "ASCEND_RT_VISIBLE_DEVICES"]  # has its own line
+    harmful = [h for h in harmful_settings(m.environ) if h.name != "ASCEND_RT_VISIBLE_DEVICES"]  # has its own line
     if not harmful:
         return Check("variables", "ok", m.say("none that harm", "没有有害的环境变量"))
     return m.fault(

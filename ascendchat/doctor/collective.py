@@ -78,10 +78,10 @@ def describe(result: dict[str, Any], lang: str) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """One rank, started by torchrun."""
-    from ascendchat.device.env import announce, prepare
+    from ascendchat.device.env import announce, prepare_environment
 
     try:
-        announce(prepare(None))
+        announce(prepare_environment(None))
         from ascendchat import dist
         from ascendchat.device import pick
 

@@ -27,23 +27,23 @@ from ascendchat.config.commands import LaunchConfig
 from ascendchat.files import write_atomic
 from ascendchat.launch import port as ports
 from ascendchat.launch.rank import PROGRAM, node_prefix
-from ascendchat.launch.supervise import Outcome, watch
-from ascendchat.launch.world import Job, World, derived_port, read_job, read_world
+from ascendchat.launch.supervise import AttemptResult, run_torchrun
+from ascendchat.launch.world import SchedulerJob, World, derived_port, read_job, read_world
 
-__all__ = ["Job", "Outcome", "World", "failure_text", "read_job", "read_world", "run"]
+__all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
 
 TAIL = 30  # lines of a failed rank's log that are shown
 PORT_TRIES = 5
 
 # Prints "type count". In its own process: importing torch is slow, and this one must not hold a device.
-COUNT = """
+COUNT_PROGRAM = """
 import sys
 from ascendchat.config import UserError
 from ascendchat.device import pick
-from ascendchat.device.env import prepare
+from ascendchat.device.env import prepare_environment
 kind = sys.argv[1] or None
 try:
-    prepare(kind)
+    prepare_environment(kind)
     device = pick(kind)
 except UserError as error:
     sys.exit(str(error))
@@ -52,7 +52,7 @@ print("\\n", device.type, device.count())
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Everything that is decided before the first process starts. master_port 0: pick a free one for each attempt."""
 
     program: list[str]
@@ -71,7 +71,7 @@ def run(config: LaunchConfig) -> int:
     if os.environ.get("RANK_ID") and card != "0":  # ModelArts' preset engine starts this once per card
         _say(f"card {card} is used by the launcher that runs on card 0; nothing to do here")
         return 0
-    plan = resolve(config, os.environ)
+    plan = make_plan(config, os.environ)
     where = f", node {plan.node_rank} of {plan.nodes}" if plan.nodes > 1 else ""
     _say(f"{plan.devices} process{'es' if plan.devices > 1 else ''}{where}; logs in {plan.logs}")
     for restart in range(config.max_restarts + 1):
@@ -91,7 +91,7 @@ def _say(text: str) -> None:
     print(f"ascendchat launch: {text}", file=sys.stderr, flush=True)
 
 
-def resolve(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
+def make_plan(config: LaunchConfig, environ: Mapping[str, str]) -> LaunchPlan:
     """Flags first, then the scheduler's variables, then what this machine has."""
     words, program = _program(list(config.command))
     job = read_job(environ)
@@ -112,7 +112,7 @@ def resolve(config: LaunchConfig, environ: Mapping[str, str]) -> Plan:
         environment["ASCENDCHAT_DEVICE"] = config.device_type
     environment["ASCENDCHAT_LAUNCH"] = uuid.uuid4().hex  # the same for all restarts: `--resume never` is of this launch
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))
-    return Plan(program, devices, nodes, node_rank, address, port, home() / "runs" / name / "logs", environment)
+    return LaunchPlan(program, devices, nodes, node_rank, address, port, home() / "runs" / name / "logs", environment)
 
 
 def _program(words: list[str]) -> tuple[list[str], list[str]]:
@@ -149,7 +149,7 @@ def _default_name(words: list[str], environ: Mapping[str, str]) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", named).lstrip("._-") + "-" + unique
 
 
-def _check_srun(job: Job, environ: Mapping[str, str]) -> None:
+def _check_srun(job: SchedulerJob, environ: Mapping[str, str]) -> None:
     """One launcher per node, no more and no fewer, or the ranks would wait for each other for ever."""
     if job.source != "slurm":
         return
@@ -165,7 +165,7 @@ def _check_srun(job: Job, environ: Mapping[str, str]) -> None:
         )
 
 
-def _master(config: LaunchConfig, job: Job, nodes: int, node_rank: int, command: str) -> tuple[str, int]:
+def _master(config: LaunchConfig, job: SchedulerJob, nodes: int, node_rank: int, command: str) -> tuple[str, int]:
     address, port = ports.split_address(config.master) if config.master else (job.master_addr, job.master_port)
     if nodes == 1:
         address, port = "127.0.0.1", 0  # whatever a scheduler proposes, a port that is free here is better
@@ -188,14 +188,16 @@ def count_devices(kind: str | None) -> int:
     """Visible devices of this type (None: of the best type found); on CPU one process."""
     if kind == "cpu":
         return 1
-    counted = subprocess.run([sys.executable, "-c", COUNT, kind or ""], capture_output=True, text=True, check=False)
+    counted = subprocess.run(
+        [sys.executable, "-c", COUNT_PROGRAM, kind or ""], capture_output=True, text=True, check=False
+    )
     if counted.returncode:
         last = (counted.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"the devices could not be counted: {last}")
     return max(1, int(counted.stdout.split()[-1]))
 
 
-def attempt(plan: Plan, restart: int, grace: float) -> Outcome:
+def attempt(plan: LaunchPlan, restart: int, grace: float) -> AttemptResult:
     """Run all ranks of this node once. A port that someone took between choosing and using it is chosen again."""
     folder, node = plan.logs / f"attempt_{restart}", node_prefix(plan.nodes, plan.node_rank)
     try:
@@ -210,18 +212,18 @@ def attempt(plan: Plan, restart: int, grace: float) -> Outcome:
         environment["ASCENDCHAT_RESTART"] = str(restart)  # training resumes from its last checkpoint
     for _ in range(PORT_TRIES):
         # Each attempt of a job on several nodes meets on its own port: a node that is late cannot join the old one.
-        port = plan.master_port + restart if plan.master_port else ports.pick()
+        port = plan.master_port + restart if plan.master_port else ports.free_port()
         arguments = ["--nnodes", str(plan.nodes), "--node-rank", str(plan.node_rank)]
         arguments += ["--nproc-per-node", str(plan.devices), "--max-restarts", "0", "--rdzv-backend", "static"]
         arguments += ["--master-addr", plan.master_addr, "--master-port", str(port)]
         arguments += [str(Path(__file__).with_name("rank.py")), str(folder), *([node] if node else [])]
-        outcome = watch(arguments, folder, environment, grace, show=plan.node_rank == 0, node=node)
+        outcome = run_torchrun(arguments, folder, environment, grace, show=plan.node_rank == 0, node=node)
         if not outcome.port_taken or plan.master_port:
             break
     return outcome
 
 
-def failure_text(outcome: Outcome) -> str:
+def failure_text(outcome: AttemptResult) -> str:
     """What happened, the last lines of the failing rank's log, and where the rest is."""
     if outcome.stopped:
         return f"stopped by {signal.Signals(outcome.stopped).name}"
@@ -252,7 +254,7 @@ def _tail(path: Path) -> str:
     return "\n".join("  " + line for line in text.splitlines()[-TAIL:]) or "  (it printed nothing)"
 
 
-def _explain(outcome: Outcome) -> None:
+def _explain(outcome: AttemptResult) -> None:
     """Let `ascendchat explain` read the log, in its own process: it is a layer above this one."""
     explainer = Path(__file__).parent.parent / "doctor" / "explain.py"
     if explainer.is_file() and outcome.log.is_file() and outcome.log.stat().st_size:

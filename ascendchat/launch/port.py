@@ -26,7 +26,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def pick() -> int:
+def free_port() -> int:
     """A port that is free at this moment, from the range that the operating system hands out."""
     for _ in range(100):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:

@@ -17,10 +17,11 @@ import signal
 import sys
 from pathlib import Path
 
-# torchrun itself must be able to import torch where the plug-in of a device is broken; the ranks get the user's value.
+# torchrun must be able to import torch even if the plug-in of a device is broken, so it runs with "0". The ranks get
+# the user's own value back.
 AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
 PROGRAM = "program.json"
-MARK = "ASCENDCHAT_RANK_PROCESS"  # what the pid file says, for all that a rank starts: whose they are when it is gone
+MARK = "ASCENDCHAT_RANK_PROCESS"  # content of the pid file, inherited by all that a rank starts: shows whose they are
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

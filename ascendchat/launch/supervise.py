@@ -25,7 +25,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """How one attempt ended. status: 0, the failing rank's exit status, or 128 + n when signal n ended it."""
 
     status: int
@@ -58,7 +58,7 @@ class Follower:
 
 
 class Signals:
-    """Passes the first signal on to torchrun, which sends it to every rank once; a second one ends the patience."""
+    """Passes the first signal on to torchrun, which sends it to every rank once. After a second one all are killed."""
 
     def __init__(self) -> None:
         self.first = 0
@@ -87,23 +87,26 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def watch(
+def run_torchrun(
     arguments: list[str], folder: Path, environment: dict[str, str], grace: float, show: bool, node: str = ""
-) -> Outcome:
+) -> AttemptResult:
     """Run torchrun with these arguments until it ends; `show` copies rank 0 to the console; `node`: see rank.py."""
     result, agent_log = folder / f"{node}result.json", folder / f"{node}torchrun.log"
     for old in (result, *_pid_files(folder, node)):  # of a launcher that was killed
         old.unlink(missing_ok=True)
-    kept = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
+    autoload = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
     limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace)))}
     follower, signals = Follower(log_file(folder, 0)), Signals()
     with open(agent_log, "ab") as log, signals.installed():
         # A session of its own: Ctrl-C reaches the ranks through us, once, and not a second time from the terminal.
         agent = subprocess.Popen(
             [sys.executable, "-m", "ascendchat.launch.agent", str(result), *arguments],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**environment, **kept, **limit},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environment, **autoload, **limit},
             start_new_session=True,
-        )  # fmt: skip
+        )
         signals.agent = agent
         try:
             if signals.first:  # it came while the process was being made
@@ -122,7 +125,7 @@ def watch(
             end_groups(folder, node)
         if show:
             follower.pump()
-    return judge(_read(result), folder, agent_log, agent.returncode, signals.first, show)
+    return attempt_result(_read(result), folder, agent_log, agent.returncode, signals.first, show)
 
 
 def _pid_files(folder: Path, node: str) -> list[Path]:
@@ -145,7 +148,8 @@ def _is_group_of(pid: int, mark: str) -> bool:
     now = started(pid)
     if now or not started(os.getpid()):  # without /proc: it was written during this attempt, which must do
         return mark == f"{pid} {now}"
-    # The rank is gone. While a child of it is in the group nobody else gets the number, so one that shows it is enough.
+    # The rank is gone. The kernel gives its number to no other process while a child is left in the group, so it is
+    # enough to find one child that carries the mark.
     return any(_is_child(int(path.name), pid, mark) for path in Path("/proc").glob("[0-9]*"))
 
 
@@ -160,20 +164,22 @@ def _is_child(process: int, group: int, mark: str) -> bool:
 
 def _read(result: Path) -> dict[str, Any]:
     try:
-        found = json.loads(result.read_text(encoding="utf-8"))
+        report = json.loads(result.read_text(encoding="utf-8"))
     except FileNotFoundError:  # torchrun died before it could tell
         return {"error": "torchrun ended without a report"}
     result.unlink(missing_ok=True)
-    return dict(found)
+    return dict(report)
 
 
-def judge(result: dict[str, Any], folder: Path, agent_log: Path, code: int, stopped: int, shown: bool) -> Outcome:
+def attempt_result(
+    result: dict[str, Any], folder: Path, agent_log: Path, code: int, stopped: int, shown: bool
+) -> AttemptResult:
     """What torchrun reported, its own exit status and the signal that we passed on -> how the attempt ended."""
     if stopped and code != 0:
-        return Outcome(128 + stopped, log_file(folder, 0), stopped=stopped)
+        return AttemptResult(128 + stopped, log_file(folder, 0), stopped=stopped)
     failed = {int(rank): status for rank, status in result.get("failed", {}).items()}
     if failed:
-        # A rank that torchrun stopped (SIGTERM) is a victim; among the rest, the first that fell silent is the cause.
+        # A rank that torchrun stopped (SIGTERM) is not the cause. Of the others, the one whose log ended first is.
         def order(rank: int) -> tuple[bool, float, int]:
             log = log_file(folder, rank)
             return failed[rank] == -signal.SIGTERM, log.stat().st_mtime if log.exists() else 0.0, rank
@@ -181,9 +187,9 @@ def judge(result: dict[str, Any], folder: Path, agent_log: Path, code: int, stop
         first = min(failed, key=order)
         status = failed[first] if failed[first] >= 0 else 128 - failed[first]
         others = tuple(sorted(rank for rank in failed if rank != first and failed[rank] != -signal.SIGTERM))
-        return Outcome(status, log_file(folder, first), first, others, shown and first == 0)
+        return AttemptResult(status, log_file(folder, first), first, others, shown and first == 0)
     if "error" in result:
-        return Outcome(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))
+        return AttemptResult(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))
     if code != 0:
-        return Outcome(code if code > 0 else 128 - code, agent_log, detail=f"torchrun ended with status {code}")
-    return Outcome(0, agent_log)
+        return AttemptResult(code if code > 0 else 128 - code, agent_log, detail=f"torchrun ended with status {code}")
+    return AttemptResult(0, agent_log)

@@ -35,7 +35,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Job:
+class SchedulerJob:
     """The place of one node. devices None: count them; master_port 0: pick one."""
 
     nodes: int = 1
@@ -186,7 +186,7 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def read_job(environ: Mapping[str, str]) -> Job:
+def read_job(environ: Mapping[str, str]) -> SchedulerJob:
     """What `ascendchat launch` must start on this node, as far as the scheduler says it."""
     if environ.get("TORCHELASTIC_RUN_ID"):
         raise UserError(
@@ -196,7 +196,7 @@ def read_job(environ: Mapping[str, str]) -> Job:
     if environ.get("MA_NUM_HOSTS"):
         address, port = _modelarts_master(environ)
         nodes, cards = _int(environ, "MA_NUM_HOSTS"), _int(environ, "MA_NUM_GPUS", 0) or None
-        return _checked_job(Job(nodes, _int(environ, "VC_TASK_INDEX", 0), cards, address, port, "modelarts"))
+        return _checked_job(SchedulerJob(nodes, _int(environ, "VC_TASK_INDEX", 0), cards, address, port, "modelarts"))
     if environ.get("LOCAL_WORLD_SIZE") and environ.get("WORLD_SIZE"):  # AscendJob: WORLD_SIZE counts devices
         devices, total = _int(environ, "LOCAL_WORLD_SIZE"), _int(environ, "WORLD_SIZE")
         if devices < 1 or total % devices:
@@ -215,18 +215,20 @@ def read_job(environ: Mapping[str, str]) -> Job:
     if environ.get("SLURM_JOB_ID") or environ.get("SLURM_NNODES"):
         address, port = _slurm_master(environ)
         granted = environ.get("SLURM_GPUS_ON_NODE", "")
-        found = int(granted) if granted.isdigit() and int(granted) else None
-        return _checked_job(Job(_slurm_nodes(environ), _int(environ, "SLURM_NODEID", 0), found, address, port, "slurm"))
-    return Job()
+        cards = int(granted) if granted.isdigit() and int(granted) else None
+        return _checked_job(
+            SchedulerJob(_slurm_nodes(environ), _int(environ, "SLURM_NODEID", 0), cards, address, port, "slurm")
+        )
+    return SchedulerJob()
 
 
-def _kubernetes(environ: Mapping[str, str], nodes: int, node_rank: int, devices: int | None) -> Job:
+def _kubernetes(environ: Mapping[str, str], nodes: int, node_rank: int, devices: int | None) -> SchedulerJob:
     address = environ.get("MASTER_ADDR") or environ.get("PET_MASTER_ADDR") or ""
     port = _int(environ, "MASTER_PORT", _int(environ, "PET_MASTER_PORT", derived_port(address)))
-    return Job(nodes, node_rank, devices, address, port, "kubernetes")
+    return SchedulerJob(nodes, node_rank, devices, address, port, "kubernetes")
 
 
-def _checked_job(job: Job) -> Job:
+def _checked_job(job: SchedulerJob) -> SchedulerJob:
     if not 0 <= job.node_rank < job.nodes:
         raise UserError(
             f"the variables of {job.source} contradict each other: node {job.node_rank} of {job.nodes}; "

@@ -4,7 +4,7 @@
     run.log(100, loss=2.5, tokens_per_second=1200.0)
 
 `ascendchat base --run demo --track tensorboard` writes it, `ascendchat speedrun` sums it up. A step is the number of
-optimizer steps done. No torch here, and nothing that makes a device wait: numbers come in, lines go out.
+optimizer steps done. No torch here, and nothing that makes a device wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ascendchat.files import write_atomic
 from ascendchat.record.console import Console, Telemetry
 from ascendchat.record.earlier import begun_by_this_launch, earlier, notice, read_facts, set_aside, this_launch
 from ascendchat.record.sinks import Sinks, check_track
-from ascendchat.record.speed import Smooth, Speed, Window, eta, speed
+from ascendchat.record.speed import Smooth, Speed, eta, speed
 
 __all__ = [
     "Console",
@@ -41,7 +41,6 @@ __all__ = [
     "Smooth",
     "Speed",
     "Telemetry",
-    "Window",
     "begun_by_this_launch",
     "check_track",
     "earlier",
@@ -171,7 +170,7 @@ def _whole_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _said_once(run: Run) -> Iterator[None]:
-    """A disk that is full must not end days of training: say it once, go on."""
+    """A full disk must not end days of training: it is reported once, and the run goes on."""
     try:
         yield
     except OSError as error:
@@ -272,8 +271,8 @@ def open_run(
             run.folder.mkdir()
             os.close(run._lock)
             run._lock = _take_lock(run.folder)
-        if kept := notice(run.folder):
-            say(kept)
+        if text := notice(run.folder):
+            say(text)
         if resume_step is not None:
             for line in changed(run.folder, config):
                 say(line)
@@ -327,7 +326,6 @@ def _open_metrics(run: Run, resume_step: int | None) -> None:
         os.ftruncate(run._fd, run._size)
         run.say(f"{path}: the last row was torn ({size - run._size} bytes), removed")
     if run._size:
-        kept = -1 if resume_step is None else resume_step
         if resume_step is None:
             run.say(f"{path}: this run starts anew; the rows of the earlier one no longer count")
-        run._append({"resumed_at": kept, "time": round(time.time(), 3)})
+        run._append({"resumed_at": -1 if resume_step is None else resume_step, "time": round(time.time(), 3)})

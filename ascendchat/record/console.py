@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ascendchat.chips import GIB
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
-
-GIB = 1024**3
 
 # Controls (C0 but tab and line feed, DEL, C1) and overrides of the writing direction.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -42,12 +42,12 @@ class Telemetry:
 
 
 def inert(text: str) -> str:
-    """The text with control characters shown and not obeyed: what a model or a data set says can hold anything, and
-    would move the cursor, break the bar or reach the terminal's clipboard. Character by character, so a stream may come
-    in any pieces."""
+    """The text with its control characters made visible. Text of a model or a data set may hold any of them; a terminal
+    would obey, and move its cursor or change its clipboard. Each character is treated alone, so pieces of a stream give
+    the same as the whole."""
 
-    def shown(found: re.Match[str]) -> str:
-        code = ord(found.group())
+    def shown(control: re.Match[str]) -> str:
+        code = ord(control.group())
         return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
     return _CONTROL.sub(shown, text.replace("\r\n", "\n"))

@@ -19,8 +19,8 @@ from typing import Any
 def earlier(folder: Path) -> list[Path]:
     """What was set aside for this stage folder, oldest first."""
     form = re.compile(re.escape(folder.name) + r"\.old(?:\.(\d+))?")
-    found = [(int(m[1] or 1), path) for path in folder.parent.iterdir() if (m := form.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    numbered = [(int(m[1] or 1), path) for path in folder.parent.iterdir() if (m := form.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
 
 
 def last_step(folder: Path) -> int:
@@ -41,11 +41,11 @@ def set_aside(folder: Path) -> Path | None:
 
 def notice(folder: Path) -> str:
     """Where the earlier models are and how to get one back; empty when there are none."""
-    kept = earlier(folder)
-    if not kept:
+    models = earlier(folder)
+    if not models:
         return ""
-    names = ", ".join(str(path) for path in kept)
-    most = shlex.quote(str(max(kept, key=last_step)))  # not a new run that was stopped soon
+    names = ", ".join(str(path) for path in models)
+    most = shlex.quote(str(max(models, key=last_step)))  # not a new run that was stopped soon
     here = shlex.quote(str(folder))
     return (
         f"the earlier model is kept in {names} until this run has passed it or is finished; "

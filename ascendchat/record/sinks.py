@@ -1,7 +1,7 @@
 """TensorBoard, SwanLab and W&B, each optional: `--track tensorboard,swanlab,wandb`. The only importer of the three.
 
-Network-less machines are the rule on clusters: without a login SwanLab and W&B write into the run folder, and say how
-to upload later. WANDB_MODE and SWANLAB_MODE are obeyed.
+Machines of a cluster often have no network. So without a login SwanLab and W&B write into the run folder, and a line
+says how to upload later. WANDB_MODE and SWANLAB_MODE are obeyed.
 """
 
 from __future__ import annotations

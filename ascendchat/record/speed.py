@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 
 
@@ -13,9 +12,6 @@ class Speed:
 
     tokens_per_second: float
     "over all devices"
-    tokens_per_second_per_device: float
-    flops_per_second: float
-    "model FLOPs over all devices"
     mfu: float | None
     "model FLOPs over the peak of all devices, 0 to 1; None when the peak is not known"
 
@@ -30,8 +26,7 @@ def speed(
     if tokens < 0 or seconds < 0 or devices < 1:
         raise ValueError(f"speed of {tokens} tokens in {seconds} s on {devices} devices")
     rate = tokens / seconds if seconds > 0 else 0.0
-    flops = rate * flops_per_token
-    return Speed(rate, rate / devices, flops, flops / (peak_flops * devices) if peak_flops else None)
+    return Speed(rate, rate * flops_per_token / (peak_flops * devices) if peak_flops else None)
 
 
 def eta(done: float, total: float, seconds: float) -> float | None:
@@ -42,18 +37,6 @@ def eta(done: float, total: float, seconds: float) -> float | None:
     if done <= 0:
         return None
     return max(0.0, (total - done) * seconds / done)
-
-
-class Window:
-    """Tokens and seconds of the last `size` steps: their sum gives a rate that slow steps cannot hide from."""
-
-    def __init__(self, size: int = 20) -> None:
-        self._steps: deque[tuple[float, float]] = deque(maxlen=size)
-
-    def add(self, tokens: float, seconds: float) -> tuple[float, float]:
-        """Add one step; returns (tokens, seconds) of the window, ready for `speed`."""
-        self._steps.append((tokens, seconds))
-        return math.fsum(t for t, _ in self._steps), math.fsum(s for _, s in self._steps)
 
 
 class Smooth:

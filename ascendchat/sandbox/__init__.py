@@ -1,8 +1,8 @@
-"""Runs Python that nobody has read, such as what a model wrote, and says what came of it.
+"""Runs Python that nobody has checked, such as the answer of a model, and reports how it ended.
 
     result = sandbox.run("print(6 * 7)", seconds=5.0)      # `ascendchat eval chat` judges HumanEval with it
     result.ok, result.stdout, result.reason
-    sandbox.capabilities()                                 # which walls stand on this machine
+    sandbox.capabilities()                                 # which layers work on this machine
 
 Every program has its own process, group and empty folder, a scrubbed environment, and limits on time, memory, output,
 file sizes, open files and processes. On Linux three layers come on top, each tried before it is relied on:
@@ -12,8 +12,8 @@ file sizes, open files and processes. On Linux three layers come on top, each tr
                  may not change any file either
     user         when we are root, the program is a user that owns nothing
 
-`ok` means that the program came to its end: `sys.exit(0)` in the middle is not ok, for the tests behind it did not run.
-A program that is out to deceive can still imitate its own end from inside; it cannot leave. See inside.py for how.
+`ok` means that the program reached its last line: `sys.exit(0)` in the middle is not ok, because the tests after it did
+not run. A hostile program can still pretend to have reached its end, but it cannot get out. inside.py shows how.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ __all__ = ["LAYERS", "Result", "capabilities", "run"]
 
 LAYERS = ("namespaces", "seccomp", "user")
 INSIDE = Path(__file__).with_name("inside.py")
-MIB = 1 << 20
 GRACE = 10.0  # seconds beyond the program's own, for starting and ending on a busy machine
 # Ends the process {pid} by `kill`, and as the owner of a pipe; `capabilities` looks whether it still lives.
 SIGNALS = """
@@ -61,9 +60,9 @@ with contextlib.suppress(OSError):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a program."""
+    """How a program ended."""
 
-    ok: bool  # it came to its end
+    ok: bool  # it reached its last line
     stdout: str
     stderr: str
     reason: str  # "" or: error, exit, time, memory, output, signal, sandbox (the sandbox itself failed)
@@ -73,25 +72,30 @@ class Result:
 
 
 def run(
-    code: str, *, seconds: float = 5.0, memory: int = 256 * MIB, stdin: str = "",
-    files: Mapping[str, str] | None = None, output: int = 64 * 1024, disk: int = 16 * MIB, processes: int = 32,
+    code: str,
+    *,
+    seconds: float = 5.0,
+    memory: int = 256 << 20,  # bytes
+    output: int = 64 << 10,  # bytes per stream
+    disk: int = 16 << 20,  # bytes
+    processes: int = 32,
+    stdin: str = "",
+    files: Mapping[str, str] | None = None,
     layers: Sequence[str] | None = None,
-) -> Result:  # fmt: skip
-    """Run a program and wait for its end. `memory` and `disk` in bytes; `output` in bytes per stream; `files` are put
-    into its folder before it starts. `layers`: by default all that this machine has. Safe to call from many threads."""
+) -> Result:
+    """Run a program and wait for its end. `files` are put into its folder before it starts. `layers`: by default all
+    that this machine has. Safe to call from many threads."""
     for name in files or {}:
         if not name or name != os.path.basename(name) or name in (".", ".."):
             raise ValueError(f"{name!r} is not a plain file name")
     chosen = tuple(layers) if layers is not None else _available().layers
-    order = {
-        "code": code, "stdin": stdin, "files": dict(files or {}), "seconds": seconds, "memory": memory, "disk": disk,
-        "output": output, "processes": processes, "open_files": 64, "layers": chosen,
-    }  # fmt: skip
+    limits = {"seconds": seconds, "memory": memory, "output": output, "disk": disk, "processes": processes}
+    order = {"code": code, "stdin": stdin, "files": dict(files or {}), "layers": chosen, "open_files": 64, **limits}
     return _judge(_execute(order))
 
 
 def _libraries() -> tuple[str, list[str]]:
-    """LD_LIBRARY_PATH, by which some machines find libpython, without what is no folder; and that library, if there."""
+    """(LD_LIBRARY_PATH without what is not a folder, [libpython, where that path leads to it])."""
     parts = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if os.path.isabs(part)]
     folders = list(dict.fromkeys(os.path.realpath(part) for part in parts if os.path.isdir(part)))
     name = sysconfig.get_config_var("INSTSONAME") or "libpython"
@@ -100,24 +104,31 @@ def _libraries() -> tuple[str, list[str]]:
 
 
 def _execute(order: dict[str, Any]) -> dict[str, Any]:
-    """Start the watcher with its order, and return its report; whatever happens to it, nothing stays behind."""
+    """Start the watcher with its order and return its report. No process and no file is left behind in any case."""
     word = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="ascendchat-sandbox-")
     python = os.path.realpath(sys.executable)
     libraries, library = _libraries()
     prefixes = [os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)]
     order = {
-        **order, "word": word, "folder": os.path.realpath(folder), "python": python, "libraries": libraries,
+        **order,
+        "word": word,
+        "folder": os.path.realpath(folder),
+        "python": python,
+        "libraries": libraries,
         "python_folders": sorted({*prefixes, *library}),
         "number": secrets.randbelow(100_000_000),
         "filter": seccomp.program(platform.machine(), read_only="namespaces" not in order["layers"]),
-    }  # fmt: skip
+    }
     try:
         with subprocess.Popen(
             [python, "-I", "-S", "-B", "-X", "utf8", str(INSIDE)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
             env={"LD_LIBRARY_PATH": libraries} if libraries else {},
-        ) as watcher:  # fmt: skip
+        ) as watcher:
             try:
                 said, complaint = watcher.communicate(json.dumps(order).encode(), timeout=order["seconds"] + GRACE)
             except subprocess.TimeoutExpired:
@@ -168,7 +179,7 @@ def _judge(report: dict[str, Any]) -> Result:
     )
 
 
-class _Walls(NamedTuple):
+class _Available(NamedTuple):
     """The layers that work together here, why each of the others does not, and why nothing runs at all, if so."""
 
     layers: tuple[str, ...]
@@ -177,21 +188,21 @@ class _Walls(NamedTuple):
 
 
 _lock = threading.Lock()
-_found: _Walls | None = None
+_tried: _Available | None = None
 
 
-def _available() -> _Walls:
-    """What stands here; tried once per process."""
-    global _found
+def _available() -> _Available:
+    """The layers of this machine; tried once per process."""
+    global _tried
     with _lock:
-        if _found is None:
-            _found = _try_layers()
-        return _found
+        if _tried is None:
+            _tried = _try_layers()
+        return _tried
 
 
-def _try_layers() -> _Walls:
+def _try_layers() -> _Available:
     if sys.platform != "linux":
-        return _Walls((), dict.fromkeys(LAYERS, f"only Linux has this, not {sys.platform}"), _fails(()))
+        return _Available((), dict.fromkeys(LAYERS, f"only Linux has this, not {sys.platform}"), _fails(()))
     root = os.geteuid() == 0
     missing: dict[str, str] = {}
     if not root:
@@ -201,22 +212,22 @@ def _try_layers() -> _Walls:
     # Root may not stay root in a root folder of its own, so the two go together; from most to least.
     tries: list[tuple[str, ...]] = [("namespaces", "user")] if root else [("namespaces",)]
     tries += [("user",)] if root else []
-    kept: tuple[str, ...] = ()
+    working: tuple[str, ...] = ()
     for layers in tries:
         failed = _fails(layers)
         if not failed:
-            kept = layers
+            working = layers
             break
         missing[layers[0]] = failed
-    if "user" in kept:
+    if "user" in working:
         missing.pop("user", None)
     if "seccomp" not in missing:
-        failed = _fails((*kept, "seccomp"))
+        failed = _fails((*working, "seccomp"))
         if failed:
             missing["seccomp"] = failed
         else:
-            kept = (*kept, "seccomp")
-    return _Walls(tuple(name for name in LAYERS if name in kept), missing, "" if kept else _fails(()))
+            working = (*working, "seccomp")
+    return _Available(tuple(name for name in LAYERS if name in working), missing, "" if working else _fails(()))
 
 
 def _fails(layers: Sequence[str]) -> str:
@@ -226,9 +237,9 @@ def _fails(layers: Sequence[str]) -> str:
 
 
 def capabilities() -> dict[str, Any]:
-    """What holds a program here, found out by trying: the `layers` that stand, the `missing` ones with their reasons,
-    and for each danger whether it is contained: memory, processes, network, writing, reading, signals. `broken` says
-    why not even a program without layers runs; empty if it does."""
+    """What limits a program here, found out by trying: the `layers` that work, the `missing` ones with their reasons,
+    and for each danger whether it is contained: memory, processes, network, writing, reading, signals. `broken` is the
+    reason why not even a program without layers runs; empty if it does."""
     layers, missing, broken = _available()
     outside = Path(tempfile.mkdtemp(prefix="ascendchat-sandbox-"))
     waiting = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)"]
@@ -245,7 +256,7 @@ def capabilities() -> dict[str, Any]:
                 "reading": f"open({str(outside / 'secret')!r}).read()",
                 "signals": SIGNALS.format(pid=victim.pid),
             }
-            found = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
+            results = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
         with contextlib.suppress(subprocess.TimeoutExpired):
             victim.wait(timeout=0.2)
         alive = victim.poll() is None
@@ -253,6 +264,6 @@ def capabilities() -> dict[str, Any]:
         victim.kill()
         victim.wait()
         shutil.rmtree(outside, ignore_errors=True)
-    held = {name: not result.ok and result.reason != "sandbox" for name, result in found.items()}
-    held["signals"] = found["signals"].ok and alive
+    held = {name: not result.ok and result.reason != "sandbox" for name, result in results.items()}
+    held["signals"] = results["signals"].ok and alive
     return {"layers": list(layers), "missing": missing, "broken": broken, **held}

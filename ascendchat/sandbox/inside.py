@@ -30,7 +30,7 @@ Order = dict[str, Any]
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 MS_REC, MS_PRIVATE = 1 << 14, 1 << 18
-KEPT = {
+MOUNT_FLAGS = {
     8: MS_NOEXEC,
     1024: 1 << 10,
     2048: 1 << 11,
@@ -46,8 +46,8 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 CODE_FD, DONE_FD = 3, 4
 
-# The program runs as __main__ of a fresh interpreter. Its end is told by a word it was not given: leaving early, with
-# whatever exit code, is not reaching the end.
+# The program runs as __main__ of a fresh interpreter. After its last line a secret word is written, which the program
+# was not given. So leaving early, with any exit code, does not count as reaching the end.
 BOOT = f"""
 def start():
     import builtins, os, sys, types
@@ -64,43 +64,43 @@ start()
 """
 
 
-class Refused(Exception):
+class LayerUnavailable(Exception):
     """A layer that was ordered cannot be had."""
 
 
 def libc() -> Any:
     if ctypes is None:
-        raise Refused("this Python was built without ctypes")
+        raise LayerUnavailable("this Python was built without ctypes")
     return ctypes.CDLL(None, use_errno=True)
 
 
-def check(result: int, what: str) -> None:
+def check_result(result: int, what: str) -> None:
     if result != 0:
-        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise LayerUnavailable(f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def die_with_parent() -> None:
-    """Where the kernel can do it; elsewhere the evaluator and the watcher kill what they started."""
+def kill_with_parent() -> None:
+    """On Linux the kernel does it; elsewhere the evaluator and the watcher kill what they started."""
     if sys.platform == "linux":
-        with contextlib.suppress(Refused):
-            check(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
+        with contextlib.suppress(LayerUnavailable):
+            check_result(libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    check(libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()),
-          f"mount {target}")  # fmt: skip
+    words = [text.encode() for text in (source, target, kind)]
+    check_result(libc().mount(*words, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 
 
 def leave_namespaces() -> None:
-    """Away from the machine's network, processes and message queues; without privileges, as our own user."""
+    """Leave the machine's network, processes and message queues. Without root this needs a user namespace first."""
     user, group = os.geteuid(), os.getegid()
     if user != 0:
-        check(libc().unshare(CLONE_NEWUSER), "user namespace")
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{INNER_USER} {user} 1"),
-                           ("gid_map", f"{INNER_USER} {group} 1")):  # fmt: skip
+        check_result(libc().unshare(CLONE_NEWUSER), "user namespace")
+        maps = {"setgroups": "deny", "uid_map": f"{INNER_USER} {user} 1", "gid_map": f"{INNER_USER} {group} 1"}
+        for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    check(libc().unshare(NEW_NAMESPACES), "namespaces")
+    check_result(libc().unshare(NEW_NAMESPACES), "namespaces")
 
 
 def bind(source: str, root: str) -> None:
@@ -116,10 +116,10 @@ def bind(source: str, root: str) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     try:
         mount(source, target, "", MS_BIND)
-    except Refused:  # in a user namespace, what is mounted below must stay where it is
+    except LayerUnavailable:  # in a user namespace, what is mounted below must stay where it is
         mount(source, target, "", MS_BIND | MS_REC)
     held = os.statvfs(target).f_flag
-    flags = sum(flag for bit, flag in KEPT.items() if held & bit)
+    flags = sum(flag for bit, flag in MOUNT_FLAGS.items() if held & bit)
     device = source in DEVICES
     mount("", target, "", MS_REMOUNT | MS_BIND | MS_NOSUID | flags | (0 if device else MS_RDONLY | MS_NODEV))
 
@@ -127,12 +127,12 @@ def bind(source: str, root: str) -> None:
 def own_root(order: Order, user: int) -> None:
     """A root folder that holds Python, its libraries, four devices and an empty /tmp, and nothing else."""
     root = order["folder"]
-    check(libc().unshare(CLONE_NEWNS), "mount namespace")  # here: the watcher still needs the machine's /proc
+    check_result(libc().unshare(CLONE_NEWNS), "mount namespace")  # here: the watcher still needs the machine's /proc
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     os.mkdir(f"{root}/tmp")  # before the others, for Python may lie below the machine's /tmp
-    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV,
-          f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}")  # fmt: skip
+    owned = f"size={order['disk']},nr_inodes=4096,mode=0700,uid={user},gid={user}"
+    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, owned)
     shown: list[str] = []
     for source in (*SYSTEM, *order["python_folders"]):
         inside = any(source.startswith(before + "/") and not os.path.islink(before) for before in shown)
@@ -144,9 +144,9 @@ def own_root(order: Order, user: int) -> None:
     os.chdir(root)
     number = PIVOT_ROOT.get(os.uname().machine)
     if number is None:
-        raise Refused("own root folder: not known for this processor")
-    check(libc().syscall(number, b".", b"."), "pivot_root")
-    check(libc().umount2(b".", MNT_DETACH), "leave the old root")
+        raise LayerUnavailable("own root folder: not known for this processor")
+    check_result(libc().syscall(number, b".", b"."), "pivot_root")
+    check_result(libc().umount2(b".", MNT_DETACH), "leave the old root")
     mount("", "/", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/tmp")
 
@@ -164,10 +164,12 @@ def limit(order: Order, alone: bool) -> None:
     """Hard limits. `alone`: no other process has our user number, so that their number can be limited too."""
     seconds = int(order["seconds"]) + 2
     wanted = {
-        "RLIMIT_AS": order["memory"], "RLIMIT_DATA": order["memory"], "RLIMIT_CPU": seconds,
-        "RLIMIT_FSIZE": order["disk"], "RLIMIT_NOFILE": order["open_files"], "RLIMIT_CORE": 0, "RLIMIT_MEMLOCK": 0,
-        "RLIMIT_MSGQUEUE": 0,
-    }  # fmt: skip
+        **dict.fromkeys(("RLIMIT_AS", "RLIMIT_DATA"), order["memory"]),
+        **dict.fromkeys(("RLIMIT_CORE", "RLIMIT_MEMLOCK", "RLIMIT_MSGQUEUE"), 0),
+        "RLIMIT_CPU": seconds,
+        "RLIMIT_FSIZE": order["disk"],
+        "RLIMIT_NOFILE": order["open_files"],
+    }
     if alone:
         wanted["RLIMIT_NPROC"] = order["processes"]
     for name, most in wanted.items():
@@ -189,11 +191,11 @@ def forbid(instructions: list[list[int]]) -> None:
         _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
     filled = Program(len(instructions), ctypes.cast(held, ctypes.c_void_p))
-    check(libc().prctl(PR_SET_SECCOMP, 2, ctypes.byref(filled), 0, 0), "seccomp")
+    check_result(libc().prctl(PR_SET_SECCOMP, 2, ctypes.byref(filled), 0, 0), "seccomp")
 
 
 def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
-    """Give up everything, then turn into a fresh Python that runs the program."""
+    """Give up all rights, then become a fresh Python that runs the program."""
     layers, linux = order["layers"], sys.platform == "linux"
     os.setsid()
     for number, name in enumerate(("stdin", "stdout", "stderr", "code", "done")):
@@ -203,9 +205,9 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    die_with_parent()
+    kill_with_parent()
     if linux and (layers or ctypes is not None):
-        check(libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+        check_result(libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     os.closerange(DONE_FD + 1, 4096)
     if "seccomp" in layers:
         forbid(order["filter"])
@@ -216,12 +218,12 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
     os.execve(order["python"], ["python", "-I", "-S", "-B", "-X", "utf8", "-c", BOOT], environment)
 
 
-def init(order: Order, fds: dict[str, int]) -> NoReturn:
-    """Prepare the place, start the program, wait for it; the namespace ends with this process."""
+def start_program(order: Order, fds: dict[str, int]) -> NoReturn:
+    """Prepare the folder, start the program and wait for it; the namespace ends with this process."""
     user = OUTER_USER + order["number"] if "user" in order["layers"] else os.geteuid()
     told = fds["told"]
     try:
-        die_with_parent()
+        kill_with_parent()
         if "namespaces" in order["layers"]:
             own_root(order, user)
         else:
@@ -233,30 +235,30 @@ def init(order: Order, fds: dict[str, int]) -> NoReturn:
         if program == 0:
             try:
                 become_program(order, user, fds)
-            except (OSError, Refused, ValueError) as error:
+            except (OSError, LayerUnavailable, ValueError) as error:
                 os.write(DONE_FD, f"!{error}".encode())
                 os._exit(126)
         for name in ("stdin", "stdout", "stderr", "code", "done"):
             os.close(fds[name])
         os.write(told, json.dumps({"program": program}).encode() + b"\n")
         _, status, usage = os.wait4(program, 0)
-        seconds, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
-        os.write(told, json.dumps({"status": status, "cpu": seconds, "resident": memory}).encode() + b"\n")
+        ended = {"status": status, "cpu": usage.ru_utime + usage.ru_stime}
+        os.write(told, json.dumps(ended).encode() + b"\n")
         os._exit(0)
-    except (OSError, Refused, ValueError) as error:
+    except (OSError, LayerUnavailable, ValueError) as error:
         os.write(told, json.dumps({"setup": str(error)}).encode() + b"\n")
         os._exit(1)
 
 
 def descendants() -> list[int]:
     """Processes whose parent we are: orphans come to us."""
-    found = []
+    children = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
-                    found.append(int(name))
-    return found
+                    children.append(int(name))
+    return children
 
 
 def end_everything(first: int, program: int) -> None:
@@ -277,7 +279,7 @@ def end_everything(first: int, program: int) -> None:
         time.sleep(0.001)
 
 
-def watch(order: Order, first: int, streams: dict[str, int], stdin: int) -> dict[str, Any]:
+def collect_output(order: Order, first: int, streams: dict[str, int], stdin: int) -> dict[str, Any]:
     """Read what the program says, until it ends, the time is up or it says too much; then end everything."""
     began, most = time.monotonic(), order["output"]
     said: dict[str, bytearray] = {name: bytearray() for name in streams}
@@ -325,7 +327,7 @@ def watch(order: Order, first: int, streams: dict[str, int], stdin: int) -> dict
 
 def main() -> int:
     order: Order = json.load(sys.stdin.buffer)
-    die_with_parent()
+    kill_with_parent()
     if sys.platform == "linux" and ctypes is not None:
         libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     inner: dict[str, int] = {}
@@ -340,19 +342,21 @@ def main() -> int:
         if "namespaces" in order["layers"]:
             leave_namespaces()
         first = os.fork()
-    except (OSError, Refused) as error:
+    except (OSError, LayerUnavailable) as error:
         print(json.dumps({"setup": str(error)}))
         return 0
     if first == 0:
         for fd in outer.values():
             os.close(fd)
-        init(order, inner)
+        start_program(order, inner)
     for fd in inner.values():
         os.close(fd)
     with contextlib.suppress(BrokenPipeError), os.fdopen(outer["code"], "wb") as file:
         file.write(f"{order['word']}\n{order['code']}".encode(errors="replace"))
-    found = watch(order, first, {name: outer[name] for name in ("stdout", "stderr", "done", "told")}, outer["stdin"])
-    print(json.dumps(found))
+    report = collect_output(
+        order, first, {name: outer[name] for name in ("stdout", "stderr", "done", "told")}, outer["stdin"]
+    )
+    print(json.dumps(report))
     return 0
 
 

@@ -22,45 +22,48 @@ WRITES = 0o3 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 X32 = 0x40000000  # the second numbering of x86_64
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 
-# name: numbers on (x86_64, aarch64); None where there is no such call
-Numbers = dict[str, tuple[int | None, int | None]]
-REFUSED: Numbers = {
-    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "fork": (57, None), "vfork": (58, None), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "tkill": (200, 130), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
-    "pidfd_getfd": (438, 438), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "sethostname": (170, 161),
-    "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None), "acct": (163, 89), "quotactl": (179, 60),
-    "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266), "personality": (135, 92), "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191),
-    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
-    "mq_unlink": (241, 181), "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "mknod": (133, None), "mknodat": (259, 33),
-}  # fmt: skip
-CHANGES: Numbers = {  # of files; refused when the program has no root folder of its own
-    "creat": (85, None), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None),
-    "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
-    "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "truncate": (76, 45), "ftruncate": (77, 46),
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "utimensat": (280, 88), "futimesat": (261, None), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-}  # fmt: skip
-JUDGED: Numbers = {  # refused or not by their arguments
-    "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "prctl": (157, 167),
-    "prlimit64": (302, 261), "open": (2, None), "openat": (257, 56), "openat2": (437, 437), "fcntl": (72, 25),
-    "ioctl": (16, 29),
-}  # fmt: skip
+Numbers = dict[str, tuple[int | None, int | None]]  # of a system call on (x86_64, aarch64); None: there is no such call
+
+
+def _table(text: str) -> Numbers:
+    """`socket 41 198, fork 57 -` -> {"socket": (41, 198), "fork": (57, None)}"""
+    rows = [row.split() for row in text.split(",")]
+    return {name: (None if a == "-" else int(a), None if b == "-" else int(b)) for name, a, b in rows}
+
+
+REFUSED = _table("""
+    socket 41 198,  ptrace 101 117,  process_vm_readv 310 270,  process_vm_writev 311 271,  mount 165 40,
+    umount2 166 39,  pivot_root 155 41,  chroot 161 51,  unshare 272 97,  setns 308 268,  fork 57 -,  vfork 58 -,
+    rt_sigqueueinfo 129 138,  rt_tgsigqueueinfo 297 240,  tkill 200 130,  pidfd_open 434 434,
+    pidfd_send_signal 424 424,  pidfd_getfd 438 438,  keyctl 250 219,  add_key 248 217,  request_key 249 218,
+    bpf 321 280,  perf_event_open 298 241,  userfaultfd 323 282,  kexec_load 246 104,  kexec_file_load 320 294,
+    init_module 175 105,  finit_module 313 273,  delete_module 176 106,  reboot 169 142,  swapon 167 224,
+    swapoff 168 225,  sethostname 170 161,  setdomainname 171 162,  iopl 172 -,  ioperm 173 -,  acct 163 89,
+    quotactl 179 60,  syslog 103 116,  settimeofday 164 170,  clock_settime 227 112,  adjtimex 159 171,
+    clock_adjtime 305 266,  personality 135 92,  open_by_handle_at 304 265,  fanotify_init 300 262,
+    open_tree 428 428,  move_mount 429 429,  fsopen 430 430,  fsconfig 431 431,  fsmount 432 432,  fspick 433 433,
+    mount_setattr 442 442,  memfd_create 319 279,  memfd_secret 447 447,  shmget 29 194,  shmat 30 196,
+    shmctl 31 195,  semget 64 190,  semop 65 193,  semtimedop 220 192,  semctl 66 191,  msgget 68 186,
+    msgsnd 69 189,  msgrcv 70 188,  msgctl 71 187,  mq_open 240 180,  mq_unlink 241 181,  setsid 112 157,
+    setpgid 109 154,  setpriority 141 140,  sched_setscheduler 144 119,  sched_setparam 142 118,
+    sched_setattr 314 274,  sched_setaffinity 203 122,  ioprio_set 251 30,  migrate_pages 256 238,
+    move_pages 279 239,  io_uring_setup 425 425,  io_uring_enter 426 426,  io_uring_register 427 427,  mknod 133 -,
+    mknodat 259 33
+""")
+# These change files. They are refused when the program has no root folder of its own.
+CHANGES = _table("""
+    creat 85 -,  mkdir 83 -,  mkdirat 258 34,  rmdir 84 -,  unlink 87 -,  unlinkat 263 35,  rename 82 -,
+    renameat 264 38,  renameat2 316 276,  link 86 -,  linkat 265 37,  symlink 88 -,  symlinkat 266 36,
+    truncate 76 45,  ftruncate 77 46,  chmod 90 -,  fchmod 91 52,  fchmodat 268 53,  fchmodat2 452 452,  chown 92 -,
+    lchown 94 -,  fchown 93 55,  fchownat 260 54,  utime 132 -,  utimes 235 -,  utimensat 280 88,  futimesat 261 -,
+    setxattr 188 5,  lsetxattr 189 6,  fsetxattr 190 7,  removexattr 197 14,  lremovexattr 198 15,
+    fremovexattr 199 16
+""")
+# These are refused or not by their arguments.
+JUDGED = _table("""
+    clone 56 220,  clone3 435 435,  kill 62 129,  tgkill 234 131,  prctl 157 167,  prlimit64 302 261,  open 2 -,
+    openat 257 56,  openat2 437 437,  fcntl 72 25,  ioctl 16 29
+""")
 # Commands by which a pipe or socket sends any signal to any process of the same user. `socketpair` itself stays
 # allowed, for asyncio cannot start without it: a pair without these commands reaches nobody.
 OWNERS = {
@@ -75,26 +78,25 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
         return []
     column = list(ARCHES).index(machine)
     no, unknown = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS
-    found: list[Instruction] = [
-        (LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHES[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER),
-    ]  # fmt: skip
+    steps: list[Instruction] = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHES[machine]), (RETURN, 0, 0, KILL)]
+    steps.append((LOAD, 0, 0, NUMBER))
     if machine == "x86_64":
-        found += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, no)]
+        steps += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, no)]
 
     def call(name: str, *then: Instruction) -> None:
         """`then` ends in a return on every path, and runs only for this call."""
         number = (REFUSED.get(name) or CHANGES.get(name) or JUDGED[name])[column]
         if number is not None:
-            found.extend([(EQUAL, 0, len(then), number), *then])
+            steps.extend([(EQUAL, 0, len(then), number), *then])
 
     def only(argument: int, opcode: int, value: int, yes: int, otherwise: int) -> tuple[Instruction, ...]:
         """`yes` if the test of an argument holds, else the other verdict."""
-        return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), (opcode, 0, 1, value), (RETURN, 0, 0, yes),
-                (RETURN, 0, 0, otherwise))  # fmt: skip
+        load = (LOAD, 0, 0, ARGUMENTS + 8 * argument)
+        return load, (opcode, 0, 1, value), (RETURN, 0, 0, yes), (RETURN, 0, 0, otherwise)
 
     def none_of(argument: int, values: tuple[int, ...]) -> tuple[Instruction, ...]:
         """Refused if the argument is one of these."""
-        tests = [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+        tests = [(EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
         return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, no))
 
     for name in [*REFUSED, *(CHANGES if read_only else ())]:
@@ -111,4 +113,4 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
         call("open", *only(1, ANY_BIT, WRITES, no, ALLOW))
         call("openat", *only(2, ANY_BIT, WRITES, no, ALLOW))
         call("openat2", (RETURN, 0, 0, unknown))
-    return [*found, (RETURN, 0, 0, ALLOW)]
+    return [*steps, (RETURN, 0, 0, ALLOW)]

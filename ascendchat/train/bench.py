@@ -47,10 +47,8 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     bench.step(), bench.step()
     device.synchronize()
     device.reset_peak()
-    before = device.launches()
     marks = [bench.step() for _ in range(steps)]
     device.synchronize()
-    after = device.launches()
     shape, split = bench.learner.model.shape, bench.split
     seconds = marks[-1][2].since(marks[0][0]) / 1e3
     pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.flops, split.devices)
@@ -64,7 +62,6 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
         "optimizer_ms": round(sum(c.since(b) for _, b, c in marks) / steps, 3),
         "memory_peak_gib": round(device.memory().peak / 2**30, 3),
         "memory_planned_gib": round(predicted / 2**30, 3),
-        **({} if before is None or after is None else {"launches_per_step": (after - before) // steps}),
     }
 
 

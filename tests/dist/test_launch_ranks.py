@@ -209,8 +209,8 @@ def test_a_port_that_was_taken_meanwhile_is_chosen_again(
     with socket.socket() as server:
         server.bind(("0.0.0.0", 0))
         server.listen(1)
-        really, picks = port.pick, [server.getsockname()[1]]
-        monkeypatch.setattr(port, "pick", lambda: picks.pop() if picks else really())
+        really, picks = port.free_port, [server.getsockname()[1]]
+        monkeypatch.setattr(port, "free_port", lambda: picks.pop() if picks else really())
         assert launch.run(parse(LaunchConfig, ["--devices", "1", str(script)])) == 0
     assert not picks, "the busy port was never tried"
     assert "rank 0 []" in capsys.readouterr().out
@@ -235,7 +235,7 @@ def test_launch_torchrun_and_python_give_the_ranks_the_same_world(script: Path, 
 def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(script: Path) -> None:
     lost = 'import os\nif world.rank == 1 and not os.environ.get("ASCENDCHAT_RESTART"): os._exit(9)\n'
     script.write_text(SUM.replace("value = torch", lost + "value = torch"))
-    meet = f"127.0.0.1:{port.pick()}"
+    meet = f"127.0.0.1:{port.free_port()}"
     nodes = []
     for rank in (0, 1):
         words = ["launch", "--nnodes", 2, "--node-rank", rank, "--master", meet, "--run", "both", "--devices", 1]

@@ -32,8 +32,12 @@ def speedrun(folder: Path, home: str) -> subprocess.Popen[str]:
     words = ["speedrun", "--recipe", str(folder / "recipe.yaml"), "--device-type", "cpu"]
     return subprocess.Popen(
         [sys.executable, "-m", "ascendchat", *words],
-        env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def end(folder: Path, home: str) -> tuple[str, bytes]:

@@ -56,8 +56,11 @@ class Server:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "rank_server.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=cannsim.environment(),
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=cannsim.environment(),
+        )
         assert self._read() == "ready"
 
     def _read(self) -> Any:
@@ -89,15 +92,23 @@ def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
     numbers = itertools.count()
 
     def new(
-        code: str, ranks: int = 1, *, devices: int | None = None, chip: str = "Ascend910B3", timeout: float = 60,
+        code: str,
+        ranks: int = 1,
+        *,
+        devices: int | None = None,
+        chip: str = "Ascend910B3",
+        timeout: float = 60,
         **env: object,
-    ) -> dict[str, object]:  # fmt: skip
+    ) -> dict[str, object]:
         folder = tmp_path / f"job{next(numbers)}"
         folder.mkdir()
         variables = {
-            "CANNSIM_STATE": folder / "state", "CANNSIM_DEVICES": devices or ranks, "CANNSIM_CHIP": chip,
-            "OMP_NUM_THREADS": 1, **env,
-        }  # fmt: skip
+            "CANNSIM_STATE": folder / "state",
+            "CANNSIM_DEVICES": devices or ranks,
+            "CANNSIM_CHIP": chip,
+            "OMP_NUM_THREADS": 1,
+            **env,
+        }
         env_text = {name: str(value) for name, value in variables.items()}
         text = textwrap.dedent(code)
         return {"code": text, "ranks": ranks, "env": env_text, "folder": str(folder), "timeout": timeout}

@@ -35,9 +35,13 @@ def run_rank(job: dict[str, Any], rank: int, port: int, path: str) -> None:
     os.environ.update(job["env"])
     if job["ranks"] > 1:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job["ranks"]),
+            LOCAL_WORLD_SIZE=str(job["ranks"]),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
     status = 0
     try:
         exec(compile(job["code"], "<test>", "exec"), {"__name__": "__main__"})

@@ -19,8 +19,10 @@ ADD = "import torch; x = torch.ones(4).npu(); torch.npu.synchronize(); print('be
 def test_a_device_error_appears_at_the_synchronisation(on_npu):
     (rank,) = on_npu(
         ADD + "torch.npu.current_stream().query; print('launched', flush=True); torch.npu.synchronize()",
-        CANNSIM_FAULT="aclnnAdd:1:507015", TASK_QUEUE_ENABLE=0, check=False,
-    )  # fmt: skip
+        CANNSIM_FAULT="aclnnAdd:1:507015",
+        TASK_QUEUE_ENABLE=0,
+        check=False,
+    )
     assert not rank.ok
     assert "launched" in rank.output
     assert "507015" in rank.output
@@ -48,8 +50,9 @@ def test_the_error_stays_until_the_process_ends(on_npu):
             except RuntimeError as error:
                 print("attempt", attempt, "507035" in str(error), "EZ9999" in str(error))
         """,
-        CANNSIM_FAULT="aclnnAdd:1:507035", TASK_QUEUE_ENABLE=0,
-    )  # fmt: skip
+        CANNSIM_FAULT="aclnnAdd:1:507035",
+        TASK_QUEUE_ENABLE=0,
+    )
     assert "attempt 0 True True" in rank.output
     assert "attempt 1 True True" in rank.output
 
@@ -94,8 +97,9 @@ def test_a_collective_that_cannot_start_reports_the_code_of_hccl(on_npu):
         dist.all_reduce(torch.ones(4).npu())
         torch.npu.synchronize()
         """,
-        CANNSIM_FAULT="HcclCommInitRootInfoConfig:1:7", check=False,
-    )  # fmt: skip
+        CANNSIM_FAULT="HcclCommInitRootInfoConfig:1:7",
+        check=False,
+    )
     assert not rank.ok
     assert "EJ0001" in rank.output
 
@@ -126,8 +130,11 @@ dist.destroy_process_group()
 
 # (functions that the training calls, the last call it makes at least, what may happen to them)
 POINTS = [
-    (["aclnnAddmm", "aclnnMatmul", "aclnnMm", "aclnnReduceSum", "aclnnMean", "aclnnThresholdBackward"], 8,
-     ["507015", "507035", "507014", "hang", "kill", "161002"]),
+    (
+        ["aclnnAddmm", "aclnnMatmul", "aclnnMm", "aclnnReduceSum", "aclnnMean", "aclnnThresholdBackward"],
+        8,
+        ["507015", "507035", "507014", "hang", "kill", "161002"],
+    ),
     (["aclnnRelu"], 8, ["507015", "507053", "507054", "kill"]),
     (["HcclAllReduce"], 8, ["507048", "507056", "hang", "kill", "4", "15"]),
     (["HcclBroadcast"], 1, ["507048", "kill", "hang"]),
@@ -136,7 +143,7 @@ POINTS = [
     (["aclrtSetDevice"], 1, ["107001", "507033"]),
     (["aclrtSynchronizeStreamWithTimeout"], 5, ["507046", "507011", "107020"]),
     (["aclrtMemcpy"], 4, ["507899", "507015"]),
-]  # fmt: skip
+]
 
 
 def random_fault(seed: int) -> str:

@@ -169,8 +169,12 @@ def test_ranks_that_do_different_things_are_told_so(on_npu):
 def test_a_rank_that_never_comes_is_named_after_the_connect_timeout(on_npu):
     ranks = on_npu(
         START + "if rank != 2: dist.all_reduce(torch.ones(4, device='npu'))\nelse:\n import time; time.sleep(4)",
-        3, HCCL_CONNECT_TIMEOUT=120, CANNSIM_TIME_SCALE=0.02, check=False, timeout=40,
-    )  # fmt: skip
+        3,
+        HCCL_CONNECT_TIMEOUT=120,
+        CANNSIM_TIME_SCALE=0.02,
+        check=False,
+        timeout=40,
+    )
     assert "EI0015" in ranks[0].output
     assert "[2]" in ranks[0].output
     assert "EI0006" in ranks[1].output
@@ -187,8 +191,12 @@ if rank == 1:
 dist.all_reduce(x)
 torch.npu.synchronize()
 """,
-        2, HCCL_EXEC_TIMEOUT=150, CANNSIM_TIME_SCALE=0.02, check=False, timeout=40,
-    )  # fmt: skip
+        2,
+        HCCL_EXEC_TIMEOUT=150,
+        CANNSIM_TIME_SCALE=0.02,
+        check=False,
+        timeout=40,
+    )
     assert not ranks[0].ok
     assert "EI0002" in ranks[0].output
     assert "remote rank: [1]" in ranks[0].output
@@ -210,8 +218,9 @@ for step in range(100):
     dist.all_reduce(torch.ones(100000, device="npu"))
     if step == 3: torch.npu.synchronize(); os.kill(os.getpid(), signal.SIGKILL)
 """,
-        2, check=False,
-    )  # fmt: skip
+        2,
+        check=False,
+    )
     assert [rank.status for rank in ranks] == ["signal 9"] * 2
     assert {name for name in set(os.listdir("/dev/shm")) - before if "cannsim" in name or "hccl" in name} == set()
 

@@ -226,9 +226,15 @@ def test_compiled_with_aot_eager_agrees() -> None:
 
 
 RANDOM = {
-    "aclnnInplaceNormal", "aclnnInplaceUniform", "aclnnInplaceRandom", "aclnnInplaceBernoulli",
-    "aclnnInplaceBernoulliTensor", "aclnnRandperm", "aclnnDropoutGenMaskV2", "aclnnDropoutDoMask",
-}  # fmt: skip
+    "aclnnInplaceNormal",
+    "aclnnInplaceUniform",
+    "aclnnInplaceRandom",
+    "aclnnInplaceBernoulli",
+    "aclnnInplaceBernoulliTensor",
+    "aclnnRandperm",
+    "aclnnDropoutGenMaskV2",
+    "aclnnDropoutDoMask",
+}
 
 
 def test_random_fills_follow_the_seed_and_their_distribution() -> None:
@@ -236,12 +242,17 @@ def test_random_fills_follow_the_seed_and_their_distribution() -> None:
         torch.manual_seed(seed)
         n, dev = 20000, "npu"
         return [
-            torch.randn(n, device=dev), torch.rand(n, device=dev), torch.empty(n, device=dev).exponential_(2.0),
-            torch.empty(n, device=dev).normal_(1.0, 3.0), torch.empty(n, device=dev).uniform_(-2, 4),
-            torch.empty(n, device=dev).bernoulli_(0.3), torch.randint(0, 10, (n,), device=dev).float(),
-            torch.bernoulli(torch.full((n,), 0.7, device=dev)), torch.randperm(n, device=dev).float() / n,
+            torch.randn(n, device=dev),
+            torch.rand(n, device=dev),
+            torch.empty(n, device=dev).exponential_(2.0),
+            torch.empty(n, device=dev).normal_(1.0, 3.0),
+            torch.empty(n, device=dev).uniform_(-2, 4),
+            torch.empty(n, device=dev).bernoulli_(0.3),
+            torch.randint(0, 10, (n,), device=dev).float(),
+            torch.bernoulli(torch.full((n,), 0.7, device=dev)),
+            torch.randperm(n, device=dev).float() / n,
             F.dropout(torch.ones(n, device=dev), 0.25),
-        ]  # fmt: skip
+        ]
 
     cannsim.reset()
     first, again, other = ([x.cpu() for x in draw(seed)] for seed in (1, 1, 2))

@@ -41,8 +41,8 @@ def test_find_knows_the_spellings_of_torch_and_the_vendor_tools(spelling: str, n
 
 def test_a_driver_that_says_910B_without_a_digit_has_the_old_chip_without_bf16() -> None:
     old, new = detected("Ascend910B", "npu", 0), detected("Ascend910B3", "npu", 0)
-    assert (old.bf16, old.saturates, old.fused_attention, old.memory) == (False, True, False, 32 * GIB)
-    assert (new.bf16, new.saturates, new.fused_attention, new.memory) == (True, False, True, 64 * GIB)
+    assert (old.bf16, old.fused_attention, old.memory) == (False, False, 32 * GIB)
+    assert (new.bf16, new.fused_attention, new.memory) == (True, True, 64 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,13 @@ def test_figures_are_plausible_and_in_base_units(chip: chips.Chip) -> None:
     assert 1e10 < chip.bandwidth < 1e13
     assert chip.node_link > 1e8
     assert chip.flops / chip.bandwidth > 1  # every chip computes faster than it reads
-    assert not (chip.saturates and chip.bf16)
     assert chip.known
 
 
 def test_a_detected_chip_has_the_memory_the_driver_reports() -> None:
     assert detected("Ascend910B3", "npu", 61 * GIB).memory == 61 * GIB
-    assert detected("Ascend910B3", "npu", 61 * GIB).usable == 61 * GIB
-    assert detected("Ascend910B3", "npu", 0).usable == 61 * GIB  # 64 less the driver's 3
+    assert detected("Ascend910B3", "npu", 61 * GIB).reserved == 0  # the driver's part is already taken off
+    assert detected("Ascend910B3", "npu", 0).reserved == 3 * GIB
 
 
 def test_a_detected_chip_that_is_not_in_the_table_gets_cautious_figures_and_says_so() -> None:

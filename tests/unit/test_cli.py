@@ -218,7 +218,7 @@ def test_the_commands_and_flags_that_the_code_speaks_of_exist() -> None:
         for said in SPOKEN_OF.findall(path.read_text(encoding="utf-8")):
             words, seen = said.split(), seen + 1
             try:
-                name, rest = cli.find(words)
+                name, rest = cli.split_command(words)
             except UserError as error:
                 wrong += [f"{path}: {said}"] * ("needs a second word" not in str(error))
                 continue

@@ -12,7 +12,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError, dump, home, load_yaml, option, parse, wants_help
-from ascendchat.config.text import describe, field_docs
+from ascendchat.config.text import field_docs, help_page
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def test_help_is_asked_before_the_separator_only() -> None:
 def test_help_text_has_every_flag_its_docs_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     assert field_docs(Sample).keys() == {f.name for f in dataclasses.fields(Sample)}
-    text = describe("ascendchat sample", Sample)
+    text = help_page("ascendchat sample", Sample)
     assert text.startswith("usage: ascendchat sample [--flags]\n\nA command with one field of every kind.")
     rows = {line.split()[0].rstrip(","): " ".join(line.split()) for line in text.splitlines() if line.startswith("  -")}
     assert rows["--device-batch-size"].startswith("--device-batch-size, --batch, --micro-batch N rows per device")
@@ -325,7 +325,7 @@ def test_help_text_has_every_flag_its_docs_and_defaults(monkeypatch: pytest.Monk
     assert rows["--track"] == "--track TEXT,... where to log (default: a)"
     assert rows["--json"] == "--json print JSON"
     assert rows["--device-type"] == "--device-type {npu,cuda,mps,cpu} device to use"
-    assert describe("x", Words).splitlines()[0] == "usage: x [--flags] FILES"
+    assert help_page("x", Words).splitlines()[0] == "usage: x [--flags] FILES"
 
 
 def test_configs_cannot_be_changed() -> None:

@@ -255,7 +255,7 @@ def test_missing_collective_backend_is_a_failure_with_many_devices(tmp_path: Pat
     told(checks_npu.collectives(without), "fail", "hccl is missing", "gloo")
 
 
-def test_folklore_settings_are_reported_with_their_cost(tmp_path: Path) -> None:
+def test_harmful_settings_are_reported_with_their_cost(tmp_path: Path) -> None:
     machine = with_env(atlas(tmp_path), ASCEND_LAUNCH_BLOCKING="1", NPU_PERF_MODE="high")
     told(checks_npu.variables(machine), "warn", "slower", "unset ASCEND_LAUNCH_BLOCKING NPU_PERF_MODE")
 

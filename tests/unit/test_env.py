@@ -1,4 +1,4 @@
-"""device/env.py: profiles are set before torch and never over the user's own; folklore is reported, not changed."""
+"""device/env.py: profiles are set before torch, never over the user's own; harmful settings are only reported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 
 from ascendchat.config import UserError
 from ascendchat.device import env
-from ascendchat.device.env import AUTOLOAD, Outside, Prepared, announce, folklore, load_problem, look, prepare
-from ascendchat.device.folklore import NOT_THERE, RULES
+from ascendchat.device.env import (
+    AUTOLOAD,
+    MachineFacts,
+    PreparedEnvironment,
+    announce,
+    load_problem,
+    look,
+    prepare_environment,
+)
+from ascendchat.device.harmful_env import harmful_settings, known_harmful
 
-BARE = Outside(torch_npu=False, cann=False, driver=False, nodes=(), nvidia=False)
-NPU = Outside(torch_npu=True, cann=True, driver=True, nodes=("/dev/davinci0", "/dev/davinci1"), nvidia=False)
+BARE = MachineFacts(torch_npu=False, cann=False, driver=False, nodes=(), nvidia=False)
+NPU = MachineFacts(torch_npu=True, cann=True, driver=True, nodes=("/dev/davinci0", "/dev/davinci1"), nvidia=False)
 NPU_PROFILE = {
     "TASK_QUEUE_ENABLE": "2",
     "CPU_AFFINITY_CONF": "1",
@@ -29,7 +37,7 @@ NPU_PROFILE = {
 def test_an_npu_gets_the_training_profile_and_nothing_else() -> None:
     for asked in ("npu", None):
         environ: dict[str, str] = {}
-        done = prepare(asked, environ=environ, outside=NPU)
+        done = prepare_environment(asked, environ=environ, machine=NPU)
         assert environ == done.set == NPU_PROFILE
         assert done.warnings == []
 
@@ -37,23 +45,23 @@ def test_an_npu_gets_the_training_profile_and_nothing_else() -> None:
 @pytest.mark.parametrize("asked", ["cpu", "cuda", "mps"])
 def test_other_devices_keep_torch_npu_from_being_loaded(asked: str) -> None:
     environ: dict[str, str] = {}
-    prepare(asked, environ=environ, outside=NPU)
+    prepare_environment(asked, environ=environ, machine=NPU)
     assert environ[AUTOLOAD] == "0"
     assert "TASK_QUEUE_ENABLE" not in environ
     assert ("PYTORCH_CUDA_ALLOC_CONF" in environ) == (asked == "cuda")
 
 
 def test_the_environment_variable_names_the_device_and_the_argument_wins() -> None:
-    assert prepare(None, environ={"ASCENDCHAT_DEVICE": "cpu"}, outside=NPU).device_type == "cpu"
-    assert prepare("npu", environ={"ASCENDCHAT_DEVICE": "cpu"}, outside=NPU).device_type == "npu"
-    assert prepare(None, environ={"ASCENDCHAT_DEVICE": "auto"}, outside=NPU).device_type is None
+    assert prepare_environment(None, environ={"ASCENDCHAT_DEVICE": "cpu"}, machine=NPU).device_type == "cpu"
+    assert prepare_environment("npu", environ={"ASCENDCHAT_DEVICE": "cpu"}, machine=NPU).device_type == "npu"
+    assert prepare_environment(None, environ={"ASCENDCHAT_DEVICE": "auto"}, machine=NPU).device_type is None
     with pytest.raises(UserError, match=r"ASCENDCHAT_DEVICE: 'cuba' is not a device type; did you mean cuda"):
-        prepare(None, environ={"ASCENDCHAT_DEVICE": "cuba"}, outside=NPU)
+        prepare_environment(None, environ={"ASCENDCHAT_DEVICE": "cuba"}, machine=NPU)
 
 
 def test_torch_npu_without_cann_or_device_is_left_alone_with_a_notice() -> None:
     environ: dict[str, str] = {}
-    done = prepare(None, environ=environ, outside=replace(BARE, torch_npu=True))
+    done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True))
     assert environ == {AUTOLOAD: "0"}
     assert len(done.warnings) == 1
     assert "CANN is not loaded" in done.warnings[0]
@@ -61,7 +69,7 @@ def test_torch_npu_without_cann_or_device_is_left_alone_with_a_notice() -> None:
 
 def test_cann_in_a_container_without_the_driver_is_left_alone_with_a_notice() -> None:
     environ: dict[str, str] = {}
-    done = prepare(None, environ=environ, outside=replace(BARE, torch_npu=True, cann=True))
+    done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True, cann=True))
     assert environ == {AUTOLOAD: "0"}
     assert "driver" in done.warnings[0]
 
@@ -69,56 +77,56 @@ def test_cann_in_a_container_without_the_driver_is_left_alone_with_a_notice() ->
 def test_npus_whose_cann_is_not_sourced_end_with_the_command_to_type() -> None:
     seen = replace(NPU, cann=False)
     with pytest.raises(UserError) as caught:
-        prepare(None, environ={}, outside=seen)
+        prepare_environment(None, environ={}, machine=seen)
     for part in ("2 device(s)", "cann/set_env.sh", "ascend-toolkit/set_env.sh", f"{AUTOLOAD}=0", "--device-type cpu"):
         assert part in str(caught.value)
-    assert prepare(None, environ={AUTOLOAD: "0"}, outside=seen).set == {}  # the user has already said no
+    assert prepare_environment(None, environ={AUTOLOAD: "0"}, machine=seen).set == {}  # the user has already said no
 
 
 def test_npus_without_torch_npu_are_mentioned_and_not_used() -> None:
-    done = prepare(None, environ={}, outside=replace(NPU, torch_npu=False))
+    done = prepare_environment(None, environ={}, machine=replace(NPU, torch_npu=False))
     assert "pip install -e '.[npu]' in your clone" in done.warnings[0]
     assert "TASK_QUEUE_ENABLE" not in done.set
 
 
 def test_asking_for_an_npu_without_torch_npu_says_what_to_install() -> None:
     with pytest.raises(UserError, match=r"torch_npu is not installed .*pip install -e '.\[npu\]' in your clone"):
-        prepare("npu", environ={}, outside=BARE)
+        prepare_environment("npu", environ={}, machine=BARE)
 
 
 def test_asking_for_an_npu_without_cann_still_lets_torch_import() -> None:
     """The sentence comes from `pick`, which tries for real; `import torch` must get that far."""
     environ: dict[str, str] = {}
-    prepare("npu", environ=environ, outside=replace(BARE, torch_npu=True))
+    prepare_environment("npu", environ=environ, machine=replace(BARE, torch_npu=True))
     assert environ[AUTOLOAD] == "0"
 
 
 def test_the_debug_profile_blocks_and_talks_and_does_not_warn_about_itself() -> None:
     environ: dict[str, str] = {}
-    done = prepare("npu", debug=True, environ=environ, outside=NPU)
+    done = prepare_environment("npu", debug=True, environ=environ, machine=NPU)
     assert environ["ASCEND_LAUNCH_BLOCKING"] == "1"
     assert environ["TASK_QUEUE_ENABLE"] == "0"
     assert environ["ASCEND_GLOBAL_LOG_LEVEL"] == "1"
     assert done.warnings == []
-    again = prepare("npu", debug=True, environ=environ, outside=NPU)  # a child process inherits all of it
+    again = prepare_environment("npu", debug=True, environ=environ, machine=NPU)  # a child process inherits all of it
     assert (again.set, again.kept, again.warnings) == ({}, {}, [])
 
 
 def test_the_debug_profile_says_when_the_users_setting_keeps_it_incomplete() -> None:
-    done = prepare("npu", debug=True, environ={"TASK_QUEUE_ENABLE": "2"}, outside=NPU)
+    done = prepare_environment("npu", debug=True, environ={"TASK_QUEUE_ENABLE": "2"}, machine=NPU)
     assert done.kept == {"TASK_QUEUE_ENABLE": "2"}
     assert any("TASK_QUEUE_ENABLE=2 was already set" in line for line in done.warnings)
 
 
 def test_debug_without_an_npu_says_that_it_changes_nothing() -> None:
-    done = prepare("cpu", debug=True, environ={}, outside=BARE)
+    done = prepare_environment("cpu", debug=True, environ={}, machine=BARE)
     assert any("--npu-debug changes nothing" in line for line in done.warnings)
 
 
 def test_the_allocator_is_left_alone_when_its_general_variable_is_set() -> None:
     for asked in ("npu", "cuda"):
         environ = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-        done = prepare(asked, environ=environ, outside=NPU)
+        done = prepare_environment(asked, environ=environ, machine=NPU)
         assert not {"PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environ)
         assert done.kept == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
 
@@ -126,14 +134,14 @@ def test_the_allocator_is_left_alone_when_its_general_variable_is_set() -> None:
 def test_both_allocator_variables_are_refused_before_torch_npu_dies_of_them() -> None:
     both = {"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_NPU_ALLOC_CONF": "b:2"}
     with pytest.raises(UserError, match="both set"):
-        prepare("npu", environ=both, outside=NPU)
-    assert [h.kind for h in folklore(both)] == ["breaks"]
-    prepare("cpu", environ=both, outside=NPU)  # nothing reads them there
+        prepare_environment("npu", environ=both, machine=NPU)
+    assert [h.kind for h in harmful_settings(both)] == ["breaks"]
+    prepare_environment("cpu", environ=both, machine=NPU)  # nothing reads them there
 
 
-OURS = [*env.NPU_DEBUG, *env.CUDA, AUTOLOAD, "PYTORCH_ALLOC_CONF", "PATH"]
+OURS = [*env.NPU_DEBUG, *env.CUDA_TRAINING, AUTOLOAD, "PYTORCH_ALLOC_CONF", "PATH"]
 OUTSIDES = st.builds(
-    Outside, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(), NPU.nodes]), st.booleans()
+    MachineFacts, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(), NPU.nodes]), st.booleans()
 )
 
 
@@ -144,11 +152,11 @@ OUTSIDES = st.builds(
     st.booleans(),
 )
 def test_no_variable_of_the_user_is_ever_changed(
-    users: dict[str, str], outside: Outside, asked: str | None, debug: bool
+    users: dict[str, str], outside: MachineFacts, asked: str | None, debug: bool
 ) -> None:
     environ = dict(users)
     try:
-        done = prepare(asked, debug=debug, environ=environ, outside=outside)
+        done = prepare_environment(asked, debug=debug, environ=environ, machine=outside)
     except UserError:
         assert environ == users
         return
@@ -156,7 +164,7 @@ def test_no_variable_of_the_user_is_ever_changed(
     assert set(environ) - set(users) == set(done.set)
     assert all(done.kept[name] == users[name] for name in done.kept)
     assert not ("PYTORCH_ALLOC_CONF" in environ and "PYTORCH_NPU_ALLOC_CONF" in done.set)
-    again = prepare(asked, debug=debug, environ=environ, outside=outside)
+    again = prepare_environment(asked, debug=debug, environ=environ, machine=outside)
     assert again.set == {}
 
 
@@ -191,14 +199,14 @@ HARMFUL = [
     ("NPU_VISIBLE_DEVICES", "0", "does not exist"),
     ("TORCH_NPU_ALLOC_CONF", "x", "does not exist"),
     ("ASCEND_GEMM_FooTiling", "1", "does not exist"),
-    *[(name, "1", "does not exist") for name in NOT_THERE if "*" not in name],
+    *[(name, "1", "does not exist") for name in known_harmful()["nonexistent"] if "*" not in name],
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "kind"), HARMFUL, ids=lambda part: str(part))
 def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(name: str, value: str, kind: str) -> None:
     environ = {name: value}
-    found = folklore(environ)
+    found = harmful_settings(environ)
     assert [(h.name, h.value, h.kind) for h in found] == [(name, value, kind)]
     assert environ == {name: value}
     assert found[0].cost in found[0].sentence()
@@ -208,7 +216,9 @@ def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(name: str
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule.name for rule in RULES} - {"PYTORCH_NPU_ALLOC_CONF"} <= {name for name, _, _ in HARMFUL}
+    assert {rule["name"] for rule in known_harmful()["rules"]} - {"PYTORCH_NPU_ALLOC_CONF"} <= {
+        name for name, _, _ in HARMFUL
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,13 +231,13 @@ def test_every_rule_has_a_case() -> None:
     ],
 )
 def test_sound_settings_are_not_reported(environ: dict[str, str]) -> None:
-    assert folklore(environ) == []
+    assert harmful_settings(environ) == []
 
 
-def test_folklore_is_reported_at_the_start_of_an_npu_run_only() -> None:
+def test_harmful_settings_are_reported_at_the_start_of_an_npu_run_only() -> None:
     environ = {"HCCL_WHITELIST_DISABLE": "1"}
-    assert len(prepare("npu", environ=dict(environ), outside=NPU).warnings) == 1
-    assert prepare("cpu", environ=dict(environ), outside=NPU).warnings == []
+    assert len(prepare_environment("npu", environ=dict(environ), machine=NPU).warnings) == 1
+    assert prepare_environment("cpu", environ=dict(environ), machine=NPU).warnings == []
 
 
 def test_look_finds_libraries_where_the_loader_would(tmp_path: Path) -> None:
@@ -260,7 +270,7 @@ def test_a_failed_load_of_torch_npu_becomes_one_sentence(text: str, expected: st
 
 
 def test_only_the_first_rank_of_a_node_speaks() -> None:
-    prepared = Prepared("npu", warnings=["hear me"])
+    prepared = PreparedEnvironment("npu", warnings=["hear me"])
     for local_rank, speaks in (("0", True), ("3", False), ("0,1,2,3", True)):
         out = io.StringIO()
         announce(prepared, out, {"LOCAL_RANK": local_rank})

@@ -20,7 +20,7 @@ from ascendchat.checkpoint import Writer as CheckpointWriter
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
 from ascendchat.config.infer import ChatConfig
-from ascendchat.config.text import describe
+from ascendchat.config.text import help_page
 from ascendchat.data.chat import Conversation, render_prompt, text_of
 from ascendchat.data.chat import parse as parse_ids
 from ascendchat.data.tokenizer import Tokenizer
@@ -338,7 +338,7 @@ def test_when_nothing_can_be_examined_the_command_fails(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [EvalBaseConfig, EvalChatConfig, ChatConfig])
 def test_the_help_says_that_the_tokenizer_of_the_run_comes_first(config: type) -> None:
-    assert "by default that of the run, else of $ASCENDCHAT_HOME" in " ".join(describe("x", config).split())
+    assert "by default that of the run, else of $ASCENDCHAT_HOME" in " ".join(help_page("x", config).split())
 
 
 @pytest.mark.parametrize("flags", [["--samples", "4"], ["--samples", "0"], ["--temperature", "-1"], ["--slots", "0"]])

@@ -24,9 +24,26 @@ from ascendchat.config.text import Range
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BAD_NUMBERS = (
-    "", " ", "none", "null", "abc", "true", "-1", "-5", "-0.5", "0", "0.5", "nan", "inf", "-inf", "1e999", "9" * 20,
-    "9" * 5000, "1,2", "0x10",
-)  # fmt: skip
+    "",
+    " ",
+    "none",
+    "null",
+    "abc",
+    "true",
+    "-1",
+    "-5",
+    "-0.5",
+    "0",
+    "0.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "9" * 20,
+    "9" * 5000,
+    "1,2",
+    "0x10",
+)
 BAD_TEXTS = ("none", "-1", "0", "nan", "x" * 300, "/nowhere/at/all", "a=", "=1", "toyworld=nan")
 
 
@@ -139,7 +156,7 @@ SMALL = {
     "bench decode": "--depth 1 --vocab-size 300 --batch-sizes 1 --prompt-tokens 2 --new-tokens 4 --context 64 "
     "--device-type cpu",
     "explain": "FOLDER/text.jsonl",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,15 +25,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
     ("flags", "expected"),
     [
         ("--device-type=npu", {"device_type": "npu"}),
-        ("--device-type=npu --depth=12 --max-seq-len=2048 --device-batch-size=32 --total-batch-size=524288",
-         {"depth": 12, "max_seq_len": 2048, "device_batch_size": 32, "total_batch_size": 524288}),
-        ("--depth 12 --max-seq-len 2048 --device-batch-size 32 --total-batch-size 524288 --device-type npu",
-         {"depth": 12, "total_batch_size": 524288, "device_type": "npu"}),
+        (
+            "--device-type=npu --depth=12 --max-seq-len=2048 --device-batch-size=32 --total-batch-size=524288",
+            {"depth": 12, "max_seq_len": 2048, "device_batch_size": 32, "total_batch_size": 524288},
+        ),
+        (
+            "--depth 12 --max-seq-len 2048 --device-batch-size 32 --total-batch-size 524288 --device-type npu",
+            {"depth": 12, "total_batch_size": 524288, "device_type": "npu"},
+        ),
         ("-- --depth=12 --device_batch_size=16 --total_batch_size=262144", {"depth": 12, "device_batch_size": 16}),
         ("--gradient_accumulation_steps=4", {"gradient_accumulation_steps": 4}),
         ("--fp8", {"fp8": True}),
     ],
-)  # fmt: skip
+)
 def test_flags_of_pretraining(flags: str, expected: dict[str, object]) -> None:
     config = parse(BaseConfig, flags.split())
     assert {name: getattr(config, name) for name in expected} == expected
@@ -48,10 +52,15 @@ def test_flags_of_mid_training_and_sft() -> None:
 @pytest.mark.parametrize(
     ("script", "command"),
     [
-        ("tok_train", ["tokenizer", "train"]), ("base_train", ["base"]), ("mid_train", ["mid"]), ("chat_sft", ["sft"]),
-        ("base_eval", ["eval", "base"]), ("chat_eval", ["eval", "chat"]), ("chat_cli", ["chat"]),
+        ("tok_train", ["tokenizer", "train"]),
+        ("base_train", ["base"]),
+        ("mid_train", ["mid"]),
+        ("chat_sft", ["sft"]),
+        ("base_eval", ["eval", "base"]),
+        ("chat_eval", ["eval", "chat"]),
+        ("chat_cli", ["chat"]),
     ],
-)  # fmt: skip
+)
 def test_scripts_are_the_commands(script: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr("scripts.nanochat.main", lambda argv: called.append(argv) or 0)
@@ -88,13 +97,16 @@ def model(run: str, stage: str, step: int) -> Path:
         ("chat_sft", "--source=sets/", ["--source=sets/"]),
         ("base_eval", "--eval core,bpb,sample --split-tokens=99", ["--eval-tokens=99", "--eval=core,bpb"]),
         ("base_eval", "--model-tag old --step 7", ["--run=old", "--checkpoint={home}/runs/old/base/step_000007"]),
-        ("chat_eval", "-i sft -a ARC-Easy|SpellingBee|GSM8K -x 5 -n 2 -t 0.5 -k 50",
-         ["--max-per-task=5", "--samples=2", "--temperature=0.5", "--stage=sft", "--tasks=arc_easy,gsm8k"]),
+        (
+            "chat_eval",
+            "-i sft -a ARC-Easy|SpellingBee|GSM8K -x 5 -n 2 -t 0.5 -k 50",
+            ["--max-per-task=5", "--samples=2", "--temperature=0.5", "--stage=sft", "--tasks=arc_easy,gsm8k"],
+        ),
         ("chat_cli", "-i sft -g old -p hello", ["--run=old", "--prompt=hello", "--stage=sft"]),
         ("chat_cli", "-s 7", ["--checkpoint={home}/runs/new/base/step_000007"]),
         ("tok_train", "--max-chars=1000 --doc-cap=10 text.txt", ["text.txt", "--max-chars=1000"]),
     ],
-)  # fmt: skip
+)
 def test_flags_of_nanochat_in_our_words(script: str, typed: str, expected: list[str]) -> None:
     os.utime(model("old", "base", 7).parent / "latest", (1, 1))
     os.utime(home() / "runs" / "old" / "base" / "step_000007", (1, 1))
@@ -139,10 +151,22 @@ def test_a_flag_without_a_meaning_gets_one_line(
 
 
 SAMPLE = {
-    "device-type": "cpu", "model-tag": "new", "run": "new", "window-pattern": "SSSL", "source": "base", "step": "7",
-    "model-step": "7", "eval": "core,bpb,sample", "task-name": "MMLU", "prompt": "hello", "fp8": "true",
-    "fp8-recipe": "tensorwise", "dtype": "bfloat16", "max-seq-len": "512", "num-iterations": "5",
-}  # fmt: skip
+    "device-type": "cpu",
+    "model-tag": "new",
+    "run": "new",
+    "window-pattern": "SSSL",
+    "source": "base",
+    "step": "7",
+    "model-step": "7",
+    "eval": "core,bpb,sample",
+    "task-name": "MMLU",
+    "prompt": "hello",
+    "fp8": "true",
+    "fp8-recipe": "tensorwise",
+    "dtype": "bfloat16",
+    "max-seq-len": "512",
+    "num-iterations": "5",
+}
 ONES = [(script, name) for script, flags in nanochat.FLAGS.items() for name in flags]
 
 
@@ -196,8 +220,12 @@ def test_an_npu_that_is_not_there_is_one_sentence_and_status_2() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     result = subprocess.run(
         [sys.executable, "-m", "scripts.base_train", "--device-type=npu"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "set_env.sh" in result.stderr

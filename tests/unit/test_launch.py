@@ -20,13 +20,13 @@ from ascendchat.config import UserError, home, parse
 from ascendchat.config.commands import LaunchConfig
 from ascendchat.launch import port, supervise
 from ascendchat.launch.rank import node_prefix
-from ascendchat.launch.supervise import Outcome
+from ascendchat.launch.supervise import AttemptResult
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
-def resolve(words: str, environ: dict[str, str] | None = None) -> launch.Plan:
-    return launch.resolve(parse(LaunchConfig, words.split()), environ or {})
+def resolve(words: str, environ: dict[str, str] | None = None) -> launch.LaunchPlan:
+    return launch.make_plan(parse(LaunchConfig, words.split()), environ or {})
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_busy_port_is_noticed_on_node_0() -> None:
 
 
 def test_a_picked_port_is_free() -> None:
-    picked = port.pick()
+    picked = port.free_port()
     assert port.is_free(picked)
     assert picked not in port.RESERVED
 
@@ -184,7 +184,7 @@ def test_the_rank_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
         log.write_text(f"last words of {rank}\n")
         os.utime(log, (when, when))
     result = {"failed": {"0": 1, "1": 9, "2": -signal.SIGTERM}}  # 2 was stopped by torchrun: a victim
-    outcome = supervise.judge(result, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
+    outcome = supervise.attempt_result(result, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
     assert (outcome.rank, outcome.status, outcome.others, outcome.shown) == (1, 9, (0,), False)
     text = launch.failure_text(outcome)
     assert "rank 1 failed with status 9" in text
@@ -193,14 +193,14 @@ def test_the_rank_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_said_to_be_killed(tmp_path: Path) -> None:
-    outcome = supervise.judge({"failed": {"0": -9}}, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
+    outcome = supervise.attempt_result({"failed": {"0": -9}}, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
     assert outcome.status == 137
     assert "killed by SIGKILL (often: out of host memory)" in launch.failure_text(outcome)
 
 
 def test_a_failure_before_any_rank_shows_torchruns_own_log(tmp_path: Path) -> None:
     (tmp_path / "torchrun.log").write_text("cannot resolve node0\n")
-    text = launch.failure_text(Outcome(1, tmp_path / "torchrun.log", detail="DistNetworkError: no route"))
+    text = launch.failure_text(AttemptResult(1, tmp_path / "torchrun.log", detail="DistNetworkError: no route"))
     assert "could not be started: DistNetworkError: no route" in text
     assert "cannot resolve node0" in text
 

@@ -42,8 +42,12 @@ class Outside:
         self.server.setblocking(False)
 
     def run(self, path: Path, layers: tuple[str, ...] | None = None) -> sandbox.Result:
-        told = {"parent": os.getpid(), "outside": str(self.folder), "port": self.server.getsockname()[1],
-                "seconds": SECONDS}  # fmt: skip
+        told = {
+            "parent": os.getpid(),
+            "outside": str(self.folder),
+            "port": self.server.getsockname()[1],
+            "seconds": SECONDS,
+        }
         return sandbox.run(
             path.read_text(encoding="utf-8"), seconds=SECONDS, stdin=json.dumps(told) + "\n", layers=layers
         )
@@ -155,15 +159,34 @@ def test_time_memory_output_and_descendants_are_held_by_any_layer(
 # Each layer alone holds what it is there for, so that no layer only looks as if it held because another one does.
 ALONE = {
     ("namespaces", "user"): [
-        "socket_tcp", "socket_udp", "write_outside", "write_system", "write_shared_memory", "proc_of_others",
-        "kill_the_parent", "symlink_out", "become_root", "fork_bomb", "fill_the_disk", "shell_child",
+        "socket_tcp",
+        "socket_udp",
+        "write_outside",
+        "write_system",
+        "write_shared_memory",
+        "proc_of_others",
+        "kill_the_parent",
+        "symlink_out",
+        "become_root",
+        "fork_bomb",
+        "fill_the_disk",
+        "shell_child",
     ],
     ("namespaces",): ["write_system", "write_outside"],  # whoever owns the files: the root folder is read-only
     ("seccomp",): [
-        "socket_tcp", "socket_by_number", "write_outside", "kill_the_parent", "fork_bomb", "trace_the_parent",
-        "mount_and_unshare", "shared_memory_segment", "shell_child", "memory_of_files", "other_process_settings",
+        "socket_tcp",
+        "socket_by_number",
+        "write_outside",
+        "kill_the_parent",
+        "fork_bomb",
+        "trace_the_parent",
+        "mount_and_unshare",
+        "shared_memory_segment",
+        "shell_child",
+        "memory_of_files",
+        "other_process_settings",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_seccomp_alone_lets_no_signal_out_by_the_owner_of_a_socket() -> None:
 
 @needs_seccomp
 def test_the_self_test_sees_signals_that_go_out_by_the_owner_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_found", sandbox._Walls(("seccomp",), {}, ""))
+    monkeypatch.setattr(sandbox, "_tried", sandbox._Available(("seccomp",), {}, ""))
     assert sandbox.capabilities()["signals"] is True
     monkeypatch.setattr(seccomp, "OWNERS", {})
     assert sandbox.capabilities()["signals"] is False
@@ -89,14 +89,14 @@ def test_a_sandbox_that_runs_nothing_is_told_from_one_with_limits_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sandbox.capabilities()["broken"] == ""
-    monkeypatch.setattr(sandbox, "_found", None)
+    monkeypatch.setattr(sandbox, "_tried", None)
     real = sandbox.run
     bare = sandbox.Result(False, "", "", "sandbox", "not here")
     monkeypatch.setattr(sandbox, "run", lambda code, **way: bare if way["layers"] else real(code, **way))
     walls = sandbox._try_layers()
     assert (walls.layers, walls.broken) == ((), "")
     monkeypatch.setattr(sandbox, "run", real)
-    monkeypatch.setattr(sandbox, "_found", None)
+    monkeypatch.setattr(sandbox, "_tried", None)
     needy = needy_python(tmp_path)
     with monkeypatch.context() as patch:
         patch.delenv("LD_LIBRARY_PATH", raising=False)

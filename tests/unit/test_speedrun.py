@@ -41,13 +41,13 @@ class Commands:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.called: list[str] = []
         self.fails = self.saves_and_fails = ""
-        monkeypatch.setattr(speedrun, "call", self.call)
+        monkeypatch.setattr(speedrun, "run_command", self.call)
 
     def call(self, words: list[str]) -> int:
         self.called.append(" ".join(words))
         if self.fails and self.called[-1].startswith(self.fails):
             return 1
-        stage = next((word for word in words if word in speedrun.RESUMABLE), None)
+        stage = next((word for word in words if word in speedrun.STAGES), None)
         made = (
             f"runs/small/{stage}/latest" if stage else {"tokenizer": "tokenizer/x", "data": "data/prepared/x"}[words[0]]
         )
@@ -181,8 +181,8 @@ def test_every_shipped_recipe_is_made_of_valid_commands(path: Path) -> None:
     name, stages = speedrun.read_recipe(str(path))
     assert load_yaml(path)["about"]
     for command, settings in stages:
-        words = speedrun.command_line(command, settings, name, SpeedrunConfig(str(path)))
-        found, rest = cli.find(words)
+        words = speedrun.stage_command(command, settings, name, SpeedrunConfig(str(path)))
+        found, rest = cli.split_command(words)
         parse(cli._load("config.", cli.COMMANDS[found][0]), rest)
 
 

@@ -5,25 +5,54 @@ from __future__ import annotations
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.launch.world import Job, World, derived_port, expand_hosts, read_job, read_world, tasks_per_node
+from ascendchat.launch.world import (
+    SchedulerJob,
+    World,
+    derived_port,
+    expand_hosts,
+    read_job,
+    read_world,
+    tasks_per_node,
+)
 
 TORCHRUN = {
-    "RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "23456", "TORCHELASTIC_RUN_ID": "none",
-}  # fmt: skip
+    "RANK": "11",
+    "WORLD_SIZE": "16",
+    "LOCAL_RANK": "3",
+    "LOCAL_WORLD_SIZE": "8",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "23456",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 SRUN = {
-    "SLURM_JOB_ID": "7123", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1", "SLURM_NNODES": "2",
-    "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "7123",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_ID": "0",
     "SLURM_JOB_NODELIST": "npu[07-08]",
-}  # fmt: skip
+}
 ASCENDJOB = {
-    "WORLD_SIZE": "16", "RANK": "1", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0,1,2,3,4,5,6,7",
-    "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "2222",
-}  # fmt: skip
+    "WORLD_SIZE": "16",
+    "RANK": "1",
+    "LOCAL_WORLD_SIZE": "8",
+    "LOCAL_RANK": "0,1,2,3,4,5,6,7",
+    "MASTER_ADDR": "10.0.0.5",
+    "MASTER_PORT": "2222",
+}
 MODELARTS = {
-    "MA_NUM_HOSTS": "2", "MA_NUM_GPUS": "8", "VC_TASK_INDEX": "1", "VC_WORKER_NUM": "2",
+    "MA_NUM_HOSTS": "2",
+    "MA_NUM_GPUS": "8",
+    "VC_TASK_INDEX": "1",
+    "VC_WORKER_NUM": "2",
     "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job",
-}  # fmt: skip
+}
 CARD = {**MODELARTS, "RANK_ID": "13", "RANK_SIZE": "16", "ASCEND_DEVICE_ID": "5", "RANK_TABLE_FILE": "/x.json"}
 PYTORCHJOB = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 KUBEFLOW = {**PYTORCHJOB, "WORLD_SIZE": "32", "PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8"}
@@ -76,21 +105,26 @@ def test_contradictions_are_refused(change: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "job"),
     [
-        ({}, Job(1, 0, None, "", 0, "single")),
-        (SRUN, Job(2, 1, None, "npu07", 27123, "slurm")),
-        ({**SRUN, "SLURM_GPUS_ON_NODE": "8"}, Job(2, 1, 8, "npu07", 27123, "slurm")),
-        (ASCENDJOB, Job(2, 1, 8, "10.0.0.5", 2222, "kubernetes")),
-        ({**ASCENDJOB, "WORLD_SIZE": "8", "RANK": "0"}, Job(1, 0, 8, "10.0.0.5", 2222, "kubernetes")),
-        (PYTORCHJOB, Job(4, 2, None, "job-master-0", 23456, "kubernetes")),
-        (KUBEFLOW, Job(4, 2, 8, "job-master-0", 23456, "kubernetes")),
-        ({**KUBEFLOW, "PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto"},
-         Job(4, 2, None, "job-master-0", 23456, "kubernetes")),
-        (MODELARTS, Job(2, 1, 8, "job-worker-0.job", HOSTS_PORT, "modelarts")),
-        ({"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "4"}, Job(1, 0, 4, "127.0.0.1", derived_port("127.0.0.1"), "modelarts")),
+        ({}, SchedulerJob(1, 0, None, "", 0, "single")),
+        (SRUN, SchedulerJob(2, 1, None, "npu07", 27123, "slurm")),
+        ({**SRUN, "SLURM_GPUS_ON_NODE": "8"}, SchedulerJob(2, 1, 8, "npu07", 27123, "slurm")),
+        (ASCENDJOB, SchedulerJob(2, 1, 8, "10.0.0.5", 2222, "kubernetes")),
+        ({**ASCENDJOB, "WORLD_SIZE": "8", "RANK": "0"}, SchedulerJob(1, 0, 8, "10.0.0.5", 2222, "kubernetes")),
+        (PYTORCHJOB, SchedulerJob(4, 2, None, "job-master-0", 23456, "kubernetes")),
+        (KUBEFLOW, SchedulerJob(4, 2, 8, "job-master-0", 23456, "kubernetes")),
+        (
+            {**KUBEFLOW, "PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto"},
+            SchedulerJob(4, 2, None, "job-master-0", 23456, "kubernetes"),
+        ),
+        (MODELARTS, SchedulerJob(2, 1, 8, "job-worker-0.job", HOSTS_PORT, "modelarts")),
+        (
+            {"MA_NUM_HOSTS": "1", "MA_NUM_GPUS": "4"},
+            SchedulerJob(1, 0, 4, "127.0.0.1", derived_port("127.0.0.1"), "modelarts"),
+        ),
     ],
     ids=["alone", "slurm", "gres", "ascendjob", "ascendjob-1", "pods", "kubeflow", "elastic", "modelarts", "ma-1"],
-)  # fmt: skip
-def test_a_node_finds_its_place(environ: dict[str, str], job: Job) -> None:
+)
+def test_a_node_finds_its_place(environ: dict[str, str], job: SchedulerJob) -> None:
     assert read_job(environ) == job
 
 

@@ -257,7 +257,7 @@ using RawOf = typename Convert<std::decay_t<Parameter>>::Raw;
 
 // ---- the generic body of aclnnXxxGetWorkspaceSize and aclnnXxx ----------------------------------
 
-// What an OP line says about itself; the table in OPERATORS.md is made from these.
+// What an OP line says about itself; the table of `python -m cannsim operators` is made from these.
 struct Declaration {
   Declaration(const char* name, const char* parameters, const char* checks, const char* file);
   const char* name;

@@ -62,7 +62,7 @@ API aclError aclopSetAttrString(aclopAttr*, const char*, const char*) { return A
 static aclError not_implemented(const char* op) {
   std::string text = std::string("EZ3002: Optype [") + op +
                      "] of Ops kernel [AIcoreEngine] is unsupported. Reason: cannsim has no operator of this name; add "
-                     "its aclnn function (cannsim/OPERATORS.md) or set CANNSIM_BOXED=1.";
+                     "its aclnn function (python -m cannsim operators) or set CANNSIM_BOXED=1.";
   fprintf(stderr, "cannsim: %s\n", text.c_str());
   cannsim::set_error(text);
   return ACL_ERROR_OP_NOT_FOUND;
