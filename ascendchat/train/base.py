@@ -54,7 +54,7 @@ class BaseStage(RowStage):
 
     def __init__(
         self, learner: Learner, split: Split, steps: int, corpora: list[tuple[Corpus, float]], config: BaseConfig,
-        validation: list[Corpus], tokenizer: Tokenizer, core_tasks: Sequence[core.Task] = (),
+        validation: list[Corpus], tokenizer: Tokenizer, core_tasks: Sequence[core.CoreTask] = (),
     ) -> None:  # fmt: skip
         self.corpora, self.validation, self.eval_tokens = corpora, validation, config.eval_tokens
         self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
@@ -76,7 +76,7 @@ class BaseStage(RowStage):
 
     def core(self, step: int) -> dict[str, float]:
         length, most = self.split.seq_len, None if self.core_rows == -1 else self.core_rows
-        report = core.evaluate(
+        report = core.score_tasks(
             self.core_tasks, self.scorer(), self.tokenizer, max_len=length, max_per_task=most, say=lambda text: None
         )
         whole, every = report.mean(subsets=False), report.mean(subsets=True)
@@ -99,7 +99,7 @@ class BaseStage(RowStage):
         }
 
 
-def open_core(config: BaseConfig) -> list[core.Task]:
+def open_core(config: BaseConfig) -> list[core.CoreTask]:
     """The tasks for --core-metric-every; what they need and is not there is said at the start."""
     if config.core_metric_every <= 0:
         return []
@@ -107,7 +107,7 @@ def open_core(config: BaseConfig) -> list[core.Task]:
     if not bundle.exists():
         raise UserError(f"--core-metric-every: no CORE tasks in {bundle}; get them: ascendchat data fetch core")
     tasks = load_bundle(bundle)
-    core.check(tasks)
+    core.check_rows(tasks)
     return tasks
 
 
