@@ -53,10 +53,6 @@ class TaskScore:
         """Plain values for JSON, without right and wrong of every row."""
         return {name: value for name, value in asdict(self).items() if name != "correct"}
 
-    def marks(self) -> str:
-        """Right and wrong of every row: 1101..."""
-        return "".join("01"[right] for right in self.correct)
-
 
 def demonstrations(count: int, index: int, shots: int) -> list[int]:
     """Which rows are shown before row `index`: never itself, and the same in every run."""
@@ -292,7 +288,8 @@ def score_tasks(
         score = score_task(task, scorer, tokenizer, max_len=max_len, max_rows=max_per_task)
         scores.append(score)
         say(score_line(score))
-        done(score.label, score.rows, score.rows_in_file, {**score.to_dict(), "correct": score.marks()})
+        correct = "".join("01"[right] for right in score.correct)
+        done(score.label, score.rows, score.rows_in_file, {**score.to_dict(), "correct": correct})
     missing = {task.label: task.missing for task in tasks if task.missing}
     return CoreReport(scores, missing, max_per_task, time.perf_counter() - began)
 

@@ -113,6 +113,17 @@ def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most
     return found, [note]
 
 
+def _batch(split: batch.Split, largest: int) -> dict[str, int]:
+    return {
+        "device_rows": split.rows,
+        "largest_device_rows": largest,
+        "accumulation": split.accumulation,
+        "devices": split.devices,
+        "seq_len": split.seq_len,
+        "total_tokens": split.total,
+    }
+
+
 def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
     """Checkpointing runs the forward pass of the layers again: a third of their share of the FLOPs."""
     if not config.activation_checkpointing:
@@ -141,14 +152,7 @@ def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     time = batch.duration(model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, again)
     found: dict[str, Any] = {
         "memory": device_memory(parts, chip),
-        "batch": {
-            "device_rows": split.rows,
-            "largest_device_rows": largest,
-            "accumulation": split.accumulation,
-            "devices": split.devices,
-            "seq_len": split.seq_len,
-            "total_tokens": split.total,
-        },
+        "batch": _batch(split, largest),
         "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * model.train_flops_per_token},
         "time": dataclasses.asdict(time),
     }
@@ -242,15 +246,7 @@ def rl_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
         "model": model_facts(model),
         "memory": device_memory(parts, chip),
         "rollout_memory": device_memory(generating, chip),
-        "batch": {
-            "device_rows": split.rows,
-            "largest_device_rows": largest,
-            "accumulation": split.accumulation,
-            "devices": split.devices,
-            "seq_len": split.seq_len,
-            "total_tokens": split.total,
-            "samples": samples,
-        },
+        "batch": {**_batch(split, largest), "samples": samples},
         "rollout": {
             "shared": not apart,
             "devices": generators,
