@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "doctor.explain:run",
         "turn an error text or a symptom into cause, checks and fix",
     ),
-    "plan": ("commands:PlanConfig", "plan:run", "parameters, memory, batch, hours and cost of a run"),
+    "plan": ("commands:PlanConfig", "plan.command:run", "parameters, memory, batch, hours and cost of a run"),
     "clean": (
         "commands:CleanConfig",
         "doctor.clean:run",

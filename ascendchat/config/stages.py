@@ -14,7 +14,7 @@ class StageFacts(NamedTuple):
     chats: bool  # the model has been trained on conversations
 
 
-STAGES: dict[StageName, StageFacts] = {
+STAGES: dict[str, StageFacts] = {
     "base": StageFacts(starts_from=(), chats=False),
     "mid": StageFacts(starts_from=("base",), chats=True),
     "sft": StageFacts(starts_from=("mid", "base"), chats=True),

@@ -22,7 +22,7 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.data.read import UNREADABLE, unreadable
 
-SHUFFLE_SEED = 1337  # part of the published rules: with --max-per-task it decides which rows are scored
+ROW_ORDER_SEED = 1337  # part of the published rules: with --max-per-task it decides which rows are scored
 TYPES = ("multiple_choice", "schema", "language_modeling")
 ROWS = {"arc_challenge": 1172}  # the bundle's table repeats arc_easy's count here
 AGAIN = "fetch it again: ascendchat data fetch core"
@@ -31,7 +31,7 @@ Folder = Path | zipfile.Path
 
 
 @dataclass(frozen=True)
-class Task:
+class CoreTask:
     """One task of the bundle; `rows` is empty and `missing` says why when its file is not there."""
 
     label: str
@@ -93,7 +93,7 @@ def find_file(folder: Folder, uri: str) -> Folder | None:
     return next((files[n] for n in names if n in files), None)
 
 
-def load_bundle(folder: Path) -> list[Task]:
+def load_bundle(folder: Path) -> list[CoreTask]:
     """All tasks of core.yaml, in its order."""
     import yaml
 
@@ -109,14 +109,14 @@ def load_bundle(folder: Path) -> list[Task]:
         raise UserError(f"the CORE bundle at {folder} is damaged ({error!r}); {AGAIN}") from None
 
 
-def _task(entry: Mapping[str, Any], facts: Mapping[str, Mapping[str, str]], folder: Folder) -> Task:
+def _task(entry: Mapping[str, Any], facts: Mapping[str, Mapping[str, str]], folder: Folder) -> CoreTask:
     label, kind = entry["label"], entry["icl_task_type"]
     if kind not in TYPES:
         raise ValueError(f"{label}: unknown type {kind}")
     path = find_file(folder, entry["dataset_uri"])
     rows = read_rows(path) if path else []
-    random.Random(SHUFFLE_SEED).shuffle(rows)
-    return Task(
+    random.Random(ROW_ORDER_SEED).shuffle(rows)
+    return CoreTask(
         label=label,
         kind=kind,
         shots=int(entry["num_fewshot"][0]),

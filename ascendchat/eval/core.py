@@ -1,6 +1,6 @@
 """CORE: 22 tasks, one number. Writes the prompts and judges what the scorer says about them.
 
-    report = evaluate(load_bundle(folder), scorer, tokenizer, max_len=2048)      # `ascendchat eval base --eval core`
+    report = score_tasks(load_bundle(folder), scorer, tokenizer, max_len=2048)      # `ascendchat eval base --eval core`
 
 The rules, which make the number comparable: the rows of a task are shuffled with seed 1337 and only then cut by
 --max-per-task; the demonstrations of row i are drawn from the others by Random(1234 + i); multiple choice and schema
@@ -17,27 +17,20 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ascendchat import dist
 from ascendchat.config import UserError
-from ascendchat.eval.bundle import AGAIN, Task
+from ascendchat.data.chat import Encoder
+from ascendchat.eval.bundle import AGAIN, CoreTask
 from ascendchat.eval.scorer import Example, Pending, Scored, Scorer
 
 DEMONSTRATION_SEED = 1234
-CHUNK = 512  # examples written, and their tokens held, at a time
-
-
-class Encoder(Protocol):
-    """What is needed of a tokenizer (data/tokenizer/)."""
-
-    @property
-    def specials(self) -> Mapping[str, int]: ...
-    def encode(self, text: str) -> list[int]: ...
+EXAMPLES_AT_ONCE = 512  # examples written, and their tokens held, at a time
 
 
 @dataclass
-class Outcome:
+class TaskScore:
     """What came of one task."""
 
     label: str
@@ -56,6 +49,10 @@ class Outcome:
     complete: bool  # the file holds the whole task
     correct: list[bool] = field(default_factory=list, repr=False)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, without right and wrong of every row."""
+        return {name: value for name, value in asdict(self).items() if name != "correct"}
+
 
 def demonstrations(count: int, index: int, shots: int) -> list[int]:
     """Which rows are shown before row `index`: never itself, and the same in every run."""
@@ -63,7 +60,7 @@ def demonstrations(count: int, index: int, shots: int) -> list[int]:
     return [i + (i >= index) for i in drawn]
 
 
-def check(tasks: Iterable[Task]) -> None:
+def check_rows(tasks: Iterable[CoreTask]) -> None:
     """Refuse tasks whose file has too few rows to draw the demonstrations from; before anything is computed."""
     for task in tasks:
         if not task.missing and task.shots >= len(task.rows):
@@ -73,7 +70,7 @@ def check(tasks: Iterable[Task]) -> None:
             )
 
 
-def shown_before(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def shown_before(task: CoreTask, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The demonstrations: each row with its right answer and an empty line behind it."""
     between = task.delimiter
     if task.kind == "multiple_choice":
@@ -83,7 +80,7 @@ def shown_before(task: Task, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{row['context'].strip()}{between}{row['continuation']}\n\n" for row in rows]
 
 
-def asked(task: Task, row: Mapping[str, Any]) -> list[str]:
+def endings(task: CoreTask, row: Mapping[str, Any]) -> list[str]:
     """What stands behind the demonstrations: a text per option, or without and with the continuation."""
     between = task.delimiter
     if task.kind == "multiple_choice":
@@ -155,14 +152,14 @@ def common_prefix(rows: Sequence[list[int]]) -> int:
 
 
 @dataclass
-class Counts:
+class PromptCounts:
     """What happened to the prompts of a task."""
 
     cropped: int = 0
     unclean: int = 0
 
 
-def build(kind: str, rows: list[list[int]], max_len: int, counts: Counts) -> Example:
+def build_example(kind: str, rows: list[list[int]], max_len: int, counts: PromptCounts) -> Example:
     """Where each row is scored from, and the rows cut to `max_len` tokens from the left."""
     if kind == "multiple_choice":
         starts = [common_prefix(rows)] * len(rows)
@@ -181,7 +178,7 @@ def build(kind: str, rows: list[list[int]], max_len: int, counts: Counts) -> Exa
     return Example(kept, [max(1, start - size) for start, size in zip(starts, cut)], kind == "multiple_choice")
 
 
-def verdict(kind: str, row: Mapping[str, Any], scored: Sequence[Scored]) -> bool:
+def is_right(kind: str, row: Mapping[str, Any], scored: Sequence[Scored]) -> bool:
     """Right or wrong. An option without tokens of its own has no mean (NaN), and is chosen only when it is first."""
     if kind == "language_modeling":
         return len(scored[0].greedy) > 0 and bool(scored[0].greedy.all())
@@ -189,36 +186,47 @@ def verdict(kind: str, row: Mapping[str, Any], scored: Sequence[Scored]) -> bool
     return means.index(min(means)) == row["gold"]
 
 
-def evaluate_task(
-    task: Task, scorer: Scorer, tokenizer: Encoder, *, max_len: int, max_rows: int | None = None
-) -> Outcome:
+def score_task(
+    task: CoreTask, scorer: Scorer, tokenizer: Encoder, *, max_len: int, max_rows: int | None = None
+) -> TaskScore:
     """Score one task; with several ranks each takes every so-many-th row, and all of them learn all results."""
     began = time.perf_counter()
-    check([task])
+    check_rows([task])
     rows = task.rows[:max_rows] if max_rows else task.rows
     pool = rows if len(rows) > task.shots else task.rows
-    prompts, counts, world = Prompts(tokenizer), Counts(), dist.world()
+    prompts, counts, world = Prompts(tokenizer), PromptCounts(), dist.world()
     mine = range(world.rank, len(rows), world.size)
     pending: list[Pending] = []
-    for first in range(0, len(mine), CHUNK):
+    for first in range(0, len(mine), EXAMPLES_AT_ONCE):
         examples = []
-        for index in mine[first : first + CHUNK]:
+        for index in mine[first : first + EXAMPLES_AT_ONCE]:
             shown = [pool[i] for i in demonstrations(len(pool), index, task.shots)] if task.shots else []
-            tokens = prompts.encode(shown_before(task, shown), asked(task, rows[index]))
-            examples.append(build(task.kind, tokens, max_len, counts))
+            tokens = prompts.encode(shown_before(task, shown), endings(task, rows[index]))
+            examples.append(build_example(task.kind, tokens, max_len, counts))
         pending.append(scorer.submit(examples))
     scored = [result for chunk in pending for result in chunk()]
-    own = {index: verdict(task.kind, rows[index], result) for index, result in zip(mine, scored)}
+    own = {index: is_right(task.kind, rows[index], result) for index, result in zip(mine, scored)}
     gathered = dist.gather_objects((own, counts.cropped, counts.unclean))
     every = {index: right for part, _, _ in gathered for index, right in part.items()}
     correct = [every[index] for index in range(len(rows))]
     accuracy, seconds = sum(correct) / len(correct), time.perf_counter() - began
-    return Outcome(
-        label=task.label, kind=task.kind, shots=task.shots, rows=len(rows), rows_in_file=len(task.rows),
-        rows_of_task=task.expected, accuracy=accuracy, chance=task.chance, centred=centre(accuracy, task.chance),
-        cropped=sum(part[1] for part in gathered), unclean=sum(part[2] for part in gathered),
-        seconds=seconds, examples_per_second=len(rows) / seconds, complete=task.complete, correct=correct,
-    )  # fmt: skip
+    return TaskScore(
+        task.label,
+        task.kind,
+        task.shots,
+        rows=len(rows),
+        rows_in_file=len(task.rows),
+        rows_of_task=task.expected,
+        accuracy=accuracy,
+        chance=task.chance,
+        centred=centre(accuracy, task.chance),
+        cropped=sum(part[1] for part in gathered),
+        unclean=sum(part[2] for part in gathered),
+        seconds=seconds,
+        examples_per_second=len(rows) / seconds,
+        complete=task.complete,
+        correct=correct,
+    )
 
 
 def centre(accuracy: float, chance: float) -> float:
@@ -227,10 +235,10 @@ def centre(accuracy: float, chance: float) -> float:
 
 
 @dataclass
-class Report:
+class CoreReport:
     """CORE and what it is made of."""
 
-    tasks: list[Outcome]
+    tasks: list[TaskScore]
     missing: dict[str, str]  # label -> why
     max_per_task: int | None
     seconds: float
@@ -255,28 +263,38 @@ class Report:
             "examples": total,
             "seconds": self.seconds,
             "examples_per_second": total / self.seconds if self.seconds else 0.0,
-            "tasks": [{k: v for k, v in asdict(task).items() if k != "correct"} for task in self.tasks],
+            "tasks": [task.to_dict() for task in self.tasks],
         }
 
 
-def evaluate(
-    tasks: Sequence[Task], scorer: Scorer, tokenizer: Encoder, *, max_len: int, max_per_task: int | None = None,
+def score_tasks(
+    tasks: Sequence[CoreTask],
+    scorer: Scorer,
+    tokenizer: Encoder,
+    *,
+    max_len: int,
+    max_per_task: int | None = None,
     say: Callable[[str], None] = print,
-) -> Report:  # fmt: skip
-    """All tasks, one after the other, each announced as it ends."""
-    began, done = time.perf_counter(), []
+    done: Callable[[str, int, int, dict[str, Any]], object] = lambda *result: None,
+) -> CoreReport:
+    """All tasks, one after the other. As each ends it is announced, and `done` gets its label, rows scored, rows of the
+    file, and the result."""
+    began, scores = time.perf_counter(), []
     for task in tasks:
         if task.missing:
             say(f"  {task.label:<34} MISSING: {task.missing}")
+            done(task.label, 0, 0, {"missing": task.missing})
             continue
-        outcome = evaluate_task(task, scorer, tokenizer, max_len=max_len, max_rows=max_per_task)
-        done.append(outcome)
-        say(line(outcome))
+        score = score_task(task, scorer, tokenizer, max_len=max_len, max_rows=max_per_task)
+        scores.append(score)
+        say(score_line(score))
+        correct = "".join("01"[right] for right in score.correct)
+        done(score.label, score.rows, score.rows_in_file, {**score.to_dict(), "correct": correct})
     missing = {task.label: task.missing for task in tasks if task.missing}
-    return Report(done, missing, max_per_task, time.perf_counter() - began)
+    return CoreReport(scores, missing, max_per_task, time.perf_counter() - began)
 
 
-def line(task: Outcome) -> str:
+def score_line(task: TaskScore) -> str:
     """One row of the printed table."""
     notes = [] if task.complete else [f"SUBSET {task.rows_in_file} of {task.rows_of_task} rows"]
     if task.rows < task.rows_in_file:
@@ -289,7 +307,7 @@ def line(task: Outcome) -> str:
     )
 
 
-def summary(report: Report) -> list[str]:
+def core_lines(report: CoreReport) -> list[str]:
     """The lines under the table; each number says over what it was taken."""
     found = report.to_dict()
     cut = f", first {report.max_per_task} rows of each" if report.max_per_task else ""

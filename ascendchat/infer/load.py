@@ -17,6 +17,7 @@ from typing import Any
 
 from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine
@@ -24,9 +25,6 @@ from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
-
-STAGES = ("base", "mid", "sft", "rl")  # in the order of a run
-CHAT_STAGES = ("mid", "sft", "rl")  # those that have seen conversations
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,21 @@ class Opened:
     @property
     def chats(self) -> bool:
         """Whether it was trained on conversations."""
-        return self.checkpoint.state.get("stage") in CHAT_STAGES
+        facts = STAGES.get(self.checkpoint.state.get("stage", ""))
+        return bool(facts and facts.chats)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Which model it is, for results."""
+        saved = self.checkpoint
+        return {"checkpoint": str(saved.folder), "model": saved.fingerprint, "step": saved.step}
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What it runs on, for results."""
+        dtype = str(self.here.device.dtype).removeprefix("torch.")
+        here = {"chip": self.here.device.chip.name, "world": self.here.world.size}
+        return {**here, "dtype": dtype, "attention": self.kernel.name}
 
     def engine(self, slots: int, context: int | None = None, *, compiled: bool = False) -> Engine:
         """An engine for `slots` rows of up to `context` tokens, by default as many as in training."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
-from ascendchat.plan.memory import room, training
+from ascendchat.plan.memory import training, usable
 from ascendchat.plan.schedule import BATCH_EXPONENT, REFERENCE_BATCH, REFERENCE_TOKENS
 from ascendchat.plan.shape import Shape
 
@@ -98,7 +98,7 @@ def fit_split(
     """How a training command shares out `total` tokens: with the rows it was told, else with the most that fit."""
     if rows is not None:
         return split_fixed(total, devices, shape.seq_len, rows)
-    have = room(chip)
+    have = usable(chip)
     most = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing).values()) <= have)
     if not most:
         command = f"ascendchat plan --depth {shape.depth} --chip '{chip.name}' --devices {devices}"

@@ -1,6 +1,6 @@
 """The three plans behind `ascendchat plan --goal train | rl | inference`: pure functions of the config and a chip.
 
-Each returns one plain dictionary with every number (what `--json` prints) or raises Refused when nothing fits.
+Each returns one plain dictionary with every number (what `--json` prints) or raises TooLarge when nothing fits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RL_STEPS = 100  # horizon when none is given
 DECODE_SHARE = 0.5  # of the bandwidth roofline that generation is assumed to reach
 
 
-class Refused(Exception):
+class TooLarge(Exception):
     """It does not fit: `what` needs these `parts` on a device."""
 
     def __init__(self, what: str, parts: dict[str, int]) -> None:
@@ -33,7 +33,7 @@ class Refused(Exception):
 def model_of(config: PlanConfig) -> Shape | HFModel:
     """Our own model from the dial, or the one in a config.json."""
     if config.hf_config:
-        return hf.read(config.hf_config, config.max_seq_len)
+        return hf.read_config(config.hf_config, config.max_seq_len)
     return Shape.from_depth(
         config.depth, vocab=config.vocab_size, seq_len=config.max_seq_len, window_pattern=config.window_pattern
     )
@@ -42,11 +42,11 @@ def model_of(config: PlanConfig) -> Shape | HFModel:
 def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int, rows: int) -> dict[str, int]:
     """Bytes by part of one training device."""
     if isinstance(model, HFModel):
-        return hf.training(model, chip, devices, rows, config.activation_checkpointing, config.lora_rank)
+        return hf.finetuning(model, chip, devices, rows, config.activation_checkpointing, config.lora_rank)
     return memory.training(model, chip, devices, rows, config.activation_checkpointing)
 
 
-def describe(model: Shape | HFModel) -> dict[str, Any]:
+def model_facts(model: Shape | HFModel) -> dict[str, Any]:
     """Sizes, parameters by part and FLOPs."""
     sizes = model.to_dict() if isinstance(model, Shape) else dataclasses.asdict(model)
     found: dict[str, Any] = {"shape": sizes, "parameters": {k: v for k, v in model.parameters().items() if v}}
@@ -60,13 +60,13 @@ def describe(model: Shape | HFModel) -> dict[str, Any]:
     return found
 
 
-def summary(parts: dict[str, int], chip: Chip) -> dict[str, Any]:
+def device_memory(parts: dict[str, int], chip: Chip) -> dict[str, Any]:
     """Parts and totals of one device."""
     return {
         "parts": parts,
         "total": sum(parts.values()),
         "allocated": memory.allocated(parts),  # compare with the framework's peak counter
-        "room": memory.room(chip),
+        "room": memory.usable(chip),
         "device": chip.memory,
     }
 
@@ -81,12 +81,12 @@ def choose_rows(
         parts = train_parts(config, model, chip, devices, rows)
         return {**parts, "rollout_weights": beside} if beside else parts
 
-    have, asked = memory.room(chip), config.device_batch_size
+    have, asked = memory.usable(chip), config.device_batch_size
     if asked is not None and sum(need(asked).values()) > have:
-        raise Refused(f"a device batch of {asked}", need(asked))
+        raise TooLarge(f"a device batch of {asked}", need(asked))
     largest = batch.largest_rows(lambda rows: sum(need(rows).values()) <= have)
     if not largest:
-        raise Refused("one row per device", need(1))
+        raise TooLarge("one row per device", need(1))
     return asked or largest, largest
 
 
@@ -113,6 +113,17 @@ def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most
     return found, [note]
 
 
+def _batch(split: batch.Split, largest: int) -> dict[str, int]:
+    return {
+        "device_rows": split.rows,
+        "largest_device_rows": largest,
+        "accumulation": split.accumulation,
+        "devices": split.devices,
+        "seq_len": split.seq_len,
+        "total_tokens": split.total,
+    }
+
+
 def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
     """Checkpointing runs the forward pass of the layers again: a third of their share of the FLOPs."""
     if not config.activation_checkpointing:
@@ -129,7 +140,7 @@ def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
     return train_parts(config, model, chip, 1, 1)["gradients"] + weights
 
 
-def train(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     """Parameters, memory, batch, steps, hours and cost of one training run."""
     model = model_of(config)
     tokens, wanted, notes = _horizon(config, model)
@@ -137,20 +148,11 @@ def train(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     split, raised = _share_out(config, wanted, config.devices, model.seq_len, rows)
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
-    exchanged = _exchanged(config, model, chip)
-    time = batch.duration(
-        model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, _recompute(config, model)
-    )
+    exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
+    time = batch.duration(model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, again)
     found: dict[str, Any] = {
-        "memory": summary(parts, chip),
-        "batch": {
-            "device_rows": split.rows,
-            "largest_device_rows": largest,
-            "accumulation": split.accumulation,
-            "devices": split.devices,
-            "seq_len": split.seq_len,
-            "total_tokens": split.total,
-        },
+        "memory": device_memory(parts, chip),
+        "batch": _batch(split, largest),
         "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * model.train_flops_per_token},
         "time": dataclasses.asdict(time),
     }
@@ -161,15 +163,15 @@ def train(config: PlanConfig, chip: Chip) -> dict[str, Any]:
             notes.append(f"{steps} steps are few: the recipe wants {batch.MIN_STEPS}; lower --total-batch-size")
     else:
         found["lora"] = _lora(config, model, chip, split.rows)
-    return {"model": describe(model), **found, "notes": notes + raised}
+    return {"model": model_facts(model), **found, "notes": notes + raised}
 
 
 def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str, Any]:
     """The other way to fine-tune, for comparison: the same rows with adapters and, if that was asked for, without."""
     rank = config.lora_rank or 16
-    lora = hf.training(model, chip, config.devices, rows, config.activation_checkpointing, rank)
-    full = hf.training(model, chip, config.devices, rows, config.activation_checkpointing, 0)
-    have = memory.room(chip)
+    lora = hf.finetuning(model, chip, config.devices, rows, config.activation_checkpointing, rank)
+    full = hf.finetuning(model, chip, config.devices, rows, config.activation_checkpointing, 0)
+    have = memory.usable(chip)
     return {
         "rank": rank,
         "parameters": model.lora_parameters(rank),
@@ -180,17 +182,17 @@ def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str
     }
 
 
-def inference(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+def inference_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     """Weights, cache per token, sequences that fit, and the roofline. Every device serves a whole copy of the model."""
     model = model_of(config)
     context = config.context or config.max_seq_len
     weights = model.total_parameters * memory.compute_bytes(chip)
     fitting = memory.most_sequences(model, chip, context, weights + sum(memory.outside(chip).values()))
     if not fitting:
-        raise Refused("one sequence", memory.decoding(model, chip, 1, context))
+        raise TooLarge("one sequence", memory.decoding(model, chip, 1, context))
     return {
-        "model": describe(model),
-        "memory": summary(memory.decoding(model, chip, fitting, context), chip),
+        "model": model_facts(model),
+        "memory": device_memory(memory.decoding(model, chip, fitting, context), chip),
         "weights": weights,
         "context": context,
         "kv_bytes_per_sequence": memory.kv_bytes(model, chip, context),
@@ -205,7 +207,7 @@ def inference(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     }
 
 
-def rl(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+def rl_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     """Trainer and rollout. Shared devices: both keep their weights, and the caches of a rollout use the room that the
     activations have in training. With --rollout-devices those generate and the others train."""
     model = model_of(config)
@@ -227,7 +229,7 @@ def rl(config: PlanConfig, chip: Chip) -> dict[str, Any]:
         beside = {name: size for name, size in parts.items() if name not in freed}
     fitting = memory.most_sequences(model, chip, context, sum(beside.values()))
     if not fitting:
-        raise Refused("one rollout", {**beside, **memory.caches(model, chip, 1, context)})
+        raise TooLarge("one rollout", {**beside, **memory.caches(model, chip, 1, context)})
     generating = {**beside, **memory.caches(model, chip, fitting, context)}
     samples = max(1, split.total // context)
     generators = apart or config.devices
@@ -236,25 +238,15 @@ def rl(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     steps = max(1, config.tokens // split.total) if config.tokens else RL_STEPS
     if not config.tokens:
         notes.append(f"no --tokens given: {RL_STEPS} steps assumed")
-    time = batch.duration(
-        model.train_flops_per_token, _exchanged(config, model, chip), chip, split, steps, config.mfu, None,
-        _recompute(config, model),
-    )  # fmt: skip
+    exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
+    time = batch.duration(model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, None, again)
     rollout = split.total / rate
     hours = steps * (max(rollout, time.step_seconds) if apart else rollout + time.step_seconds) / 3600
     return {
-        "model": describe(model),
-        "memory": summary(parts, chip),
-        "rollout_memory": summary(generating, chip),
-        "batch": {
-            "device_rows": split.rows,
-            "largest_device_rows": largest,
-            "accumulation": split.accumulation,
-            "devices": split.devices,
-            "seq_len": split.seq_len,
-            "total_tokens": split.total,
-            "samples": samples,
-        },
+        "model": model_facts(model),
+        "memory": device_memory(parts, chip),
+        "rollout_memory": device_memory(generating, chip),
+        "batch": {**_batch(split, largest), "samples": samples},
         "rollout": {
             "shared": not apart,
             "devices": generators,

@@ -139,7 +139,7 @@ class HFModel:
         return rank * (self.depth * attention + dense)
 
 
-def read(path: str, seq_len: int) -> HFModel:
+def read_config(path: str, seq_len: int) -> HFModel:
     """The model described by a config.json (or by the folder that holds one)."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -197,7 +197,7 @@ def from_config(values: dict[str, Any], seq_len: int) -> HFModel:
     )
 
 
-def activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> int:
+def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> int:
     """As for our own model; a gated MLP keeps gate, its activation, the other half and their product, and a norm with
     weights keeps its input in fp32."""
     tokens, size, traits = rows * model.seq_len, compute_bytes(chip), TRAITS[chip.device_type]
@@ -216,7 +216,7 @@ def activations(model: HFModel, chip: Chip, rows: int, checkpointing: bool) -> i
     return tokens * (layers + 4 * model.dim * size)
 
 
-def training(
+def finetuning(
     model: HFModel, chip: Chip, devices: int, rows: int, checkpointing: bool = False, lora_rank: int = 0
 ) -> dict[str, int]:
     """Bytes by part on one device. Full: weights and gradients in the compute dtype, fp32 master and two AdamW moments
@@ -231,7 +231,7 @@ def training(
         "weights": frozen + (trained * FP32 if lora_rank else 0),
         "gradients": trained * (FP32 if lora_rank else size),
         "optimizer": own * (2 * FP32 + master),
-        "activations": activations(model, chip, rows, checkpointing),
+        "activations": finetuning_activations(model, chip, rows, checkpointing),
         "logits": tokens * model.vocab * (2 * size + FP32),
         "workspace": 0,
         **outside(chip),

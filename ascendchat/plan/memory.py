@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ascendchat.chips import Chip
+from ascendchat.chips import GIB, Chip
 from ascendchat.plan.shape import Shape
 
-GIB = 1024**3
 MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
@@ -59,7 +58,7 @@ def compute_bytes(chip: Chip) -> int:
     return FP32 if compute_dtype(chip) == "float32" else 2
 
 
-def room(chip: Chip) -> int:
+def usable(chip: Chip) -> int:
     """Bytes a plan may use of one device, its reserve and collective buffers included."""
     return int(chip.memory * (1 - MARGIN))
 
@@ -105,7 +104,7 @@ def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> int
     return int(tokens * (around + layers))
 
 
-def head_loss(shape: Shape, chip: Chip, rows: int) -> int:
+def logits_of_chunk(shape: Shape, chip: Chip, rows: int) -> int:
     """Logits of one chunk and their gradient in the compute dtype. Never those of the whole batch (nn/loss.py)."""
     size = compute_bytes(chip)
     chunk = HEAD_CHUNK_BYTES[size] // (size * shape.padded_vocab)
@@ -149,7 +148,7 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
     """
     total, size = shape.total_parameters, compute_bytes(chip)
     own = -(-total // devices)
-    acts, head = activations(shape, chip, rows, checkpointing), head_loss(shape, chip, rows)
+    acts, head = activations(shape, chip, rows, checkpointing), logits_of_chunk(shape, chip, rows)
     # The parts above peak in the head loss; another moment may be higher by this much.
     work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head))
     return {
@@ -169,7 +168,7 @@ def allocated(parts: dict[str, int]) -> int:
     return sum(parts.values()) - parts.get("collective_buffers", 0) - parts.get("reserve", 0)
 
 
-class Decoder(Protocol):
+class DecoderSizes(Protocol):
     """What decoding needs to know of a model: our own Shape, or one read from a Hugging Face config.json."""
 
     @property
@@ -185,12 +184,12 @@ class Decoder(Protocol):
     def decode_flops_per_token(self, context: int) -> int: ...
 
 
-def kv_bytes(shape: Decoder, chip: Chip, context: int) -> int:
+def kv_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
     """Key-value cache of one sequence of `context` tokens; layers with a window keep only the window."""
     return shape.kv_elements(context) * compute_bytes(chip)
 
 
-def caches(shape: Decoder, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+def caches(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
     """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
     return {
         "kv_cache": sequences * kv_bytes(shape, chip, context),
@@ -198,30 +197,30 @@ def caches(shape: Decoder, chip: Chip, sequences: int, context: int) -> dict[str
     }
 
 
-def decoding(shape: Decoder, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+def decoding(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
     """Bytes by part of a device that only generates: weights in the compute dtype, caches, one step's activations."""
     weights = shape.total_parameters * compute_bytes(chip)
     return {"weights": weights, **caches(shape, chip, sequences, context), **outside(chip)}
 
 
-def most_sequences(shape: Decoder, chip: Chip, context: int, taken: int) -> int:
+def most_sequences(shape: DecoderSizes, chip: Chip, context: int, taken: int) -> int:
     """Sequences of `context` tokens that fit beside `taken` bytes."""
-    left = room(chip) - taken - prefill_work(shape, chip, context)
+    left = usable(chip) - taken - prefill_work(shape, chip, context)
     return max(0, left // (kv_bytes(shape, chip, context) + decode_row(shape, chip)))
 
 
-def decode_rate(shape: Decoder, chip: Chip, sequences: int, context: int) -> float:
+def decode_rate(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> float:
     """Upper bound of tokens per second: every step reads the weights once and every cache once, and multiplies."""
     read = shape.read_parameters(sequences) * compute_bytes(chip) + sequences * kv_bytes(shape, chip, context)
     return sequences / max(read / chip.bandwidth, sequences * shape.decode_flops_per_token(context) / chip.flops)
 
 
-def decode_row(shape: Decoder, chip: Chip) -> int:
+def decode_row(shape: DecoderSizes, chip: Chip) -> int:
     """Working set of one sequence in a decoding step: logits (also in fp32) and the widest layer."""
     size = compute_bytes(chip)
     return shape.padded_vocab * (size + FP32) + 2 * (shape.mlp_dim + 4 * shape.dim) * size
 
 
-def prefill_work(shape: Decoder, chip: Chip, context: int) -> int:
+def prefill_work(shape: DecoderSizes, chip: Chip, context: int) -> int:
     """Working set of reading one prompt of `context` tokens: the widest layer, nothing kept for a backward pass."""
     return context * 2 * (shape.mlp_dim + 4 * shape.dim) * compute_bytes(chip)

@@ -9,11 +9,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ascendchat.chips import Chip
+from ascendchat.chips import GIB, Chip
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.goals import Refused, describe, model_of, summary
-from ascendchat.plan.memory import GIB
+from ascendchat.plan.goals import TooLarge, device_memory, model_facts, model_of
 
 Planner = Callable[[PlanConfig, Chip], dict[str, Any]]
 MOST_DEVICES = 1024
@@ -56,7 +55,7 @@ def _ladders(config: PlanConfig, chip: Chip) -> Iterator[Iterator[dict[str, Any]
 def _fits(plan: Planner, config: PlanConfig, chip: Chip) -> bool:
     try:
         plan(config, chip)
-    except (Refused, UserError):
+    except (TooLarge, UserError):
         return False
     return True
 
@@ -90,11 +89,11 @@ class DoesNotFit(UserError):
         self.facts = facts
 
 
-def refusal(plan: Planner, config: PlanConfig, chip: Chip, reason: Refused) -> DoesNotFit:
+def refusal(plan: Planner, config: PlanConfig, chip: Chip, reason: TooLarge) -> DoesNotFit:
     """One sentence: what does not fit where, by how much, and what would."""
     model = config.hf_config or f"depth {config.depth}"
     where = chip.name if config.devices == 1 else f"{config.devices} x {chip.name}"
-    memory = summary(reason.parts, chip)
+    memory = device_memory(reason.parts, chip)
     changes = suggestions(plan, config, chip)
     remedy = "no change of its settings fits: use a chip with more memory"
     if changes:
@@ -103,5 +102,5 @@ def refusal(plan: Planner, config: PlanConfig, chip: Chip, reason: Refused) -> D
         f"{model} does not fit {where}: {reason.what} needs {memory['total'] / GIB:.1f} GiB on a device, "
         f"{memory['room'] / GIB:.1f} of its {chip.memory / GIB:.0f} GiB can be used; {remedy}"
     )
-    facts = {"model": describe(model_of(config)), "memory": memory, "reason": text, "suggestions": changes}
+    facts = {"model": model_facts(model_of(config)), "memory": memory, "reason": text, "suggestions": changes}
     return DoesNotFit(text, facts)

@@ -41,9 +41,14 @@ def batch_scale(total_batch: int) -> float:
 
 
 def rates(
-    dim: int, total_batch: int, *, matrix: float | None = None, embedding: float | None = None,
-    unembedding: float | None = None, scalar: float | None = None,
-) -> dict[str, float]:  # fmt: skip
+    dim: int,
+    total_batch: int,
+    *,
+    matrix: float | None = None,
+    embedding: float | None = None,
+    unembedding: float | None = None,
+    scalar: float | None = None,
+) -> dict[str, float]:
     """Full learning rate of every parameter group: all follow the batch, the three tables also the width. A rate that
     is given is, like the constants above, that of width 768 and 2^19 tokens per step."""
     given = {"matrices": matrix, "head": unembedding, "embedding": embedding, "skip_scalars": scalar}

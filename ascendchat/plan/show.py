@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ascendchat.chips import GIB
 from ascendchat.config.language import pad, translate, wrap
-from ascendchat.plan.memory import GIB
 
 WIDTH = 100
 Section = tuple[str, list[tuple[str, str]]]
@@ -20,7 +20,7 @@ def count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def size(value: float) -> str:
+def bytes_text(value: float) -> str:
     """Bytes in GiB, MiB or KiB."""
     for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= unit:
@@ -40,14 +40,14 @@ def _words(name: str) -> str:
 
 
 def _memory(title: str, found: dict[str, Any]) -> Section:
-    rows = [(_words(name), size(value)) for name, value in found["parts"].items() if value]
+    rows = [(_words(name), bytes_text(value)) for name, value in found["parts"].items() if value]
     share = found["total"] / found["device"]
-    rows.append(("total", f"{size(found['total'])} of {size(found['device'])} ({share:.0%})"))
+    rows.append(("total", f"{bytes_text(found['total'])} of {bytes_text(found['device'])} ({share:.0%})"))
     return title, rows
 
 
 def _verdict(total: int, fits: bool) -> str:
-    return f"{size(total)} per device: {'fits' if fits else 'does not fit'}"
+    return f"{bytes_text(total)} per device: {'fits' if fits else 'does not fit'}"
 
 
 def _model(found: dict[str, Any]) -> list[Section]:
@@ -90,7 +90,7 @@ def _batch(plan: dict[str, Any]) -> list[Section]:
 def sections(plan: dict[str, Any]) -> list[Section]:
     """Everything worth reading, in reading order."""
     chip = plan["chip"]
-    device = f"{plan['devices']} x {chip['name']}, {size(chip['memory'])}, {chip['flops'] / 1e12:.4g} TFLOP/s"
+    device = f"{plan['devices']} x {chip['name']}, {bytes_text(chip['memory'])}, {chip['flops'] / 1e12:.4g} TFLOP/s"
     found: list[Section] = [
         ("device", [("chip", device), ("computes in", plan["dtype"]), ("figures", chip["source"])]),
         *_model(plan["model"]),
@@ -102,7 +102,7 @@ def sections(plan: dict[str, Any]) -> list[Section]:
             ("context", f"{plan['context']:,} tokens"),
             (
                 "cache per sequence",
-                f"{size(plan['kv_bytes_per_sequence'])} ({size(plan['kv_bytes_per_token'])} a token)",
+                f"{bytes_text(plan['kv_bytes_per_sequence'])} ({bytes_text(plan['kv_bytes_per_token'])} a token)",
             ),
             ("sequences", f"{plan['sequences']:,} at once ({plan['sequences_per_device']:,} per device)"),
             ("roofline, 1 sequence", f"{count(rate['one_sequence'])} tokens/s"),
@@ -114,7 +114,7 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         rollout = plan["rollout"]
         rows = [
             ("devices", f"{rollout['devices']}, {'shared with the trainer' if rollout['shared'] else 'its own'}"),
-            ("cache per sequence", f"{size(rollout['kv_bytes_per_sequence'])} at {rollout['context']:,} tokens"),
+            ("cache per sequence", f"{bytes_text(rollout['kv_bytes_per_sequence'])} at {rollout['context']:,} tokens"),
             ("sequences", f"{rollout['sequences']:,} at once ({rollout['sequences_per_device']:,} per device)"),
             (
                 "samples per step",
@@ -141,7 +141,7 @@ def sections(plan: dict[str, Any]) -> list[Section]:
     return found
 
 
-def plain(plan: dict[str, Any]) -> str:
+def plan_text(plan: dict[str, Any]) -> str:
     """Text without colours."""
     lines = []
     for title, rows in sections(plan):
@@ -156,7 +156,7 @@ def plain(plan: dict[str, Any]) -> str:
 def show(plan: dict[str, Any]) -> None:
     """Print for whoever reads: a terminal or a file."""
     if not sys.stdout.isatty():
-        sys.stdout.write(plain(plan))
+        sys.stdout.write(plan_text(plan))
         return
     from rich.console import Console
     from rich.table import Table

@@ -134,8 +134,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     left out.
     """
     path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
     rows: list[dict[str, Any]] = []
+    for row in stored_rows(path / "metrics.jsonl" if path.is_dir() else path):
+        if "resumed_at" in row:
+            rows = [r for r in rows if r["step"] <= row["resumed_at"]]
+        else:
+            rows.append(row)
+    return rows
+
+
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of metrics.jsonl or results.jsonl, in order; an unfinished last line is left out."""
+    rows = []
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -143,12 +153,23 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(content.split(b"\n")[:-1], 1):  # what follows the last newline is unfinished
         row = _parse(line)
         if row is None:
-            raise UserError(f"{path} line {number} is not a row of metrics; delete that line to read the others")
-        if "resumed_at" in row:
-            rows = [r for r in rows if r["step"] <= row["resumed_at"]]
-        else:
-            rows.append(_revive(row))
+            raise UserError(f"{path} line {number} is not one of its rows; delete that line to read the others")
+        rows.append(_revive(row))
     return rows
+
+
+def append_row(fd: int, row: dict[str, Any], size: int) -> int:
+    """Add a row to a file of `size` bytes that is open for appending; gives its new size. One write() of a whole line:
+    a kill -9 leaves the line whole or absent."""
+    line, written = _json(row), 0
+    try:
+        written = os.write(fd, line)
+    finally:
+        if written != len(line):  # the disk filled up in the middle of the line
+            os.ftruncate(fd, size)
+    if written != len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return size + written
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -159,8 +180,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and ("step" in row or "resumed_at" in row) else None
 
 
-def _whole_size(path: Path) -> int:
-    """Bytes of metrics.jsonl up to its last whole row: what follows was torn by a crash or a power cut."""
+def whole_size(path: Path) -> int:
+    """Bytes of a file of rows up to its last whole one: what follows was torn by a crash or a power cut."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -194,7 +215,7 @@ class Run:
         self._size = 0
 
     def log(self, step: int, **metrics: Any) -> None:
-        """Append one row. One write() of a whole line: a kill -9 leaves the line whole or absent."""
+        """Append one row."""
         if not self.main:
             return
         with _said_once(self):
@@ -203,19 +224,7 @@ class Run:
             self.sinks.log(int(step), metrics)
 
     def _append(self, row: dict[str, Any]) -> None:
-        line = _json(row)
-        try:
-            written = os.write(self._fd, line)
-        except OSError:
-            written = 0
-            raise
-        finally:
-            if written == len(line):
-                self._size += written
-            else:  # the disk filled up in the middle of the line
-                os.ftruncate(self._fd, self._size)
-        if written != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size = append_row(self._fd, row, self._size)
 
     def note(self, **facts: Any) -> None:
         """Add facts to run.json (the chosen attention kernel, the planned batch...)."""
@@ -321,7 +330,7 @@ def _take_lock(folder: Path) -> int:
 def _open_metrics(run: Run, resume_step: int | None) -> None:
     path = run.folder / "metrics.jsonl"
     run._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    size, run._size = path.stat().st_size, _whole_size(path)
+    size, run._size = path.stat().st_size, whole_size(path)
     if run._size < size:
         os.ftruncate(run._fd, run._size)
         run.say(f"{path}: the last row was torn ({size - run._size} bytes), removed")

@@ -63,7 +63,7 @@ class BaseStage(RowStage):
         steps: int,
         text: Text,
         config: BaseConfig,
-        core_tasks: Sequence[core.Task] = (),
+        core_tasks: Sequence[core.CoreTask] = (),
     ) -> None:
         self.text, self.eval_tokens = text, config.eval_tokens
         self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
@@ -99,7 +99,7 @@ class BaseStage(RowStage):
 
     def examine(self, step: int) -> dict[str, float]:
         length, most = self.split.seq_len, None if self.core_rows == -1 else self.core_rows
-        report = core.evaluate(
+        report = core.score_tasks(
             self.core_tasks, self.scorer(), self.tokenizer, max_len=length, max_per_task=most, say=lambda text: None
         )
         whole, every = report.mean(subsets=False), report.mean(subsets=True)
@@ -140,7 +140,7 @@ def open_text(config: BaseConfig, here: Context) -> Text:
     return Text(resolved, corpora, validation, tokenizer)
 
 
-def open_core(config: BaseConfig) -> list[core.Task]:
+def open_core(config: BaseConfig) -> list[core.CoreTask]:
     """The tasks for --core-metric-every; what they need and is not there is said at the start."""
     if config.core_metric_every <= 0:
         return []
@@ -148,7 +148,7 @@ def open_core(config: BaseConfig) -> list[core.Task]:
     if not bundle.exists():
         raise UserError(f"--core-metric-every: no CORE tasks in {bundle}; get them: ascendchat data fetch core")
     tasks = load_bundle(bundle)
-    core.check(tasks)
+    core.check_rows(tasks)
     return tasks
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.config.stages import StageName
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.data.chat import render_prompt
 from ascendchat.data.mixture import Batches, absolute
@@ -125,7 +126,7 @@ def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows:
     return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
 
 
-def run_stage(config: ChatTrainConfig, name: str) -> int:
+def run_stage(config: ChatTrainConfig, name: StageName) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
     with training(config) as here:
         origin = starting_point(config, name, here.say)

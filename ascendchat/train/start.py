@@ -10,21 +10,20 @@ from torch import Tensor
 
 from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home
+from ascendchat.config.stages import STAGES, StageName
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.nn.optim import Shard
 from ascendchat.record import run_folder
 
-EARLIER = {"mid": ("base",), "sft": ("mid", "base")}  # where a stage starts from, the first that is there
 
-
-def starting_point(config: ChatTrainConfig, stage: str, say: Callable[[str], None]) -> Checkpoint:
+def starting_point(config: ChatTrainConfig, stage: StageName, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint to start from: a folder, a run (its last earlier stage), or this run's own earlier stage."""
     named = config.start
     if named and Path(named).is_dir():
         folders = [Path(named)]
     else:
         runs = [named or config.run] if named or config.run else _runs()
-        folders = [run_folder(run, earlier) for run in runs for earlier in EARLIER[stage]]
+        folders = [run_folder(run, earlier) for run in runs for earlier in STAGES[stage].starts_from]
     for folder in folders:
         if (folder / "manifest.json").is_file():
             try:

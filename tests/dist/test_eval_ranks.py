@@ -14,7 +14,7 @@ from ranks import Host, run_ranks
 from ascendchat import dist
 from ascendchat.eval.bits import bits_per_byte
 from ascendchat.eval.bundle import load_bundle
-from ascendchat.eval.core import evaluate
+from ascendchat.eval.core import score_tasks
 from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
@@ -31,7 +31,7 @@ def score(rank: int, folder: str) -> dict[str, Any]:
     model = GPT(Shape.from_depth(2, vocab=41, dim=32, head_dim=16, seq_len=256))
     model.initialise(seed=0)
     scorer = ModelScorer(model, choose("cpu", torch.float32, 16)[0], torch.device("cpu"))
-    report = evaluate(load_bundle(Path(folder)), scorer, Hashed(), max_len=90, say=lambda text: None)
+    report = score_tasks(load_bundle(Path(folder)), scorer, Hashed(), max_len=90, say=lambda text: None)
     bits = bits_per_byte(scorer, text_rows(Hashed(), TEXTS, 16), np.full(41, 2))
     dist.teardown()
     tasks = {task.label: (task.correct, task.cropped) for task in report.tasks}

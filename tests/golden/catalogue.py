@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 WORD = re.compile(r"[A-Za-z]{2,}")
 COMMAND = re.compile(r"(ascendchat|pip|source|python|torchrun|srun) |-")  # typed, not read: the same in Chinese
 # Exceptions that become a part of a UserError, in these modules: the refusal of a plan, a row that cannot be read.
-PARTS = {"Refused": ["plan.goals"], "ValueError": ["data.conversations", "data.chat", "data.read", "tasks.choice"]}
+PARTS = {"TooLarge": ["plan.goals"], "ValueError": ["data.conversations", "data.chat", "data.read", "tasks.choice"]}
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with
 
 
@@ -223,7 +223,7 @@ def plan_texts(collector: Collector) -> set[str]:
     for node in ast.walk(chips.tree):
         if isinstance(node, ast.keyword) and node.arg == "source":
             collector.keep(collector.whole(node.value, chips))
-    for name in ("ascendchat.plan", "ascendchat.plan.goals"):
+    for name in ("ascendchat.plan.command", "ascendchat.plan.goals"):
         module = collector.modules[name]
         for node in ast.walk(module.tree):
             notes = node.elts if isinstance(node, ast.List) else []
@@ -246,7 +246,7 @@ def part_names() -> set[str]:
     sizes |= {"intermediate_size": 8, "vocab_size": 8}
     model = hf.from_config({"model_type": "qwen3_moe", **sizes}, PlanConfig.max_seq_len)
     names = [shape.parameters(), model.parameters(), schedule.rates(64, 1024), memory.training(shape, chip, 2, 1)]
-    names += [hf.training(model, chip, 2, 1), memory.decoding(shape, chip, 1, 8), {"rollout_weights": 0}]
+    names += [hf.finetuning(model, chip, 2, 1), memory.decoding(shape, chip, 1, 8), {"rollout_weights": 0}]
     return {name.replace("_", " ") for part in names for name in part} | {Chip.source}
 
 

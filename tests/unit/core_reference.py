@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascendchat.eval.bundle import Task
+from ascendchat.eval.bundle import CoreTask
 from ascendchat.nn.loss import softcap
 
 
@@ -28,7 +28,7 @@ class Judged(NamedTuple):
     cropped: bool
 
 
-def texts_of(task: Task, index: int, rows: list[dict[str, Any]]) -> list[str]:
+def texts_of(task: CoreTask, index: int, rows: list[dict[str, Any]]) -> list[str]:
     """The prompts of one row, with the demonstrations drawn from all other rows."""
     text = ""
     if task.shots > 0:
@@ -51,7 +51,7 @@ def texts_of(task: Task, index: int, rows: list[dict[str, Any]]) -> list[str]:
     return [without.strip(), without + row["continuation"]]
 
 
-def spans_of(task: Task, ids: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+def spans_of(task: CoreTask, ids: list[list[int]]) -> tuple[list[list[int]], list[int]]:
     """The sequences to run, and where the scored part of each begins."""
     if task.kind == "language_modeling":
         without, whole = ids
@@ -70,7 +70,7 @@ def spans_of(task: Task, ids: list[list[int]]) -> tuple[list[list[int]], list[in
 
 
 @torch.no_grad()
-def judge(model: Any, attend: Any, tokenizer: Any, task: Task, index: int, rows: list[dict[str, Any]], device: Any,
+def judge(model: Any, attend: Any, tokenizer: Any, task: CoreTask, index: int, rows: list[dict[str, Any]], device: Any,
           max_len: int) -> Judged:  # fmt: skip
     """One example, one forward pass."""
     bos = tokenizer.specials["<|bos|>"]
@@ -101,7 +101,7 @@ def judge(model: Any, attend: Any, tokenizer: Any, task: Task, index: int, rows:
     return Judged(means.index(min(means)) == rows[index]["gold"], means, hits, cropped)
 
 
-def run(model: Any, attend: Any, tokenizer: Any, tasks: list[Task], device: Any, *, max_rows: int | None = None,
+def run(model: Any, attend: Any, tokenizer: Any, tasks: list[CoreTask], device: Any, *, max_rows: int | None = None,
         max_len: int | None = None) -> dict[str, list[Judged]]:  # fmt: skip
     """All examples of all tasks that are there, in the order of the tasks' rows."""
     results = {}

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import train
 from ascendchat.eval import core, scorer
-from ascendchat.eval.bundle import Task, load_bundle
+from ascendchat.eval.bundle import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches
 from ascendchat.infer.inputs import padded_length
 from ascendchat.nn.attention import choose
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tasks(folder: Path) -> list[Task]:
+def tasks(folder: Path) -> list[CoreTask]:
     return load_bundle(folder)
 
 
@@ -148,7 +148,9 @@ class Recorder:
         return result
 
 
-def agree(model: GPT, tokenizer: Any, tasks: list[Task], *, max_len: int, max_tokens: int, max_rows: int | None) -> int:
+def agree(
+    model: GPT, tokenizer: Any, tasks: list[CoreTask], *, max_len: int, max_tokens: int, max_rows: int | None
+) -> int:
     """Assert that every example is judged alike, down to the nats; returns how many there were."""
     expected = run_reference(model, dense(model, KERNEL), tokenizer, tasks, CPU, max_rows=max_rows, max_len=max_len)
     compared = 0
@@ -156,7 +158,7 @@ def agree(model: GPT, tokenizer: Any, tasks: list[Task], *, max_len: int, max_to
         if task.missing:
             continue
         recorder = Recorder(ModelScorer(model, KERNEL, CPU, max_tokens=max_tokens, max_len=max_len))
-        outcome = core.evaluate_task(task, recorder, tokenizer, max_len=max_len, max_rows=max_rows)
+        outcome = core.score_task(task, recorder, tokenizer, max_len=max_len, max_rows=max_rows)
         reference: list[Judged] = expected[task.label]
         assert outcome.cropped == sum(judged.cropped for judged in reference), task.label
         assert len(outcome.correct) == len(recorder.scored) == len(reference)
@@ -172,42 +174,44 @@ def agree(model: GPT, tokenizer: Any, tasks: list[Task], *, max_len: int, max_to
 
 
 @pytest.mark.parametrize("max_tokens", [64, 700, 100_000])
-def test_batches_of_any_size_agree_with_one_example_at_a_time(model: GPT, tasks: list[Task], max_tokens: int) -> None:
+def test_batches_of_any_size_agree_with_one_example_at_a_time(
+    model: GPT, tasks: list[CoreTask], max_tokens: int
+) -> None:
     assert agree(model, Hashed(), tasks, max_len=512, max_tokens=max_tokens, max_rows=None) == 3 * 16 + 12
 
 
-def test_cropped_prompts_agree_and_are_counted(model: GPT, tasks: list[Task]) -> None:
+def test_cropped_prompts_agree_and_are_counted(model: GPT, tasks: list[CoreTask]) -> None:
     agree(model, Hashed(), tasks, max_len=90, max_tokens=700, max_rows=None)
-    outcome = core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=90)
+    outcome = core.score_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=90)
     assert outcome.cropped == 16
-    assert core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512).cropped == 0
+    assert core.score_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512).cropped == 0
 
 
-def test_the_shared_beginning_is_run_once(model: GPT, tasks: list[Task]) -> None:
+def test_the_shared_beginning_is_run_once(model: GPT, tasks: list[CoreTask]) -> None:
     seen: list[int] = []
     hook = model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].numel()))
-    core.evaluate_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512)
+    core.score_task(tasks[0], ModelScorer(model, KERNEL, CPU), Hashed(), max_len=512)
     shared, seen[:] = sum(seen), []
     one = ModelScorer(model, KERNEL, CPU)
     shown = [[tasks[0].rows[j] for j in core.demonstrations(16, i, 6)] for i in range(16)]
     rows = [row for i in range(16) for row in core.Prompts(Hashed()).encode(
-        core.shown_before(tasks[0], shown[i]), core.asked(tasks[0], tasks[0].rows[i]))]  # fmt: skip
+        core.shown_before(tasks[0], shown[i]), core.endings(tasks[0], tasks[0].rows[i]))]  # fmt: skip
     one.submit([Example([row], [len(row) - 1]) for row in rows])()
     hook.remove()
     assert shared < sum(seen) / 3  # four options each
 
 
 @pytest.fixture(scope="module")
-def real_tasks(real_data: Path) -> list[Task]:
+def real_tasks(real_data: Path) -> list[CoreTask]:
     return load_bundle(real_data / "eval" / "eval_bundle")
 
 
-def test_the_real_bundle_agrees_with_one_example_at_a_time(model: GPT, real_tasks: list[Task]) -> None:
+def test_the_real_bundle_agrees_with_one_example_at_a_time(model: GPT, real_tasks: list[CoreTask]) -> None:
     some = [task for task in real_tasks if task.label in ("copa", "winograd", "arc_easy", "jeopardy", "squad")]
     assert agree(model, Hashed(), some, max_len=400, max_tokens=4096, max_rows=11) == 55
 
 
-def test_the_real_bundle_has_22_tasks_and_every_row_but_those_of_squad(real_tasks: list[Task]) -> None:
+def test_the_real_bundle_has_22_tasks_and_every_row_but_those_of_squad(real_tasks: list[CoreTask]) -> None:
     assert len(real_tasks) == 22
     assert [task.label for task in real_tasks if not task.complete] == ["squad"]
 
@@ -239,18 +243,18 @@ class Uniform:
         return lambda: [[score(row, start) for row, start in zip(e.rows, e.starts)] for e in examples]
 
 
-def test_a_scorer_that_knows_the_answers_is_always_right(tasks: list[Task]) -> None:
+def test_a_scorer_that_knows_the_answers_is_always_right(tasks: list[CoreTask]) -> None:
     for task in tasks[:4]:
         # Of equal options the first is chosen, so a gold one behind its equal cannot be found.
         rows = [r for r in task.rows if "choices" not in r or r["choices"].index(r["choices"][r["gold"]]) == r["gold"]]
-        clean = Task(**{**vars(task), "rows": rows})
-        outcome = core.evaluate_task(clean, Oracle([row.get("gold") for row in rows]), Hashed(), max_len=512)
+        clean = CoreTask(**{**vars(task), "rows": rows})
+        outcome = core.score_task(clean, Oracle([row.get("gold") for row in rows]), Hashed(), max_len=512)
         assert (outcome.accuracy, outcome.centred) == (1.0, 1.0)
 
 
-def test_a_scorer_that_knows_nothing_takes_the_first_option(tasks: list[Task]) -> None:
+def test_a_scorer_that_knows_nothing_takes_the_first_option(tasks: list[CoreTask]) -> None:
     for task in tasks[:3]:
-        outcome = core.evaluate_task(task, Uniform(), Letters(), max_len=512)
+        outcome = core.score_task(task, Uniform(), Letters(), max_len=512)
         firsts = [row.get("gold") == 0 for row in task.rows]
         assert outcome.correct == (firsts if task.kind != "language_modeling" else [False] * len(firsts))
 
@@ -262,9 +266,9 @@ def test_chance_is_centred_to_zero_and_perfection_to_one() -> None:
     assert core.centre(0.0, 0.5) == -1.0
 
 
-def test_missing_tasks_and_subsets_are_reported_and_never_hidden(tasks: list[Task]) -> None:
+def test_missing_tasks_and_subsets_are_reported_and_never_hidden(tasks: list[CoreTask]) -> None:
     said: list[str] = []
-    report = core.evaluate(tasks, Uniform(), Hashed(), max_len=512, say=said.append)
+    report = core.score_tasks(tasks, Uniform(), Hashed(), max_len=512, say=said.append)
     found = report.to_dict()
     assert found["missing"] == {"gone": "no file words/gone.jsonl"}
     assert found["subsets"] == {"part": "12 of 40 rows"}
@@ -274,18 +278,20 @@ def test_missing_tasks_and_subsets_are_reported_and_never_hidden(tasks: list[Tas
     assert found["core_with_subsets"] == pytest.approx(sum(centred.values()) / 4)
     assert any("gone" in line and "MISSING" in line for line in said)
     assert any("part" in line and "SUBSET 12 of 40 rows" in line for line in said)
-    assert any("over the 3 complete of 5 tasks" in line for line in core.summary(report))
-    assert any("gone" in line for line in core.summary(report))
+    assert any("over the 3 complete of 5 tasks" in line for line in core.core_lines(report))
+    assert any("gone" in line for line in core.core_lines(report))
 
 
-def test_a_cut_task_draws_its_demonstrations_from_the_cut_rows(model: GPT, tasks: list[Task]) -> None:
+def test_a_cut_task_draws_its_demonstrations_from_the_cut_rows(model: GPT, tasks: list[CoreTask]) -> None:
     assert agree(model, Hashed(), tasks[:1], max_len=512, max_tokens=700, max_rows=8) == 8
 
 
-def test_a_cut_below_the_demonstrations_scores_its_rows_as_the_whole_run_does(model: GPT, tasks: list[Task]) -> None:
-    def score(rows: int | None) -> tuple[core.Outcome, list[list[Scored]]]:
+def test_a_cut_below_the_demonstrations_scores_its_rows_as_the_whole_run_does(
+    model: GPT, tasks: list[CoreTask]
+) -> None:
+    def score(rows: int | None) -> tuple[core.TaskScore, list[list[Scored]]]:
         recorder = Recorder(ModelScorer(model, KERNEL, CPU, max_tokens=100))  # one example at a time
-        return core.evaluate_task(tasks[0], recorder, Hashed(), max_len=512, max_rows=rows), recorder.scored
+        return core.score_task(tasks[0], recorder, Hashed(), max_len=512, max_rows=rows), recorder.scored
 
     (quick, some), (full, every) = score(6), score(None)  # six are to be shown, so the cut has one too few
     assert (quick.rows, len(some), full.rows) == (6, 6, 16)
@@ -293,14 +299,14 @@ def test_a_cut_below_the_demonstrations_scores_its_rows_as_the_whole_run_does(mo
     for one, same in zip(some, every):
         for a, b in zip(one, same, strict=True):
             np.testing.assert_allclose(a.nats, b.nats, rtol=0, atol=2e-5)
-    assert "first 6 rows, shown ones from all" in core.line(quick)
+    assert "first 6 rows, shown ones from all" in core.score_line(quick)
 
 
-def test_a_file_too_small_for_its_demonstrations_is_refused_before_anything_is_scored(tasks: list[Task]) -> None:
-    small = [*tasks[1:], Task(**{**vars(tasks[0]), "rows": tasks[0].rows[:6]})]
+def test_a_file_too_small_for_its_demonstrations_is_refused_before_anything_is_scored(tasks: list[CoreTask]) -> None:
+    small = [*tasks[1:], CoreTask(**{**vars(tasks[0]), "rows": tasks[0].rows[:6]})]
     with pytest.raises(UserError, match=r"choice shows 6 other rows .* holds only 6; .*data fetch core"):
-        core.check(small)
-    core.check(tasks)
+        core.check_rows(small)
+    core.check_rows(tasks)
 
 
 def test_demonstrations_never_show_the_row_itself_and_follow_the_published_draw() -> None:
@@ -310,10 +316,10 @@ def test_demonstrations_never_show_the_row_itself_and_follow_the_published_draw(
 
 
 def test_a_context_that_ends_inside_a_token_is_counted_and_scored_from_where_it_differs() -> None:
-    counts = core.Counts()
-    example = core.build("language_modeling", [[9, 1, 2, 3], [9, 1, 2, 7, 8]], 512, counts)
+    counts = core.PromptCounts()
+    example = core.build_example("language_modeling", [[9, 1, 2, 3], [9, 1, 2, 7, 8]], 512, counts)
     assert (list(example.starts), counts.unclean) == ([3], 1)
-    core.build("language_modeling", [[9, 1, 2], [9, 1, 2, 7, 8]], 512, counts)
+    core.build_example("language_modeling", [[9, 1, 2], [9, 1, 2, 7, 8]], 512, counts)
     assert counts.unclean == 1
 
 
@@ -350,7 +356,7 @@ def test_our_tokenizer_gives_the_same_ids_part_by_part(head: list[str], ends: li
     assert prompts.encode(parts, ends) == prompts.whole(parts, ends)
 
 
-def test_the_fetched_archive_is_read_in_place(folder: Path, tmp_path: Path, tasks: list[Task]) -> None:
+def test_the_fetched_archive_is_read_in_place(folder: Path, tmp_path: Path, tasks: list[CoreTask]) -> None:
     with zipfile.ZipFile(tmp_path / "eval_bundle.zip", "w") as archive:
         for path in sorted(folder.rglob("*")):
             if path.is_file():

@@ -22,15 +22,16 @@ from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data import prepare
 from ascendchat.data.tokenizer import Tokenizer, train
 from ascendchat.eval import core
-from ascendchat.eval.base import merged, run
+from ascendchat.eval.base import run
 from ascendchat.eval.bits import bits_per_byte
-from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.bundle import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
 from ascendchat.nn import IGNORE
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import token_nats
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.record.results import best_results, stage_results
 
 TEXTS = ["the cat sat on the mat. " * 30, "one", "", "two old dogs ran\nand ran " * 7]
 
@@ -102,17 +103,22 @@ def save(tokenizer: Tokenizer, seed: int) -> GPT:
 CONFIG = EvalBaseConfig(device_type="cpu", run="tiny", json=True)
 
 
-def test_the_command_scores_a_checkpoint_and_leaves_its_results_beside_it(
+def test_the_command_scores_a_checkpoint_and_leaves_its_results_in_the_run(
     trained: GPT, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(dataclasses.replace(CONFIG, eval=("core",))) == 0
     printed = json.loads(capsys.readouterr().out)
-    stored = json.loads((run_folder("tiny", "base") / "eval_000007.json").read_text())
-    assert {**printed, "correct": stored["correct"]} == stored
+    rows = {row["task"]: row for row in stage_results(run_folder("tiny", "base"), "core")}
+    assert all(row["model"] == printed["model"] and row["step"] == 7 for row in rows.values())
+    assert rows["gone"]["result"] == {"missing": printed["core"]["missing"]["gone"]}
+    for task in printed["core"]["tasks"]:
+        found = dict(rows[task["label"]]["result"])
+        assert len(found.pop("correct")) == rows[task["label"]]["examined"] == task["rows"]
+        assert found == task
     tasks = load_bundle(home() / "data" / "core")
     expected = run_reference(trained, dense(trained, KERNEL), tokenizer, tasks, CPU)
     for label, judged in expected.items():
-        assert stored["correct"][label] == "".join(str(int(one.correct)) for one in judged), label
+        assert rows[label]["result"]["correct"] == "".join(str(int(one.correct)) for one in judged), label
     assert (printed["core"]["core_tasks"], list(printed["core"]["missing"])) == (3, ["gone"])
     assert printed["core"]["examples_per_second"] > 0
 
@@ -139,61 +145,72 @@ def test_the_command_measures_bits_per_byte_of_a_prepared_corpus(
     assert bits["bits_per_byte"] == pytest.approx(near, rel=0.01)
 
 
-def score(**changes: Any) -> dict[str, Any]:
-    """Run the command; the file that it leaves."""
+def score(**changes: Any) -> None:
     assert run(dataclasses.replace(CONFIG, **{"eval": ("core",), **changes})) == 0
-    found: dict[str, Any] = json.loads((run_folder("tiny", "base") / "eval_000007.json").read_text())
-    return found
+
+
+def counts(evaluation: str) -> dict[str, int]:
+    """Task -> rows or tokens of the result that counts."""
+    best = best_results(stage_results(run_folder("tiny", "base"), evaluation))
+    return {task: row["examined"] for task, row in best.items()}
 
 
 def test_results_are_added_to_those_of_the_same_weights_and_no_quick_look_replaces_a_complete_one(
     prepared: str, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = score(max_per_task=8)
-    assert quick["core"]["max_per_task"] == 8
-    full = score()
-    assert full["core"]["max_per_task"] is None  # a complete result replaces a partial one
-    both = score(eval=("bpb",), data=(prepared,))
-    assert (both["core"], both["correct"]) == (full["core"], full["correct"])
-    assert both["bpb"][prepared]["settings"]["max_seq_len"] == 256
-    assert both["bpb"][prepared]["tokens_asked"] == both["bpb"][prepared]["tokens_in_split"]
+    score(max_per_task=8)
+    assert set(counts("core").values()) == {8}
+    score()
+    full = counts("core")
+    assert min(full.values()) > 8  # a complete result replaces a partial one
+    score(eval=("bpb",), data=(prepared,))
+    assert counts("core") == full
+    (row,) = stage_results(run_folder("tiny", "base"), "bpb")
+    assert (row["settings"], row["examined"]) == ({"max_seq_len": 256}, row["in_task"])
     capsys.readouterr()
-    again = score(eval=("bpb", "core"), data=(prepared,), max_per_task=8, max_seq_len=128, eval_tokens=300)
+    score(eval=("bpb", "core"), data=(prepared,), max_per_task=8, max_seq_len=128, eval_tokens=300)
     shown = capsys.readouterr()
-    assert again == both
-    assert "eval_000007.json keeps the CORE found before over all rows, not this one over the first 8 rows" in shown.err
-    assert shown.err.count("keeps the bits per byte") == 1
+    assert (counts("core"), counts("bpb")) == (full, {prepared: row["in_task"]})
+    before = "what was found before with other settings still counts: "
+    assert f"{before}{prepared} over {row['in_task']} of {row['in_task']} (now 300)\n" in shown.err
+    assert f"{before}choice over {full['choice']} of {full['choice']} (now 8), " in shown.err
     assert json.loads(shown.out)["core"]["max_per_task"] == 8  # what this run found is printed nevertheless
     save(tokenizer, 4)  # trained again, to the same step
-    other = score(max_per_task=8)
-    assert other["model"] != both["model"]
-    assert other["core"]["max_per_task"] == 8
-    assert "bpb" not in other
+    score(max_per_task=8)
+    assert set(counts("core").values()) == {8}
+    score(max_per_task=500)  # a cut that cuts nothing is complete
+    assert counts("core") == full
 
 
-def test_a_cut_that_cuts_nothing_is_complete_and_a_damaged_file_is_made_anew(trained: GPT) -> None:
-    path = run_folder("tiny", "base") / "eval_000007.json"
-    path.write_text("half a fi")
-    full = score()
-    assert score(max_per_task=16)["core"]["max_per_task"] == 16
-    assert merged({**full, "core": {**full["core"], "note": 1}}, full) == (full, [])
-    nothing = {"model": full["model"], "core": {**full["core"], "tasks": []}, "correct": {}}  # all files missing
-    assert merged(full, nothing) == (full, ["the CORE found before over all rows, not this one over no task"])
+def test_tasks_of_core_are_on_disk_before_the_next_one_begins(trained: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = core.score_task
+
+    def lost(task: CoreTask, *words: Any, **named: Any) -> core.TaskScore:
+        if task.label == "lm":
+            raise RuntimeError("the machine is gone")
+        return real(task, *words, **named)
+
+    monkeypatch.setattr(core, "score_task", lost)
+    with pytest.raises(RuntimeError):
+        score()
+    labels = [task.label for task in load_bundle(home() / "data" / "core")]
+    assert list(counts("core")) == labels[: labels.index("lm")]
 
 
 def test_bits_per_byte_are_on_disk_before_core_begins(prepared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*words: Any, **named: Any) -> None:
         raise RuntimeError("the machine is gone")
 
-    monkeypatch.setattr(core, "evaluate", lost)
+    monkeypatch.setattr(core, "score_tasks", lost)
     with pytest.raises(RuntimeError):
         score(eval=("bpb", "core"), data=(prepared,))
-    stored = json.loads((run_folder("tiny", "base") / "eval_000007.json").read_text())
-    assert stored["bpb"][prepared]["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
+    (row,) = stage_results(run_folder("tiny", "base"), "bpb")
+    assert row["result"]["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
 
 
 def test_a_quick_look_may_be_shorter_than_the_demonstrations(trained: GPT) -> None:
-    assert [task["rows"] for task in score(max_per_task=2)["core"]["tasks"]] == [2, 2, 2, 2]
+    score(max_per_task=2)
+    assert list(counts("core").values()) == [2, 2, 2, 2]
 
 
 def test_a_bundle_with_too_few_rows_is_refused_before_anything_is_computed(

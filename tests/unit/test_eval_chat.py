@@ -25,13 +25,14 @@ from ascendchat.data.chat import Conversation, render_prompt, text_of
 from ascendchat.data.chat import parse as parse_ids
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.eval import chat
+from ascendchat.eval import chat, stages
 from ascendchat.eval.examine import Chosen, Examiner, ModelChooser, examine, selection
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Attention, Reference, choose
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.record.results import stage_results
 from ascendchat.tasks.base import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
@@ -223,16 +224,16 @@ def result(**tasks_found: float) -> dict[str, dict[str, Any]]:
 
 def test_chatcore_is_the_mean_of_centred_accuracies_and_says_what_it_lacks() -> None:
     five = result(arc_easy=0.25, arc_challenge=1.0, mmlu=0.625, gsm8k=0.5, humaneval=0.0)
-    found = chat.scores({**five, **result(ceval=0.25, cmmlu=0.55)})
+    found = stages.scores({**five, **result(ceval=0.25, cmmlu=0.55)})
     assert found["ChatCORE"]["score"] == pytest.approx((0 + 1 + 0.5 + 0.5 + 0) / 5)
     assert found["ChatCORE-zh"]["score"] == pytest.approx(0.2)
     assert found["ChatCORE"]["without"] == []
     del five["humaneval"]
-    lacking = chat.scores(five)["ChatCORE"]
+    lacking = stages.scores(five)["ChatCORE"]
     assert (lacking["tasks"], lacking["of"], lacking["without"]) == (4, 5, ["humaneval"])
-    assert "INCOMPLETE: without humaneval" in chat.score_lines({"ChatCORE": lacking})[0]
-    assert chat.scores({}) == {}
-    toy = chat.scores(result(toy_fact_en=0.9, toy_check_en=0.7, toy_problem_en=0.0))["toyworld en"]
+    assert "INCOMPLETE: without humaneval" in stages.score_lines({"ChatCORE": lacking})[0]
+    assert stages.scores({}) == {}
+    toy = stages.scores(result(toy_fact_en=0.9, toy_check_en=0.7, toy_problem_en=0.0))["toyworld en"]
     assert toy["score"] == pytest.approx(0.8)
 
 
@@ -257,6 +258,11 @@ def save(stage: str, seed: int, step: int = 3) -> GPT:
     return tiny
 
 
+def stored(stage: str) -> list[dict[str, Any]]:
+    """All results of a stage of the run `tiny`."""
+    return stage_results(run_folder("tiny", stage), "chat")
+
+
 def command(*words: str) -> int:
     flags = ["--device-type", "cpu", "--max-per-task", "4", "--max-new-tokens", "5", "--slots", "4", *words]
     return chat.run(parse(EvalChatConfig, flags))
@@ -273,62 +279,49 @@ def test_the_command_writes_its_results_and_prints_the_stages(
     assert "MISSING: no files of mmlu" in shown
     assert "not examined: mmlu" in shown
     assert [line.split() for line in shown.splitlines() if "MID" in line][-1] == ["MID", "SFT"]
-    found = json.loads((run_folder("tiny", "sft") / "eval_chat.json").read_text())
-    assert (found["stage"], found["step"], list(found["tasks"])) == ("sft", 3, ["toy_choice_zh"])
-    assert found["tasks"]["toy_choice_zh"]["rows"] == 4
-    assert (len(found["model"]), found["source"]) == (12, str(tmp_path.resolve()))
-    assert "no files of mmlu" in found["missing"]["mmlu"]
-    rows = {row["task"]: row for row in chat.stage_table("tiny")}
+    missing, found = stored("sft")
+    assert (found["stage"], found["step"], found["task"]) == ("sft", 3, "toy_choice_zh")
+    assert (found["examined"], found["in_task"], len(found["result"]["right"])) == (4, 325, 4)
+    assert (len(found["model"]), found["source"], found["dtype"]) == (12, None, "float32")
+    assert (missing["examined"], missing["source"]) == (0, str(tmp_path.resolve()))
+    assert "no files of mmlu" in missing["result"]["missing"]
+    rows = {row["task"]: row for row in stages.stage_table("tiny")}
     assert set(rows) == {"toy_fact_en", "toy_choice_zh", "toyworld en", "toyworld zh"}
     assert rows["toy_fact_en"] == {"task": "toy_fact_en", "mid": 0.0, "sft": None}
     assert rows["toyworld zh"]["incomplete"] == ["mid", "sft"]
-    assert chat.stage_table("no-such-run") == []
+    assert stages.stage_table("no-such-run") == []
 
 
-def test_tasks_examined_one_after_the_other_are_kept_until_the_model_changes() -> None:
+def test_tasks_examined_one_after_the_other_are_shown_until_the_model_changes() -> None:
+    def shown() -> set[str]:
+        return {row["task"] for row in stages.stage_table("tiny")} - {"toyworld en", "toyworld zh"}
+
     save("sft", 2)
     assert command("--tasks", "toy_choice_en") == 0
     assert command("--tasks", "toy_choice_zh") == 0
-    path = run_folder("tiny", "sft") / "eval_chat.json"
-    assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_en", "toy_choice_zh"}
+    assert shown() == {"toy_choice_en", "toy_choice_zh"}
     save("sft", 3, step=4)
     assert command("--tasks", "toy_choice_zh") == 0
-    assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_zh"}
+    assert shown() == {"toy_choice_zh"}
     assert command("--tasks", "toy_choice_en") == 0
     save("sft", 5, step=4)  # trained again, to the same step
     assert command("--tasks", "toy_choice_zh") == 0
-    assert set(json.loads(path.read_text())["tasks"]) == {"toy_choice_zh"}
-    path.write_text("half a fi")  # somebody else's, or damaged: not ours to trust
-    assert chat.stage_table("tiny") == []
+    assert shown() == {"toy_choice_zh"}
 
 
-def test_tasks_of_another_folder_are_not_mixed_in_but_the_embedded_ones_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found(names: Sequence[str], source: str, **changes: Any) -> dict[str, Any]:
-        about = {"model": "0f", "step": 3, "settings": {}, "missing": {}, "source": chat.source_of(names, source)}
-        return {**about, "tasks": result(**dict.fromkeys(names, 0.5)), **changes}
-
+def test_a_source_is_known_by_its_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    here, there = str(tmp_path / "here"), str(tmp_path / "there")
-    first = chat.merged({}, found(["mmlu", "toy_fact_en"], "here", missing={"ceval": "no files"}))
-    assert first["source"] == here
-    second = chat.merged(first, found(["gsm8k"], here))  # the same folder by another name
-    assert set(second["tasks"]) == {"mmlu", "gsm8k", "toy_fact_en"}
-    third = chat.merged(second, found(["toy_fact_zh"], ""))  # needs no folder
-    assert (set(third["tasks"]), third["source"]) == ({"mmlu", "gsm8k", "toy_fact_en", "toy_fact_zh"}, here)
-    assert third["missing"] == {"ceval": "no files"}
-    fourth = chat.merged(third, found(["gsm8k"], there))
-    assert (set(fourth["tasks"]), fourth["source"]) == ({"gsm8k", "toy_fact_en", "toy_fact_zh"}, there)
-    assert (fourth["missing"], fourth["scores"]["ChatCORE"]["tasks"]) == ({}, 1)
-    assert set(chat.merged(fourth, found(["mmlu"], ""))["tasks"]) == {"mmlu", "toy_fact_en", "toy_fact_zh"}  # fetched
-    assert set(chat.merged(fourth, found(["mmlu"], there, model="1e"))["tasks"]) == {"mmlu"}
+    names = [("mmlu", "here"), ("mmlu", str(tmp_path / "here")), ("mmlu", ""), ("toy_fact_en", "here")]
+    assert [chat.source_of(*name) for name in names] == [str(tmp_path / "here")] * 2 + ["", None]
 
 
 def test_json_goes_to_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
     save("sft", 2)
     assert command("--tasks", "toy_choice_en", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["tasks"]["toy_choice_en"]["kind"] == "reply"
+    found = json.loads(capsys.readouterr().out)
+    assert found["tasks"]["toy_choice_en"]["kind"] == "reply"
+    about = {"checkpoint", "model", "stage", "step", "chip", "world", "settings", "source", "missing", "scores"}
+    assert about <= set(found)
 
 
 def test_when_nothing_can_be_examined_the_command_fails(tmp_path: Path) -> None:
@@ -359,7 +352,7 @@ def test_a_context_that_fits_neither_model_nor_prompts_is_refused_in_a_sentence(
     save("sft", 2)
     with pytest.raises(UserError, match=words):
         command("--tasks", "toy_choice_en", *flags)
-    assert not (run_folder("tiny", "sft") / "eval_chat.json").exists()
+    assert stored("sft") == []
 
 
 def test_replies_that_cannot_be_as_long_as_asked_for_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,7 +380,7 @@ def test_a_sandbox_that_runs_nothing_is_an_error_and_not_a_model_without_a_right
         patch.setattr(sandbox, "run", lambda code, **limits: broken)
         with pytest.raises(UserError, match="libpython: no such file"):
             command("--tasks", "humaneval", "--source", str(tmp_path))
-    assert not (run_folder("tiny", "sft") / "eval_chat.json").exists()
+    assert stored("sft") == []
     with monkeypatch.context() as patch:  # later ones are counted: a program can imitate it
         patch.setattr(sandbox, "run", lambda code, **limits: broken if "check(f)" in code else real(code, **limits))
         assert command("--tasks", "humaneval", "--source", str(tmp_path)) == 0

@@ -12,8 +12,8 @@ from ascendchat.chips import find
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, duration, fit_split, largest_rows, split, split_fixed
-from ascendchat.plan.goals import train
-from ascendchat.plan.memory import room, training
+from ascendchat.plan.goals import train_plan
+from ascendchat.plan.memory import training, usable
 from ascendchat.plan.schedule import REFERENCE_TOKENS
 from ascendchat.plan.shape import Shape
 
@@ -117,7 +117,7 @@ def test_a_slow_exchange_between_nodes_bounds_the_step() -> None:
 
 def test_devices_exchange_float32_gradients_and_weights_in_the_compute_dtype() -> None:
     config = PlanConfig(depth=12, devices=2, chip="Ascend910B3")
-    time = train(config, find("Ascend910B3"))["time"]
+    time = train_plan(config, find("Ascend910B3"))["time"]
     moved = (4 + 2) * Shape.from_depth(12).total_parameters / 2  # each of two devices sends a half
     assert time["communication_seconds"] == pytest.approx(moved / find("Ascend910B3").link)
 
@@ -126,8 +126,8 @@ def test_a_training_command_takes_the_most_rows_that_fit_or_those_it_was_told() 
     shape, chip = Shape.from_depth(20), find("Ascend910B3")
     found = fit_split(shape, chip, 8, 2**20)
     assert found.total == 2**20
-    assert sum(training(shape, chip, 8, found.rows).values()) <= room(chip)
-    assert sum(training(shape, chip, 8, 2 * found.rows).values()) > room(chip)
+    assert sum(training(shape, chip, 8, found.rows).values()) <= usable(chip)
+    assert sum(training(shape, chip, 8, 2 * found.rows).values()) > usable(chip)
     assert fit_split(shape, chip, 8, 2**20, checkpointing=True).rows > found.rows
     assert fit_split(shape, chip, 8, 2**20, rows=4).accumulation == 16
     with pytest.raises(UserError, match="ascendchat plan --depth 64"):

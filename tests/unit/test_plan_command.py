@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat import plan
 from ascendchat.chips import find
 from ascendchat.config import UserError, parse
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.goals import Refused
+from ascendchat.plan import command as plan
+from ascendchat.plan.goals import TooLarge
 from ascendchat.plan.refuse import flags as flags_text
 from ascendchat.plan.refuse import suggestions
-from ascendchat.plan.show import plain
+from ascendchat.plan.show import plan_text
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
 
@@ -168,7 +168,7 @@ def test_what_a_refusal_suggests_does_fit(config: PlanConfig) -> None:
     goal = plan.GOALS[config.goal]
     try:
         goal(config, chip)
-    except Refused:
+    except TooLarge:
         changes = suggestions(goal, config, chip)
         for change in changes:
             plan.make(dataclasses.replace(config, **change), chip)
@@ -211,7 +211,7 @@ def test_numbers_that_mean_nothing_are_refused(flags: list[str], says: str) -> N
 @pytest.mark.parametrize("goal", ["train", "rl", "inference"])
 def test_the_table_fits_100_columns_and_names_every_part(goal: str) -> None:
     found = plan.make(parse(PlanConfig, ["--goal", goal, "--depth", "26", "--devices", "8"]), find("Ascend910_9392"))
-    text = plain(found)
+    text = plan_text(found)
     assert max(map(len, text.splitlines())) <= 100
     for part, size in found["memory"]["parts"].items():
         assert (part.replace("_", " ") in text) == (size > 0)

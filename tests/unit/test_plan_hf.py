@@ -10,7 +10,7 @@ import pytest
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
-from ascendchat.plan.hf import from_config, read, training
+from ascendchat.plan.hf import finetuning, from_config, read_config
 
 
 def config(kind: str, dim: int, layers: int, heads: int, kv: int, mlp: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_lora_trains_few_parameters_and_needs_less_memory() -> None:
     attention = 2 * (3584 + 3584) + 2 * (3584 + 512)
     assert model.lora_parameters(16) == 16 * 28 * (attention + 3 * (3584 + 18944))
     chip = find("Ascend910B3")
-    full, lora = training(model, chip, 1, 1), training(model, chip, 1, 1, lora_rank=16)
+    full, lora = finetuning(model, chip, 1, 1), finetuning(model, chip, 1, 1, lora_rank=16)
     assert full["weights"] == full["gradients"] == 2 * model.total_parameters
     assert full["optimizer"] == 12 * model.total_parameters
     assert lora["optimizer"] == 8 * model.lora_parameters(16)
@@ -89,15 +89,15 @@ def test_lora_trains_few_parameters_and_needs_less_memory() -> None:
 
 def test_full_fine_tuning_shards_its_state_over_the_devices() -> None:
     model, chip = from_config(QWEN_7B, 2048), find("Ascend910B3")
-    one, eight = (training(model, chip, n, 1) for n in (1, 8))
+    one, eight = (finetuning(model, chip, n, 1) for n in (1, 8))
     assert eight["optimizer"] * 8 == pytest.approx(one["optimizer"], rel=1e-6)
     assert eight["weights"] == one["weights"]
 
 
 def test_a_file_or_its_folder_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_05B))
-    assert read(str(tmp_path), 512) == read(str(tmp_path / "config.json"), 512)
-    assert read(str(tmp_path), 512).seq_len == 512
+    assert read_config(str(tmp_path), 512) == read_config(str(tmp_path / "config.json"), 512)
+    assert read_config(str(tmp_path), 512).seq_len == 512
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_a_file_we_cannot_count_is_refused(tmp_path: Path, text: str, says: str)
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(UserError, match=says):
-        read(str(path), 2048)
+        read_config(str(path), 2048)
     with pytest.raises(UserError, match="cannot read"):
-        read(str(tmp_path / "absent.json"), 2048)
+        read_config(str(tmp_path / "absent.json"), 2048)

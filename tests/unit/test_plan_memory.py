@@ -10,21 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat import cli
-from ascendchat.chips import find
+from ascendchat.chips import GIB, find
 from ascendchat.plan.memory import (
-    GIB,
     activations,
     allocated,
     compute_dtype,
     decode_rate,
     decoding,
-    head_loss,
     kv_bytes,
     layer_bytes,
+    logits_of_chunk,
     most_sequences,
     optimizer_state,
-    room,
     training,
+    usable,
 )
 from ascendchat.plan.shape import Shape
 
@@ -88,7 +87,7 @@ def test_every_part_of_depth_12_on_one_h200() -> None:
 
 def test_logits_of_the_whole_batch_never_exist() -> None:
     shape, chip = Shape.from_depth(12), find("Ascend910B3")
-    assert head_loss(shape, chip, 64) == head_loss(shape, chip, 8) == 8 * head_loss(shape, chip, 1)
+    assert logits_of_chunk(shape, chip, 64) == logits_of_chunk(shape, chip, 8) == 8 * logits_of_chunk(shape, chip, 1)
 
 
 def test_npu_attention_keeps_64_bytes_per_head_and_token_and_the_rotation_its_input() -> None:
@@ -136,8 +135,8 @@ def test_the_most_sequences_fit_and_one_more_does_not(chip: str, depth: int, con
     shape, device = Shape.from_depth(depth), find(chip)
     fixed = sum(decoding(shape, device, 0, context).values()) - decoding(shape, device, 0, context)["activations"]
     most = most_sequences(shape, device, context, fixed)
-    assert sum(decoding(shape, device, most, context).values()) <= room(device)
-    assert sum(decoding(shape, device, most + 1, context).values()) > room(device)
+    assert sum(decoding(shape, device, most, context).values()) <= usable(device)
+    assert sum(decoding(shape, device, most + 1, context).values()) > usable(device)
 
 
 def test_the_roofline_at_one_sequence_is_the_bandwidth_over_the_weights() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -136,3 +138,12 @@ def test_parameters_grow_with_depth(one: int, other: int, pattern: str) -> None:
         assert small.total_parameters < large.total_parameters
         assert small.scaling_parameters < large.scaling_parameters
         assert small.train_flops_per_token < large.train_flops_per_token
+
+
+@pytest.mark.parametrize("module", ["shape", "schedule", "batch", "memory"])
+def test_the_rules_are_imported_without_the_plan_command(module: str) -> None:
+    program = f"import sys, ascendchat.plan.{module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert f"ascendchat.plan.{module}" in loaded
+    command = {f"ascendchat.plan.{name}" for name in ("command", "goals", "refuse", "show", "hf")}
+    assert not {*command, "ascendchat.config.commands", "yaml"} & set(loaded)

@@ -1,0 +1,86 @@
+"""ChatCORE and the other summary numbers of `ascendchat eval chat`, and the table of all stages of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ascendchat.config.stages import STAGES
+from ascendchat.record import run_folder
+from ascendchat.record.results import best_results, stage_results
+from ascendchat.tasks import EVALUATIONS
+from ascendchat.tasks.toy import TOY_EXAMS as TOY
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "chatcore": ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval"),
+    "chinese": ("ceval", "cmmlu"),
+    "toy": TOY,
+}
+# The mean of the centred accuracies of a group; and the share of right answers to all questions of the toy world in one
+# language, but the word problems: those are what RL has to improve.
+SCORES = {"ChatCORE": GROUPS["chatcore"], "ChatCORE-zh": GROUPS["chinese"]}
+POOLS = {
+    f"toyworld {language}": tuple(name for name in TOY if name.endswith(f"_{language}") and "_problem_" not in name)
+    for language in ("en", "zh")
+}
+
+
+def scores(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The summary numbers of one stage; each says over what it was taken, and what it lacks."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, members in (SCORES | POOLS).items():
+        there = [tasks[task] for task in members if task in tasks]
+        values = [(t["accuracy"], t["rows"]) if name in POOLS else (t["centred"], 1) for t in there]
+        if total := sum(weight for _, weight in values):
+            mean = sum(value * weight for value, weight in values) / total
+            without = [task for task in members if task not in tasks]
+            found[name] = {"score": mean, "tasks": len(there), "of": len(members), "without": without}
+    return found
+
+
+def score_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The summary numbers in words."""
+    lines = []
+    for name, value in found.items():
+        lacks = f", INCOMPLETE: without {', '.join(value['without'])}" if value["without"] else ""
+        lines.append(f"{name} {value['score']:.4f} over {value['tasks']} of {value['of']} tasks{lacks}")
+    return lines
+
+
+def stage_table(run: str) -> list[dict[str, Any]]:
+    """A row per task and summary number, a column per stage: {"task": ..., "base": 0.25, "sft": 0.31}.
+
+    A value is None where a stage has not been examined on the task. Summary numbers that lack a task are marked in
+    `incomplete`, a list of stages."""
+    best = {stage: best_results(stage_results(run_folder(run, stage), "chat")) for stage in STAGES}
+    stages = {stage: {task: row["result"] for task, row in found.items()} for stage, found in best.items() if found}
+    rows: list[dict[str, Any]] = []
+    for name in EVALUATIONS:
+        values = {stage: found.get(name, {}).get("accuracy") for stage, found in stages.items()}
+        if any(value is not None for value in values.values()):
+            rows.append({"task": name, **values})
+    for name in (*SCORES, *POOLS):
+        means = {stage: scores(found).get(name) for stage, found in stages.items()}
+        if any(means.values()):
+            values = {stage: mean["score"] if mean else None for stage, mean in means.items()}
+            incomplete = [stage for stage, mean in means.items() if mean and mean["without"]]
+            rows.append({"task": name, **values, "incomplete": incomplete})
+    return rows
+
+
+def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`stage_table` for people; * marks a number that lacks some of its tasks."""
+    stages = [stage for stage in STAGES if any(stage in row for row in rows)]
+    lines = [f"  {'':<24}" + "".join(f"{stage.upper():>10}" for stage in stages)]
+    for row in rows:
+        cells = []
+        for stage in stages:
+            value = row.get(stage)
+            mark = "*" if stage in row.get("incomplete", ()) else ""
+            shown = "-" if value is None or math.isnan(value) else f"{value:.4f}{mark}"
+            cells.append(f"{shown:>10}")
+        lines.append(f"  {row['task']:<24}" + "".join(cells))
+    if any(row.get("incomplete") for row in rows):
+        lines.append("  * some of its tasks are missing: not comparable with complete ones")
+    return lines
