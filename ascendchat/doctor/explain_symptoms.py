@@ -7,6 +7,7 @@ question, and how much of the question in the phrase.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -46,10 +47,16 @@ def phrases(rule: Rule) -> list[tuple[str, float]]:
     return told + [(HOLE.sub("", title), TITLE) for title in rule.title.values()]
 
 
+@functools.cache
+def known_phrases() -> tuple[list[tuple[Rule, str, float, frozenset[str]]], Counter[str]]:
+    """(rule, phrase, what it is worth, its terms) of all rules, and in how many phrases each term is."""
+    known = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
+    return known, Counter(term for _, _, _, parts in known for term in parts)
+
+
 def alike(question: str) -> list[tuple[Rule, str]]:
     """(rule, the phrase of it that is most like the question), best first; empty when nothing is like it."""
-    known = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
-    frequency = Counter(term for _, _, _, parts in known for term in parts)
+    known, frequency = known_phrases()
 
     def weight(parts: frozenset[str]) -> float:
         return sum(math.log(1 + len(known) / (1 + frequency[term])) for term in parts)

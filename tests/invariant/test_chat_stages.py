@@ -83,7 +83,7 @@ def final(home: Path, run: str, name: str) -> dict[str, bytes]:
     return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["mid", "sft"])
+@pytest.mark.parametrize("name", [pytest.param("mid", marks=pytest.mark.slow), "sft"])
 def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path, name: str) -> None:
     output = finish(home, stage(home, name, "tiny", "--run", f"long_{name}"))
     assert f"starting from {home / 'runs' / 'tiny' / 'base'}" in output

@@ -161,10 +161,8 @@ def interrupt(home: Path, run: str, line: str, number: signal.Signals, *more: st
 MOMENTS = [("parameters;", "SIGINT"), ("kept in", "SIGTERM"), (" step 1/", "SIGINT"), (" step 4/", "SIGKILL")]
 
 
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [MOMENTS[1], *(pytest.param(*one, marks=pytest.mark.slow) for one in MOMENTS if one != MOMENTS[1])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "number"), MOMENTS)
 def test_resume_never_and_a_signal_leave_the_finished_model_where_it_is_said(
     home: Path, undisturbed: dict[str, bytes], line: str, number: str
 ) -> None:

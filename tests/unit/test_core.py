@@ -170,7 +170,7 @@ def agree(model: GPT, tokenizer: Any, tasks: list[Task], *, max_len: int, max_to
     return compared
 
 
-@pytest.mark.parametrize("max_tokens", [64, 700, 100_000])
+@pytest.mark.parametrize("max_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (64, 700)), 100_000])
 def test_batches_of_any_size_agree_with_one_example_at_a_time(model: GPT, tasks: list[Task], max_tokens: int) -> None:
     assert agree(model, Hashed(), tasks, max_len=512, max_tokens=max_tokens, max_rows=None) == 3 * 16 + 12
 

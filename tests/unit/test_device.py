@@ -189,8 +189,11 @@ WITHOUT_CANN = pytest.mark.skipif(
 @WITHOUT_CANN
 @pytest.mark.parametrize(
     ("before", "asked"),
-    [("prepare('npu')", "npu"), ("", "npu"), ("", None)],
-    ids=["prepared", "import torch fails", "automatic, import torch fails"],
+    [
+        pytest.param("prepare('npu')", "npu", id="prepared", marks=pytest.mark.slow),
+        pytest.param("", "npu", id="import torch fails"),
+        pytest.param("", None, id="automatic, import torch fails", marks=pytest.mark.slow),
+    ],
 )
 def test_torch_npu_without_cann_is_one_sentence_and_no_traceback(before: str, asked: str | None) -> None:
     status, out, err = _try(before, asked)
@@ -261,6 +264,7 @@ assert after.used < after.total == device.chip.memory
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells resident memory only on Linux")
 def test_memory_follows_tensors_and_the_peak_can_be_reset() -> None:
     """In a process of its own: what other tests leave behind is freed at any time."""

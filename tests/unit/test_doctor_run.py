@@ -32,6 +32,7 @@ def doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
 @pytest.mark.skipif(look().cann, reason="CANN is loaded here, so `import torch` does not fail")
 def test_doctor_runs_where_import_torch_fails_and_names_the_way_out() -> None:

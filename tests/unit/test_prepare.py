@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ascendchat import cli
 from ascendchat.config import UserError, parse
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data import toyworld
@@ -332,20 +333,17 @@ def test_a_number_of_workers_below_one_is_refused(tokenizer: Path, tmp_path: Pat
         prepare([a], tokenizer, tmp_path / "out", workers=0)
 
 
-def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(tokenizer: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts, taken = tmp_path / "texts", tmp_path / "file"
     texts.mkdir()
     (texts / "a.txt").write_text("some text")
     taken.write_text("mine")
     for out in (taken, taken / "below"):
         for command in (["data", "prepare", "--tokenizer", str(tokenizer)], ["tokenizer", "train"]):
-            done = subprocess.run(
-                [sys.executable, "-m", "ascendchat", *command, str(texts), "--out", str(out)],
-                capture_output=True, text=True, env={**os.environ, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"},
-            )  # fmt: skip
-            assert done.returncode == 2
-            assert f"{taken} is a file" in done.stderr
-            assert "Traceback" not in done.stderr
+            assert cli.main([*command, str(texts), "--out", str(out)]) == 2
+            assert f"{taken} is a file" in capsys.readouterr().err
     with pytest.raises(UserError, match="a folder of its own"):
         run(DataPrepareConfig(paths=(str(texts),), tokenizer=str(tokenizer), out=str(texts)))
     assert [path.name for path in texts.iterdir()] == ["a.txt"]

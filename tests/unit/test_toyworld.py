@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import subprocess
@@ -40,20 +39,19 @@ def asked_in(split: str, kind: str, count: int) -> set[str]:
     return {plain(m["content"]) for c in chats(split, kind, count=count) for m in c if m["role"] == "user"}
 
 
-def fingerprint() -> str:
-    parts = [
-        *islice(documents("train"), 50),
-        *map(str, islice(chats("train", "sft"), 50)),
-        *map(str, problems("test", count=9)),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+SAMPLE = """
+from itertools import islice
+from ascendchat.data.toyworld import chats, documents, problems
+print(*islice(documents("train"), 50), *islice(chats("validation", "sft"), 50), *problems("test", count=9), sep="\\n")
+"""
 
 
-def test_everything_follows_from_the_seed_in_any_process() -> None:
-    code = "import sys; sys.path.insert(0, 'tests/unit'); from test_toyworld import fingerprint; print(fingerprint())"
-    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
-    assert other.stdout.strip() == fingerprint()
+def test_everything_follows_from_the_seed_in_any_process(capsys: pytest.CaptureFixture[str]) -> None:
+    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    other = subprocess.run([sys.executable, "-c", SAMPLE], capture_output=True, encoding="utf-8", env=env, check=True)
+    exec(SAMPLE, {})
+    assert other.stdout == capsys.readouterr().out
+    assert other.stdout.count("\n") > 100
 
 
 def test_another_seed_is_another_world() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain
 
 from ascendchat.data.chat import Conversation, text_of
@@ -31,8 +32,9 @@ COUNT = {"mid": 12_000, "sft": 12_000}
 ASKED = {"arithmetic": 100, "instruction": 100, "find": 30, "problem": 60}  # questions per language in an examination
 
 
+@lru_cache(maxsize=8)
 def pools(here: World, split: str, name: str) -> dict[tuple[str, str], list[Question]]:
-    """The questions that can be listed, by topic and language."""
+    """The questions that can be listed, by topic and language; made once, for it takes a second."""
     listed = {
         "fact": ask.facts(here, split), "check": ask.checks(here, split), "choice": ask.choices(here, split),
         "unknown": ask.unknowns(here, split), "identity": ask.identities(here, split, name),
