@@ -23,8 +23,7 @@ from ascendchat.data import toyworld
 from ascendchat.data.corpus import Batches, Corpus, absolute, named, open_mixture, read_manifest
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import MANIFEST, MIXTURE, TOYWORLD, prepare
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.data.tokenizer import train as train_tokenizer
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.device import Device, describe
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle

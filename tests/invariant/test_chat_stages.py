@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
@@ -34,7 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     texts = [sentence(rng, rng.randint(5, 60)) for _ in range(200)]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
-    train(texts, 300).save(folder / "tokenizer")
+    train_tokenizer(texts, 300).save(folder / "tokenizer")
     prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
     rows = []
     for number in range(120):
@@ -120,7 +120,7 @@ def test_a_start_that_does_not_exist_and_a_foreign_tokenizer_are_refused(home: P
     output = finish(home, stage(home, "sft", "nothing"), status=2)
     assert "no checkpoint to start from" in output
     assert "ascendchat base --run NAME" in output
-    train([sentence(random.Random(5), 50)], 280).save(tmp_path / "other")
+    train_tokenizer([sentence(random.Random(5), 50)], 280).save(tmp_path / "other")
     output = finish(home, stage(home, "sft", "tiny", "--run", "x", "--tokenizer", str(tmp_path / "other")), status=2)
     assert "was not trained with the tokenizer in" in output
     assert "Traceback" not in output

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
 STEPS = 24
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60))) + "." for _ in range(400)]
     source = folder / "text.jsonl"
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    train(texts, 300).save(folder / "tokenizer")
+    train_tokenizer(texts, 300).save(folder / "tokenizer")
     prepare([str(source)], folder / "tokenizer", folder / "data" / "words", val_fraction=0.1, workers=1)
     return folder
 

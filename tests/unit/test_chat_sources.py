@@ -14,7 +14,7 @@ from ascendchat import tasks
 from ascendchat.config.train import SftConfig
 from ascendchat.data.chat import Conversation, Counts
 from ascendchat.data.pack import ChatRows
-from ascendchat.data.tokenizer import Tokenizer, train
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.tasks.base import Task
 from ascendchat.train.chat import VALIDATION, open_sources, report_overlaps, watch_for
 
@@ -23,7 +23,7 @@ EXAM = [{"question": f"Who is {n}?", "choices": [f"man {n}", "nobody"], "gold": 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(["who is the man? it is nobody, says the other."], 270)
+    return train_tokenizer(["who is the man? it is nobody, says the other."], 270)
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def test_what_is_verified_is_what_was_asked_for(server: Server, tmp_path: Path, 
                 (disk / name).write_bytes(text)
             argv += ["--source", str(disk.parent)]
         assert command(*argv, "--out", out) == 0
-        folder_now = folder_of(argv[0], out)
+        folder_now = Path(out) / folder_of(argv[0]).name
         assert {name: (folder_now / name).read_bytes() for name in content} == content
         entries = json.loads((folder_now / "manifest.json").read_text())["files"]
         assert all((folder_now / name).stat().st_size == entry["bytes"] for name, entry in entries.items())

@@ -22,9 +22,9 @@ from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import IGNORE, Batches, Corpus, open_mixture
 from ascendchat.data.prepare import prepare, run
-from ascendchat.data.read import documents
+from ascendchat.data.read import read_documents
 from ascendchat.data.shards import dtype_for, is_validation
-from ascendchat.data.tokenizer import Tokenizer, train
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ def write(path: Path, items: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    train(iter(texts(50)), vocab_size=400).save(folder)
+    train_tokenizer(iter(texts(50)), vocab_size=400).save(folder)
     return folder
 
 
@@ -241,7 +241,7 @@ def test_every_token_of_real_text_is_used(tokenizer: Path, real_data: Path, tmp_
     source = real_data / "pretrain" / "en" / "wiki_val.jsonl.xz"
     manifest = prepare([str(source)], tokenizer, tmp_path / "out", val_fraction=0.05, workers=2)
     splits = manifest["splits"]
-    assert splits["train"]["documents"] + splits["val"]["documents"] == sum(1 for _ in documents([source])) == 223
+    assert splits["train"]["documents"] + splits["val"]["documents"] == sum(1 for _ in read_documents([source])) == 223
     corpus = Corpus.open(tmp_path / "out", verify=True)
     rows = Batches([(corpus, 1.0)], 1024, 16, seed=0)
     counts = np.zeros(corpus.vocab_size, dtype=np.int64)
