@@ -205,7 +205,8 @@ def test_base_trains_on_a_single_text_without_validation(home: Path, tmp_path: P
     assert "step 2/2" in output
 
 
-@pytest.mark.parametrize("name", ["mid", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mid", "sft"])
 def test_text_alone_is_validated_in_bits_per_byte(home: Path, name: str) -> None:
     words = stage(home, name, "tiny", "--run", f"text_{name}")
     words[2] = str(home / "words")

@@ -225,6 +225,7 @@ def test_settings_that_may_change_are_said_when_a_run_goes_on(home: Path) -> Non
     assert shown.count("continuing with") == 2
 
 
+@pytest.mark.slow
 def test_the_loss_is_a_mean_over_tokens_and_not_over_padding(home: Path, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text(json.dumps({"text": "red blue tree"}), encoding="utf-8")
     prepare([str(tmp_path / "short.jsonl")], home / "tokenizer", tmp_path / "short", val_fraction=0.0, workers=1)

@@ -210,6 +210,7 @@ def test_torch_npu_without_cann_does_not_stop_an_automatic_run() -> None:
     assert (status, out) == (0, ""), err
 
 
+@pytest.mark.slow
 def test_without_torch_npu_asking_for_an_npu_says_what_to_install() -> None:
     status, out, err = _try(
         "sys.modules['torch_npu'] = None\nimport os\nos.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD='0')", "npu"

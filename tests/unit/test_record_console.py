@@ -109,6 +109,7 @@ def test_bar_on_a_terminal_shows_everything_and_is_removed_cleanly() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_no_color_keeps_the_bar_without_colours() -> None:
     received = on_terminal(SHOW, NO_COLOR="1")
     assert "\x1b[2K" in received

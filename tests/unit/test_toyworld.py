@@ -28,6 +28,11 @@ SPLITS = ("train", "validation", "test")
 EXAM = {split: questions(split) for split in SPLITS}
 
 
+@pytest.fixture(scope="module")
+def training_text() -> str:
+    return "\n".join(documents("train", count=4000))
+
+
 def plain(text: str) -> str:
     """A user's text without the polite words around it."""
     for pattern in [p for language in POLITE.values() for p in language if p != "{q}"]:
@@ -93,22 +98,22 @@ def test_training_asks_for_some_facts_never_for_some_in_one_language_and_for_no_
     assert min(ways.values()) > 20
 
 
-def test_every_fact_is_told_often_in_both_languages_by_the_training_text() -> None:
-    text = "\n".join(documents("train", count=4000))
+def test_every_fact_is_told_often_in_both_languages_by_the_training_text(training_text: str) -> None:
     for fact in toy_world().facts.values():
         for language in toyworld.LANGUAGES:
-            told = sum(text.count(sentence(tell, fact, language)) for tell in PHRASES[fact.attribute][language].tell)
+            told = sum(
+                training_text.count(sentence(tell, fact, language)) for tell in PHRASES[fact.attribute][language].tell
+            )
             assert told >= 5, (fact.entity.key, fact.attribute, language, told)
 
 
-def test_the_text_never_contradicts_a_fact() -> None:
-    text = "\n".join(documents("train", count=1500))
+def test_the_text_never_contradicts_a_fact(training_text: str) -> None:
     world = toy_world()
     for fact in world.facts.values():
         for value in world.values[fact.attribute]:
             wrong = type(fact)(fact.entity, fact.attribute, value)
             if value != fact.value:
-                assert sentence(PHRASES[fact.attribute]["zh"].tell[0], wrong, "zh") not in text
+                assert sentence(PHRASES[fact.attribute]["zh"].tell[0], wrong, "zh") not in training_text
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -182,13 +187,12 @@ def test_conversations_are_well_formed_and_cover_all_topics_of_their_kind() -> N
     assert list(chats("train", "sft", count=20)) == list(islice(chats("train", "sft", count=50), 20))
 
 
-def test_strangers_are_in_no_text_of_the_world() -> None:
-    text = "\n".join(documents("train", count=3000))
+def test_strangers_are_in_no_text_of_the_world(training_text: str) -> None:
     known = {entity.name[language] for entity in toy_world().entities for language in toyworld.LANGUAGES}
     for split in SPLITS:
         for q in [q for q in EXAM[split] if q.topic == "unknown"][:400]:
             if not any(name in q.text for name in known):
-                assert q.text not in text
+                assert q.text not in training_text
 
 
 def test_an_examination_has_many_questions_of_every_topic_in_both_languages() -> None:
