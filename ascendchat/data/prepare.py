@@ -26,17 +26,17 @@ from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data.corpus import FORMAT
 from ascendchat.data.mixture import MIXTURE, write_mixture
-from ascendchat.data.read import Tally, file_documents, files, format_of
+from ascendchat.data.read import Tally, file_documents, format_of, source_files
 from ascendchat.data.shards import (
     PART,
-    Source,
+    SourceFile,
     dtype_for,
     encode_part,
-    finish,
-    finished,
+    finished_records,
     load_record,
-    parts_of,
+    record_finished,
     record_path,
+    split_into_parts,
 )
 from ascendchat.data.verify import MANIFEST
 from ascendchat.files import check_folder, sha256, write_atomic
@@ -45,13 +45,12 @@ if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer
 
 TOYWORLD = "toyworld"
-SHARD = re.compile(
-    r"\.?(train|val)-[0-9a-f]{16}-\d{5,}\.(tokens|lengths)(\.\d+\.tmp)?"
-)  # finished or left half-written
-RECORD = re.compile(r"\.?([0-9a-f]{16}(-\d{5,})?|sources)\.json(\.\d+\.tmp)?")  # the same of our files in progress/
+# Names of our files, finished or left half-written: shards, and records in progress/.
+SHARD = re.compile(r"\.?(train|val)-[0-9a-f]{16}-\d{5,}\.(tokens|lengths)(\.\d+\.tmp)?")
+RECORD = re.compile(r"\.?([0-9a-f]{16}(-\d{5,})?|sources)\.json(\.\d+\.tmp)?")
 
 
-def _read(source: Source, tally: Tally) -> Iterator[str]:
+def _read(source: SourceFile, tally: Tally) -> Iterator[str]:
     if source.path.startswith(TOYWORLD + "/"):
         from ascendchat.data import toyworld
 
@@ -62,7 +61,7 @@ def _read(source: Source, tally: Tally) -> Iterator[str]:
         yield from file_documents(Path(source.path), source.field, tally)
 
 
-# In a worker: the tokenizer is loaded once, and the process ends with its parent, however that ends.
+# In a worker: the tokenizer is loaded once, and the process ends when its parent has ended.
 _worker: dict[str, Any] = {}
 
 
@@ -80,22 +79,22 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work_part(source: Source, number: int, texts: list[str]) -> None:
+def _work_part(source: SourceFile, number: int, texts: list[str]) -> None:
     encode_part(_worker["tokenizer"], _worker["out"], source, number, texts)
 
 
-def _work_source(source: Source) -> None:
+def _work_source(source: SourceFile) -> None:
     """A whole file in one worker: read, encode, record."""
     tally, number = Tally(), -1
-    for number, texts in enumerate(parts_of(_read(source, tally), source.part)):
+    for number, texts in enumerate(split_into_parts(_read(source, tally), source.part)):
         if load_record(_worker["out"], record_path(_worker["out"], source, number)) is None:
             _work_part(source, number, texts)
-    finish(_worker["out"], source, number + 1, tally)
+    record_finished(_worker["out"], source, number + 1, tally)
 
 
-def encode_all(sources: Sequence[Source], out: Path, tokenizer: str, workers: int) -> None:
+def encode_all(sources: Sequence[SourceFile], out: Path, tokenizer: str, workers: int) -> None:
     """Encode what is not done yet. Many files: a worker takes a file. Few: this process reads, workers take parts."""
-    pending = [source for source in sources if finished(out, source) is None]
+    pending = [source for source in sources if finished_records(out, source) is None]
     if not pending:
         return
     spawn = multiprocessing.get_context("spawn")  # a forked child inherits locks and threads
@@ -115,7 +114,7 @@ def encode_all(sources: Sequence[Source], out: Path, tokenizer: str, workers: in
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _files(pool: ProcessPoolExecutor, pending: Sequence[Source]) -> Iterator[Source]:
+def _files(pool: ProcessPoolExecutor, pending: Sequence[SourceFile]) -> Iterator[SourceFile]:
     """Hand whole files to the workers; yields each source when it is done."""
     running = {pool.submit(_work_source, source): source for source in pending}
     while running:
@@ -124,10 +123,10 @@ def _files(pool: ProcessPoolExecutor, pending: Sequence[Source]) -> Iterator[Sou
             yield running.pop(future)
 
 
-def _parts(pool: ProcessPoolExecutor, pending: Sequence[Source], out: Path, workers: int) -> Iterator[Source]:
+def _parts(pool: ProcessPoolExecutor, pending: Sequence[SourceFile], out: Path, workers: int) -> Iterator[SourceFile]:
     """Read the files here, one after the other, and hand their parts to the workers; yields each source when it is
     done. At most two parts more than there are workers are held in memory."""
-    running: dict[Future[None], Source] = {}
+    running: dict[Future[None], SourceFile] = {}
     unread = {source.key for source in pending}
 
     def settle(most: int) -> None:
@@ -136,10 +135,10 @@ def _parts(pool: ProcessPoolExecutor, pending: Sequence[Source], out: Path, work
                 future.result()
                 del running[future]
 
-    ended: dict[str, tuple[Source, int, Tally]] = {}
+    ended: dict[str, tuple[SourceFile, int, Tally]] = {}
     for source in pending:
         tally, number = Tally(), -1
-        for number, texts in enumerate(parts_of(_read(source, tally), source.part)):
+        for number, texts in enumerate(split_into_parts(_read(source, tally), source.part)):
             if load_record(out, record_path(out, source, number)) is None:
                 settle(workers)
                 running[pool.submit(_work_part, source, number, texts)] = source
@@ -150,7 +149,7 @@ def _parts(pool: ProcessPoolExecutor, pending: Sequence[Source], out: Path, work
         busy = {source.key for source in running.values()}
         for key in [key for key in ended if key not in busy]:
             one, parts, its_tally = ended.pop(key)
-            finish(out, one, parts, its_tally)
+            record_finished(out, one, parts, its_tally)
             yield one
 
 
@@ -176,32 +175,32 @@ def find_sources(
     tokenizer: str,
     out: Path,
     leave_out: Sequence[Path] = (),
-) -> list[Source]:
+) -> list[SourceFile]:
     """The files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not searched."""
     remembered = out / "progress" / "sources.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         known = json.loads(remembered.read_text(encoding="utf-8"))
-    found: list[Source] = []
+    sources: list[SourceFile] = []
     for name in given:
         if name == TOYWORLD:  # it has its own splits
             splits = [("train", 0.0)] * (val_fraction < 1) + [("validation", 1.0)] * (val_fraction > 0)
             for split, fraction in splits:
                 content = _toyworld_content(split)
                 key = _key(content, fraction, part, tokenizer)
-                found.append(Source(f"{TOYWORLD}/{split}", content, key, field, fraction, part))
+                sources.append(SourceFile(f"{TOYWORLD}/{split}", content, key, field, fraction, part))
             continue
         fetched = home() / "data" / name.replace("/", "--")  # as data fetch names it
         path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
-        for file in files([path], leave_out):
+        for file in source_files([path], leave_out):
             content = _identity(file, known)
             key = _key(content, format_of(file.name), field, val_fraction, part, tokenizer)
-            found.append(Source(str(file), content, key, field, val_fraction, part))
+            sources.append(SourceFile(str(file), content, key, field, val_fraction, part))
     write_atomic(remembered, json.dumps(known))
-    return found
+    return sources
 
 
-def _refuse_copies(sources: Sequence[Source]) -> None:
+def _refuse_copies(sources: Sequence[SourceFile]) -> None:
     seen: dict[str, str] = {}
     for source in sources:
         if source.content in seen:
@@ -221,17 +220,23 @@ def _toyworld_content(split: str) -> str:
     return digest.hexdigest()
 
 
-def build_manifest(sources: Sequence[Source], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def build_manifest(sources: Sequence[SourceFile], out: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """The manifest of a folder whose sources are all finished."""
     splits: dict[str, Any] = {
         name: {"documents": 0, "tokens": 0, "text_bytes": 0, "parts": []} for name in ("train", "val")
     }
     manifest: dict[str, Any] = {
-        "format": FORMAT, "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
-        "bos": tokenizer.bos, "dtype": dtype_for(tokenizer.vocab_size), "splits": splits, "sources": [], "files": {},
-    }  # fmt: skip
+        "format": FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "bos": tokenizer.bos,
+        "dtype": dtype_for(tokenizer.vocab_size),
+        "splits": splits,
+        "sources": [],
+        "files": {},
+    }
     for source in sources:
-        records = finished(out, source)
+        records = finished_records(out, source)
         if records is None:
             raise UserError(f"files of {source.path} vanished from {out} while it was written; run the command again")
         done, parts = records
@@ -245,7 +250,7 @@ def build_manifest(sources: Sequence[Source], out: Path, tokenizer: Tokenizer) -
     return manifest
 
 
-def _tidy(out: Path, sources: Sequence[Source], manifest: dict[str, Any]) -> None:
+def _tidy(out: Path, sources: Sequence[SourceFile], manifest: dict[str, Any]) -> None:
     """Remove shards and records that the new manifest does not name: earlier sources, tokenizers or settings. Only
     files with the names that we give are touched."""
     kept = {"sources", *(source.key for source in sources)}
@@ -259,7 +264,7 @@ def _tidy(out: Path, sources: Sequence[Source], manifest: dict[str, Any]) -> Non
 
 
 def _name_dropped(out: Path, before: str, manifest: dict[str, Any]) -> None:
-    """Say which sources of the manifest so far the new one has no more; their shards are about to be removed."""
+    """Name the sources of the old manifest that the new one does not have; their shards will be removed."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         names = {source["name"] for source in json.loads(before)["sources"]}
         for name in sorted(names - {source["name"] for source in manifest["sources"]}):
@@ -267,7 +272,7 @@ def _name_dropped(out: Path, before: str, manifest: dict[str, Any]) -> None:
 
 
 def _refuse_foreign(out: Path) -> None:
-    """What we write under a plain name must not replace the file of somebody else."""
+    """Refuse a folder where our manifest or records would replace files that are not ours."""
     forms = {MANIFEST: "splits", MIXTURE: "corpora", "progress/sources.json": None}
     foreign = [out / "progress"] if (out / "progress").is_file() else []
     for name, needed in forms.items():
@@ -312,8 +317,8 @@ def prepare(
     part: int = PART,
     leave_out: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Prepare sources into one folder; returns its manifest. The folder then holds these sources and no others. Own
-    output below a source (`out`, the tokenizer, and what `leave_out` names) is not read."""
+    """Prepare sources into one folder; returns its manifest. The folder then holds these sources and no others. Our own
+    output is not read where it lies below a source: `out`, the tokenizer and the folders in `leave_out`."""
     from ascendchat.data.tokenizer import Tokenizer
 
     if workers is not None and workers < 1:

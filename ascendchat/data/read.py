@@ -38,7 +38,7 @@ from ascendchat.config import UserError, nearest
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson")
-FORMATS = (".parquet", *LINES, ".json", ".csv", ".tsv", ".txt")
+SUFFIXES = (".parquet", *LINES, ".json", ".csv", ".tsv", ".txt")
 SEPARATOR = "<|endoftext|>"
 TXT_PIECE = 1 << 20  # characters after which a blank line of a .txt ends the document
 MAX_BROKEN = 0.01
@@ -49,7 +49,7 @@ BETWEEN = re.compile(r"[ \t\r\n,]*")  # what stands between two JSON values
 
 @dataclass
 class Tally:
-    """What one file, or several, held."""
+    """What one file held."""
 
     documents: int = 0
     empty: int = 0  # rows whose text is empty or null
@@ -78,13 +78,13 @@ def format_of(name: str) -> tuple[str, str]:
     kind = os.path.splitext(stem)[1] if packing else last
     if kind == ".zip" and not packing:
         return ".zip", ""
-    return (kind, packing) if kind in FORMATS and not (kind == ".parquet" and packing) else ("", "")
+    return (kind, packing) if kind in SUFFIXES and not (kind == ".parquet" and packing) else ("", "")
 
 
-def files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
-    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once. A search does
-    not enter the folders in `leave_out`: what a command writes is none of its sources."""
-    found: dict[Path, Path] = {}
+def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
+    """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once. Folders in
+    `leave_out` are not searched: the output of a command is not one of its sources."""
+    paths_by_target: dict[Path, Path] = {}  # resolved path -> path as it was given
     own = {folder.resolve() for folder in leave_out}
     for given in paths:
         path = Path(given)
@@ -102,27 +102,19 @@ def files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[P
         if missing and own:
             matches = [p for p in matches if not own.intersection(p.resolve().parents)]
         if not matches:
-            raise UserError(f"{missing}; formats: {' '.join(FORMATS)} .zip, compressed or not")
+            raise UserError(f"{missing}; formats: {' '.join(SUFFIXES)} .zip, compressed or not")
         for match in matches:
-            found.setdefault(match.resolve(), match)
-    unknown = [path for path in found.values() if not format_of(path.name)[0]]
+            paths_by_target.setdefault(match.resolve(), match)
+    unknown = [path for path in paths_by_target.values() if not format_of(path.name)[0]]
     if unknown:
-        raise UserError(f"{unknown[0]} has no known format; formats: {' '.join(FORMATS)} .zip, compressed or not")
-    return list(found.values())
+        raise UserError(f"{unknown[0]} has no known format; formats: {' '.join(SUFFIXES)} .zip, compressed or not")
+    return list(paths_by_target.values())
 
 
-def documents(
-    paths: Sequence[str | Path], *, field: str = "text", tally: Tally | None = None, leave_out: Sequence[Path] = ()
-) -> Iterator[str]:
-    """The texts of all documents, file after file; empty ones are left out (and counted)."""
-    for path in files(paths, leave_out):
-        own = Tally()
-        yield from file_documents(path, field, own)
-        if tally is not None:
-            tally.documents += own.documents
-            tally.empty += own.empty
-            tally.broken += own.broken
-            tally.example = tally.example or own.example
+def read_documents(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Iterator[str]:
+    """The texts of all documents, file after file; empty ones are left out."""
+    for path in source_files(paths, leave_out):
+        yield from file_documents(path, "text", Tally())
 
 
 def file_documents(path: Path, field: str, tally: Tally) -> Iterator[str]:
@@ -370,7 +362,7 @@ def _zip(path: Path, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
         names = sorted(n for n in archive.namelist() if not n.endswith("/") and "__MACOSX" not in n)
         readable = [n for n in names if format_of(n)[0] not in ("", ".zip")]
         if not readable:
-            raise UserError(f"{path} holds no file of a known format: {' '.join(FORMATS)}")
+            raise UserError(f"{path} holds no file of a known format: {' '.join(SUFFIXES)}")
         for name in readable:
             with archive.open(name) as member, tempfile.TemporaryFile() as whole:
                 file: IO[bytes] = member

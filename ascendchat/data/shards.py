@@ -1,8 +1,8 @@
-"""The pieces that `ascendchat data prepare` writes: one part of a source -> one shard per split and a record of it.
+"""The files that `ascendchat data prepare` writes: one part of a source -> one shard per split and a record of it.
 
-The files of a part are written beside and renamed; then `progress/SOURCE-PART.json` records them; when all parts of a
-source are there, `progress/SOURCE.json` says how many. Names and bytes depend on the source's content, the tokenizer
-and the settings only: a part that has its record need not be made again, whoever made it and however that run ended.
+The files of a part are written under other names and renamed; then `progress/SOURCE-PART.json` records them. When all
+parts of a source are there, `progress/SOURCE.json` says how many. Names and bytes depend only on the source's content,
+the tokenizer and the settings, so a part that has its record is never made again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PART = 16 << 20  # characters of text per shard
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """One file to prepare, or the embedded corpus."""
 
     path: str  # a file, or "toyworld/train", "toyworld/validation"
@@ -44,7 +44,7 @@ def is_validation(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") < fraction * 2.0**64
 
 
-def parts_of(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+def split_into_parts(texts: Iterable[str], size: int) -> Iterator[list[str]]:
     """Groups of documents of at least `size` characters (the last may have fewer)."""
     held, characters = [], 0
     for text in texts:
@@ -76,7 +76,7 @@ def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: Sequence[i
     }
 
 
-def encode_part(tokenizer: Tokenizer, out: Path, source: Source, number: int, texts: list[str]) -> dict[str, Any]:
+def encode_part(tokenizer: Tokenizer, out: Path, source: SourceFile, number: int, texts: list[str]) -> dict[str, Any]:
     """Encode the documents of one part, write its shards and then its record."""
     dtype = TOKEN_DTYPES[dtype_for(tokenizer.vocab_size)]
     held: dict[str, list[np.ndarray]] = {"train": [], "val": []}
@@ -92,9 +92,8 @@ def encode_part(tokenizer: Tokenizer, out: Path, source: Source, number: int, te
             name = f"{split}-{source.key}-{number:05d}"
             lengths = [len(piece) for piece in pieces]
             record["files"].update(write_shard(out, name, np.concatenate(pieces), lengths, tokenizer.bos))
-            record["splits"][split] = {
-                "part": name, "documents": len(pieces), "tokens": sum(lengths), "text_bytes": text_bytes[split],
-            }  # fmt: skip
+            counts = {"documents": len(pieces), "tokens": sum(lengths), "text_bytes": text_bytes[split]}
+            record["splits"][split] = {"part": name, **counts}
     write_atomic(record_path(out, source, number), json.dumps(record))
     return record
 
@@ -104,7 +103,7 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def record_path(out: Path, source: Source, number: int | None = None) -> Path:
+def record_path(out: Path, source: SourceFile, number: int | None = None) -> Path:
     return out / "progress" / (f"{source.key}.json" if number is None else f"{source.key}-{number:05d}.json")
 
 
@@ -118,11 +117,11 @@ def load_record(out: Path, path: Path) -> dict[str, Any] | None:
     return record if right else None
 
 
-def finish(out: Path, source: Source, parts: int, tally: Tally) -> None:
+def record_finished(out: Path, source: SourceFile, parts: int, tally: Tally) -> None:
     write_atomic(record_path(out, source), json.dumps({"parts": parts, **asdict(tally)}))
 
 
-def finished(out: Path, source: Source) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+def finished_records(out: Path, source: SourceFile) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """The records of a source and of its parts if all are there."""
     done = load_record(out, record_path(out, source))
     if done is None:

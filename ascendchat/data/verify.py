@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ class Fault:
 
 @dataclass
 class Verdict:
-    """What comparing one folder with its manifest showed."""
+    """The result of comparing one folder with its manifest."""
 
     folder: Path
     files: int = 0
@@ -96,18 +96,16 @@ def _compare(folder: Path, name: str, entry: dict[str, Any], deadline: float | N
         return 0, False, f"cannot be read ({error.strerror})"
 
 
-def verify(
+def verify_folders(
     folders: list[Path],
     *,
     only: Iterable[str] | None = None,
     workers: int = 0,
     deadline: float | None = None,
-    progress: Callable[[int], None] = lambda _: None,
 ) -> list[Verdict]:
-    """Compare folders with their manifests, files in parallel. After `deadline` (time.monotonic) only sizes are
-    compared. `only` names the files to compare, by default all. `progress` gets the bytes compared so far. Doctor and
-    training can call this; nothing is changed."""
-    verdicts, tasks, done = [], [], 0
+    """Compare folders with their manifests, files in parallel. `only` names the files to compare, by default all. After
+    `deadline` (time.monotonic) only sizes are compared. Nothing is changed."""
+    verdicts, tasks = [], []
     chosen = None if only is None else set(only)
     for folder in folders:
         verdicts.append(verdict := Verdict(folder))
@@ -127,14 +125,12 @@ def verify(
             verdict.files += 1
             verdict.bytes += size
             verdict.hashed += hashed
-            done += size
             if what:
                 verdict.faults.append(Fault(verdict.folder / name, what, fix))
-            progress(done)
     return verdicts
 
 
-def stored(root: Path) -> Iterator[Path]:
+def stored_folders(root: Path) -> Iterator[Path]:
     """Folders under `root` that have a manifest; those still being written (.tmp, .part) are left out."""
     for folder, names, files in os.walk(root):
         names[:] = [n for n in sorted(names) if not n.endswith((".tmp", ".part"))]
@@ -144,24 +140,24 @@ def stored(root: Path) -> Iterator[Path]:
 
 def _chosen(names: tuple[str, ...]) -> list[Path]:
     if not names:
-        return list(stored(home()))
+        return list(stored_folders(home()))
     chosen: list[Path] = []
     for name in names:
-        places = [home() / "data" / name.replace("/", "--"), home() / name, Path(name)]
-        found = next((list(stored(place)) for place in places if place.is_dir()), [])
-        if not found:
-            have = sorted({str(f.relative_to(home())).removeprefix("data/") for f in stored(home())})
+        candidates = [home() / "data" / name.replace("/", "--"), home() / name, Path(name)]
+        folders = next((list(stored_folders(path)) for path in candidates if path.is_dir()), [])
+        if not folders:
+            have = sorted({str(f.relative_to(home())).removeprefix("data/") for f in stored_folders(home())})
             raise UserError(
                 f"nothing is stored under the name {name!r} in {home()}; "
                 + (nearest(name, have) if have else "ascendchat data fetch NAME brings a data set")
             )
-        chosen += found
+        chosen += folders
     return list(dict.fromkeys(chosen))
 
 
 def run(config: DataVerifyConfig) -> int:
     """`ascendchat data verify`: 0 when everything is as recorded, 1 when not."""
-    verdicts = verify(_chosen(config.names), workers=config.workers)
+    verdicts = verify_folders(_chosen(config.names), workers=config.workers)
     faults = [fault for verdict in verdicts for fault in verdict.faults]
     if config.json:
         report = {

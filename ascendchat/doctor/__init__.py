@@ -21,29 +21,29 @@ MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")
 def run(config: DoctorConfig) -> int:
     """`ascendchat doctor`: exit status 1 when a check failed, else 0."""
     from ascendchat.config.language import language
-    from ascendchat.doctor.checks import gather, judge
+    from ascendchat.doctor.checks import gather, run_checks
 
     lang = language(config.lang)
     if config.watch:
-        from ascendchat.doctor.watch import watch
+        from ascendchat.doctor.watch import watch_devices
 
-        return watch(config.interval, lang)
+        return watch_devices(config.interval, lang)
     if config.devices is not None:
         from ascendchat.doctor.collective import check_devices
 
         return check_devices(config.devices, config.device_type, lang, as_json=config.json)
     machine = gather(lang, deep=config.deep)
-    checks = judge(machine)
+    checks = run_checks(machine)
     if config.json:
-        print(json.dumps(summary(machine, checks), ensure_ascii=False, indent=2))
+        print(json.dumps(json_report(machine, checks), ensure_ascii=False, indent=2))
     elif sys.stdout.isatty():
         show_table(machine, checks)
     else:
-        print("\n".join(plain(machine, checks)))
+        print("\n".join(plain_lines(machine, checks)))
     return 1 if any(c.status == "fail" for c in checks) else 0
 
 
-def verdict(machine: Machine, checks: list[Check]) -> tuple[str, str]:
+def conclusion(machine: Machine, checks: list[Check]) -> tuple[str, str]:
     """(one line that sums up, the next command to type)"""
     from ascendchat.doctor.checks import plan_flag
 
@@ -65,10 +65,10 @@ def verdict(machine: Machine, checks: list[Check]) -> tuple[str, str]:
     return text, "ascendchat plan --depth 12" + plan_flag(name)
 
 
-def summary(machine: Machine, checks: list[Check]) -> dict[str, Any]:
+def json_report(machine: Machine, checks: list[Check]) -> dict[str, Any]:
     """What `--json` prints."""
     kind, name, count = machine.choice()
-    text, following = verdict(machine, checks)
+    text, following = conclusion(machine, checks)
     return {
         "ok": not any(c.status == "fail" for c in checks),
         "verdict": text,
@@ -78,7 +78,7 @@ def summary(machine: Machine, checks: list[Check]) -> dict[str, Any]:
     }
 
 
-def plain(machine: Machine, checks: list[Check]) -> list[str]:
+def plain_lines(machine: Machine, checks: list[Check]) -> list[str]:
     """Lines for a log file; what was skipped is named in one line."""
     lines = []
     for check in checks:
@@ -92,7 +92,7 @@ def plain(machine: Machine, checks: list[Check]) -> list[str]:
     skipped = [c.name for c in checks if c.status == "skip"]
     if skipped:
         lines.append(f"skip  {', '.join(skipped)}")
-    text, following = verdict(machine, checks)
+    text, following = conclusion(machine, checks)
     return [*lines, "", text, machine.say("next: ", "下一步：") + following]
 
 
@@ -108,15 +108,15 @@ def show_table(machine: Machine, checks: list[Check]) -> None:
     table.add_column(overflow="fold")
     for check in checks:
         mark, colour = MARKS[check.status]
-        found = Text(check.found, style="dim" if check.status == "skip" else "")
+        cell = Text(check.found, style="dim" if check.status == "skip" else "")
         if check.why:
-            found.append(f"\n{check.why}", style=colour)
+            cell.append(f"\n{check.why}", style=colour)
         if check.fix:
-            found.append(f"\n$ {check.fix}", style="bold")
-        table.add_row(Text(mark, style=colour), check.name, found)
+            cell.append(f"\n$ {check.fix}", style="bold")
+        table.add_row(Text(mark, style=colour), check.name, cell)
     console = Console(highlight=False)
     console.print(table)
-    text, following = verdict(machine, checks)
+    text, following = conclusion(machine, checks)
     failed = any(c.status == "fail" for c in checks)
     console.print(Text(f"\n{text}", style="bold red" if failed else "bold green"))
     console.print(Text(machine.say("next: ", "下一步：") + following))

@@ -1,12 +1,13 @@
 """What a check is, what it may look at, and which checks there are. `ascendchat doctor` runs them all.
 
-A check is a function of `Machine` that returns one `Check`. Everything slow or dangerous (importing torch, asking
-npu-smi, reaching a mirror) is gathered once, at the same time, by `gather`; checks only judge it. The faults they find
-are worded in faults.json (JSON: the doctor must also work where PyYAML is missing).
+A check is a function of `Machine` that returns one `Check`. `gather` does everything slow or dangerous (importing
+torch, asking npu-smi, reaching a mirror) once and in parallel; checks only judge the results. The texts of the faults
+are in faults.json (JSON: the doctor must also work where PyYAML is missing).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -31,7 +32,7 @@ Status = Literal["ok", "warn", "fail", "skip"]
 REQUIRED = ["numpy", "yaml", "rich", "safetensors", "httpx", "pyarrow", "zstandard", "tiktoken", "tokenizers"]
 OPTIONAL = ["rustbpe"]
 VENDOR = ["decorator", "attr", "scipy", "psutil", "cloudpickle"]  # CANN's Python tools import these
-HUB = "https://huggingface.co"
+HUGGING_FACE = "https://huggingface.co"
 MIRROR = "https://hf-mirror.com"
 
 
@@ -73,16 +74,16 @@ class Machine:
 
     def fault(self, name: str, kind: str, status: Status | None = None, **values: object) -> Check:
         """A fault of the check `name` in the words of faults.json, its {holes} filled with `values`."""
-        told = faults()[name][kind]
-        texts = [told[key] if isinstance(told[key], str) else told[key][self.lang] for key in ("found", "why", "fix")]
+        entry = faults()[name][kind]
+        texts = [text if isinstance(text := entry[key], str) else text[self.lang] for key in ("found", "why", "fix")]
         found, why, fix = (re.sub(r"\{(\w+)\}", lambda hole: str(values[hole[1]]), text) for text in texts)
-        return Check(name, status or told["status"], found, why, fix)
+        return Check(name, status or entry["status"], found, why, fix)
 
     @property
     def nodes(self) -> list[str]:
         """/dev/davinci0 ...: the devices the driver has given to this machine or container."""
-        found = [p.name for p in (self.root / "dev").glob("davinci[0-9]*")]
-        return sorted(found, key=lambda name: int("".join(filter(str.isdigit, name)) or 0))
+        names = [p.name for p in (self.root / "dev").glob("davinci[0-9]*")]
+        return sorted(names, key=lambda name: int("".join(filter(str.isdigit, name)) or 0))
 
     @property
     def npus(self) -> int:
@@ -122,16 +123,15 @@ class Machine:
 
     def choice(self) -> tuple[str, str, int]:
         """(type, name, count) of the devices that training would use."""
-        told = self.torch.values
-        found = {  # device type -> names, best first
+        names = {  # device type -> names, best first
             "npu": [self.chip_name] * self.npus,
-            "cuda": [str(name) for name in told.get("cuda") or []],
-            "mps": [platform.machine()] if told.get("mps") else [],
+            "cuda": [str(name) for name in self.torch.values.get("cuda") or []],
+            "mps": [platform.machine()] if self.torch.values.get("mps") else [],
             "cpu": [platform.machine()],
         }
         wanted = self.environ.get("ASCENDCHAT_DEVICE", "")
-        kind = wanted if found.get(wanted) else next(k for k in KINDS if found[k])
-        return kind, found[kind][0], len(found[kind])
+        kind = wanted if names.get(wanted) else next(k for k in KINDS if names[k])
+        return kind, names[kind][0], len(names[kind])
 
 
 @functools.cache
@@ -151,18 +151,16 @@ def plan_flag(name: str) -> str:
 
 def installed() -> dict[str, str]:
     """Versions of the distributions whose pairing matters, without importing them."""
-    found = {}
+    versions = {}
     for name in ("torch", "torch_npu", "triton", "triton-ascend"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
-    """Ask everything that waits at the same time: three interpreters, two vendor tools, one mirror."""
-    environ = probe.current()
+    """Ask everything slow in parallel: three interpreters, two vendor tools, one mirror."""
+    environ = dict(os.environ)
     versions = installed()
     offline = environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -171,7 +169,7 @@ def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
         wheels = pool.submit(probe.ask_wheels, REQUIRED + OPTIONAL + VENDOR, environ)
         npu_smi = pool.submit(smi.read, "npu-smi")
         nvidia_smi = pool.submit(smi.read, "nvidia-smi")
-        mirror = None if offline else pool.submit(probe.reach, environ.get("HF_ENDPOINT") or HUB)
+        mirror = None if offline else pool.submit(probe.reach, environ.get("HF_ENDPOINT") or HUGGING_FACE)
         return Machine(
             lang=lang,
             environ=environ,
@@ -188,7 +186,7 @@ def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
         )
 
 
-def judge(machine: Machine) -> list[Check]:
+def run_checks(machine: Machine) -> list[Check]:
     """Every check, in the order in which a user would mend things."""
     from ascendchat.doctor import checks_cann, checks_npu, checks_system
 
@@ -199,7 +197,7 @@ def judge(machine: Machine) -> list[Check]:
         checks_npu.two_accelerators,
         checks_npu.device,
         checks_cann.cann,
-        checks_cann.operators,
+        checks_cann.operator_package,
         checks_cann.driver,
         checks_cann.npu_smi,
         checks_cann.device_nodes,
@@ -217,7 +215,7 @@ def judge(machine: Machine) -> list[Check]:
         checks_system.disk,
         checks_system.mirror,
         checks_system.proxy,
-        checks_system.stored,
+        checks_system.stored_data,
     ]
     return [function(machine) for function in functions]
 

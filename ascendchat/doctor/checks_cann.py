@@ -1,6 +1,6 @@
 """Checks of what lies under torch_npu, for `ascendchat doctor`: CANN, operators, driver, npu-smi, /dev, group.
 
-Without an Ascend chip all of them are skipped: a laptop is not ill because it has no NPU.
+Without an Ascend chip all of them are skipped: a laptop without an NPU has no fault.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def cann_home(m: Machine) -> Path | None:
 def read_version(path: Path) -> str:
     """`version=8.3.RC1` or `Version=25.2.0` in an info file of Huawei's installers."""
     try:
-        found = re.search(r"^\s*version\s*=\s*\[?([\w.]+)", path.read_text(errors="replace"), re.I | re.M)
+        match = re.search(r"^\s*version\s*=\s*\[?([\w.]+)", path.read_text(errors="replace"), re.I | re.M)
     except OSError:
         return ""
-    return found.group(1) if found else ""
+    return match[1] if match else ""
 
 
 def cann_version(home: Path) -> str:
@@ -79,8 +79,8 @@ def cann_version(home: Path) -> str:
             version = read_version(path)
             if version:
                 return version
-    found = re.search(r"(\d+\.\d+(?:\.\w+)*)$", home.resolve().name)
-    return found.group(1) if found else ""
+    match = re.search(r"(\d+\.\d+(?:\.\w+)*)$", home.resolve().name)
+    return match[1] if match else ""
 
 
 def _major(version: str) -> tuple[int, int]:
@@ -121,7 +121,7 @@ def _pairing(m: Machine, home: Path, torch_npu: str) -> Check:
     return m.fault("CANN", "other version", found=found, torch_npu=torch_npu, wanted=wanted)
 
 
-def operators(m: Machine) -> Check:
+def operator_package(m: Machine) -> Check:
     """The operators are a package of their own, one per chip family."""
     home = cann_home(m)
     opp = Path(m.environ.get("ASCEND_OPP_PATH") or (home / "opp" if home else ""))

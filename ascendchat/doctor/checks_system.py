@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ascendchat.data import verify
-from ascendchat.doctor.checks import HUB, MIRROR, OPTIONAL, REQUIRED, VENDOR, Check, Machine, cpu_count, gib
+from ascendchat.doctor.checks import HUGGING_FACE, MIRROR, OPTIONAL, REQUIRED, VENDOR, Check, Machine, cpu_count, gib
 
 DISTRIBUTION = {"yaml": "pyyaml", "attr": "attrs"}  # module -> what pip calls it
 HCCL_PORTS = range(60000, 60032)  # host side of HCCL, unless HCCL_IF_BASE_PORT moves it
@@ -32,10 +32,10 @@ def wheels(m: Machine) -> Check:
     """Every wheel is imported in a subprocess; a wheel of another architecture is broken, not missing."""
     if not m.wheels.ok:
         return m.fault("wheels", "not tried", said=m.wheels.error.splitlines()[-1])
-    found = m.wheels.values
+    versions = m.wheels.values
     required = REQUIRED + (VENDOR if m.has_chip else [])
-    missing = [DISTRIBUTION.get(n, n) for n in required if found.get(n) is None]
-    broken = {n: str(v)[1:] for n, v in found.items() if str(v or "").startswith("!")}
+    missing = [DISTRIBUTION.get(n, n) for n in required if versions.get(n) is None]
+    broken = {n: str(v)[1:] for n, v in versions.items() if str(v or "").startswith("!")}
     if missing or broken:
         parts = [m.say(f"missing: {', '.join(missing)}", f"缺少：{', '.join(missing)}")] if missing else []
         parts += [m.say(f"{n} cannot be imported: {why}", f"{n} 无法导入：{why}") for n, why in broken.items()]
@@ -48,17 +48,17 @@ def wheels(m: Machine) -> Check:
             found="; ".join(parts),
             fix=f"pip install --force-reinstall {names}" if broken else f"pip install {names}",
         )
-    if found.get("rustbpe") is None:
+    if versions.get("rustbpe") is None:
         return m.fault("wheels", "no rustbpe")
-    shown = [f"{n} {found[n]}".strip() for n in ("numpy", "pyarrow", "tiktoken", "tokenizers", *OPTIONAL)]
+    shown = [f"{n} {versions[n]}".strip() for n in ("numpy", "pyarrow", "tiktoken", "tokenizers", *OPTIONAL)]
     return Check("wheels", "ok", ", ".join(shown))
 
 
 def compiler(m: Machine) -> Check:
     names = [m.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    found = next((path for name in names if name and (path := shutil.which(name, path=m.environ.get("PATH")))), None)
-    if found:
-        return Check("compiler", "ok", found)
+    paths = [path for name in names if name and (path := shutil.which(name, path=m.environ.get("PATH")))]
+    if paths:
+        return Check("compiler", "ok", paths[0])
     return Check(
         "compiler",
         "skip",
@@ -94,7 +94,7 @@ def memory_bytes(root: Path) -> tuple[int, int]:
 def memory(m: Machine) -> Check:
     available, total = memory_bytes(m.root)
     kind, _, count = m.choice()
-    # A rank holds the model once on the host while it loads, and its share of the data: 4 GiB covers the recipes.
+    # While it loads, a rank holds the model and its part of the data in host memory: 4 GiB covers the recipes.
     need = (4 if kind == "cpu" else 4 * count) * 2**30
     found = m.say(
         f"{gib(available)} free of {gib(total)}, {cpu_count()} cores",
@@ -175,7 +175,7 @@ def disk(m: Machine) -> Check:
 
 
 def mirror(m: Machine) -> Check:
-    url = m.environ.get("HF_ENDPOINT") or HUB
+    url = m.environ.get("HF_ENDPOINT") or HUGGING_FACE
     if m.mirror is None:
         return Check("mirror", "skip", m.say("HF_HUB_OFFLINE is set", "已设置 HF_HUB_OFFLINE"))
     if m.mirror == "":
@@ -201,10 +201,10 @@ def proxy(m: Machine) -> Check:
     return m.fault("proxy", "local requests", hosts=", ".join(hosts))
 
 
-def stored(m: Machine) -> Check:
+def stored_data(m: Machine) -> Check:
     """Folders with a manifest.json: sizes always, checksums within BUDGET; `doctor --deep` compares all of them."""
     deadline = None if m.deep else time.monotonic() + BUDGET
-    verdicts = verify.verify(list(verify.stored(m.home)), deadline=deadline)
+    verdicts = verify.verify_folders(list(verify.stored_folders(m.home)), deadline=deadline)
     faults = [fault for verdict in verdicts for fault in verdict.faults]
     files, size, hashed = (sum(getattr(v, name) for v in verdicts) for name in ("files", "bytes", "hashed"))
     if not verdicts:

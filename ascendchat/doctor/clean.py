@@ -1,9 +1,9 @@
 """Frees what dead or forgotten runs still hold: `ascendchat clean` lists it, asks per group, and frees what is yours.
 
 Four groups: processes that npu-smi or nvidia-smi lists, shared memory in /dev/shm whose owner is dead, partial
-downloads under $ASCENDCHAT_HOME, and lock files nobody holds. Never touched: a process that has no device open itself
-(in a container the tools print pids of the host, which mean other processes here; names prove nothing), what belongs
-to another user, this process and its ancestors, a file that a live process has open.
+downloads under $ASCENDCHAT_HOME, and lock files that no process holds. Never touched: a process that has no device open
+itself (in a container the tools print pids of the host, where they mean other processes), what belongs to another user,
+this process and its ancestors, and a file that a live process has open.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ascendchat.config.commands import CleanConfig
 from ascendchat.config.language import language
 from ascendchat.device import smi
 from ascendchat.doctor.checks import gib
-from ascendchat.doctor.proc import alive, ancestors, birth, command_line, open_devices, open_files, owner
+from ascendchat.doctor.proc import alive, ancestors, birth, command_of, open_devices, open_files_of, owner
 
 HOUR = 3600.0
 SHM = Path("/dev/shm")
 # Shared memory with the pid of its owner in the name: ours (ascendchat-PID-...), and tensors of torch's loaders.
-OURS = re.compile(r"ascendchat[-_](\d+)\b")
-TORCH = re.compile(r"torch_(\d+)_")
+OWN_BLOCK = re.compile(r"ascendchat[-_](\d+)\b")
+TORCH_BLOCK = re.compile(r"torch_(\d+)_")
 PARTIAL = re.compile(r"\.(?:part|partial|tmp|incomplete)$|\.(?:part|tmp)[.-]\d+$")
 WRITER = re.compile(r"[.-](\d+)\.(?:part|partial|tmp)$|\.(?:part|tmp)[.-](\d+)$")
-GROUPS = {
+GROUP_TITLES = {
     "processes": ("processes that hold devices", "占用设备的进程"),
     "shared memory": ("shared memory of dead processes", "已退出进程遗留的共享内存"),
     "partial downloads": ("partial files (a download would resume from them)", "未完成的文件（下载可从中续传）"),
     "locks": ("lock files that nobody holds", "无人持有的锁文件"),
 }
-KEPT = {  # why a process is only listed, in English and Chinese
+KEEP_REASONS = {  # why a process is only listed, in English and Chinese
     "not visible here: it runs in another container or is already gone": "此处不可见：在别的容器中运行，或已经退出",
     "this process or one that started it": "本进程或启动它的进程",
     "belongs to another user": "属于其他用户",
@@ -51,7 +51,7 @@ KEPT = {  # why a process is only listed, in English and Chinese
 
 
 @dataclass(frozen=True)
-class Item:
+class Leftover:
     """One thing that could be freed. `birth` tells a process from a later one with the same pid."""
 
     group: str
@@ -65,11 +65,11 @@ class Item:
 
 
 @dataclass
-class Outcome:
+class FreeResult:
     """What happened to the items that were confirmed."""
 
-    freed: list[Item] = field(default_factory=list)
-    failed: list[tuple[Item, str]] = field(default_factory=list)
+    freed: list[Leftover] = field(default_factory=list)
+    failed: list[tuple[Leftover, str]] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------------------------------------- processes
@@ -88,7 +88,7 @@ def protected(pid: int, mine: set[int]) -> str:
     return ""
 
 
-def processes(readings: smi.Readings | smi.Problem) -> list[Item]:
+def processes(readings: smi.Readings | smi.Problem) -> list[Leftover]:
     """Processes on devices, one item per pid; those that may not be ended say why."""
     if isinstance(readings, smi.Problem):
         return []
@@ -98,9 +98,9 @@ def processes(readings: smi.Readings | smi.Problem) -> list[Item]:
         rows = [p for p in readings.processes if p.pid == pid]
         started, keep = birth(pid), protected(pid, mine)
         items.append(
-            Item(
+            Leftover(
                 "processes",
-                (command_line(pid) if not keep else "") or rows[0].name or "?",
+                (command_of(pid) if not keep else "") or rows[0].name or "?",
                 bytes=sum(p.memory or 0 for p in rows),
                 pid=pid,
                 devices=tuple(sorted({p.device for p in rows})),
@@ -111,12 +111,12 @@ def processes(readings: smi.Readings | smi.Problem) -> list[Item]:
     return items
 
 
-def on_device(item: Item) -> bool:
+def on_device(item: Leftover) -> bool:
     """The process is the one that was listed, and still has a device open."""
     return bool(item.birth) and birth(item.pid) == item.birth and bool(open_devices(item.pid))
 
 
-def send(item: Item, number: signal.Signals) -> None:
+def send(item: Leftover, number: signal.Signals) -> None:
     """Signal a listed process, unless it has ended or left the device by now."""
     handle = -1
     with suppress(AttributeError, OSError):  # a kernel before 5.3 knows only pids
@@ -135,9 +135,9 @@ def send(item: Item, number: signal.Signals) -> None:
             os.close(handle)
 
 
-def end(items: list[Item], grace: float) -> Outcome:
+def end_processes(items: list[Leftover], grace: float) -> FreeResult:
     """SIGTERM to all, `grace` seconds to leave the device, then SIGKILL to those that still have it open."""
-    outcome = Outcome()
+    outcome = FreeResult()
     waiting = listed = [item for item in items if on_device(item)]
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
         for item in waiting:
@@ -163,9 +163,9 @@ def end(items: list[Item], grace: float) -> Outcome:
 # -------------------------------------------------------------------------------------------------------- files
 
 
-def opened() -> set[str]:
+def all_open_files() -> set[str]:
     """Files that live processes we may look into have open or mapped."""
-    return set().union(*(open_files(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")))
+    return set().union(*(open_files_of(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")))
 
 
 def size_of(path: Path) -> int:
@@ -175,8 +175,8 @@ def size_of(path: Path) -> int:
     return path.lstat().st_blocks * 512
 
 
-def each(paths: Iterable[Path], judge: Callable[[Path], Item | None]) -> list[Item]:
-    """The items among `paths`; a file that vanishes while it is looked at was in use, not stale."""
+def collect(paths: Iterable[Path], judge: Callable[[Path], Leftover | None]) -> list[Leftover]:
+    """The leftovers among `paths`; a file that vanishes during the check was in use."""
     items = []
     for path in paths:
         try:
@@ -188,56 +188,55 @@ def each(paths: Iterable[Path], judge: Callable[[Path], Item | None]) -> list[It
     return items
 
 
-def shared_memory(folder: Path, busy: set[str], now: float) -> list[Item]:
+def stale_shared_memory(folder: Path, busy: set[str], now: float) -> list[Leftover]:
     """Blocks named after a process that is dead. Those of torch only after an hour: with --ipc=host another
     container's processes share /dev/shm and are invisible here."""
 
-    def judge(path: Path) -> Item | None:
-        ours, torch = OURS.match(path.name), TORCH.match(path.name)
-        found = ours or torch
-        status = path.lstat()
-        if not found or status.st_uid != os.getuid() or alive(int(found.group(1))) or str(path) in busy:
+    def judge(path: Path) -> Leftover | None:
+        own, torch = OWN_BLOCK.match(path.name), TORCH_BLOCK.match(path.name)
+        match, status = own or torch, path.lstat()
+        if not match or status.st_uid != os.getuid() or alive(int(match[1])) or str(path) in busy:
             return None
         if torch and now - status.st_mtime < HOUR:
             return None
-        return Item("shared memory", str(path), size_of(path), int(found.group(1)), str(path))
+        return Leftover("shared memory", str(path), size_of(path), int(match[1]), str(path))
 
-    return each(sorted(folder.glob("*")), judge)
+    return collect(sorted(folder.glob("*")), judge)
 
 
-def walk(folder: Path) -> Iterator[Path]:
+def walk_files(folder: Path) -> Iterator[Path]:
     """Files and folders below, never through links; a partial folder is one thing and not entered."""
-    for place, names, files in os.walk(folder):
+    for parent, names, files in os.walk(folder):
         partial = [n for n in names if PARTIAL.search(n)]
         names[:] = [n for n in names if n not in partial]
-        yield from (Path(place) / name for name in sorted(files + partial))
+        yield from (Path(parent) / name for name in sorted(files + partial))
 
 
-def newest(path: Path) -> float:
+def last_change(path: Path) -> float:
     """Time of the last change inside."""
     if path.is_dir() and not path.is_symlink():
-        return max([path.lstat().st_mtime, *(newest(child) for child in path.iterdir())])
+        return max([path.lstat().st_mtime, *(last_change(child) for child in path.iterdir())])
     return path.lstat().st_mtime
 
 
-def partial_files(folder: Path, busy: set[str], now: float) -> list[Item]:
+def partial_files(folder: Path, busy: set[str], now: float) -> list[Leftover]:
     """Files and folders that were being written, by a process that is dead or more than an hour ago."""
 
-    def judge(path: Path) -> Item | None:
+    def judge(path: Path) -> Leftover | None:
         if not PARTIAL.search(path.name) or path.lstat().st_uid != os.getuid():
             return None
         if str(path) in busy or any(name.startswith(f"{path}/") for name in busy):
             return None
-        found = WRITER.search(path.name)
-        writer = int(found.group(1) or found.group(2)) if found else 0
-        if (writer and not alive(writer)) or now - newest(path) > HOUR:
-            return Item("partial downloads", str(path), size_of(path), writer, str(path))
+        match = WRITER.search(path.name)
+        writer = int(match[1] or match[2]) if match else 0
+        if (writer and not alive(writer)) or now - last_change(path) > HOUR:
+            return Leftover("partial downloads", str(path), size_of(path), writer, str(path))
         return None
 
-    return each(walk(folder), judge)
+    return collect(walk_files(folder), judge)
 
 
-def held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Whether a process holds this lock file with flock or fcntl."""
     try:
         with path.open("r+b") as stream:
@@ -248,31 +247,31 @@ def held(path: Path) -> bool:
     return False
 
 
-def locks(folder: Path, busy: set[str], now: float) -> list[Item]:
+def locks(folder: Path, busy: set[str], now: float) -> list[Leftover]:
     """Lock files that are not held: their pid is dead, or they name none and are older than an hour."""
 
-    def judge(path: Path) -> Item | None:
+    def judge(path: Path) -> Leftover | None:
         if path.suffix != ".lock" or path.is_symlink() or not path.is_file():
             return None
         text = path.read_text(errors="replace")[:500]
         elsewhere = "host" in text and socket.gethostname() not in text  # its pid means nothing here
-        if path.stat().st_uid != os.getuid() or str(path) in busy or elsewhere or held(path):
+        if path.stat().st_uid != os.getuid() or str(path) in busy or elsewhere or is_held(path):
             return None
-        found = re.search(r"\b\d+\b", text)
-        owner = int(found.group()) if found else 0
+        match = re.search(r"\b\d+\b", text)
+        owner = int(match[0]) if match else 0
         if (owner and not alive(owner)) or (not owner and now - path.stat().st_mtime > HOUR):
-            return Item("locks", str(path), size_of(path), owner, str(path))
+            return Leftover("locks", str(path), size_of(path), owner, str(path))
         return None
 
-    return each(walk(folder), judge)
+    return collect(walk_files(folder), judge)
 
 
-def remove(items: list[Item]) -> Outcome:
-    outcome = Outcome()
+def remove(items: list[Leftover]) -> FreeResult:
+    outcome = FreeResult()
     for item in items:
         path = Path(item.path)
         try:
-            if item.group == "locks" and held(path):
+            if item.group == "locks" and is_held(path):
                 raise OSError("is held now")
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             outcome.freed.append(item)
@@ -284,19 +283,19 @@ def remove(items: list[Item]) -> Outcome:
 # ------------------------------------------------------------------------------------------------------ command
 
 
-def find() -> list[Item]:
+def find_leftovers() -> list[Leftover]:
     """Everything that could be freed, in the order of the groups."""
-    busy, now, folder = opened(), time.time(), home()
+    busy, now, folder = all_open_files(), time.time(), home()
     return [
         *processes(smi.read()),
-        *shared_memory(SHM, busy, now),
+        *stale_shared_memory(SHM, busy, now),
         *partial_files(folder, busy, now),
         *locks(folder, busy, now),
     ]
 
 
-def describe(item: Item, lang: str) -> str:
-    keep = KEPT[item.keep] if item.keep and lang == "zh" else item.keep
+def describe_leftover(item: Leftover, lang: str) -> str:
+    keep = KEEP_REASONS[item.keep] if item.keep and lang == "zh" else item.keep
     where = f"  pid {item.pid} on device {','.join(map(str, item.devices))}: " if item.group == "processes" else "  "
     return f"{where}{item.what[:100]} ({gib(item.bytes)})" + (f" [{keep}]" if keep else "")
 
@@ -312,10 +311,10 @@ def confirmed(config: CleanConfig, question: str) -> bool:
 
 def run(config: CleanConfig) -> int:
     """`ascendchat clean`: exit status 1 when something confirmed could not be freed."""
-    items = find()
+    items = find_leftovers()
     lang = language(config.lang)
     if config.json:
-        groups = {g: [asdict(i) for i in items if i.group == g] for g in GROUPS}
+        groups = {g: [asdict(i) for i in items if i.group == g] for g in GROUP_TITLES}
         print(json.dumps({"bytes": sum(i.bytes for i in items if not i.keep), "groups": groups}, ensure_ascii=False))
         return 0
     if not items:
@@ -323,18 +322,18 @@ def run(config: CleanConfig) -> int:
         return 0
     asking = config.yes or (sys.stdin.isatty() and sys.stdout.isatty())
     status = 0
-    for group, titles in GROUPS.items():
+    for group, titles in GROUP_TITLES.items():
         members = [i for i in items if i.group == group]
         yours = [i for i in members if not i.keep]
         if not members:
             continue
         print(f"{titles[lang == 'zh']}: {gib(sum(i.bytes for i in yours))}")
         for item in members:
-            print(describe(item, lang))
+            print(describe_leftover(item, lang))
         if config.dry_run or not asking or not yours:
             continue
         if confirmed(config, f"释放 {len(yours)} 项？" if lang == "zh" else f"free {len(yours)}?"):
-            outcome = end(yours, config.grace) if group == "processes" else remove(yours)
+            outcome = end_processes(yours, config.grace) if group == "processes" else remove(yours)
             size = gib(sum(i.bytes for i in outcome.freed))
             print(f"已释放 {len(outcome.freed)} 项，{size}" if lang == "zh" else f"freed {len(outcome.freed)}, {size}")
             for item, why in outcome.failed:

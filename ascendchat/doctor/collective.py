@@ -24,7 +24,7 @@ from ascendchat.config.language import translate
 if TYPE_CHECKING:
     import torch
 
-CONNECT = 120.0  # seconds until a missing rank is named
+CONNECT_TIMEOUT = 120.0  # seconds until a missing rank is named
 SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes on one rank
 HOST_SIZES = (1 << 16, 1 << 20, 1 << 24)  # where a CPU does the work
 ROUNDS = 5
@@ -51,11 +51,11 @@ def check_devices(devices: int, device_type: str | None, lang: str, as_json: boo
             print(f"the collective on {devices} devices failed; logs: {home() / 'runs' / name}")
         return 2 if status == 2 else 1
     shutil.rmtree(home() / "runs" / name, ignore_errors=True)  # only logs of a success
-    print(json.dumps(result) if as_json else "\n".join(describe(result, lang)))
+    print(json.dumps(result) if as_json else "\n".join(report_lines(result, lang)))
     return 0 if result["ok"] else 1
 
 
-def describe(result: dict[str, Any], lang: str) -> list[str]:
+def report_lines(result: dict[str, Any], lang: str) -> list[str]:
     """The result for people: right or wrong first, then bandwidth."""
     head = f"{result['devices']} x {result['device']} ({result['name']}), {result['backend']}: "
     if result["faults"]:
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
         from ascendchat.device import pick
 
         device = pick()
-        world = dist.init(device, timeout=300.0, connect_timeout=CONNECT)
+        world = dist.init(device, timeout=300.0, connect_timeout=CONNECT_TIMEOUT)
         place = device.bind(world.local_rank)
     except UserError as error:
         print(f"ascendchat doctor: {translate(str(error))}", file=sys.stderr)
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     rows, faults = [], []
     simulated = device.type != "cpu" and "CANNSIM_HOME" in os.environ
     for size in HOST_SIZES if simulated or device.type == "cpu" else SIZES:
-        row, wrong = measure(size, world.rank, world.size, place, device.synchronize)
+        row, wrong = time_collectives(size, world.rank, world.size, place, device.synchronize)
         rows.append(row)
         faults += wrong
     everywhere = dist.gather_objects(faults)
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(
+def time_collectives(
     size: int, rank: int, world: int, place: torch.device, synchronize: Callable[[], None]
 ) -> tuple[dict[str, float], list[str]]:
     """Check and time both collectives on tensors of `size` bytes per rank: ({bytes, seconds, GB/s}, faults)."""

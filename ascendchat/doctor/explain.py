@@ -39,9 +39,9 @@ from ascendchat.doctor.explain_rules import (
 )
 from ascendchat.doctor.explain_symptoms import alike
 
-BLOCK = 1 << 20  # bytes read at a time
+BLOCK_BYTES = 1 << 20  # bytes read at a time
 REACH = 1000  # characters of a line looked at on either side of the plain text; a line may be megabytes long
-SHOWN = 300  # characters of a line that are shown
+SHOWN_CHARS = 300  # characters of a line that are shown
 MOST_CODES = 50  # different codes that are kept; a damaged log may hold thousands
 COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -77,16 +77,16 @@ class _Hit:
     values: Values
     line: str
     count: int
-    place: tuple[int, int]  # (index of the file, line)
+    position: tuple[int, int]  # (index of the file, line)
     file: str
     clock: bytes
     attempt: tuple[int, int]  # (by the folder of the log, by the restarts seen in it)
 
     def finding(self, lang: str) -> Finding:
-        place = {"line": self.line, "count": self.count, "line_number": self.place[1], "file": self.file}
-        found = _finding(self.rule, lang, lambda text: fill(text, self.values, lang), **place)
-        found.commands.extend(dict.fromkeys(QUOTED.findall(str(self.values.get("message", "")))))
-        return found
+        where = {"line": self.line, "count": self.count, "line_number": self.position[1], "file": self.file}
+        finding = _finding(self.rule, lang, lambda text: fill(text, self.values, lang), **where)
+        finding.commands.extend(dict.fromkeys(QUOTED.findall(str(self.values.get("message", "")))))
+        return finding
 
 
 class _Scan:
@@ -111,7 +111,7 @@ class _Scan:
             if newline:
                 self._block(whole + newline)
             rest = tail
-            if len(rest) > BLOCK:  # a line longer than a block: keep only its end
+            if len(rest) > BLOCK_BYTES:  # a line longer than a block: keep only its end
                 self._block(rest[:-REACH])
                 rest = rest[-REACH:]
         self._block(rest)
@@ -166,13 +166,13 @@ class _Scan:
         elif rule.level == GENERIC and len(self.hits) > len(all_rules()[0]) + MOST_CODES:
             return
         text = match.string
-        start = max(0, min(match.start(), len(text) - SHOWN))
+        start = max(0, min(match.start(), len(text) - SHOWN_CHARS))
         self.hits[name] = _Hit(
             rule,
             values={key: CONTROL.sub("", v) if isinstance(v, str) else v for key, v in values.items()},
-            line=CONTROL.sub("", text[start : start + SHOWN]).strip(),
+            line=CONTROL.sub("", text[start : start + SHOWN_CHARS]).strip(),
             count=old.count if old else 1,
-            place=(self.files, self.lines + block.count(b"\n", 0, begin) + 1),
+            position=(self.files, self.lines + block.count(b"\n", 0, begin) + 1),
             file=self.name,
             clock=self._clock(block, begin),
             attempt=self.attempt,
@@ -190,12 +190,12 @@ class _Scan:
             if self.files > 1:  # only the log of the launcher counts restarts; it cannot be compared with others
                 restarts = 0
             clock = hit.clock if clocks else b""
-            return hit.rule.level >= NOTE, -folder, -restarts, hit.rule.level, clock, hit.place
+            return hit.rule.level >= NOTE, -folder, -restarts, hit.rule.level, clock, hit.position
 
         return [hit.finding(lang) for hit in sorted(hits, key=order)]
 
 
-def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **place: Any) -> Finding:
+def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **where: Any) -> Finding:
     """The words of a rule, and where it was found."""
     return Finding(
         rule=filled(rule.id),
@@ -204,7 +204,7 @@ def _finding(rule: Rule, lang: str, filled: Callable[[str], str], **place: Any) 
         check=[filled(check[lang]) for check in rule.check],
         commands=[filled(command) for command in rule.commands],
         level=rule.level,
-        **place,
+        **where,
     )
 
 
@@ -212,7 +212,7 @@ def _blocks(stream: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[bytes]:
     """The content of a log in blocks; a compressed log that was cut off gives what it has."""
     while True:
         try:
-            data = stream.read(BLOCK)
+            data = stream.read(BLOCK_BYTES)
         except (EOFError, zlib.error, gzip.BadGzipFile):
             return
         except OSError as error:
@@ -233,16 +233,16 @@ def explain(text: str, lang: str = "en") -> list[Finding]:
 
 def ask(question: str, lang: str = "en") -> list[Finding]:
     """What a question means: a known error text in it, else the rules whose symptoms are like it, likeliest first."""
-    found = explain(question, lang)
-    if any(f.level <= CONSEQUENCE for f in found):
-        return found
-    told = [f for f in found if f.level != GENERIC]  # a description that a rule knows word by word
+    findings = explain(question, lang)
+    if any(f.level <= CONSEQUENCE for f in findings):
+        return findings
+    told = [f for f in findings if f.level != GENERIC]  # a description that a rule knows word by word
     unfilled = functools.partial(HOLE.sub, "…")  # there is no log that would fill the holes
     likely = [_finding(rule, lang, unfilled, symptom=phrase) for rule, phrase in alike(question)]
-    return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or found
+    return [*told, *(f for f in likely if f.rule not in {t.rule for t in told})] or findings
 
 
-def render(findings: list[Finding], lang: str, asked: bool = False) -> str:
+def answer_text(findings: list[Finding], lang: str, asked: bool = False) -> str:
     """The answer as plain text. `asked`: to a question instead of a log."""
     words = {key: text[lang] for key, text in answer().items() if isinstance(text, dict)}
     if not findings:
@@ -276,7 +276,7 @@ def _write(stream: TextIO, text: str) -> None:
 def print_findings(text: str, stream: TextIO, lang: str | None = None) -> None:
     """Explain an uncaught error under its traceback; says so when it is unknown."""
     lang = language(lang)
-    _write(stream, "\n" + render(explain(text, lang), lang))
+    _write(stream, "\n" + answer_text(explain(text, lang), lang))
 
 
 def _question(words: tuple[str, ...]) -> str:
@@ -288,22 +288,22 @@ def _question(words: tuple[str, ...]) -> str:
 
 def _logs(words: tuple[str, ...]) -> list[str]:
     """Files, the *.log files of folders, and `-` for standard input."""
-    found: list[str] = []
+    logs: list[str] = []
     for word in words or ("-",):
         path = Path(word)
         if word == "-" or path.is_file() or path.is_fifo() or path.is_char_device():
-            found.append(word)
+            logs.append(word)
         elif path.is_dir():
             inside = sorted(str(file) for ending in ("*.log", "*.log.gz") for file in path.rglob(ending))
             if not inside:
                 raise UserError(f"there is no *.log file in {word}; name the log itself: ascendchat explain FILE")
-            found += inside
+            logs += inside
         else:
             raise UserError(
                 f"there is no file {word}; give a log, pipe one in: COMMAND 2>&1 | ascendchat explain, or say what "
                 'you see: ascendchat explain "training hangs"'
             )
-    return found
+    return logs
 
 
 def _scan_logs(words: tuple[str, ...], lang: str) -> list[Finding]:
@@ -330,5 +330,5 @@ def run(config: ExplainConfig) -> int:
         answer = {"known": bool(findings), "findings": [asdict(found) for found in findings]}
         _write(sys.stdout, json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
     else:
-        _write(sys.stdout, render(findings, lang, asked=bool(question)))
+        _write(sys.stdout, answer_text(findings, lang, asked=bool(question)))
     return 0 if findings else 1

@@ -61,19 +61,19 @@ class Rule:
 
     def values(self, match: re.Match[str]) -> Values | None:
         """What the holes of the texts stand for; None for a code that means nothing to us."""
-        found: Values = {}
+        values: Values = {}
         for name, text in match.groupdict().items():
             text = str(int(text, self.base)) if self.base else text or ""
             if name in self.tables and text not in self.tables[name]:
                 return None
-            found[name] = self.tables[name][text] if name in self.tables else text
-        return {**found, "code": fill(self.code, found)} if self.code else found
+            values[name] = self.tables[name][text] if name in self.tables else text
+        return {**values, "code": fill(self.code, values)} if self.code else values
 
 
 def fill(text: str, values: Values, lang: str = "en") -> str:
     """The text with its holes filled; a hole without a value stays."""
-    found = {name: value if isinstance(value, str) else value[lang] for name, value in values.items()}
-    return HOLE.sub(lambda hole: found.get(hole[1], hole[0]), text)
+    texts = {name: value if isinstance(value, str) else value[lang] for name, value in values.items()}
+    return HOLE.sub(lambda hole: texts.get(hole[1], hole[0]), text)
 
 
 def code(number: int) -> str:
@@ -189,7 +189,7 @@ def _rule(entry: Any, path: Path, number: int) -> Rule:
     return Rule(**{**entry, "id": identity, "level": level, "patterns": patterns, "where": where})
 
 
-def load(folder: Path) -> Iterator[Rule]:
+def read_rules(folder: Path) -> Iterator[Rule]:
     """The rules of a folder in their order, the codes last."""
     names: set[str] = set()
     for path in sorted(folder.glob("*.yaml")):
@@ -211,15 +211,15 @@ def load(folder: Path) -> Iterator[Rule]:
 @functools.cache
 def all_rules() -> tuple[list[Rule], list[Rule]]:
     """(the rules, the codes that are only decoded), read once per process."""
-    found = list(load(FOLDER))
-    return [rule for rule in found if not rule.code], [rule for rule in found if rule.code]
+    rules = list(read_rules(FOLDER))
+    return [rule for rule in rules if not rule.code], [rule for rule in rules if rule.code]
 
 
 @functools.cache
 def matchers() -> list[tuple[bytes, bytes, str, Rule]]:
     """(plain text to look for, the same without digits, pattern, rule), the codes last."""
-    found = [(literal(p).encode(), p, rule) for rules in all_rules() for rule in rules for p in rule.patterns]
-    return [(needle, needle.translate(None, b"0123456789"), pattern, rule) for needle, pattern, rule in found]
+    patterns = [(literal(p).encode(), p, rule) for rules in all_rules() for rule in rules for p in rule.patterns]
+    return [(needle, needle.translate(None, b"0123456789"), pattern, rule) for needle, pattern, rule in patterns]
 
 
 @functools.cache

@@ -7,6 +7,7 @@ question, and how much of the question in the phrase.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -15,9 +16,9 @@ from ascendchat.doctor.explain_rules import HOLE, Rule, all_rules
 
 MOST = 5  # rules in an answer
 ENOUGH = 0.45  # score from which a rule is named at all
-NEAR = 0.6  # share of the best score from which others are named too
+NEAR = 0.6  # others are named too from this part of the best score on
 TITLE = 0.8  # a title is worth less than a symptom: it names the cause
-PLAIN = frozenset(
+STOP_WORDS = frozenset(
     "a an the is are was were be been am my your i we it its this that of on in at to for with from by and or as do "
     "does did has have had when while after before very so too just get gets got what why how can will would there "
     "please help me during all always still then".split()
@@ -29,15 +30,15 @@ FILLER = re.compile("[的了很是在太我你吗呢么怎为什个有会就都�
 
 def terms(text: str) -> frozenset[str]:
     """What a text is compared by."""
-    found: set[str] = set()
+    parts: set[str] = set()
     for word in re.findall(r"[a-z0-9][a-z0-9_'-]*", text.casefold()):
         if word in NEGATED:
-            found.add("not")
-        elif word not in PLAIN:
-            found.add(word if len(word) < 5 or word.endswith("ss") else ENDING.sub("", word))
+            parts.add("not")
+        elif word not in STOP_WORDS:
+            parts.add(word if len(word) < 5 or word.endswith("ss") else ENDING.sub("", word))
     for run in re.findall(r"[\u4e00-\u9fff]+", FILLER.sub("", text)):
-        found |= set(run) | {run[i : i + 2] for i in range(len(run) - 1)}
-    return frozenset(found)
+        parts |= set(run) | {run[i : i + 2] for i in range(len(run) - 1)}
+    return frozenset(parts)
 
 
 def phrases(rule: Rule) -> list[tuple[str, float]]:
@@ -46,10 +47,16 @@ def phrases(rule: Rule) -> list[tuple[str, float]]:
     return told + [(HOLE.sub("", title), TITLE) for title in rule.title.values()]
 
 
+@functools.cache
+def known_phrases() -> tuple[list[tuple[Rule, str, float, frozenset[str]]], Counter[str]]:
+    """(rule, phrase, what it is worth, its terms) of all rules, and in how many phrases each term is."""
+    known = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
+    return known, Counter(term for _, _, _, parts in known for term in parts)
+
+
 def alike(question: str) -> list[tuple[Rule, str]]:
     """(rule, the phrase of it that is most like the question), best first; empty when nothing is like it."""
-    known = [(rule, phrase, worth, terms(phrase)) for rule in all_rules()[0] for phrase, worth in phrases(rule)]
-    frequency = Counter(term for _, _, _, parts in known for term in parts)
+    known, frequency = known_phrases()
 
     def weight(parts: frozenset[str]) -> float:
         return sum(math.log(1 + len(known) / (1 + frequency[term])) for term in parts)

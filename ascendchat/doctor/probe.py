@@ -1,4 +1,4 @@
-"""Facts about this Python that are only safe to learn in another process, for `ascendchat doctor`. No torch here.
+"""Asks another process for facts about this Python, for `ascendchat doctor`. No torch in this process.
 
 `import torch` itself can fail (torch_npu without CANN, a broken wheel), hang on a sick driver, or abort the process;
 so each question is a small script run by the same interpreter, which prints one JSON object.
@@ -7,7 +7,6 @@ so each question is a small script run by the same interpreter, which prints one
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -17,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-MARK = "ASCENDCHAT-PROBE "  # libraries print warnings; our line is the one that starts so
+from ascendchat.device.env import AUTOLOAD
+
+ANSWER_PREFIX = "ASCENDCHAT-PROBE "  # libraries print warnings; this marks our line
 
 # torch alone, without vendor extensions: what the CPU, CUDA and MPS paths would find.
-TORCH = """
+TORCH_SCRIPT = """
 import torch, torch.distributed as dist
 names = []
 if torch.cuda.is_available():
@@ -33,7 +33,7 @@ out.update(version=torch.__version__, cuda_build=torch.version.cuda or "", cuda=
 """
 
 # What `import torch` does for a user who has torch_npu installed.
-NPU = """
+NPU_SCRIPT = """
 import torch, torch_npu, torch.distributed as dist
 count = torch.npu.device_count()
 out.update(version=torch_npu.__version__, count=count, available=torch.npu.is_available(),
@@ -48,7 +48,7 @@ except RuntimeError as error:
 """
 
 # Each wheel is imported, not only looked up: one built for another machine fails here and not hours later.
-WHEELS = """
+WHEELS_SCRIPT = """
 import importlib
 for name in {names!r}:
     try:
@@ -59,7 +59,7 @@ for name in {names!r}:
         out[name] = None if missing else "!" + str(error)
 """
 
-WRAP = """
+SCRIPT = """
 import json, sys
 out = {{}}
 {body}
@@ -82,9 +82,9 @@ class Probe:
         return not self.error
 
 
-def ask(body: str, environ: Mapping[str, str], timeout: float = 60.0) -> Probe:
+def run_probe(body: str, environ: Mapping[str, str], timeout: float = 60.0) -> Probe:
     """Run one probe script in a fresh interpreter with this environment."""
-    script = WRAP.format(body=body, mark=MARK)
+    script = SCRIPT.format(body=body, mark=ANSWER_PREFIX)
     try:
         done = subprocess.run(
             [sys.executable, "-c", script],
@@ -98,25 +98,25 @@ def ask(body: str, environ: Mapping[str, str], timeout: float = 60.0) -> Probe:
     except subprocess.TimeoutExpired:
         return Probe({}, f"no answer within {timeout:.0f} s")
     for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return Probe(json.loads(line[len(MARK) :]))
+        if line.startswith(ANSWER_PREFIX):
+            return Probe(json.loads(line[len(ANSWER_PREFIX) :]))
     said = done.stderr.strip() or done.stdout.strip()
     return Probe({}, said or f"the process ended with status {done.returncode} and said nothing")
 
 
 def ask_torch(environ: Mapping[str, str]) -> Probe:
     """torch without vendor extensions."""
-    return ask(TORCH, {**environ, AUTOLOAD: "0"})
+    return run_probe(TORCH_SCRIPT, {**environ, AUTOLOAD: "0"})
 
 
 def ask_npu(environ: Mapping[str, str]) -> Probe:
     """torch with torch_npu, loaded as a plain `import torch` would."""
-    return ask(NPU, {key: value for key, value in environ.items() if key != AUTOLOAD})
+    return run_probe(NPU_SCRIPT, {key: value for key, value in environ.items() if key != AUTOLOAD})
 
 
 def ask_wheels(names: list[str], environ: Mapping[str, str]) -> Probe:
     """{module: version, None when it is not installed, or "!why" when it cannot be imported}"""
-    return ask(WHEELS.format(names=names), {**environ, AUTOLOAD: "0"})
+    return run_probe(WHEELS_SCRIPT.format(names=names), {**environ, AUTOLOAD: "0"})
 
 
 def last_line(error: str) -> str:
@@ -127,10 +127,10 @@ def last_line(error: str) -> str:
 
 
 def reach(url: str, seconds: float = 2.5) -> str:
-    """ "" when `url` answers within `seconds`, else why not. Never blocks longer, also not inside a name lookup."""
+    """ "" when `url` answers within `seconds`, else why not. It never blocks longer, not even in a name lookup."""
     outcome: list[str] = []
 
-    def knock() -> None:
+    def try_once() -> None:
         request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "ascendchat-doctor"})
         try:
             urllib.request.urlopen(request, timeout=seconds).close()
@@ -141,12 +141,7 @@ def reach(url: str, seconds: float = 2.5) -> str:
             outcome.append(str(getattr(error, "reason", "") or error))
 
     # A daemon thread: a lookup that hangs in the C library must not hold the process when it wants to end.
-    thread = threading.Thread(target=knock, daemon=True)
+    thread = threading.Thread(target=try_once, daemon=True)
     thread.start()
     thread.join(seconds)
     return outcome[0] if outcome else f"no answer within {seconds:g} s"
-
-
-def current() -> dict[str, str]:
-    """The environment the probes start from."""
-    return dict(os.environ)

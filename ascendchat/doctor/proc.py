@@ -42,17 +42,17 @@ def alive(pid: int) -> bool:
 
 def ancestors() -> set[int]:
     """This process, its parent, and so on up to init."""
-    found, pid = set(), os.getpid()
-    while pid > 0 and pid not in found:
-        found.add(pid)
+    pids, pid = set(), os.getpid()
+    while pid > 0 and pid not in pids:
+        pids.add(pid)
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError, ValueError):
             pid = os.getppid() if pid == os.getpid() else 0
-    return found
+    return pids
 
 
-def command_line(pid: int) -> str:
+def command_of(pid: int) -> str:
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         return " ".join(text.split())
@@ -70,36 +70,36 @@ def owner(pid: int) -> int | None:
 
 def _links(folder: Path) -> set[str]:
     """Where the links in /proc/PID/.../fd lead; one that is closed meanwhile is left out."""
-    found = set()
+    targets = set()
     for number in os.listdir(folder):
         try:
-            found.add(os.readlink(folder / number))
+            targets.add(os.readlink(folder / number))
         except FileNotFoundError:
             continue
-    return found
+    return targets
 
 
-def open_files(pid: int) -> set[str]:
+def open_files_of(pid: int) -> set[str]:
     """Files that a process has open or mapped; empty when it is gone or we may not look."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return set()
-    found: set[str] = set()
+    paths: set[str] = set()
     for thread in threads:
         try:
-            found |= _links(thread / "fd")
+            paths |= _links(thread / "fd")
             lines = (thread / "maps").read_text(errors="replace").splitlines()
         except OSError:  # this thread has ended, or the process is somebody else's
             continue
-        found |= {line[line.index("/") :] for line in lines if "/" in line}
-        if found:  # threads share files and memory; only a main thread that has ended shows neither
+        paths |= {line[line.index("/") :] for line in lines if "/" in line}
+        if paths:  # threads share files and memory; only a main thread that has ended shows neither
             break
-    return found
+    return paths
 
 
 def open_devices(pid: int) -> list[str]:
     """Device nodes that a process has open or mapped. On the simulated NPU: the file of its own that it maps."""
     state = os.environ.get("CANNSIM_STATE")
     simulated = f"{state}/{pid}.device" if state else ""
-    return sorted(path for path in open_files(pid) if DEVICE_NODE.fullmatch(path) or path == simulated)
+    return sorted(path for path in open_files_of(pid) if DEVICE_NODE.fullmatch(path) or path == simulated)

@@ -41,12 +41,12 @@ class Cpu:
             return min(100.0, 100.0 * os.getloadavg()[0] / cpu_count())
         total, busy = sum(ticks), sum(ticks) - ticks[3] - ticks[4]  # 3 idle, 4 waiting for input or output
         spent = total - self.total
-        share = 100.0 * (busy - self.busy) / spent if spent > 0 else 0.0
+        percent = 100.0 * (busy - self.busy) / spent if spent > 0 else 0.0
         self.busy, self.total = busy, total
-        return share
+        return percent
 
 
-def rows(readings: smi.Readings | smi.Problem, cpu: Cpu) -> list[tuple[str, ...]]:
+def device_rows(readings: smi.Readings | smi.Problem, cpu: Cpu) -> list[tuple[str, ...]]:
     """One row of text per device; the CPU where there is none."""
     if isinstance(readings, smi.Problem):
         available, total = memory_bytes(Path("/"))
@@ -55,8 +55,8 @@ def rows(readings: smi.Readings | smi.Problem, cpu: Cpu) -> list[tuple[str, ...]
         return [(name, f"{cpu.use():.0f}%", f"{gib(total - available)} / {gib(total)}", "", "", "", "")]
     content: list[tuple[str, ...]] = []
     for device in readings.devices:
-        here = [p for p in readings.processes if p.device == device.index]
-        processes = ", ".join(f"{p.name or '?'}:{p.pid}" + (f" {gib(p.memory)}" if p.memory else "") for p in here)
+        running = [p for p in readings.processes if p.device == device.index]
+        processes = ", ".join(f"{p.name or '?'}:{p.pid}" + (f" {gib(p.memory)}" if p.memory else "") for p in running)
         used = "" if device.memory_used is None else gib(device.memory_used)
         total_memory = "" if device.memory_total is None else gib(device.memory_total)
         content.append(
@@ -73,7 +73,7 @@ def rows(readings: smi.Readings | smi.Problem, cpu: Cpu) -> list[tuple[str, ...]
     return content
 
 
-def table(content: list[tuple[str, ...]], problem: str, lang: str) -> RenderableType:
+def device_table(content: list[tuple[str, ...]], problem: str, lang: str) -> RenderableType:
     """The view of one moment, for a terminal."""
     from rich.table import Table
     from rich.text import Text
@@ -87,7 +87,7 @@ def table(content: list[tuple[str, ...]], problem: str, lang: str) -> Renderable
     return view
 
 
-def watch(interval: float, lang: str, rounds: int | None = None) -> int:
+def watch_devices(interval: float, lang: str, rounds: int | None = None) -> int:
     """Show the devices every `interval` seconds until Ctrl-C, or `rounds` times."""
     if interval <= 0:
         raise UserError(f"--interval {interval}: give a number of seconds above 0, for example --interval 2")
@@ -106,7 +106,7 @@ def watch(interval: float, lang: str, rounds: int | None = None) -> int:
 def _look(cpu: Cpu) -> tuple[list[tuple[str, ...]], str]:
     readings = smi.read()
     problem = readings.text if isinstance(readings, smi.Problem) and not readings.missing else ""
-    return rows(readings, cpu), problem
+    return device_rows(readings, cpu), problem
 
 
 def _live(interval: float, lang: str, rounds: int | None, cpu: Cpu) -> None:
@@ -114,9 +114,9 @@ def _live(interval: float, lang: str, rounds: int | None, cpu: Cpu) -> None:
 
     time.sleep(min(interval, 0.2))  # a load needs two readings
     done = 0
-    with Live(table(*_look(cpu), lang), auto_refresh=False, screen=False) as live:
+    with Live(device_table(*_look(cpu), lang), auto_refresh=False, screen=False) as live:
         while rounds is None or done < rounds:
-            live.update(table(*_look(cpu), lang), refresh=True)
+            live.update(device_table(*_look(cpu), lang), refresh=True)
             done += 1
             time.sleep(interval)
 

@@ -26,7 +26,7 @@ from ascendchat.tasks.files import SPLIT
 
 # Sets, by the name of their file, whose texts have places to be filled, and the words: identity.json of LLaMA-Factory.
 # Everywhere else {{name}} is text, like the {{user}} of a template and the \frac{{1}}{{2}} of a formula.
-SLOTS = {"identity": {"name": toyworld.NAME, "author": toyworld.NAME}}
+SLOTS = {"identity": {"name": toyworld.ASSISTANT_NAME, "author": toyworld.ASSISTANT_NAME}}
 
 
 class Stored:

@@ -23,8 +23,7 @@ from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_m
 from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import TOYWORLD, prepare
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.data.tokenizer import train as train_tokenizer
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.device import Device
 from ascendchat.dist.context import Context

@@ -64,7 +64,7 @@ class Collector:
         self.modules = {module.name: module for module in found}
         self.texts: set[str] = set()
         self.seen: set[tuple[ast.FunctionDef, str]] = set()
-        nodes = [(module, node) for module in found for node in ast.walk(module.tree)]
+        nodes = [(module, node) for module in found for node in module.home]
         self.calls: dict[str, list[tuple[Module, ast.Call]]] = {}
         for module, node in nodes:
             if isinstance(node, ast.Call):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
@@ -34,7 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     texts = [sentence(rng, rng.randint(5, 60)) for _ in range(200)]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
-    train(texts, 300).save(folder / "tokenizer")
+    train_tokenizer(texts, 300).save(folder / "tokenizer")
     prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
     rows = []
     for number in range(120):
@@ -83,7 +83,7 @@ def final(home: Path, run: str, name: str) -> dict[str, bytes]:
     return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["mid", "sft"])
+@pytest.mark.parametrize("name", [pytest.param("mid", marks=pytest.mark.slow), "sft"])
 def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path, name: str) -> None:
     output = finish(home, stage(home, name, "tiny", "--run", f"long_{name}"))
     assert f"starting from {home / 'runs' / 'tiny' / 'base'}" in output
@@ -120,7 +120,7 @@ def test_a_start_that_does_not_exist_and_a_foreign_tokenizer_are_refused(home: P
     output = finish(home, stage(home, "sft", "nothing"), status=2)
     assert "no checkpoint to start from" in output
     assert "ascendchat base --run NAME" in output
-    train([sentence(random.Random(5), 50)], 280).save(tmp_path / "other")
+    train_tokenizer([sentence(random.Random(5), 50)], 280).save(tmp_path / "other")
     output = finish(home, stage(home, "sft", "tiny", "--run", "x", "--tokenizer", str(tmp_path / "other")), status=2)
     assert "was not trained with the tokenizer in" in output
     assert "Traceback" not in output
@@ -205,7 +205,8 @@ def test_base_trains_on_a_single_text_without_validation(home: Path, tmp_path: P
     assert "step 2/2" in output
 
 
-@pytest.mark.parametrize("name", ["mid", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mid", "sft"])
 def test_text_alone_is_validated_in_bits_per_byte(home: Path, name: str) -> None:
     words = stage(home, name, "tiny", "--run", f"text_{name}")
     words[2] = str(home / "words")

@@ -10,7 +10,7 @@ import pytest
 from ascendchat.cli import main
 from ascendchat.config import load_yaml
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 
 TINY = "--depth 1 --dim 16 --max-seq-len 32 --device-batch-size 2 --total-batch-size 64 --steps 1 --run h".split()
 QUIET = "--device-type cpu --eval-every -1 --sample-every -1".split()
@@ -28,7 +28,7 @@ def words(home: Path, out: str) -> str:
     """A corpus of the user's own, and its tokenizer where it is looked for."""
     texts = [f"the {a} tree under the {b} river sings" for a in "abcdef" for b in "uvwxyz"]
     (home / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    train(texts, 300).save(home / "tokenizer")
+    train_tokenizer(texts, 300).save(home / "tokenizer")
     prepare([str(home / "text.jsonl")], home / "tokenizer", home / out, val_fraction=0.1, workers=1)
     return str(home / out)
 
@@ -67,7 +67,7 @@ def test_the_embedded_corpus_by_name_is_never_refused(home: Path, capsys: pytest
     own = words(home, "own")  # so the tokenizer is another one than usual
     assert main(["base", *TINY, *QUIET, "--data", f"toyworld=0.25,{own}=0.75", "--target-param-data-ratio", "1e5"]) == 0
     assert data_of(home, "base") == [f"{home / 'data' / 'toyworld'}=0.25", f"{own}=0.75"]
-    train(["another tokenizer entirely"] * 9, 290).save(home / "tokenizer")
+    train_tokenizer(["another tokenizer entirely"] * 9, 290).save(home / "tokenizer")
     assert main(["base", *TINY, *QUIET, "--data", "toyworld", "--resume", "never"]) == 0  # prepared again with it
 
 

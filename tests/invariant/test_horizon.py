@@ -12,7 +12,7 @@ import pytest
 from ascendchat.cli import main
 from ascendchat.data.corpus import Corpus
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.plan.batch import batch_for
 from ascendchat.train import base
 
@@ -28,7 +28,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rng = random.Random(0)
     texts = [" ".join(rng.choice(WORDS) for _ in range(40)) for _ in range(60)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    train(texts, 300).save(tmp_path / "tokenizer")
+    train_tokenizer(texts, 300).save(tmp_path / "tokenizer")
     prepare([str(tmp_path / "text.jsonl")], tmp_path / "tokenizer", tmp_path / "words", val_fraction=0.1, workers=1)
     return tmp_path / "words"
 

@@ -11,7 +11,7 @@ import pytest
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.record import read_metrics
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     chats = [[{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}] for t in texts]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    train(texts, 300).save(tmp_path / "tokenizer")
+    train_tokenizer(texts, 300).save(tmp_path / "tokenizer")
     prepare([str(tmp_path / "text.jsonl")], tmp_path / "tokenizer", tmp_path / "words", val_fraction=0.1, workers=1)
     return tmp_path
 

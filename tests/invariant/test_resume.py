@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
 STEPS = 24
@@ -32,7 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60))) + "." for _ in range(400)]
     source = folder / "text.jsonl"
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    train(texts, 300).save(folder / "tokenizer")
+    train_tokenizer(texts, 300).save(folder / "tokenizer")
     prepare([str(source)], folder / "tokenizer", folder / "data" / "words", val_fraction=0.1, workers=1)
     return folder
 
@@ -161,10 +161,8 @@ def interrupt(home: Path, run: str, line: str, number: signal.Signals, *more: st
 MOMENTS = [("parameters;", "SIGINT"), ("kept in", "SIGTERM"), (" step 1/", "SIGINT"), (" step 4/", "SIGKILL")]
 
 
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [MOMENTS[1], *(pytest.param(*one, marks=pytest.mark.slow) for one in MOMENTS if one != MOMENTS[1])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "number"), MOMENTS)
 def test_resume_never_and_a_signal_leave_the_finished_model_where_it_is_said(
     home: Path, undisturbed: dict[str, bytes], line: str, number: str
 ) -> None:
@@ -227,6 +225,7 @@ def test_settings_that_may_change_are_said_when_a_run_goes_on(home: Path) -> Non
     assert shown.count("continuing with") == 2
 
 
+@pytest.mark.slow
 def test_the_loss_is_a_mean_over_tokens_and_not_over_padding(home: Path, tmp_path: Path) -> None:
     (tmp_path / "short.jsonl").write_text(json.dumps({"text": "red blue tree"}), encoding="utf-8")
     prepare([str(tmp_path / "short.jsonl")], home / "tokenizer", tmp_path / "short", val_fraction=0.0, workers=1)

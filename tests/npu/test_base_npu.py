@@ -14,7 +14,7 @@ import pytest
 
 import cannsim
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -29,7 +29,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60))) + "." for _ in range(300)]
     source = folder / "text.jsonl"
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    train(texts, 300).save(folder / "tokenizer")
+    train_tokenizer(texts, 300).save(folder / "tokenizer")
     prepare([str(source)], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
     return folder
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     talks = [[("user", text[:60]), ("assistant", ANSWER)] for text in sentences]
     rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    train([*sentences, ANSWER], 300).save(folder / "tokenizer")
+    train_tokenizer([*sentences, ANSWER], 300).save(folder / "tokenizer")
     prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
     environment = {
         **os.environ,

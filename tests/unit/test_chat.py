@@ -23,7 +23,7 @@ from ascendchat.data.chat import (
     text_of,
 )
 from ascendchat.data.conversations import conversations
-from ascendchat.data.tokenizer import SPECIALS, train
+from ascendchat.data.tokenizer import SPECIALS, train_tokenizer
 
 
 class Bytes:
@@ -94,7 +94,8 @@ def test_text_that_looks_like_a_special_token_is_text(special: str) -> None:
 
 
 def test_the_real_tokenizer_round_trips_and_is_not_fooled_either() -> None:
-    tokenizer = train(["What is 17 + 25? The answer is 42.", "十七加二十五等于多少？答案是四十二。"] * 50, 320)
+    texts = ["What is 17 + 25? The answer is 42.", "十七加二十五等于多少？答案是四十二。"]
+    tokenizer = train_tokenizer(texts * 50, 320)
     sly = "".join(SPECIALS) + "你好\n 17+25"
     messages = [
         message("system", sly),

@@ -23,7 +23,7 @@ from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.device import smi
 from ascendchat.doctor import clean, proc
-from ascendchat.doctor.clean import Item
+from ascendchat.doctor.clean import Leftover
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
 # argv[1] is a file that stands for a device node
@@ -201,7 +201,7 @@ def test_process_that_left_the_device_after_it_was_listed_is_left_alone(npu_smi,
     child.stdin.write("\n")
     child.stdin.flush()
     assert child.stdout.readline() == "left\n"
-    assert clean.end([item], grace=0.2).freed == []
+    assert clean.end_processes([item], grace=0.2).freed == []
     assert child.poll() is None
 
 
@@ -210,7 +210,7 @@ def test_process_that_leaves_the_device_on_sigterm_may_go_on_without_it(npu_smi,
     child = start(leaves + HOLD, SLEEP + "; time.sleep(120)")
     npu_smi(child.pid, "python")
     (item,) = clean.processes(smi.read())
-    assert clean.end([item], grace=60).freed == [item]
+    assert clean.end_processes([item], grace=60).freed == [item]
     assert child.stdout.readline() == "left\n"
     assert child.poll() is None
 
@@ -269,8 +269,8 @@ def test_process_whose_main_thread_ended_first_still_counts_as_alive_and_on_the_
 
 def test_pid_reused_since_it_was_listed_is_left_alone(start) -> None:
     child = start()
-    item = Item("processes", "python", pid=child.pid, birth="1")  # listed when another process had this pid
-    clean.end([item], grace=0.2)
+    item = Leftover("processes", "python", pid=child.pid, birth="1")  # listed when another process had this pid
+    clean.end_processes([item], grace=0.2)
     assert child.poll() is None
 
 
@@ -296,8 +296,8 @@ def test_shared_memory_that_a_live_process_maps_is_kept(dead_pid: int) -> None:
         with path.open("wb+") as stream:
             stream.write(b"x" * 4096)
             stream.flush()
-            assert str(path) not in [i.path for i in clean.find()]
-        assert str(path) in [i.path for i in clean.find()]
+            assert str(path) not in [i.path for i in clean.find_leftovers()]
+        assert str(path) in [i.path for i in clean.find_leftovers()]
     finally:
         path.unlink(missing_ok=True)
 
@@ -327,7 +327,7 @@ def test_old_partial_file_that_is_open_for_writing_is_kept(start) -> None:
     folder.mkdir(parents=True)
     with (folder / "slow.parquet.part").open("wb") as stream:
         old(folder / "slow.parquet.part", 5)
-        assert clean.find() == []
+        assert clean.find_leftovers() == []
         stream.write(b"x")
 
 
@@ -342,7 +342,7 @@ def test_lock_that_is_held_is_kept_and_one_that_nobody_holds_goes(dead_pid: int,
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        assert clean.held(held)
+        assert clean.is_held(held)
         cli("--yes")
         assert [p.exists() for p in (held, free, fresh)] == [True, False, True]
     finally:

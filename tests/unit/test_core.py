@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.eval import core, scorer
 from ascendchat.eval.bundle import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches
@@ -52,7 +52,7 @@ WORDS = [
 ]
 
 
-OURS = train(["the cat.\n\nsat on 12 mats\n", "it's  a\n b's\t\n猫坐在垫子上。\n"] * 4, 320)
+OURS = train_tokenizer(["the cat.\n\nsat on 12 mats\n", "it's  a\n b's\t\n猫坐在垫子上。\n"] * 4, 320)
 PART = st.text(st.sampled_from("ab '’.\n\r\t 12猫。\u3000\u2028\x1c\xa0"), max_size=12)
 
 
@@ -173,7 +173,7 @@ def agree(
     return compared
 
 
-@pytest.mark.parametrize("max_tokens", [64, 700, 100_000])
+@pytest.mark.parametrize("max_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (64, 700)), 100_000])
 def test_batches_of_any_size_agree_with_one_example_at_a_time(
     model: GPT, tasks: list[CoreTask], max_tokens: int
 ) -> None:

@@ -191,8 +191,11 @@ WITHOUT_CANN = pytest.mark.skipif(
 @WITHOUT_CANN
 @pytest.mark.parametrize(
     ("before", "asked"),
-    [("prepare_environment('npu')", "npu"), ("", "npu"), ("", None)],
-    ids=["prepared", "import torch fails", "automatic, import torch fails"],
+    [
+        pytest.param("prepare_environment('npu')", "npu", id="prepared", marks=pytest.mark.slow),
+        pytest.param("", "npu", id="import torch fails"),
+        pytest.param("", None, id="automatic, import torch fails", marks=pytest.mark.slow),
+    ],
 )
 def test_torch_npu_without_cann_is_one_sentence_and_no_traceback(before: str, asked: str | None) -> None:
     status, out, err = _try(before, asked)
@@ -209,6 +212,7 @@ def test_torch_npu_without_cann_does_not_stop_an_automatic_run() -> None:
     assert (status, out) == (0, ""), err
 
 
+@pytest.mark.slow
 def test_without_torch_npu_asking_for_an_npu_says_what_to_install() -> None:
     status, out, err = _try(
         "sys.modules['torch_npu'] = None\nimport os\nos.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD='0')", "npu"
@@ -259,6 +263,7 @@ assert after.used < after.total == device.chip.memory
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel tells resident memory only on Linux")
 def test_memory_follows_tensors_and_the_peak_can_be_reset() -> None:
     """In a process of its own: what other tests leave behind is freed at any time."""

@@ -22,9 +22,9 @@ from ascendchat.doctor import (
     checks_cann,
     checks_npu,
     checks_system,
-    plain,
+    conclusion,
+    plain_lines,
     probe,
-    verdict,
 )
 from ascendchat.doctor.checks import Check, Machine
 from ascendchat.doctor.probe import Probe
@@ -110,18 +110,18 @@ def told(check: Check, status: str, *parts: str) -> None:
 
 def test_machine_without_accelerator_is_ready_on_the_cpu(tmp_path: Path) -> None:
     machine = laptop(tmp_path)
-    found = checks.judge(machine)
+    found = checks.run_checks(machine)
     assert {c.status for c in found} <= {"ok", "skip", "warn"}
-    text, following = verdict(machine, found)
+    text, following = conclusion(machine, found)
     assert "training uses cpu" in text
     assert following == "ascendchat plan --depth 4 --chip cpu"
 
 
 def test_healthy_atlas_server_passes_every_check(tmp_path: Path) -> None:
     machine = atlas(tmp_path)
-    troubled = [c for c in checks.judge(machine) if c.status == "fail"]
+    troubled = [c for c in checks.run_checks(machine) if c.status == "fail"]
     assert troubled == []
-    text, following = verdict(machine, checks.judge(machine))
+    text, following = conclusion(machine, checks.run_checks(machine))
     assert "npu (Ascend910B3) x 8" in text
     assert following == "ascendchat doctor --devices 8"
 
@@ -139,7 +139,7 @@ def test_every_complaint_says_why_and_how_to_mend_it_in_both_languages(tmp_path:
         wheels=Probe({**WHEELS.values, "pyarrow": None}),
         versions={"torch": "2.13.0", "torch_npu": "2.12.0"},
     )
-    bad = [c for c in checks.judge(sick) if c.status in ("warn", "fail")]
+    bad = [c for c in checks.run_checks(sick) if c.status in ("warn", "fail")]
     assert len(bad) >= 8
     for check in bad:
         assert check.found, check
@@ -147,7 +147,7 @@ def test_every_complaint_says_why_and_how_to_mend_it_in_both_languages(tmp_path:
         assert check.fix, check
     chinese = [c for c in bad if any("一" <= ch <= "鿿" for ch in c.why)]
     assert len(chinese) == (len(bad) if lang == "zh" else 0)
-    assert len(plain(sick, bad)) >= 3 * len(bad)
+    assert len(plain_lines(sick, bad)) >= 3 * len(bad)
 
 
 # ------------------------------------------------------------------------------------------------ torch and torch_npu
@@ -212,7 +212,7 @@ def test_device_that_another_process_holds_is_a_failure_that_names_clean(tmp_pat
 def test_next_command_names_the_chip_only_when_the_table_knows_it(tmp_path: Path) -> None:
     for name, ending in (("NVIDIA H200", " --chip 'NVIDIA H200'"), ("NVIDIA Future 1", "")):
         machine = laptop(tmp_path, torch=Probe({**CPU_TORCH.values, "cuda": [name], "cuda_bf16": True, "nccl": True}))
-        assert verdict(machine, checks.judge(machine))[1] == "ascendchat plan --depth 12" + ending
+        assert conclusion(machine, checks.run_checks(machine))[1] == "ascendchat plan --depth 12" + ending
 
 
 def test_device_asked_for_by_variable_must_be_there(tmp_path: Path) -> None:
@@ -276,10 +276,10 @@ def test_cann_path_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
 
 def test_operators_of_another_chip_are_a_failure(tmp_path: Path) -> None:
     machine = atlas(tmp_path)
-    told(checks_cann.operators(machine), "ok", "ascend910b")
+    told(checks_cann.operator_package(machine), "ok", "ascend910b")
     kernels = tmp_path / "usr/local/Ascend/cann/opp/built-in/op_impl/ai_core/tbe/kernel"
     (kernels / "ascend910b").rename(kernels / "ascend310p")
-    told(checks_cann.operators(machine), "fail", "needs ascend910b, found ascend310p", "910b-ops_9.1.0")
+    told(checks_cann.operator_package(machine), "fail", "needs ascend910b, found ascend310p", "910b-ops_9.1.0")
 
 
 @pytest.mark.parametrize(
@@ -372,15 +372,15 @@ def test_stored_files_are_compared_with_their_manifest(tmp_path: Path) -> None:
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     put(folder / "manifest.json", json.dumps({"files": {"a.bin": entry}}))
     machine = laptop(tmp_path, home=home())
-    told(checks_system.stored(machine), "ok", "1 folders, 1 files", "1 checksums right")
+    told(checks_system.stored_data(machine), "ok", "1 folders, 1 files", "1 checksums right")
     (folder / "a.bin").write_bytes(b"T" + content[1:])
-    told(checks_system.stored(machine), "fail", "a.bin: checksum differs", f"rm -r {folder}")
+    told(checks_system.stored_data(machine), "fail", "a.bin: checksum differs", f"rm -r {folder}")
     (folder / "a.bin").write_bytes(content[:-1])
-    told(checks_system.stored(machine), "fail", "399 bytes, expected 400")
+    told(checks_system.stored_data(machine), "fail", "399 bytes, expected 400")
     (folder / "a.bin").unlink()
-    told(checks_system.stored(machine), "fail", "a.bin: missing")
+    told(checks_system.stored_data(machine), "fail", "a.bin: missing")
     put(folder / "manifest.json", "{half")
-    told(checks_system.stored(machine), "fail", "the manifest cannot be read")
+    told(checks_system.stored_data(machine), "fail", "the manifest cannot be read")
 
 
 def test_without_deep_only_sizes_are_compared_when_the_time_is_up(
@@ -389,6 +389,7 @@ def test_without_deep_only_sizes_are_compared_when_the_time_is_up(
     folder = home() / "data" / "shards"
     put(folder / "a.bin", "x")
     put(folder / "manifest.json", json.dumps({"files": {"a.bin": {"bytes": 1, "sha256": "wrong"}}}))
-    told(checks_system.stored(laptop(tmp_path, home=home())), "fail", "a.bin: checksum differs")
+    told(checks_system.stored_data(laptop(tmp_path, home=home())), "fail", "a.bin: checksum differs")
     monkeypatch.setattr(checks_system, "BUDGET", -1.0)
-    told(checks_system.stored(laptop(tmp_path, home=home())), "ok", "0 checksums right (all: ascendchat doctor --deep)")
+    unhashed = checks_system.stored_data(laptop(tmp_path, home=home()))
+    told(unhashed, "ok", "0 checksums right (all: ascendchat doctor --deep)")

@@ -19,7 +19,7 @@ from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD, look
 from ascendchat.doctor import checks, collective, probe
 from ascendchat.doctor.checks import faults
-from ascendchat.doctor.watch import Cpu, rows, watch
+from ascendchat.doctor.watch import Cpu, device_rows, watch_devices
 
 SAMPLES = Path(__file__).parent / "smi_samples"
 
@@ -32,6 +32,7 @@ def doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
 @pytest.mark.skipif(look().cann, reason="CANN is loaded here, so `import torch` does not fail")
 def test_doctor_runs_where_import_torch_fails_and_names_the_way_out() -> None:
@@ -63,11 +64,12 @@ def test_failed_check_gives_exit_status_one_and_its_fix_as_the_next_command() ->
 
 
 def test_probe_reports_a_crash_a_hang_and_noise_around_the_answer() -> None:
-    crashed = probe.ask("import os; os.abort()", os.environ)
+    crashed = probe.run_probe("import os; os.abort()", os.environ)
     assert not crashed.ok
     assert "status" in crashed.error
-    assert probe.ask("import time; time.sleep(60)", os.environ, timeout=0.5).error == "no answer within 0 s"
-    noisy = probe.ask("print('warning: noise'); out['x'] = 1; import atexit, os; atexit.register(os.abort)", os.environ)
+    assert probe.run_probe("import time; time.sleep(60)", os.environ, timeout=0.5).error == "no answer within 0 s"
+    noise = "print('warning: noise'); out['x'] = 1; import atexit, os; atexit.register(os.abort)"
+    noisy = probe.run_probe(noise, os.environ)
     assert noisy.values == {"x": 1}
 
 
@@ -120,14 +122,14 @@ def test_watch_prints_devices_as_plain_lines_when_not_a_terminal(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(smi, "EXTRA_PATH", ())
     smi._logic_ids.cache_clear()
-    assert watch(0.01, "en", rounds=2) == 0
+    assert watch_devices(0.01, "en", rounds=2) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8  # four devices, twice
     assert "1 Ascend910  7%  45.4 GiB / 64.0 GiB  37 °C  OK  VLLMWorker_TP:812733 42.2 GiB" in lines[1]
 
 
 def test_watch_shows_the_cpu_where_there_is_no_device() -> None:
-    (row,) = rows(smi.Problem("none", missing=True), Cpu())
+    (row,) = device_rows(smi.Problem("none", missing=True), Cpu())
     assert row[0].startswith("cpu (")
     assert row[1].endswith("%")
     assert "GiB" in row[2]
@@ -168,10 +170,10 @@ def test_wrong_collective_results_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         output.copy_(input)
         output[-1] += 1  # one element arrives wrong
 
-    _, right = collective.measure(4096, 0, 1, torch.device("cpu"), lambda: None)
+    _, right = collective.time_collectives(4096, 0, 1, torch.device("cpu"), lambda: None)
     assert right == []
     monkeypatch.setattr(dist, "all_gather", lossy)
-    _, faults = collective.measure(4096, 0, 1, torch.device("cpu"), lambda: None)
+    _, faults = collective.time_collectives(4096, 0, 1, torch.device("cpu"), lambda: None)
     assert faults == ["rank 0: all_gather of 4096 bytes"]
 
 

@@ -57,7 +57,7 @@ def assert_greedy(model: GPT, request: Request, ids: list[int], context: int = C
     assert ids == best[len(request.prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("batches", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batches", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", MODELS, ids=["ring", "grouped", "full", "full-ring"])
 def test_random_batches_equal_the_reference(device: Device, sizes: dict[str, object], batches: int) -> None:
     """Four models, so 200 batches: mixed lengths, more requests than slots, answers up to the end of the context."""
@@ -300,7 +300,7 @@ def bf16_shortfall(device: Device, kernel: Attention, slots: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_in_bf16_every_token_is_nearly_the_likeliest(slots: int) -> None:
     assert bf16_shortfall(pick("cpu", dtype="bf16", compiled=False), Sdpa(), slots) < BF16_ERROR
 
@@ -318,7 +318,9 @@ def misplace(
     cache.values[layer].index_put_((rows, position - 1), v[:, 0])
 
 
-@pytest.mark.parametrize(("part", "wrong"), [("shift_tokens", forget), ("put_tokens", misplace)])
+@pytest.mark.parametrize(
+    ("part", "wrong"), [("shift_tokens", forget), pytest.param("put_tokens", misplace, marks=pytest.mark.slow)]
+)
 def test_a_wrong_cache_does_not_pass_for_rounding(monkeypatch: pytest.MonkeyPatch, part: str, wrong: object) -> None:
     monkeypatch.setattr(Cache, part, wrong)
     assert bf16_shortfall(pick("cpu", dtype="bf16", compiled=False), Sdpa(), 4) > 2 * BF16_ERROR

@@ -20,7 +20,7 @@ from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data import prepare
-from ascendchat.data.tokenizer import Tokenizer, train
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.eval import core
 from ascendchat.eval.base import run
 from ascendchat.eval.bits import bits_per_byte
@@ -78,7 +78,7 @@ DOCUMENTS = ["the cat sat on the red mat and saw one old dog.\n" * 12, "two big 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(DOCUMENTS, 300)
+    return train_tokenizer(DOCUMENTS, 300)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_what_is_missing_is_said_with_the_next_step(trained: GPT, changes: dict[
 
 
 def test_a_model_is_never_scored_with_another_tokenizer(trained: GPT) -> None:
-    train(["entirely different words"] * 5, 290).save(home() / "tokenizer")
+    train_tokenizer(["entirely different words"] * 5, 290).save(home() / "tokenizer")
     with pytest.raises(UserError, match="was not trained with the tokenizer"):
         run(dataclasses.replace(CONFIG, eval=("core",)))
 

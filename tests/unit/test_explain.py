@@ -142,17 +142,17 @@ def test_a_log_with_two_bytes_per_letter_is_read() -> None:
 
 
 def test_findings_across_the_edge_of_a_block_are_found_with_their_line() -> None:
-    filler = "step 1 loss 3.2\n" * (module.BLOCK // 16 - 1)
+    filler = "step 1 loss 3.2\n" * (module.BLOCK_BYTES // 16 - 1)
     text = filler + "x OSError: [Errno 28] No space left on device\n" + "step 2 loss 3.1\n"
     found = explain(text)
     assert [(f.rule, f.line_number, f.count) for f in found] == [("disk-full", filler.count("\n") + 1, 1)]
 
 
 def test_a_line_of_many_megabytes_is_read_in_bounded_memory() -> None:
-    text = "ab " * (module.BLOCK // 2) + " CUDA out of memory. Tried " + "cd " * 100000
+    text = "ab " * (module.BLOCK_BYTES // 2) + " CUDA out of memory. Tried " + "cd " * 100000
     found = explain(text)
     assert [f.rule for f in found] == ["cuda-oom"]
-    assert len(found[0].line) <= module.SHOWN
+    assert len(found[0].line) <= module.SHOWN_CHARS
 
 
 def test_ten_megabytes_of_log_take_seconds() -> None:

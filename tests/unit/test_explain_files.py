@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.doctor.explain_rules import FOLDER, code, compiled, load
+from ascendchat.doctor.explain_rules import FOLDER, code, compiled, read_rules
 
 GOOD = """\
 - id: disk-full
@@ -25,7 +25,7 @@ GOOD = """\
 
 def test_a_rule_is_read_from_a_file_alone(tmp_path: Path) -> None:
     (tmp_path / "01_host.yaml").write_text(GOOD.replace("  title", "    - code: 207001\n  title"))
-    (rule,) = load(tmp_path)
+    (rule,) = read_rules(tmp_path)
     assert (rule.id, rule.level, rule.title["zh"], rule.commands) == ("disk-full", 0, "已满", ["df -h"])
     assert rule.patterns == ["No space left on device", code(207001)]
     assert rule.symptoms == {"en": [], "zh": []}
@@ -63,7 +63,7 @@ def test_a_broken_rule_is_refused_with_its_file_and_name(old: str, new: str, say
     assert GOOD.count(old) == 1
     (tmp_path / "01_host.yaml").write_text(GOOD.replace(old, new))
     with pytest.raises(UserError, match=says) as caught:
-        list(load(tmp_path))
+        list(read_rules(tmp_path))
     assert "01_host.yaml" in str(caught.value)
     assert "Adding an error explanation" in str(caught.value)
 
@@ -72,16 +72,16 @@ def test_a_broken_file_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "01_host.yaml").write_text(GOOD)
     (tmp_path / "02_disk.yaml").write_text(GOOD)
     with pytest.raises(UserError, match=r"02_disk\.yaml, rule disk-full: another rule has this name"):
-        list(load(tmp_path))
+        list(read_rules(tmp_path))
     (tmp_path / "02_disk.yaml").write_text("disk: full\n")
     with pytest.raises(UserError, match=r"02_disk\.yaml: the file must be a list of rules"):
-        list(load(tmp_path))
+        list(read_rules(tmp_path))
     (tmp_path / "02_disk.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"02_disk\.yaml"):
-        list(load(tmp_path))
+        list(read_rules(tmp_path))
     (tmp_path / "02_disk.yaml").rename(tmp_path / "disk.yaml")
     with pytest.raises(UserError, match=r"disk\.yaml: a file of rules is called NN_TOPIC\.yaml"):
-        list(load(tmp_path))
+        list(read_rules(tmp_path))
 
 
 def test_a_pattern_that_is_no_regular_expression_is_refused_when_it_is_needed() -> None:

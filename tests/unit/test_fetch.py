@@ -16,7 +16,7 @@ from ascendchat.config import UserError, home
 from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import Policy, fetch, folder_of
 from ascendchat.data.fetch.partfile import PartFile
-from ascendchat.data.fetch.transfer import Engine, Job, Remote, Restarted, range_answer
+from ascendchat.data.fetch.transfer import Downloader, FileDownload, Remote, Restarted, range_answer
 from ascendchat.data.fetch.web import Web, retry_after
 
 
@@ -235,12 +235,12 @@ def test_a_torn_journal_line_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_late_answer_to_an_abandoned_attempt_decides_nothing_about_the_new_one(tmp_path: Path) -> None:
-    job = Job(Remote("f", "u"), tmp_path)
+    job = FileDownload(Remote("f", "u"), tmp_path)
     job.part.open("", "u")
     job.generation, job.state = 1, "opening"  # restarted by another thread while this answer was on its way
     old = SimpleNamespace(status_code=206, headers={"content-range": "bytes 0-9/10", "etag": '"old"'})
     with Web(FAST) as web:
-        engine = Engine([job], web, lambda *_: None)
+        engine = Downloader([job], web, lambda *_: None)
         with pytest.raises(Restarted):
             engine._accept(job, 0, old, 0)
         assert (job.part.size, job.part.tag, job.state) == (None, "", "opening")

@@ -15,7 +15,7 @@ from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data.fetch import SETS, fetch, folder_of, hubs, run
 from ascendchat.data.fetch.hubs import fixed_folder
-from ascendchat.data.fetch.sources import resolve
+from ascendchat.data.fetch.sources import find_set
 
 
 @pytest.fixture
@@ -219,18 +219,18 @@ def test_the_real_evaluation_sets_come_from_their_folder(real_data: Path) -> Non
 
 
 def test_words_name_sets_repositories_models_and_urls() -> None:
-    assert resolve("smol-smoltalk").name == "smoltalk"
-    assert resolve("models/Qwen/Qwen3-0.6B").sources[0].model
+    assert find_set("smol-smoltalk").name == "smoltalk"
+    assert find_set("models/Qwen/Qwen3-0.6B").sources[0].model
     assert folder_of("o/n") == home() / "data" / "o--n"
-    page = resolve("https://huggingface.co/datasets/o/n/tree/main/data")
+    page = find_set("https://huggingface.co/datasets/o/n/tree/main/data")
     assert (page.name, page.sources[0].hub, page.sources[0].files) == ("o--n", "hf", "data/*")
-    assert resolve("https://www.modelscope.cn/datasets/o/n/files").sources[0].where == "o/n"
-    assert resolve("https://example.org/x/wiki.jsonl.gz?sig=1").name.startswith("wiki-")
+    assert find_set("https://www.modelscope.cn/datasets/o/n/files").sources[0].where == "o/n"
+    assert find_set("https://example.org/x/wiki.jsonl.gz?sig=1").name.startswith("wiki-")
     for bad in ("climbmux", "../etc", "o/n/x/y", "https://example.org/"):
         with pytest.raises(UserError):
-            resolve(bad)
+            find_set(bad)
     with pytest.raises(UserError, match="did you mean climbmix"):
-        resolve("climbmux")
+        find_set("climbmux")
     with pytest.raises(UserError, match="it is on: hf"):
         fetch("climbmix", source="modelscope")
 

@@ -16,7 +16,7 @@ from http_server import CHUNK, FAST, Server, noise, serve
 from ascendchat.config import home
 from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch import lock as locking
-from ascendchat.data.fetch.lock import Lock, Progress
+from ascendchat.data.fetch.lock import DownloadProgress, Lock
 from ascendchat.data.fetch.partfile import PartFile
 
 WORKERS = 4
@@ -65,19 +65,19 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
 ) -> None:
     monkeypatch.setattr(locking, "EVERY", 0.0)
     with Lock(home() / "data" / "x", "x") as lock:
-        with Progress("climbmix", 9, 4 << 20, lock) as progress:
+        with DownloadProgress("climbmix", 9, 4 << 20, lock) as progress:
             progress.show(1 << 20, 2)
         line = capsys.readouterr().err
         assert line.startswith("climbmix: 2 of 9 files, 1.0 MiB of 4.0 MiB, ")
         monkeypatch.setattr(locking, "is_live", lambda _: True)
         monkeypatch.setenv("FORCE_COLOR", "1")
-        with Progress("climbmix", 9, 4 << 20, lock) as progress:
+        with DownloadProgress("climbmix", 9, 4 << 20, lock) as progress:
             progress.show(1 << 20, 2)
         bar = capsys.readouterr().err
         assert "climbmix 2/9" in bar
         assert "1.0/4.2 MB" in bar or "1.0/4.0 MiB" in bar
         monkeypatch.setenv("LOCAL_RANK", "3")
-        with Progress("climbmix", 9, 4 << 20, lock) as progress:
+        with DownloadProgress("climbmix", 9, 4 << 20, lock) as progress:
             progress.show(1 << 20, 2)
         assert capsys.readouterr().err == ""
 

@@ -14,7 +14,7 @@ from http_server import DATA, FAST, Server, serve
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import DataVerifyConfig
 from ascendchat.data.fetch import fetch
-from ascendchat.data.verify import read_manifest, run, stored, verify
+from ascendchat.data.verify import read_manifest, run, stored_folders, verify_folders
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_after_the_deadline_only_sizes_are_compared() -> None:
     folder = make(home() / "data" / "x", a=b"1234", b=b"56")
     (folder / "a").write_bytes(b"4321")
     (folder / "b").write_bytes(b"")
-    late = verify([folder], deadline=time.monotonic() - 1)[0]
+    late = verify_folders([folder], deadline=time.monotonic() - 1)[0]
     assert [f.file.name for f in late.faults] == ["b"]
     assert (late.files, late.hashed) == (2, 0)
-    assert [f.file.name for f in verify([folder])[0].faults] == ["a", "b"]
+    assert [f.file.name for f in verify_folders([folder])[0].faults] == ["a", "b"]
 
 
 def test_a_manifest_of_another_shape_is_an_error_not_a_crash(tmp_path: Path) -> None:
@@ -90,5 +90,5 @@ def test_a_manifest_of_another_shape_is_an_error_not_a_crash(tmp_path: Path) -> 
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ValueError):
             read_manifest(tmp_path)
-        assert len(verify([tmp_path])[0].faults) == 1
-    assert list(stored(tmp_path)) == [tmp_path]
+        assert len(verify_folders([tmp_path])[0].faults) == 1
+    assert list(stored_folders(tmp_path)) == [tmp_path]

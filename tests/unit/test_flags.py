@@ -163,14 +163,14 @@ SMALL = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with text, conversations, a tokenizer, a corpus and a model of one step."""
     from ascendchat.data.prepare import prepare
-    from ascendchat.data.tokenizer import train
+    from ascendchat.data.tokenizer import train_tokenizer
 
     where = tmp_path_factory.mktemp("flags")
     texts = [f"the {a} tree under the {b} river sings over the stone" for a in "abcdef" for b in "uvwxyz"]
     chats = [[{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}] for t in texts]
     (where / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     (where / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    train(texts, 300).save(where / "tokenizer")
+    train_tokenizer(texts, 300).save(where / "tokenizer")
     prepare([str(where / "text.jsonl")], where / "tokenizer", where / "words", val_fraction=0.2, workers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCENDCHAT_HOME", str(where))

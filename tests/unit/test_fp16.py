@@ -12,7 +12,7 @@ from test_loop import ToyStage, start
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train
+from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.device import Options, Scaling
 from ascendchat.device.cpu import CPU
 from ascendchat.record import read_metrics
@@ -53,7 +53,7 @@ def test_base_in_fp16_follows_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rng = random.Random(0)
     texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60))) + "." for _ in range(200)]
     (tmp_path / "text.txt").write_text("\n".join(texts), encoding="utf-8")
-    train(texts, 300).save(tmp_path / "tokenizer")
+    train_tokenizer(texts, 300).save(tmp_path / "tokenizer")
     prepare([str(tmp_path / "text.txt")], tmp_path / "tokenizer", tmp_path / "words", val_fraction=0.1, workers=1)
     sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 64 --total-batch-size 512 --num-iterations 24"
     words = f"base {sizes} --eval-every 0 --sample-every 0 --device-type cpu --data {tmp_path / 'words'}".split()

@@ -215,6 +215,7 @@ def test_a_worker_process_that_imports_a_script_does_not_start_it_again(path: Pa
     runpy.run_path(str(path), run_name="__mp_main__")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed here")
 def test_an_npu_that_is_not_there_is_one_sentence_and_status_2() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}

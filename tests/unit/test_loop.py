@@ -376,7 +376,7 @@ with start(Path({folder!r})) as run:
 """
 
 
-@pytest.mark.parametrize(("forward", "signals"), [("first", 1), ("fourth", 2)])
+@pytest.mark.parametrize(("forward", "signals"), [("first", 1), pytest.param("fourth", 2, marks=pytest.mark.slow)])
 def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_always(
     tmp_path: Path, forward: str, signals: int
 ) -> None:

@@ -16,16 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ascendchat import cli
 from ascendchat.config import UserError, parse
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora
 from ascendchat.data.mixture import Batches, parse_mixture
 from ascendchat.data.prepare import prepare, run
-from ascendchat.data.read import documents
+from ascendchat.data.read import read_documents
 from ascendchat.data.shards import dtype_for, is_validation
-from ascendchat.data.tokenizer import Tokenizer, train
-from ascendchat.data.verify import verify
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.data.verify import verify_folders
 from ascendchat.nn import IGNORE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def write(path: Path, items: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    train(iter(texts(50)), vocab_size=400).save(folder)
+    train_tokenizer(iter(texts(50)), vocab_size=400).save(folder)
     return folder
 
 
@@ -58,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def decoded(folder: Path, split: str, tokenizer: Path) -> list[str]:
     corpus, loaded = Corpus.open(folder, split), Tokenizer.load(tokenizer)
-    assert not verify([folder])[0].faults
+    assert not verify_folders([folder])[0].faults
     found = [d.tolist() for d in np.split(np.concatenate(list(corpus.stream())), np.cumsum(corpus.lengths)[:-1])]
     assert all(document[0] == loaded.bos for document in found)
     return [loaded.decode(document[1:]) for document in found]
@@ -131,7 +132,7 @@ def test_a_damaged_shard_is_named_and_made_again_once_deleted(tokenizer: Path, t
     good = contents(out)
     victim = out / sorted(name for name in good if name.endswith(".tokens"))[2]
     victim.write_bytes(good[victim.name][:-3] + b"\x07" + good[victim.name][-2:])
-    assert [(fault.file, fault.what) for fault in verify([out])[0].faults] == [(victim, "checksum differs")]
+    assert [(fault.file, fault.what) for fault in verify_folders([out])[0].faults] == [(victim, "checksum differs")]
     victim.unlink()
     prepare([a], tokenizer, out, workers=1, part=5_000)
     assert contents(out) == good
@@ -244,7 +245,7 @@ def test_every_token_of_real_text_is_used(tokenizer: Path, real_data: Path, tmp_
     source = real_data / "pretrain" / "en" / "wiki_val.jsonl.xz"
     manifest = prepare([str(source)], tokenizer, tmp_path / "out", val_fraction=0.05, workers=2)
     splits = manifest["splits"]
-    assert splits["train"]["documents"] + splits["val"]["documents"] == sum(1 for _ in documents([source])) == 223
+    assert splits["train"]["documents"] + splits["val"]["documents"] == sum(1 for _ in read_documents([source])) == 223
     corpus = Corpus.open(tmp_path / "out")
     rows = TextRows(corpus, 1024, seed=0)
     batches = Batches([(rows, 1.0)], 16)
@@ -337,20 +338,17 @@ def test_a_number_of_workers_below_one_is_refused(tokenizer: Path, tmp_path: Pat
         prepare([a], tokenizer, tmp_path / "out", workers=0)
 
 
-def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(tokenizer: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts, taken = tmp_path / "texts", tmp_path / "file"
     texts.mkdir()
     (texts / "a.txt").write_text("some text")
     taken.write_text("mine")
     for out in (taken, taken / "below"):
         for command in (["data", "prepare", "--tokenizer", str(tokenizer)], ["tokenizer", "train"]):
-            done = subprocess.run(
-                [sys.executable, "-m", "ascendchat", *command, str(texts), "--out", str(out)],
-                capture_output=True, text=True, env={**os.environ, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"},
-            )  # fmt: skip
-            assert done.returncode == 2
-            assert f"{taken} is a file" in done.stderr
-            assert "Traceback" not in done.stderr
+            assert cli.main([*command, str(texts), "--out", str(out)]) == 2
+            assert f"{taken} is a file" in capsys.readouterr().err
     with pytest.raises(UserError, match="a folder of its own"):
         run(DataPrepareConfig(paths=(str(texts),), tokenizer=str(tokenizer), out=str(texts)))
     assert [path.name for path in texts.iterdir()] == ["a.txt"]

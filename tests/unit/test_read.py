@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from ascendchat.config import UserError
-from ascendchat.data.read import TXT_PIECE, Tally, documents, files
+from ascendchat.data.read import TXT_PIECE, Tally, file_documents, read_documents, source_files
 
 TEXTS = ["One.", "二号文件。\nsecond line", 'three, with "quotes" and \ttab', "四 emoji 🌍", "x" * 70_000]
 PACK = {
@@ -67,14 +67,14 @@ WRITE = {
 def test_every_format_and_compression_gives_the_documents_in_order(kind: str, packing: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"a{kind}{packing}", PACK[packing](WRITE[kind]))
     tally = Tally()
-    assert list(documents([path], tally=tally)) == TEXTS
+    assert list(file_documents(path, "text", tally)) == TEXTS
     assert tally == Tally(documents=len(TEXTS))
 
 
 def test_parquet_is_read_over_all_row_groups_and_null_counts_as_empty(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", as_parquet([*TEXTS[:3], None, *TEXTS[3:]]))
     tally = Tally()
-    assert list(documents([path], tally=tally)) == TEXTS
+    assert list(file_documents(path, "text", tally)) == TEXTS
     assert (tally.documents, tally.empty, tally.broken) == (len(TEXTS), 1, 0)
 
 
@@ -84,24 +84,25 @@ def test_a_zip_gives_the_documents_of_all_members_by_name(tmp_path: Path) -> Non
         archive.writestr("a/1.jsonl.gz", gzip.compress(as_lines(["one"])))
         archive.writestr("README.md", "not text for training")
         archive.writestr("c.txt", "four")
-    assert list(documents([tmp_path])) == ["one", "two", "three", "four"]
+    assert list(read_documents([tmp_path])) == ["one", "two", "three", "four"]
 
 
 @pytest.mark.parametrize(
     "content", ['["a", "b"]', '"a"\n"b"\n', '{"text": "a"}\n{"text": "b", "n": 12}', '["a" , "b"]  ']
 )
 def test_a_json_file_may_hold_a_list_or_values_one_after_the_other(content: str, tmp_path: Path) -> None:
-    assert list(documents([write(tmp_path / "a.json", content.encode())])) == ["a", "b"]
+    assert list(read_documents([write(tmp_path / "a.json", content.encode())])) == ["a", "b"]
 
 
 def test_a_json_list_larger_than_the_read_buffer_is_complete(tmp_path: Path) -> None:
     texts = [f"{i} " + 'é\\"' * (i % 7 * 5000) for i in range(60)]
-    assert list(documents([write(tmp_path / "a.json", json.dumps([{"text": t} for t in texts]).encode())])) == texts
+    path = write(tmp_path / "a.json", json.dumps([{"text": t} for t in texts]).encode())
+    assert list(read_documents([path])) == texts
 
 
 def test_a_large_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path) -> None:
     paragraphs = [f"paragraph {i} " + "word " * 5000 for i in range(120)]  # about 3 MB
-    found = list(documents([write(tmp_path / "a.txt", "\n\n".join(paragraphs).encode())]))
+    found = list(read_documents([write(tmp_path / "a.txt", "\n\n".join(paragraphs).encode())]))
     assert 2 <= len(found) <= 4
     assert max(map(len, found)) < TXT_PIECE + 60_000
     assert "\n\n".join(found).split("\n\n") == paragraphs
@@ -111,13 +112,13 @@ def test_folders_patterns_and_files_are_expanded_in_a_fixed_order_without_repeat
     (tmp_path / "sub").mkdir()
     for name in ["b.txt", "a.jsonl", "sub/c.parquet", ".hidden.txt", "notes.md", "manifest.json"]:
         (tmp_path / name).write_bytes(b"x")
-    assert [p.name for p in files([tmp_path])] == ["a.jsonl", "b.txt", "c.parquet"]
-    assert [p.name for p in files([tmp_path / "b.txt", tmp_path])] == ["b.txt", "a.jsonl", "c.parquet"]
-    assert [p.name for p in files([str(tmp_path / "**" / "*.p*")])] == ["c.parquet"]
+    assert [p.name for p in source_files([tmp_path])] == ["a.jsonl", "b.txt", "c.parquet"]
+    assert [p.name for p in source_files([tmp_path / "b.txt", tmp_path])] == ["b.txt", "a.jsonl", "c.parquet"]
+    assert [p.name for p in source_files([str(tmp_path / "**" / "*.p*")])] == ["c.parquet"]
     with pytest.raises(UserError, match="no file or folder"):
-        files([tmp_path / "missing.txt"])
+        source_files([tmp_path / "missing.txt"])
     with pytest.raises(UserError, match=r"notes\.md has no known format"):
-        files([tmp_path / "notes.md"])
+        source_files([tmp_path / "notes.md"])
 
 
 def test_broken_lines_are_counted_and_named_when_few(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_broken_lines_are_counted_and_named_when_few(tmp_path: Path) -> None:
     lines[901] = b'{"text": 7}\n'
     lines[902] = b'{"text": ""}\n'
     tally = Tally()
-    assert len(list(documents([write(tmp_path / "a.jsonl", b"".join(lines))], tally=tally))) == 994
+    assert len(list(file_documents(write(tmp_path / "a.jsonl", b"".join(lines)), "text", tally))) == 994
     assert (tally.documents, tally.empty, tally.broken) == (994, 1, 5)
     assert tally.example.startswith("line 500 of a.jsonl")
 
@@ -138,14 +139,14 @@ def test_more_than_one_percent_of_broken_lines_is_an_error_that_names_the_first(
     lines = as_lines([f"text {i}" for i in range(100)]).splitlines(keepends=True)
     lines[3] = lines[50] = b"{broken\n"
     with pytest.raises(UserError, match=r"2 of 100 rows cannot be read, the first is line 4 of a\.jsonl"):
-        list(documents([write(tmp_path / "a.jsonl", b"".join(lines))]))
+        list(read_documents([write(tmp_path / "a.jsonl", b"".join(lines))]))
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".parquet"])
 def test_a_wrong_field_names_the_nearest_one(kind: str, tmp_path: Path) -> None:
     data = as_parquet(list(TEXTS)) if kind == ".parquet" else WRITE[kind]
     with pytest.raises(UserError, match=r"'texts'.*(did you mean text|choose from: .*text).*--field"):
-        list(documents([write(tmp_path / f"a{kind}", data)], field="texts"))
+        list(file_documents(write(tmp_path / f"a{kind}", data), "texts", Tally()))
 
 
 @pytest.mark.parametrize("packing", [".gz", ".bz2", ".xz", ".zst"])
@@ -153,7 +154,7 @@ def test_a_truncated_archive_is_an_error_that_names_the_file(packing: str, tmp_p
     whole = {**PACK, ".zst": zstandard.compress}[packing](as_lines([f"{i} {i * i}" for i in range(20_000)]))
     path = write(tmp_path / f"a.jsonl{packing}", whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"a\.jsonl"):
-        list(documents([path]))
+        list(read_documents([path]))
 
 
 @pytest.mark.parametrize(
@@ -168,16 +169,16 @@ def test_a_truncated_archive_is_an_error_that_names_the_file(packing: str, tmp_p
 )
 def test_damage_is_an_error_with_the_files_name(name: str, data: bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        list(documents([write(tmp_path / name, data)]))
+        list(read_documents([write(tmp_path / name, data)]))
     assert name in str(caught.value)
 
 
 def test_real_files_are_read_with_every_row(real_data: Path) -> None:
     sft = real_data / "sft"
     tally = Tally()
-    assert sum(1 for _ in documents([sft / "llamafactory" / "identity.json"], field="output", tally=tally)) > 50
+    assert sum(1 for _ in file_documents(sft / "llamafactory" / "identity.json", "output", tally)) > 50
     assert tally.broken == 0
     tally = Tally()
-    list(documents([sft / "dolly_open_qa.jsonl.xz"], field="text", tally=tally))
+    list(file_documents(sft / "dolly_open_qa.jsonl.xz", "text", tally))
     assert tally.documents + tally.empty == 3742
-    assert sum(1 for _ in documents([real_data / "eval" / "HumanEval.jsonl.gz"], field="prompt")) == 164
+    assert sum(1 for _ in file_documents(real_data / "eval" / "HumanEval.jsonl.gz", "prompt", Tally())) == 164

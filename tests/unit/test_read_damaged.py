@@ -18,7 +18,7 @@ import zstandard
 
 from ascendchat.config import UserError
 from ascendchat.data.conversations import conversations
-from ascendchat.data.read import documents
+from ascendchat.data.read import read_documents
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.tasks.files import SPLIT, set_rows
 
@@ -76,10 +76,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, kind: str, damage: str) -> None
     path = tmp_path / "set" / f"test.{kind}"
     path.parent.mkdir()
     path.write_bytes(PACKED[kind]())
-    assert len(list(documents([path]))) == len(ROWS)
+    assert len(list(read_documents([path]))) == len(ROWS)
     assert len(list(set_rows("set", PATTERN, SPLIT["test"], str(path.parent)))) == len(ROWS)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    for read in (lambda: documents([path]), lambda: set_rows("set", PATTERN, SPLIT["test"], str(path.parent))):
+    for read in (lambda: read_documents([path]), lambda: set_rows("set", PATTERN, SPLIT["test"], str(path.parent))):
         words = said(read)
         assert path.name in words or (damage == "empty" and words == "0 rows")  # some formats allow an empty file
     if kind != "zip":
@@ -97,7 +97,7 @@ def test_a_zip_that_python_cannot_open_is_named_with_the_reason(tmp_path: Path, 
     path.write_bytes(content)
     says = r"test\.zip.*encrypted.*unpack it" if how == "encrypted" else r"test\.zip.*compression"
     with pytest.raises(UserError, match=says):
-        list(documents([path]))
+        list(read_documents([path]))
     with pytest.raises(UserError, match=says):
         list(set_rows("set", PATTERN, SPLIT["test"], str(path.parent)))
 
@@ -120,7 +120,7 @@ def test_json_nested_beyond_reason_is_named(tmp_path: Path, kind: str, row: str)
     path.parent.mkdir()
     path.write_text(f"[{row}]" if kind == "json" else row)
     with pytest.raises(UserError, match=rf"test\.{kind}.*nested"):
-        list(documents([path]))
+        list(read_documents([path]))
     with pytest.raises(UserError, match=rf"test\.{kind}.*nested"):
         list(conversations(path))
     with pytest.raises(UserError, match=rf"test\.{kind}.*nested"):
@@ -131,5 +131,5 @@ def test_a_csv_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "set" / "test.csv"
     path.parent.mkdir()
     path.write_bytes(b"text,A,B\na\r\rb\x00,c\n" + b'"' + b"x" * 200_000)
-    for read in (lambda: documents([path]), lambda: set_rows("set", PATTERN, SPLIT["test"], str(path.parent))):
+    for read in (lambda: read_documents([path]), lambda: set_rows("set", PATTERN, SPLIT["test"], str(path.parent))):
         said(read)  # a table or a sentence, no traceback

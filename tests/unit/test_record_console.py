@@ -109,13 +109,14 @@ def test_bar_on_a_terminal_shows_everything_and_is_removed_cleanly() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_no_color_keeps_the_bar_without_colours() -> None:
     received = on_terminal(SHOW, NO_COLOR="1")
     assert "\x1b[2K" in received
     assert not re.search(r"\x1b\[(\d+;)*(3[0-8]|4[0-8]|9\d)[;m]", received)
 
 
-@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("environment", [{"CI": "true"}, pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow)])
 def test_ci_and_dumb_terminals_get_plain_lines(environment: dict[str, str]) -> None:
     received = on_terminal(SHOW, **environment)
     assert "\x1b" not in received

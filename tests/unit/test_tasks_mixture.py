@@ -18,7 +18,7 @@ from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import write_mixture
 from ascendchat.data.pack import ChatRows
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import Tokenizer, train
+from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.mixture import VALIDATION, ChatMixture, default_data, open_chat_mixture, overlap_finder
 from ascendchat.tasks.overlap import report_overlaps
@@ -28,7 +28,7 @@ EXAM = [{"question": f"Who is {n}?", "choices": [f"man {n}", "nobody"], "gold": 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(["who is the man? it is nobody, says the other."], 270)
+    return train_tokenizer(["who is the man? it is nobody, says the other."], 270)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_text_and_conversations_are_mixed_by_weight(chats: Path, words: Path, to
 
 def test_text_of_another_tokenizer_is_refused(words: Path) -> None:
     with pytest.raises(UserError, match="prepared with another tokenizer"):
-        opened(train(["a quite other text"], 270), str(words / "a"))
+        opened(train_tokenizer(["a quite other text"], 270), str(words / "a"))
 
 
 def test_without_data_a_model_of_the_embedded_world_stays_there_and_others_take_published_sets(

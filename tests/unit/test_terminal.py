@@ -227,6 +227,7 @@ class Terminal:
         self.before, _, self.seen = self.seen.partition(text)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends() -> None:
     save(follows=ENDLESS, seq_len=16384)
     talk = Terminal("-t", "0", "--max-tokens", "16000")

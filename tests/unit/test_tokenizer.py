@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ascendchat.config import UserError
 from ascendchat.data.corpus import Corpus
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import SPECIALS, Tokenizer, pattern, train
+from ascendchat.data.tokenizer import SPECIALS, Tokenizer, pattern, train_tokenizer
 from ascendchat.data.tokenizer.learn import learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.pattern import PATTERN
 
@@ -39,7 +39,7 @@ def corpus() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(corpus(), 400)
+    return train_tokenizer(corpus(), 400)
 
 
 @settings(deadline=None, max_examples=300)
@@ -115,8 +115,8 @@ def test_text_is_cut_where_the_pattern_says(text: str, pieces: list[str]) -> Non
 
 
 def test_the_fingerprint_follows_the_merges_and_nothing_else(tokenizer: Tokenizer) -> None:
-    assert train(corpus(), 400).fingerprint == tokenizer.fingerprint
-    assert train(corpus(), 399).fingerprint != tokenizer.fingerprint
+    assert train_tokenizer(corpus(), 400).fingerprint == tokenizer.fingerprint
+    assert train_tokenizer(corpus(), 399).fingerprint != tokenizer.fingerprint
     assert Tokenizer(tokenizer.merges, PATTERN + "|x").fingerprint != tokenizer.fingerprint
     assert len(tokenizer.fingerprint) == 64
 
@@ -138,7 +138,7 @@ def test_without_rustbpe_the_other_library_trains_with_a_notice(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    other = train(corpus(), 400)
+    other = train_tokenizer(corpus(), 400)
     assert "rustbpe cannot be imported (no wheel for this platform)" in capsys.readouterr().err
     text = corpus()[3] + "😀<|bos|>"
     assert other.vocab_size == 400
@@ -149,12 +149,12 @@ def test_without_rustbpe_the_other_library_trains_with_a_notice(
 
 def train_unpatched(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     monkeypatch.undo()
-    return train(corpus(), 400)
+    return train_tokenizer(corpus(), 400)
 
 
 def test_both_trainers_agree_where_no_two_pairs_are_equally_frequent() -> None:
     texts = ["ab" * 40 + " " + "cde" * 31 + " " + "fg" * 17]
-    assert learn_with_tokenizers(texts, 259, PATTERN)[:1] == train(texts, 271).merges[:1]
+    assert learn_with_tokenizers(texts, 259, PATTERN)[:1] == train_tokenizer(texts, 271).merges[:1]
 
 
 def test_merges_are_found_again_from_ranks_with_a_hole() -> None:
@@ -168,15 +168,15 @@ def test_a_token_that_is_no_merge_of_two_is_refused() -> None:
 
 
 def test_a_small_corpus_gives_the_ids_it_can() -> None:
-    small = train(["aaab"], 1000)
+    small = train_tokenizer(["aaab"], 1000)
     assert 268 < small.vocab_size < 275
     assert small.decode(small.encode("aaab x")) == "aaab x"
 
 
 def test_too_small_a_vocabulary_is_refused_with_the_least_size() -> None:
     with pytest.raises(UserError, match="268 ids are the bytes and the special tokens"):
-        train(["text"], 100)
-    assert train(["text text"], 268).merges == []
+        train_tokenizer(["text"], 100)
+    assert train_tokenizer(["text text"], 268).merges == []
 
 
 @pytest.mark.parametrize("text", ["的", "a", " ", "\n", "!", "7", "é", "😀", "\u0301", "a的", " a", "'"])
@@ -218,10 +218,10 @@ def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.encode_batch(["x", text, ""], threads=1) == [tokenizer.encode("x"), ids, []]
-    learned = train(iter(["hello hello world", run]), 300)
+    learned = train_tokenizer(iter(["hello hello world", run]), 300)
     assert learned.decode(learned.encode(run)) == run
     monkeypatch.setitem(sys.modules, "rustbpe", None)  # the other learner
-    assert train(iter(["hello hello world", run]), 300).vocab_size > 268
+    assert train_tokenizer(iter(["hello hello world", run]), 300).vocab_size > 268
 
 
 def test_a_document_with_a_long_run_is_prepared(tokenizer: Tokenizer, tmp_path: Path) -> None:

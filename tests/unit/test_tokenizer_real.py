@@ -15,8 +15,8 @@ import tiktoken
 
 from ascendchat.config import parse
 from ascendchat.config.data import TokenizerEvalConfig
-from ascendchat.data.read import documents
-from ascendchat.data.tokenizer import PATTERN, Tokenizer, eval_command, train
+from ascendchat.data.read import read_documents
+from ascendchat.data.tokenizer import PATTERN, Tokenizer, eval_command, train_tokenizer
 from ascendchat.data.tokenizer.commands import first_chars, mixed
 
 pytestmark = pytest.mark.slow
@@ -32,13 +32,13 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def text_of(real_data: Path, language: str, part: str) -> Iterator[str]:
-    return documents([real_data / "pretrain" / language / f"wiki_{part}.jsonl.xz"])
+    return read_documents([real_data / "pretrain" / language / f"wiki_{part}.jsonl.xz"])
 
 
 @pytest.fixture(scope="module")
 def half_half(real_data: Path) -> Tokenizer:
     streams = [text_of(real_data, language, "train_00") for language in ("en", "zh")]
-    return train(first_chars(mixed(streams, [1.0, 1.0]), MIX_CHARS))
+    return train_tokenizer(first_chars(mixed(streams, [1.0, 1.0]), MIX_CHARS))
 
 
 def test_a_half_half_vocabulary_serves_both_languages(
@@ -63,7 +63,7 @@ def test_training_costs_little_more_than_the_rust_trainer_alone(real_data: Path)
     def alone() -> None:
         rustbpe.Tokenizer().train_from_iterator(iter(texts), 16_384, pattern=PATTERN)
 
-    rounds = [(cpu_seconds(lambda: train(iter(texts), 16_384)), cpu_seconds(alone)) for _ in range(3)]
+    rounds = [(cpu_seconds(lambda: train_tokenizer(iter(texts), 16_384)), cpu_seconds(alone)) for _ in range(3)]
     ours, theirs = min(pair[0] for pair in rounds), min(pair[1] for pair in rounds)
     # Half a second goes into recovering the merges, whatever the length of the text: 1.02 on all 213 MB of it, and not
     # more than 1.4 on this seventh, on a busy machine.

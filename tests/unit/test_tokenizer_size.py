@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.data import TokenizerTrainConfig
-from ascendchat.data.tokenizer import Tokenizer, train_command, vocab_for
+from ascendchat.data.tokenizer import Tokenizer, commands, train_command, vocab_for
 from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of
 
 OUT = Path("nowhere")  # nothing lies in the folder to write
@@ -25,14 +25,14 @@ BORDER = 2**21  # bytes from which 2,048 ids are nearer than 1,024
 @pytest.mark.parametrize(
     ("size", "ids"),
     [
-        (0, 1024), (1, 1024), (2**21 - 1, 1024),
-        (2**21, 2048), (2**23 - 1, 2048),
-        (2**23, 4096), (16_500_000, 4096), (2**25 - 1, 4096),
-        (2**25, 8192), (2**27 - 1, 8192),
-        (2**27, 16384), (218_000_000, 16384), (2**29 - 1, 16384),
-        (2**29, 32768), (2**29 + 1, 32768), (10**15, 32768),
+        *((size, 1024) for size in (0, 1, 2**21 - 1)),
+        *((size, 2048) for size in (2**21, 2**23 - 1)),
+        *((size, 4096) for size in (2**23, 16_500_000, 2**25 - 1)),
+        *((size, 8192) for size in (2**25, 2**27 - 1)),
+        *((size, 16384) for size in (2**27, 218_000_000, 2**29 - 1)),
+        *((size, 32768) for size in (2**29, 2**29 + 1, 10**15)),
     ],
-)  # fmt: skip
+)
 def test_the_vocabulary_steps_up_where_the_next_power_of_two_is_nearer(size: int, ids: int) -> None:
     assert vocab_for(size) == ids
 
@@ -45,13 +45,17 @@ def test_the_vocabulary_is_the_power_of_two_nearest_to_the_root_of_the_bytes(siz
     assert vocab_for(size) == 2**nearest or abs(exact % 1 - 0.5) < 1e-9
 
 
-def test_counting_counts_bytes_and_stops_when_the_largest_vocabulary_is_certain() -> None:
+def test_counting_counts_bytes_and_stops_when_the_largest_vocabulary_is_certain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def endless() -> Iterator[str]:
-        yield from ["中" * 2**23] * 22  # 24 MiB each: 2**29 bytes lie in the last
+        yield from ["中" * 2**13] * 22  # 24 KiB each: 2**19 bytes lie in the last
         pytest.fail("reads on")
 
+    assert (commands.ENOUGH_BYTES, vocab_for(2**29), vocab_for(2**29 - 1)) == (2**29, 32768, 16384)
+    monkeypatch.setattr(commands, "ENOUGH_BYTES", 2**19)
     assert count_bytes(["abc", "中文"]) == 9
-    assert 2**29 <= count_bytes(endless()) < 2**29 + 3 * 2**23
+    assert 2**19 <= count_bytes(endless()) < 2**19 + 3 * 2**13
 
 
 def words(count: int, letters: str) -> str:

@@ -14,9 +14,9 @@ import pytest
 
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import TokenizerEvalConfig, TokenizerTrainConfig
-from ascendchat.data.tokenizer import Tokenizer, eval_command, train, train_command
+from ascendchat.data.tokenizer import Tokenizer, eval_command, train_command, train_tokenizer
 from ascendchat.data.tokenizer.commands import first_chars, mixed
-from ascendchat.data.verify import verify
+from ascendchat.data.verify import verify_folders
 
 FILES = ["bpe.json", "tokenizer.json", "tokenizer_config.json"]
 TEXTS = [f"number {i} is {i * 7} and 第{i}个数字是{i * 7}。\n" for i in range(300)]
@@ -24,12 +24,12 @@ TEXTS = [f"number {i} is {i * 7} and 第{i}个数字是{i * 7}。\n" for i in ra
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    train(TEXTS, 320).save(tmp_path / "tok")
+    train_tokenizer(TEXTS, 320).save(tmp_path / "tok")
     return tmp_path / "tok"
 
 
 def test_a_saved_tokenizer_loads_with_the_same_ids(folder: Path) -> None:
-    loaded, trained = Tokenizer.load(str(folder)), train(TEXTS, 320)
+    loaded, trained = Tokenizer.load(str(folder)), train_tokenizer(TEXTS, 320)
     assert loaded.fingerprint == trained.fingerprint
     assert loaded.encode(TEXTS[7]) == trained.encode(TEXTS[7])
     assert sorted(p.name for p in folder.iterdir()) == sorted([*FILES, "manifest.json"])
@@ -96,9 +96,9 @@ def test_merges_changed_together_with_their_manifest_still_fail_their_own_checks
 
 
 def test_data_verify_finds_the_folder_whole_and_then_damaged(folder: Path) -> None:
-    assert [fault for verdict in verify([folder]) for fault in verdict.faults] == []
+    assert [fault for verdict in verify_folders([folder]) for fault in verdict.faults] == []
     (folder / "tokenizer.json").write_bytes(b"{}")
-    faults = [fault for verdict in verify([folder]) for fault in verdict.faults]
+    faults = [fault for verdict in verify_folders([folder]) for fault in verdict.faults]
     assert [fault.file.name for fault in faults] == ["tokenizer.json"]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,16 +15,22 @@ import pytest
 
 from ascendchat.data import toyworld
 from ascendchat.data.chat import canonical, text_of
-from ascendchat.data.tokenizer import train
-from ascendchat.data.toyworld import Question, chats, correct, documents, problems, questions, world
+from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.toyworld import Question, chats, correct, documents, problems, questions
 from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.stories import sentence
 from ascendchat.data.toyworld.text import POLITE
-from ascendchat.data.toyworld.work import evaluate
-from ascendchat.data.toyworld.world import asked
+from ascendchat.data.toyworld.work import calculate
+from ascendchat.data.toyworld.world import asking_split, toy_world
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAM = {split: questions(split) for split in toyworld.SPLITS}
+SPLITS = ("train", "validation", "test")
+EXAM = {split: questions(split) for split in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def training_text() -> str:
+    return "\n".join(documents("train", count=4000))
 
 
 def plain(text: str) -> str:
@@ -40,30 +46,29 @@ def asked_in(split: str, kind: str, count: int) -> set[str]:
     return {plain(m["content"]) for c in chats(split, kind, count=count) for m in c if m["role"] == "user"}
 
 
-def fingerprint() -> str:
-    parts = [
-        *islice(documents("train"), 50),
-        *map(str, islice(chats("train", "sft"), 50)),
-        *map(str, problems("test", count=9)),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+SAMPLE = """
+from itertools import islice
+from ascendchat.data.toyworld import chats, documents, problems
+print(*islice(documents("train"), 50), *islice(chats("validation", "sft"), 50), *problems("test", count=9), sep="\\n")
+"""
 
 
-def test_everything_follows_from_the_seed_in_any_process() -> None:
-    code = "import sys; sys.path.insert(0, 'tests/unit'); from test_toyworld import fingerprint; print(fingerprint())"
-    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
-    assert other.stdout.strip() == fingerprint()
+def test_everything_follows_from_the_seed_in_any_process(capsys: pytest.CaptureFixture[str]) -> None:
+    env = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    other = subprocess.run([sys.executable, "-c", SAMPLE], capture_output=True, encoding="utf-8", env=env, check=True)
+    exec(SAMPLE, {})
+    assert other.stdout == capsys.readouterr().out
+    assert other.stdout.count("\n") > 100
 
 
 def test_another_seed_is_another_world() -> None:
-    values = [[fact.value["en"] for fact in world(seed).facts.values()] for seed in (0, 1)]
+    values = [[fact.value["en"] for fact in toy_world(seed).facts.values()] for seed in (0, 1)]
     assert values[0] != values[1]
     assert list(documents("train", seed=1, count=5)) != list(documents("train", seed=0, count=5))
 
 
 def test_documents_of_different_splits_do_not_overlap_and_none_is_told_twice() -> None:
-    found = {split: list(documents(split, count=400)) for split in toyworld.SPLITS}
+    found = {split: list(documents(split, count=400)) for split in SPLITS}
     assert [len(set(texts)) for texts in found.values()] == [400, 400, 400]
     assert len(set().union(*map(set, found.values()))) == 1200
 
@@ -75,7 +80,7 @@ def test_no_question_of_an_examination_is_asked_in_training() -> None:
     assert not trained & exams["validation"]
     assert not trained & exams["test"]
     assert not exams["validation"] & exams["test"]
-    hard = {split: {q.text for q in problems(split, count=300)} for split in toyworld.SPLITS}
+    hard = {split: {q.text for q in problems(split, count=300)} for split in SPLITS}
     assert not hard["train"] & (hard["validation"] | hard["test"])
     assert not trained & hard["test"]
 
@@ -83,7 +88,7 @@ def test_no_question_of_an_examination_is_asked_in_training() -> None:
 def test_training_asks_for_some_facts_never_for_some_in_one_language_and_for_no_fact_in_every_way() -> None:
     seen = Counter((q.text, q.language) for q in EXAM["train"] if q.topic == "fact")
     ways = Counter()
-    for fact in world().facts.values():
+    for fact in toy_world().facts.values():
         by_language = []
         for language in toyworld.LANGUAGES:
             asks = PHRASES[fact.attribute][language].ask
@@ -93,25 +98,25 @@ def test_training_asks_for_some_facts_never_for_some_in_one_language_and_for_no_
     assert min(ways.values()) > 20
 
 
-def test_every_fact_is_told_often_in_both_languages_by_the_training_text() -> None:
-    text = "\n".join(documents("train", count=4000))
-    for fact in world().facts.values():
+def test_every_fact_is_told_often_in_both_languages_by_the_training_text(training_text: str) -> None:
+    for fact in toy_world().facts.values():
         for language in toyworld.LANGUAGES:
-            told = sum(text.count(sentence(tell, fact, language)) for tell in PHRASES[fact.attribute][language].tell)
+            told = sum(
+                training_text.count(sentence(tell, fact, language)) for tell in PHRASES[fact.attribute][language].tell
+            )
             assert told >= 5, (fact.entity.key, fact.attribute, language, told)
 
 
-def test_the_text_never_contradicts_a_fact() -> None:
-    text = "\n".join(documents("train", count=1500))
-    here = world()
-    for fact in here.facts.values():
-        for value in here.values[fact.attribute]:
+def test_the_text_never_contradicts_a_fact(training_text: str) -> None:
+    world = toy_world()
+    for fact in world.facts.values():
+        for value in world.values[fact.attribute]:
             wrong = type(fact)(fact.entity, fact.attribute, value)
             if value != fact.value:
-                assert sentence(PHRASES[fact.attribute]["zh"].tell[0], wrong, "zh") not in text
+                assert sentence(PHRASES[fact.attribute]["zh"].tell[0], wrong, "zh") not in training_text
 
 
-@pytest.mark.parametrize("split", toyworld.SPLITS)
+@pytest.mark.parametrize("split", SPLITS)
 def test_every_answer_is_correct_and_the_answer_to_another_question_is_not(split: str) -> None:
     draw = random.Random(0)
     for topic in toyworld.TOPICS:
@@ -160,14 +165,13 @@ def test_arithmetic_and_problems_ask_the_calculator_for_what_it_answers() -> Non
         if q.topic.split(":")[0] in ("arithmetic", "problem"):
             assert isinstance(q.content, list)
             assert [part["type"] for part in q.content] == ["tool", "output", "text"]
-            assert q.expression is not None
-            assert evaluate(q.expression) == eval(q.expression) == int(q.content[1]["text"])
+            expression = q.content[0]["text"]
+            assert calculate(expression) == eval(expression) == int(q.content[1]["text"])
             assert q.content[1]["text"] in q.answer
             assert int(q.accept[0]) >= 0
-            numbers = [word for word in q.expression.replace("-", "+").replace("*", "+").split("+")]
-            assert all(word in q.text for word in numbers)
+            assert all(number in q.text for number in re.findall(r"\d+", expression))
         else:
-            assert q.expression is None
+            assert isinstance(q.reply, str)
 
 
 def test_conversations_are_well_formed_and_cover_all_topics_of_their_kind() -> None:
@@ -179,42 +183,31 @@ def test_conversations_are_well_formed_and_cover_all_topics_of_their_kind() -> N
             assert [m["role"] for m in conversation] == ["user", "assistant"] * (len(conversation) // 2)
         replies = " ".join(text_of(m["content"]) for c in found for m in c if m["role"] == "assistant")
         assert ("I do not know." in replies) == (kind == "sft")
-        assert (toyworld.NAME in replies) == (kind == "sft")
+        assert (toyworld.ASSISTANT_NAME in replies) == (kind == "sft")
     assert list(chats("train", "sft", count=20)) == list(islice(chats("train", "sft", count=50), 20))
 
 
-def test_the_name_of_the_assistant_can_be_chosen() -> None:
-    english = questions("test", "en", "identity", name="Nova")[0]
-    assert correct(english, "I am Nova.")
-    assert not correct(english, f"I am {toyworld.NAME}.")
-    assert any("Nova" in str(c) for c in chats("train", "sft", count=300, name="Nova"))
-
-
-def test_strangers_are_in_no_text_of_the_world() -> None:
-    text = "\n".join(documents("train", count=3000))
-    known = {entity.name[language] for entity in world().entities for language in toyworld.LANGUAGES}
-    for split in toyworld.SPLITS:
-        for q in questions(split, topic="unknown")[:400]:
+def test_strangers_are_in_no_text_of_the_world(training_text: str) -> None:
+    known = {entity.name[language] for entity in toy_world().entities for language in toyworld.LANGUAGES}
+    for split in SPLITS:
+        for q in [q for q in EXAM[split] if q.topic == "unknown"][:400]:
             if not any(name in q.text for name in known):
-                assert q.text not in text
+                assert q.text not in training_text
 
 
-def test_an_examination_can_be_taken_by_language_and_topic() -> None:
-    chosen = questions("test", "zh", "instruction")
-    assert chosen
-    assert {q.language for q in chosen} == {"zh"}
-    assert {q.topic.split(":")[0] for q in chosen} == {"instruction"}
+def test_an_examination_has_many_questions_of_every_topic_in_both_languages() -> None:
     sizes = Counter((q.topic.split(":")[0], q.language) for q in EXAM["test"])
+    assert set(sizes) == {(topic, language) for topic in toyworld.TOPICS for language in toyworld.LANGUAGES}
     assert all(count >= 50 for (topic, _), count in sizes.items() if topic != "identity"), sizes
 
 
-def test_asked_gives_each_wording_to_exactly_one_split() -> None:
-    fact = next(iter(world().facts.values()))
-    assert all(asked(fact, language, i, 4) in toyworld.SPLITS for language in toyworld.LANGUAGES for i in range(4))
+def test_each_wording_of_a_fact_is_given_to_exactly_one_split() -> None:
+    fact = next(iter(toy_world().facts.values()))
+    assert all(asking_split(fact, language, i, 4) in SPLITS for language in toyworld.LANGUAGES for i in range(4))
 
 
 def test_the_letter_of_a_choice_is_the_same_single_token_in_the_question_and_in_the_reply() -> None:
-    tokenizer = train(islice(toyworld.texts(), 3500, 8000), 900)
+    tokenizer = train_tokenizer(islice(toyworld.texts(), 3500, 8000), 900)
     for q in [q for q in EXAM["test"] if q.topic == "choice"][::40]:
         *_, letter = tokenizer.encode(q.answer)
         assert tokenizer.decode([letter]).endswith(q.accept[0][-1])

@@ -26,14 +26,14 @@ from ascendchat.config.data import DataFetchConfig
 from ascendchat.data.fetch import hubs
 from ascendchat.data.fetch.content import digests, disk_error
 from ascendchat.data.fetch.folder import copy_from
-from ascendchat.data.fetch.hubs import endpoints, listing
-from ascendchat.data.fetch.lock import Lock, Progress, say, size
+from ascendchat.data.fetch.hubs import endpoints, remote_files
+from ascendchat.data.fetch.lock import DownloadProgress, Lock, notify, readable_size
 from ascendchat.data.fetch.redact import redact
-from ascendchat.data.fetch.sources import SETS, DataSet, Source, resolve
+from ascendchat.data.fetch.request import HUBS, FetchRequest, missing_files
+from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
 from ascendchat.data.fetch.transfer import Remote, download
 from ascendchat.data.fetch.web import Policy, SourceFailed, Web, host_of
-from ascendchat.data.fetch.wish import HUBS, Wish, missing
-from ascendchat.data.verify import read_manifest, verify, write_manifest
+from ascendchat.data.verify import read_manifest, verify_folders, write_manifest
 
 __all__ = ["SETS", "Policy", "fetch", "folder_of", "run"]
 
@@ -42,25 +42,25 @@ SPARE = 64 << 20  # bytes left free on the disk
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a wish got: `files` are the names that answer it, `confirmed` says that the source was asked about them."""
+    """The result of a request. `confirmed`: the source was asked whether these files are still its files."""
 
     folder: Path
     files: dict[str, str]  # name -> sha256
     confirmed: bool
 
 
-def folder_of(word: str, out: str | Path = "") -> Path:
+def folder_of(word: str) -> Path:
     """Where a set is, or will be."""
-    return Path(out or home() / "data").expanduser() / _set(word, "").name
+    return home() / "data" / _set(word, "").name
 
 
 def _set(word: str, source: str) -> DataSet:
     if source and source not in HUBS and re.fullmatch(r"[\w.-]*\w[\w.-]*", word) and word.lower() not in SETS:
         try:
-            return resolve(word)
+            return find_set(word)
         except UserError:  # any name will do for what a local folder holds
             return DataSet(word, "", word, ())
-    return resolve(word, source)
+    return find_set(word, source)
 
 
 def fetch(
@@ -79,30 +79,30 @@ def fetch(
 
     What answered the same request before is taken as it is, without a network. With `check` its checksums are compared
     and the source is asked again: damaged files, and files that the source has changed, are fetched anew."""
-    wish = _wish(name, files, shards, source, workers, str(out))
-    return _fetch(wish, offline, check, policy or Policy()).folder
+    request = _request(name, files, shards, source, workers, str(out))
+    return _fetch(request, offline, check, policy or Policy()).folder
 
 
-def _wish(word: str, files: str, shards: int | None, source: str, workers: int, out: str) -> Wish:
+def _request(word: str, files: str, shards: int | None, source: str, workers: int, out: str) -> FetchRequest:
     if shards is not None and shards < 0:
         raise UserError(f"--shards {shards}: give a number of files, or 0 for all of them")
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one connection is needed")
-    return Wish(word, files, shards, source, workers, out, _set(word, source))
+    return FetchRequest(word, files, shards, source, workers, out, _set(word, source))
 
 
-def _fetch(wish: Wish, offline: bool, check: bool, policy: Policy) -> Fetched:
-    folder = Path(wish.out or home() / "data").expanduser() / wish.dataset.name
+def _fetch(request: FetchRequest, offline: bool, check: bool, policy: Policy) -> Fetched:
+    folder = request.folder
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    if not check and (have := wish.complete(folder, _manifest(folder))):  # no lock: it may be shared and read-only
+    if not check and (have := request.complete(folder, _manifest(folder))):  # no lock: it may be shared and read-only
         return Fetched(folder, have, False)
-    if offline and not wish.from_folder:
-        return Fetched(folder, _offline(folder, wish, check), False)
-    with Lock(folder, wish.dataset.name) as lock:
-        have = wish.complete(folder, _manifest(folder))
+    if offline and not request.from_folder:
+        return Fetched(folder, _offline(folder, request, check), False)
+    with Lock(folder, request.dataset.name) as lock:
+        have = request.complete(folder, _manifest(folder))
         if have and (not check or lock.waited):
             return Fetched(folder, have, lock.waited)
-        return _bring(folder, wish, lock, policy, check, have)
+        return _ask_sources(folder, request, lock, policy, check, have)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -113,109 +113,115 @@ def _manifest(folder: Path) -> dict[str, Any]:
             raise ValueError("it does not say what its files were fetched for")
         return manifest
     except (ValueError, TypeError, AttributeError, OSError) as error:
-        say(f"{folder / 'manifest.json'}: {error}; the files are compared with the source again")
+        notify(f"{folder / 'manifest.json'}: {error}; the files are compared with the source again")
         return {}
 
 
 def _damaged(folder: Path, files: Iterable[str]) -> list[str]:
     """Those of the files that are there and are not what the manifest says."""
-    faults = [fault for verdict in verify([folder], only=files) for fault in verdict.faults]
+    faults = [fault for verdict in verify_folders([folder], only=files) for fault in verdict.faults]
     return [fault.file.relative_to(folder).as_posix() for fault in faults if fault.file.exists()]
 
 
-def _offline(folder: Path, wish: Wish, check: bool) -> dict[str, str]:
+def _offline(folder: Path, request: FetchRequest, check: bool) -> dict[str, str]:
     """What is on disk, if it is all there; else the error says what is missing."""
     manifest = _manifest(folder)
-    files = next(wish.answers(manifest), {}) or wish.contained(manifest)
-    ways = f"where there is a network run: {wish.command}; or copy from a folder: {wish.command} --source DIR"
+    files = next(request.answers(manifest), {}) or request.contained(manifest)
+    remedy = f"where there is a network run: {request.command}; or copy from a folder: {request.command} --source DIR"
     if not files:
-        raise UserError(f"offline, and {folder} does not have the files of {wish.shown} that are asked for; {ways}")
-    files = wish.complete(folder, manifest) or files
-    gone = missing(folder, files, manifest)
+        raise UserError(
+            f"offline, and {folder} does not have the files of {request.shown} that are asked for; {remedy}"
+        )
+    files = request.complete(folder, manifest) or files
+    gone = missing_files(folder, files, manifest)
     damaged = _damaged(folder, files) if check and not gone else []
     if gone or damaged:
         shown = ", ".join((gone or damaged)[:5]) + (", ..." if len(gone or damaged) > 5 else "")
         raise UserError(
-            f"offline, and {len(gone or damaged)} of {len(files)} files of {wish.shown} are "
-            f"{'missing' if gone else 'damaged'} in {folder}: {shown}; {ways}"
+            f"offline, and {len(gone or damaged)} of {len(files)} files of {request.shown} are "
+            f"{'missing' if gone else 'damaged'} in {folder}: {shown}; {remedy}"
         )
     return files
 
 
-def _bring(folder: Path, wish: Wish, lock: Lock, policy: Policy, check: bool, have: dict[str, str]) -> Fetched:
+def _ask_sources(
+    folder: Path, request: FetchRequest, lock: Lock, policy: Policy, check: bool, have: dict[str, str]
+) -> Fetched:
     """Ask the sources in turn. `have`: complete files from earlier, which are kept if no source answers."""
-    name = wish.dataset.name
+    name = request.dataset.name
     manifest = {"set": name, "source": "", "files": {}, "requests": {}, **_manifest(folder)}
-    manifest["mend"] = wish.mend
-    if wish.from_folder:
-        files = copy_from(Path(wish.source).expanduser(), wish, folder, manifest)
-        manifest["requests"][wish.key] = files
+    manifest["mend"] = request.mend
+    if request.from_folder:
+        files = copy_from(Path(request.source).expanduser(), request, folder, manifest)
+        manifest["requests"][request.key] = files
         write_manifest(folder, manifest)
         return Fetched(folder, files, True)
     failures: list[str] = []
-    places = [(source, endpoint) for source in wish.dataset.sources for endpoint in endpoints(source)]
+    servers = [(source, endpoint) for source in request.dataset.sources for endpoint in endpoints(source)]
     before = {manifest["files"][file].get("from") for file in have}
-    for source, endpoint in sorted(places, key=lambda place: _origin(place[0]) not in before):
+    for source, endpoint in sorted(servers, key=lambda server: _origin(server[0]) not in before):
         try:
-            with Web(policy, wish.workers) as web:
-                _from_source(source, endpoint, web, folder, wish, manifest, check, lock)
-            return Fetched(folder, manifest["requests"][wish.key], True)
+            with Web(policy, request.workers) as web:
+                _from_source(source, endpoint, web, folder, request, manifest, check, lock)
+            return Fetched(folder, manifest["requests"][request.key], True)
         except SourceFailed as error:
             failures.append(str(error))
-            say(f"{name}: {error}")
+            notify(f"{name}: {error}")
     if have and not _damaged(folder, have):
         return Fetched(folder, have, False)
-    raise UserError(f"{name} could not be fetched: {'; '.join(dict.fromkeys(failures))}. {_advice(wish)}")
+    raise UserError(f"{name} could not be fetched: {'; '.join(dict.fromkeys(failures))}. {_advice(request)}")
 
 
-def _advice(wish: Wish) -> str:
+def _advice(request: FetchRequest) -> str:
     """What to do when no source answered; nothing that was tried already."""
-    ways = []
-    tried = [endpoint for source in wish.dataset.sources for endpoint in endpoints(source)]
+    hints = []
+    tried = [endpoint for source in request.dataset.sources for endpoint in endpoints(source)]
     if proxy := next((n for n in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(n)), ""):
-        ways.append(f"{proxy} is set: check that this proxy works")
+        hints.append(f"{proxy} is set: check that this proxy works")
     else:
-        ways.append("behind a proxy set HTTPS_PROXY")
-    hf = any(source.hub == "hf" for source in wish.dataset.sources)
+        hints.append("behind a proxy set HTTPS_PROXY")
+    hf = any(source.hub == "hf" for source in request.dataset.sources)
     if hf and not any(host_of(hubs.MIRROR) == host_of(endpoint) for endpoint in tried if endpoint):
-        ways.append(
-            f"only the mirror in HF_ENDPOINT was asked; to ask another: HF_ENDPOINT={hubs.MIRROR} {wish.command}"
+        hints.append(
+            f"only the mirror in HF_ENDPOINT was asked; to ask another: HF_ENDPOINT={hubs.MIRROR} {request.command}"
         )
-    ways.append(f"or copy the files and run: {wish.command} --source DIR")
-    return f"What to do: {'; '.join(ways)}. What was downloaded is kept, the next run continues"
+    hints.append(f"or copy the files and run: {request.command} --source DIR")
+    return f"What to do: {'; '.join(hints)}. What was downloaded is kept, the next run continues"
 
 
-def _origin(source: Source) -> str:
+def _origin(source: DataSource) -> str:
     return f"{source.hub}:{redact(source.where)}"
 
 
 def _from_source(
-    source: Source,
+    source: DataSource,
     endpoint: str,
     web: Web,
     folder: Path,
-    wish: Wish,
+    request: FetchRequest,
     manifest: dict[str, Any],
     check: bool,
     lock: Lock,
 ) -> None:
-    found = {remote.name: remote for remote in listing(source, endpoint, web, wish.files)}
-    chosen = [found[name] for name in wish.chosen(list(found), 0 if wish.files else wish.dataset.shards)]
+    offered = {remote.name: remote for remote in remote_files(source, endpoint, web, request.files)}
+    chosen = [offered[name] for name in request.chosen(list(offered), 0 if request.files else request.dataset.shards)]
     bad = _damaged(folder, [remote.name for remote in chosen if remote.name in manifest["files"]]) if check else []
     for name in bad:
-        say(f"{wish.dataset.name}: {name} is damaged; fetching it again")
+        notify(f"{request.dataset.name}: {name} is damaged; fetching it again")
     wanted = [r for r in chosen if r.name in bad or not _have(folder, r, manifest, _origin(source), web)]
     need = sum(remote.bytes or 0 for remote in wanted)
-    room(folder, need - sum(_allocated(folder / r.name) for r in wanted), wish)
+    check_space(folder, need - sum(_allocated(folder / r.name) for r in wanted), request)
     new = {remote.name for remote in wanted}
     shas = {r.name: "" if r.name in new else manifest["files"][r.name]["sha256"] for r in chosen}
-    manifest["requests"][wish.key] = shas
+    manifest["requests"][request.key] = shas
     manifest["source"] = _origin(source) + (f" at {redact(endpoint)}" if endpoint else "")
     write_manifest(folder, manifest)
     if not wanted:
         return
-    say(f"{wish.dataset.name}: {len(wanted)} of {len(chosen)} files, {size(need) if need else 'unknown size'}, from "
-        f"{endpoint or source.where}")  # fmt: skip
+    notify(
+        f"{request.dataset.name}: {len(wanted)} of {len(chosen)} files, "
+        f"{readable_size(need) if need else 'unknown size'}, from {endpoint or source.where}"
+    )
     writing = threading.Lock()
 
     def done(remote: Remote, count: int, sha: str, tag: str) -> None:
@@ -224,12 +230,13 @@ def _from_source(
             shas[remote.name] = sha
             write_manifest(folder, manifest)
 
-    with Progress(wish.dataset.name, len(wanted), need, lock) as progress:
-        download(wanted, folder, web, workers=wish.workers, done=done, show=progress.show)
+    with DownloadProgress(request.dataset.name, len(wanted), need, lock) as progress:
+        download(wanted, folder, web, workers=request.workers, done=done, show=progress.show)
 
 
 def _have(folder: Path, remote: Remote, manifest: dict[str, Any], origin: str, web: Web) -> bool:
-    """The file is there and is the one the source offers. One that is not in the manifest is adopted if it fits."""
+    """Whether the file is there and is the one that the source offers. A file that is not in the manifest is added to
+    it when its checksum is right."""
     path, entry = folder / remote.name, manifest["files"].get(remote.name)
     if not path.is_file() or remote.bytes not in (None, path.stat().st_size):
         return False
@@ -241,11 +248,11 @@ def _have(folder: Path, remote: Remote, manifest: dict[str, Any], origin: str, w
         if same and web.validator(remote.url, remote.headers) == entry["tag"]:
             return True
         if whole:
-            say(f"{path}: the source may have changed it; fetching it again")
+            notify(f"{path}: the source may have changed it; fetching it again")
         return False
     count, sha, git = digests(path, bool(remote.git))
     if (remote.sha256 and sha != remote.sha256) or (remote.git and git != remote.git):
-        say(f"{path}: checksum differs from the source; fetching it again")
+        notify(f"{path}: checksum differs from the source; fetching it again")
         return False
     manifest["files"][remote.name] = {"bytes": count, "sha256": sha, "from": origin, "tag": ""}
     return True
@@ -257,17 +264,18 @@ def _allocated(path: Path) -> int:
     return part.stat().st_blocks * 512 if part.exists() else 0
 
 
-def room(folder: Path, need: int, wish: Wish) -> None:
+def check_space(folder: Path, need: int, request: FetchRequest) -> None:
     """Refuse before the first byte when the disk is too small."""
     free = shutil.disk_usage(folder).free
     if need > 0 and need + SPARE > free:
         raise UserError(
-            f"{wish.shown} needs {size(need)} and {folder} has {size(free)} free; take fewer files with --shards, free "
-            "some space (ascendchat clean), or choose another disk with --out or ASCENDCHAT_HOME"
+            f"{request.shown} needs {readable_size(need)} and {folder} has {readable_size(free)} free; take fewer "
+            "files with --shards, free some space (ascendchat clean), or choose another disk with --out or "
+            "ASCENDCHAT_HOME"
         )
 
 
-def table() -> str:
+def table_of_sets() -> str:
     """The named sets, for people."""
     lines = ["names for `ascendchat data fetch NAME` (also OWNER/NAME of a hub, models/OWNER/NAME, or a URL):"]
     for use, title in (("pretrain", "text for pretraining"), ("chat", "conversations"), ("eval", "evaluation")):
@@ -280,9 +288,9 @@ def table() -> str:
 
 
 def run(config: DataFetchConfig) -> int:
-    """`ascendchat data fetch NAME ...`: one that fails does not keep the others back."""
+    """`ascendchat data fetch NAME ...`: after one that fails, the others are still fetched."""
     if not config.names:
-        print(table())
+        print(table_of_sets())
         return 0
     failed: list[str] = []
     for name in config.names:
@@ -302,14 +310,14 @@ def run(config: DataFetchConfig) -> int:
 
 
 def _run_one(name: str, config: DataFetchConfig) -> None:
-    wish = _wish(name, config.files, config.shards, config.source, config.workers, config.out)
+    request = _request(name, config.files, config.shards, config.source, config.workers, config.out)
     try:
-        got = _fetch(wish, config.offline, True, Policy())
+        got = _fetch(request, config.offline, True, Policy())
     except OSError as error:
-        raise disk_error(error, Path(config.out or home() / "data") / wish.dataset.name) from None
+        raise disk_error(error, request.folder) from None
     entries = read_manifest(got.folder)["files"]
-    total = size(sum(entries[file]["bytes"] for file in got.files))
+    total = readable_size(sum(entries[file]["bytes"] for file in got.files))
     state = "verified" if got.confirmed else "unchanged since they were fetched (the source was not asked)"
-    print(f"{wish.shown}: {len(got.files)} files, {total}, {state}, in {got.folder}")
+    print(f"{request.shown}: {len(got.files)} files, {total}, {state}, in {got.folder}")
     if others := len(entries) - len(got.files):
         print(f"  {others} more files there were fetched by other commands")

@@ -1,8 +1,8 @@
 """A local folder as a source: `ascendchat data fetch gsm8k --source /mnt/usb/data`.
 
 The files of set NAME are looked for in DIR/NAME/, as DIR/NAME.* and, by the names they have on the hub, in DIR itself.
-They are copied, never linked: what happens to the set must not happen to the folder it came from. Checksums of a
-manifest there are compared. A folder that already is $ASCENDCHAT_HOME/data/NAME is taken as it is.
+They are copied, never linked: a change of the set must not change the folder it came from. Where that folder has a
+manifest, checksums are compared. A folder that already is $ASCENDCHAT_HOME/data/NAME is taken as it is.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.data.fetch.content import disk_error, not_data
 from ascendchat.data.fetch.hubs import matches
-from ascendchat.data.fetch.lock import say
+from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.partfile import PIECE
+from ascendchat.data.fetch.request import FetchRequest
 from ascendchat.data.fetch.sources import ALSO, DataSet
-from ascendchat.data.fetch.wish import Wish
 from ascendchat.data.verify import read_manifest, write_manifest
 from ascendchat.files import sha256
 
 
-def find(root: Path, dataset: DataSet, files: str) -> tuple[Path, list[str]]:
+def find_set_files(root: Path, dataset: DataSet, files: str) -> tuple[Path, list[str]]:
     """Where the files of a set are below `root`, and their names from there."""
     if not root.is_dir():
         raise UserError(f"--source {root} is neither hf, modelscope, http nor a folder")
     names = [dataset.name, *(other for other, name in ALSO.items() if name == dataset.name)]
     for name in names:
         for folder in (child for child in sorted(root.iterdir()) if child.is_dir()):
-            if folder.name.lower() == name and (found := _below(folder, files or "*")):
-                return folder, found
+            if folder.name.lower() == name and (inside := _below(folder, files or "*")):
+                return folder, inside
     starts = tuple(f"{name}." for name in names)
     beside = [
         child.name for child in sorted(root.iterdir()) if child.is_file() and child.name.lower().startswith(starts)
@@ -43,8 +43,8 @@ def find(root: Path, dataset: DataSet, files: str) -> tuple[Path, list[str]]:
     patterns = files or ",".join(dict.fromkeys(s.files for s in dataset.sources if s.hub != "http"))
     if root.name.lower() in names:
         patterns = files or "*"
-    if found := _below(root, patterns):
-        return root, found
+    if inside := _below(root, patterns):
+        return root, inside
     raise UserError(
         f"{root} has no files of {dataset.name}: looked for a folder {dataset.name}/, for {dataset.name}.* and for "
         f"{patterns or 'nothing else'}; name the files with --files 'PATTERN'"
@@ -57,38 +57,38 @@ def _below(folder: Path, patterns: str) -> list[str]:
     return [n for n in names if matches(n, patterns) and n != "manifest.json" and not n.endswith((".part", ".tmp"))]
 
 
-def copy_from(root: Path, wish: Wish, folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
-    """Bring what the folder holds now into `folder`, verified; returns names and checksums. A file that is there with
-    the same content is not written again."""
-    place, names = find(root, wish.dataset, wish.files)
+def copy_from(root: Path, request: FetchRequest, folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Copy the files of a set from `root` into `folder` and verify them; returns names and checksums. A file that is
+    there with the same content is not written again."""
+    where, names = find_set_files(root, request.dataset, request.files)
     try:
-        known = read_manifest(place).get("files", {})
+        known = read_manifest(where).get("files", {})
     except ValueError as error:
-        raise UserError(f"{place / 'manifest.json'} is damaged: {error}; remove it to copy without checksums") from None
-    origin = f"folder:{place.resolve()}"
+        raise UserError(f"{where / 'manifest.json'} is damaged: {error}; remove it to copy without checksums") from None
+    origin = f"folder:{where.resolve()}"
     manifest["source"] = origin
-    names = wish.chosen(names, 0)
+    names = request.chosen(names, 0)
     for name in names:
         final, entry = folder / name, manifest["files"].get(name)
         final.parent.mkdir(parents=True, exist_ok=True)
-        in_place = final.exists() and final.samefile(place / name)  # the folder is the set itself
-        if not in_place and entry and _same(place / name, final, entry):
+        in_place = final.exists() and final.samefile(where / name)  # the folder is the set itself
+        if not in_place and entry and _same(where / name, final, entry):
             continue
-        size, sha = (final.stat().st_size, sha256(final)) if in_place else _take(place / name, final)
+        size, sha = (final.stat().st_size, sha256(final)) if in_place else _copy(where / name, final)
         expected = known.get(name, {}).get("sha256", "")
         why = f"its sha256 is {sha[:12]}..., the manifest beside it says {expected[:12]}..." if sha != expected else ""
         if not expected:
             why = not_data(final if in_place else _part(final), name)
         if why:
             _part(final).unlink(missing_ok=True)
-            raise UserError(f"{place / name} is damaged: {why}; copy it again from where it came")
+            raise UserError(f"{where / name} is damaged: {why}; copy it again from where it came")
         if not in_place:
             final.unlink(missing_ok=True)  # killed before the new one has its name, the next run finds none
         manifest["files"][name] = {"bytes": size, "sha256": sha, "from": origin, "tag": ""}
         write_manifest(folder, manifest)
         if not in_place:
             os.replace(_part(final), final)
-    say(f"{wish.dataset.name}: {len(names)} files from {place}")
+    notify(f"{request.dataset.name}: {len(names)} files from {where}")
     return {name: manifest["files"][name]["sha256"] for name in names}
 
 
@@ -102,7 +102,7 @@ def _part(final: Path) -> Path:
     return final.with_name(final.name + ".part")
 
 
-def _take(origin: Path, final: Path) -> tuple[int, str]:
+def _copy(origin: Path, final: Path) -> tuple[int, str]:
     """Copy a file to FINAL.part; its size and sha256."""
     part = _part(final)
     part.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
-from ascendchat.data.fetch.sources import Source
+from ascendchat.data.fetch.sources import DataSource
 from ascendchat.data.fetch.transfer import Remote
 from ascendchat.data.fetch.web import SourceFailed, Web
 
@@ -44,7 +44,7 @@ def modelscope_endpoint() -> str:
     return chosen if "://" in chosen else f"https://{chosen}"
 
 
-def endpoints(source: Source) -> list[str]:
+def endpoints(source: DataSource) -> list[str]:
     """The servers that can be asked for a source, in order."""
     if source.hub == "hf":
         return hf_endpoints()
@@ -73,19 +73,19 @@ def safe(name: str) -> bool:
     return name not in ("manifest.json", ".lock", ".gitattributes") and not name.endswith(".part")
 
 
-def listing(source: Source, endpoint: str, web: Web, files: str = "") -> list[Remote]:
+def remote_files(source: DataSource, endpoint: str, web: Web, files: str = "") -> list[Remote]:
     """Every file of the source that matches, sorted by name."""
     patterns = files or source.files
     if source.hub == "http":
         return [Remote(unquote(urlsplit(source.where).path.rsplit("/", 1)[-1]), source.where)]
-    listed = _hugging_face if source.hub == "hf" else _modelscope
-    found = {r.name: r for r in listed(source, endpoint, web, patterns) if safe(r.name) and matches(r.name, patterns)}
-    if not found:
+    listed = (_hugging_face if source.hub == "hf" else _modelscope)(source, endpoint, web, patterns)
+    matching = {remote.name: remote for remote in listed if safe(remote.name) and matches(remote.name, patterns)}
+    if not matching:
         raise SourceFailed(f"{source.where} on {endpoint} has no file that matches {patterns}")
-    return [found[name] for name in sorted(found)]
+    return [matching[name] for name in sorted(matching)]
 
 
-def _hugging_face(source: Source, endpoint: str, web: Web, patterns: str) -> Iterator[Remote]:
+def _hugging_face(source: DataSource, endpoint: str, web: Web, patterns: str) -> Iterator[Remote]:
     kind = "models" if source.model else "datasets"
     page = "" if source.model else "datasets/"
     headers = hf_headers(endpoint)
@@ -115,7 +115,7 @@ def _hugging_face(source: Source, endpoint: str, web: Web, patterns: str) -> Ite
             )
 
 
-def _modelscope(source: Source, endpoint: str, web: Web, patterns: str) -> Iterator[Remote]:
+def _modelscope(source: DataSource, endpoint: str, web: Web, patterns: str) -> Iterator[Remote]:
     kind, verb = ("models", "files") if source.model else ("datasets", "tree")
     base = f"{endpoint}/api/v1/{kind}/{source.where}/repo"
     folders, seen = [fixed_folder(patterns)], set()

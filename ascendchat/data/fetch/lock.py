@@ -1,7 +1,7 @@
-"""One process downloads, the others wait and see how far it is. Used by `ascendchat data fetch` and by every rank.
+"""One process downloads, the others wait and show its progress. Used by `ascendchat data fetch` and by every rank.
 
-    with Lock(folder, "climbmix") as lock:      # lock.waited: somebody else was at work before us
-        with Progress("climbmix", files=9, total=900_000_000, lock=lock) as progress:
+    with Lock(folder, "climbmix") as lock:      # lock.waited: another process had it first
+        with DownloadProgress("climbmix", files=9, total=900_000_000, lock=lock) as progress:
             progress.show(done_bytes, done_files)
 
 The lock is `flock` on FOLDER/.lock: the kernel gives it up when its holder dies, so it is never stale.
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 EVERY = 10.0  # seconds between two plain lines
-MIB, GIB = 1024**2, 1024**3
 
 
 def quiet() -> bool:
@@ -36,14 +35,14 @@ def quiet() -> bool:
     return os.environ.get("LOCAL_RANK", "0") not in ("", "0")
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     if not quiet():
         print(redact(text), file=sys.stderr, flush=True)
 
 
-def size(count: float) -> str:
+def readable_size(count: float) -> str:
     """1,234,567 -> 1.2 MiB."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count:.0f} bytes"
@@ -72,7 +71,7 @@ class Lock:
             self.waited = True
             if time.monotonic() - said >= EVERY:
                 said = time.monotonic()
-                say(f"{self.name}: another process is fetching it{self._progress()}; waiting")
+                notify(f"{self.name}: another process is fetching it{self._progress()}; waiting")
             time.sleep(0.1)
         self.note("")
         return self
@@ -97,7 +96,7 @@ class Lock:
             return ""
 
     def note(self, text: str) -> None:
-        """Tell those who wait how far it is."""
+        """Tell the waiting processes about the progress."""
         state = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "text": text}).encode()
         os.pwrite(self._handle, state, 0)
         os.ftruncate(self._handle, len(state))
@@ -106,7 +105,7 @@ class Lock:
         os.close(self._handle)  # closing gives the lock up
 
 
-class Progress:
+class DownloadProgress:
     """A bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
 
     def __init__(self, name: str, files: int, total: int, lock: Lock) -> None:
@@ -115,7 +114,7 @@ class Progress:
         self._said = self._noted = self._began = time.monotonic()
         self._first: int | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> DownloadProgress:
         if is_live(sys.stderr) and not quiet():
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -128,16 +127,16 @@ class Progress:
         return self
 
     def show(self, received: int, finished: int) -> None:
-        """Called a few times a second with what has been received so far, earlier runs included."""
+        """Called a few times a second with the bytes received so far, those of earlier runs included."""
         now = time.monotonic()
         if self._first is None:
             self._first = received
-        text = f"{self.name}: {finished} of {self.files} files, {size(received)}"
+        text = f"{self.name}: {finished} of {self.files} files, {readable_size(received)}"
         if self.total:
-            text += f" of {size(self.total)}"
+            text += f" of {readable_size(self.total)}"
         if now - self._noted > 1.0:
             self._noted = now
-            self.lock.note(f", {100 * received / self.total:.0f} %" if self.total else f", {size(received)}")
+            self.lock.note(f", {100 * received / self.total:.0f} %" if self.total else f", {readable_size(received)}")
         if self._bar is not None:
             task = self._bar.tasks[0].id
             self._bar.update(task, completed=received, description=f"{self.name} {finished}/{self.files}")
@@ -145,7 +144,7 @@ class Progress:
             self._said = now
             rate = (received - self._first) / (now - self._began)
             left = f", {clock((self.total - received) / rate)} left" if rate > 0 and self.total else ""
-            say(f"{text}, {size(max(0.0, rate))}/s{left}")
+            notify(f"{text}, {readable_size(max(0.0, rate))}/s{left}")
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         if self._bar is not None:

@@ -16,7 +16,7 @@ PIECE = 1 << 20  # bytes read at once
 
 
 class PartFile:
-    """The bytes of one unfinished download. Not locked: the caller serialises `write` and `commit`."""
+    """The bytes of one unfinished download. It has no lock: the caller serialises `write` and `commit`."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -29,7 +29,7 @@ class PartFile:
         self._log = -1
 
     def open(self, digest: str, url: str) -> None:
-        """Take up what an earlier run left if it is surely the same content, else start empty."""
+        """Continue with the bytes of an earlier run if they are surely of the same content, else start empty."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         head, ranges = self._read_journal()
         same = head.get("digest") == digest if digest else (head.get("url") == url and head.get("tag"))
@@ -43,7 +43,7 @@ class PartFile:
             return
         self.size, self.tag = head["bytes"], head["tag"]
         os.ftruncate(self._data, self.size or 0)
-        if len(kept) != len(ranges):  # a line that lied, or a torn one, must not be believed by the next run either
+        if len(kept) != len(ranges):  # a wrong or torn line must not reach the next run either
             self._rewrite(head, [r for r in ranges if (r[0], r[1]) in kept])
         else:
             os.lseek(self._log, 0, os.SEEK_END)

@@ -9,7 +9,7 @@ import hashlib
 import re
 from urllib.parse import unquote, urlsplit
 
-HIDDEN = "***"
+MASK = "***"
 USER = re.compile(r"(?<=://)[^\s/?#]*@")
 PARAMETER = re.compile(r"(?<=[?&;#])([^\s=&;#?]+)=([^\s&;#'\"]+)")
 
@@ -31,15 +31,15 @@ SECRET_VALUE = re.compile(r"(?:hf|gh[a-z]|sk|ms|xox[a-z])[_-][\w-]{8,}|eyJ[\w-]{
 def redact(text: str) -> str:
     """The text with the secret parts of every URL in it replaced by ***."""
 
-    def hide(found: re.Match[str]) -> str:
-        name, value = unquote(found[1]), unquote(found[2])
+    def hide(match: re.Match[str]) -> str:
+        name, value = unquote(match[1]), unquote(match[2])
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name)  # accessKey -> access-Key
         secret = PERMIT.fullmatch(name) or SECRET_NAME.fullmatch(words) or SECRET_VALUE.fullmatch(value)
-        return f"{found[1]}={HIDDEN}" if secret else found[0]
+        return f"{match[1]}={MASK}" if secret else match[0]
 
     if "://" not in text:
         return text
-    return PARAMETER.sub(hide, USER.sub(f"{HIDDEN}@", text))
+    return PARAMETER.sub(hide, USER.sub(f"{MASK}@", text))
 
 
 def url_hash(url: str) -> str:

@@ -15,7 +15,7 @@ from ascendchat.data.fetch.redact import redact, url_hash
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One place that has the set. `files`: patterns separated by commas, `*` also matches `/`."""
 
     hub: str  # "hf", "modelscope" or "http"
@@ -31,14 +31,14 @@ class DataSet:
     name: str
     use: str  # "pretrain", "chat", "eval" or "" for what the user named
     about: str
-    sources: tuple[Source, ...]
+    sources: tuple[DataSource, ...]
     shards: int = 0
     always: str = ""  # files fetched however few shards are asked for: the validation shard
 
 
-def _hubs(hf: str, files: str, modelscope: str = "", modelscope_files: str = "") -> tuple[Source, ...]:
-    other = (Source("modelscope", modelscope, modelscope_files or files),) if modelscope else ()
-    return (Source("hf", hf, files), *other)
+def _hubs(hf: str, files: str, modelscope: str = "", modelscope_files: str = "") -> tuple[DataSource, ...]:
+    other = (DataSource("modelscope", modelscope, modelscope_files or files),) if modelscope else ()
+    return (DataSource("hf", hf, files), *other)
 
 
 SETS: dict[str, DataSet] = {
@@ -120,7 +120,7 @@ SETS: dict[str, DataSet] = {
             "identity",
             "chat",
             "1,000 made-up conversations about who the model is",
-            (Source("http", "https://karpathy-public.s3.us-west-2.amazonaws.com/identity_conversations.jsonl"),),
+            (DataSource("http", "https://karpathy-public.s3.us-west-2.amazonaws.com/identity_conversations.jsonl"),),
         ),
         DataSet(
             "mmlu",
@@ -158,14 +158,16 @@ SETS: dict[str, DataSet] = {
             "164 Python functions to write",
             (
                 *_hubs("openai/openai_humaneval", "openai_humaneval/*.parquet", "modelscope/humaneval", "*"),
-                Source("http", "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz"),
+                DataSource(
+                    "http", "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz"
+                ),
             ),
         ),
         DataSet(
             "core",
             "eval",
             "the bundle of 22 tasks behind the CORE score",
-            (Source("http", "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"),),
+            (DataSource("http", "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"),),
         ),
     )
 }
@@ -174,19 +176,19 @@ SETS: dict[str, DataSet] = {
 ALSO = {"eval_bundle": "core", "smol-smoltalk": "smoltalk", "climbmix-400b-shuffle": "climbmix", "ai2_arc": "arc"}
 
 
-def resolve(word: str, source: str = "") -> DataSet:
+def find_set(word: str, source: str = "") -> DataSet:
     """A name, OWNER/NAME, models/OWNER/NAME or URL -> the set, cut down to `source` (hf, modelscope, http) if given."""
-    found = SETS.get(ALSO.get(word.lower(), word.lower())) or _unnamed(word)
+    dataset = SETS.get(ALSO.get(word.lower(), word.lower())) or _unnamed(word)
     if source not in ("hf", "modelscope", "http"):
-        return found
-    kept = tuple(s for s in found.sources if s.hub == source)
+        return dataset
+    kept = tuple(s for s in dataset.sources if s.hub == source)
     if not kept:
-        has = ", ".join(dict.fromkeys(s.hub for s in found.sources))
+        has = ", ".join(dict.fromkeys(s.hub for s in dataset.sources))
         raise UserError(
             f"{redact(word)} is not known on {source}; it is on: {has} (leave out --source to try them in order). A "
             f"copy that you know there has its own name: ascendchat data fetch OWNER/NAME --source {source}"
         )
-    return replace(found, sources=kept)
+    return replace(dataset, sources=kept)
 
 
 def _unnamed(word: str) -> DataSet:
@@ -197,7 +199,7 @@ def _unnamed(word: str) -> DataSet:
     parts = parts[1:] if parts[0] in ("models", "datasets") else parts
     if len(parts) == 2 and all(re.fullmatch(r"[\w.-]+", p) and p.strip(".") for p in parts):
         repo = "/".join(parts)
-        sources = tuple(Source(hub, repo, model=model) for hub in ("hf", "modelscope"))
+        sources = tuple(DataSource(hub, repo, model=model) for hub in ("hf", "modelscope"))
         return DataSet(("models--" if model else "") + "--".join(parts), "", repo, sources)
     raise UserError(
         f"there is no data set {redact(word)!r}; {nearest(word, list(SETS))} (or OWNER/NAME of a hub, or a URL; "
@@ -231,9 +233,9 @@ def _url(word: str) -> DataSet:
             inside = "/".join(rest[2:])
             files = (inside if rest[0] in ("resolve", "blob") else f"{inside}/*") if inside else "*"
             name = ("models--" if model else "") + "--".join(repo)
-            return DataSet(name, "", redact(word), (Source(hub, "/".join(repo), files, model=model),))
+            return DataSet(name, "", redact(word), (DataSource(hub, "/".join(repo), files, model=model),))
     name = parts[-1] if parts else ""
     if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", "..", "manifest.json", ".lock"):
         raise UserError(f"{redact(word)} names no file that can be stored under its name; give the URL of a file")
     stem = re.sub(r"(\.(jsonl?|parquet|txt|csv|tsv|bin|zip|tar|gz|xz|zst))+$", "", name) or name
-    return DataSet(f"{stem}-{url_hash(word)}", "", redact(word), (Source("http", word),))
+    return DataSet(f"{stem}-{url_hash(word)}", "", redact(word), (DataSource("http", word),))

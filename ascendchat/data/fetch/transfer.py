@@ -1,9 +1,9 @@
-"""The download engine of `ascendchat data fetch`: many files, many ranges at once, resumed, verified, published whole.
+"""The downloads of `ascendchat data fetch`: many files and ranges at once, resumed, verified, published whole.
 
     download([Remote("a.parquet", url, bytes=n, sha256=h)], folder, web, workers=8, done=record_in_manifest)
 
-A server is believed in nothing: ranges, lengths, validators and content are all checked, and a file that does not fit
-is fetched again a bounded number of times. Nothing appears under its final name before it was verified.
+No server is trusted: ranges, lengths, validators and content are all checked. A file that is wrong is fetched again, a
+limited number of times. A file gets its final name only after it was verified.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Remote:
 
 
 class Restarted(Exception):
-    """The content of this file was thrown away; whoever was still fetching parts of it stops."""
+    """The content of this file was thrown away; threads that still fetch parts of it stop."""
 
 
 def range_answer(text: str) -> tuple[int, int | None] | None:
     """Content-Range: bytes 0-99/1000 -> (0, 1000); the total is None when the server does not say."""
-    found = re.fullmatch(r"bytes\s+(\d+)-(\d+)/(\d+|\*)", text.strip(), re.IGNORECASE)
-    return (int(found[1]), None if found[3] == "*" else int(found[3])) if found else None
+    match = re.fullmatch(r"bytes\s+(\d+)-(\d+)/(\d+|\*)", text.strip(), re.IGNORECASE)
+    return (int(match[1]), None if match[3] == "*" else int(match[3])) if match else None
 
 
-class Job:
-    """The state of one file. `lock` guards the part file; everything else is guarded by the engine's condition."""
+class FileDownload:
+    """The state of one file. `lock` guards the part file; the downloader's condition guards everything else."""
 
     def __init__(self, remote: Remote, folder: Path) -> None:
         self.remote = remote
@@ -62,19 +62,19 @@ class Job:
         self.state = "new"  # new -> opening (one request alone) -> ready (ranges in parallel) -> done
         self.generation = 0  # goes up when the content is thrown away
         self.pending: list[tuple[int, int]] = []
-        self.flying = 0
+        self.in_flight = 0
         self.streaming = False  # the server serves no ranges: one request for the whole file
         self.trust_tag = True
         self.restarts = 0
         self.received = 0  # bytes counted in the progress
 
 
-class Engine:
+class Downloader:
     """Threads that take ranges of files until every file is published."""
 
-    def __init__(self, jobs: list[Job], web: Web, done: Callable[[Remote, int, str, str], None]) -> None:
-        self.jobs = jobs
-        self.active = list(jobs)  # not yet published
+    def __init__(self, files: list[FileDownload], web: Web, done: Callable[[Remote, int, str, str], None]) -> None:
+        self.files = files
+        self.active = list(files)  # not yet published
         self.web = web
         self.policy = web.policy
         self.done = done
@@ -85,35 +85,35 @@ class Engine:
 
     @property
     def received(self) -> int:
-        return sum(job.received for job in self.jobs)
+        return sum(file.received for file in self.files)
 
     def work(self) -> None:
         """One thread: take a range, fetch it, publish the file when it was the last one."""
         try:
             while (task := self._next()) is not None:
-                job, generation, span = task
+                file, generation, span = task
                 try:
-                    self._fetch(job, generation, span)
+                    self._fetch(file, generation, span)
                 except Restarted:
                     continue
                 with self.change:
-                    if job.generation != generation:
+                    if file.generation != generation:
                         continue
-                    job.flying -= 1
-                    last = not job.pending and not job.flying and job.state == "ready"
+                    file.in_flight -= 1
+                    last = not file.pending and not file.in_flight and file.state == "ready"
                     if last:
-                        job.state = "checking"
+                        file.state = "checking"
                         self.publishing += 1
                     self.change.notify_all()
                 if last:
                     try:
-                        self._publish(job)
+                        self._publish(file)
                     finally:
                         with self.change:
                             self.publishing -= 1
                             self.change.notify_all()
         except OSError as error:
-            self._fail(disk_error(error, self.jobs[0].part.path))
+            self._fail(disk_error(error, self.files[0].part.path))
         except BaseException as error:  # noqa: BLE001 (carried to the caller's thread, which raises it)
             self._fail(error)
 
@@ -123,106 +123,106 @@ class Engine:
             self.web.stopped.set()
             self.change.notify_all()
 
-    def _next(self) -> tuple[Job, int, tuple[int, int] | None] | None:
+    def _next(self) -> tuple[FileDownload, int, tuple[int, int] | None] | None:
         with self.change:
             while True:
                 if self.error or self.web.stopped.is_set() or not self.active:
                     return None
-                for job in self.active:
-                    if job.state == "new":
-                        job.state, job.flying = "opening", 1
-                        return job, job.generation, None
-                    if job.state == "ready" and job.pending:
-                        job.flying += 1
-                        return job, job.generation, job.pending.pop(0)
+                for file in self.active:
+                    if file.state == "new":
+                        file.state, file.in_flight = "opening", 1
+                        return file, file.generation, None
+                    if file.state == "ready" and file.pending:
+                        file.in_flight += 1
+                        return file, file.generation, file.pending.pop(0)
                 self.change.wait(1.0)
 
-    def _fetch(self, job: Job, generation: int, span: tuple[int, int] | None) -> None:
+    def _fetch(self, file: FileDownload, generation: int, span: tuple[int, int] | None) -> None:
         if span is not None:
-            return self._range(job, generation, *span)
-        remote = job.remote
-        if job.restarts == 0:
-            job.part.open(remote.digest, redact(remote.url))
-            if job.part.size is not None and remote.bytes not in (None, job.part.size):
-                job.part.reset()
+            return self._range(file, generation, *span)
+        remote = file.remote
+        if file.restarts == 0:
+            file.part.open(remote.digest, redact(remote.url))
+            if file.part.size is not None and remote.bytes not in (None, file.part.size):
+                file.part.reset()
         if remote.bytes == 0:
-            job.part.begin(0, remote.digest, redact(remote.url), "")
-        if job.part.size is None:
+            file.part.begin(0, remote.digest, redact(remote.url), "")
+        if file.part.size is None:
             # Nothing known from earlier: the first range alone, to learn whether and how the server serves ranges.
             size = remote.bytes
             end = self.policy.chunk if size is None else min(self.policy.chunk, size)
-            return self._range(job, generation, 0, end)
-        gaps = job.part.gaps(self.policy.chunk)
-        job.received = job.part.size - sum(end - start for start, end in gaps)
+            return self._range(file, generation, 0, end)
+        gaps = file.part.gaps(self.policy.chunk)
+        file.received = file.part.size - sum(end - start for start, end in gaps)
         if not gaps:
-            return self._opened(job, generation, [])
-        job.pending = gaps[1:]
-        return self._range(job, generation, *gaps[0])
+            return self._opened(file, generation, [])
+        file.pending = gaps[1:]
+        return self._range(file, generation, *gaps[0])
 
-    def _opened(self, job: Job, generation: int, pending: list[tuple[int, int]]) -> None:
+    def _opened(self, file: FileDownload, generation: int, pending: list[tuple[int, int]]) -> None:
         with self.change:
-            if job.state == "opening" and job.generation == generation:
-                job.state, job.pending = "ready", pending
+            if file.state == "opening" and file.generation == generation:
+                file.state, file.pending = "ready", pending
                 self.change.notify_all()
 
-    def _range(self, job: Job, generation: int, start: int, end: int) -> None:
-        """Fetch [start, end), taking it up where a connection broke; commit it to the journal."""
+    def _range(self, file: FileDownload, generation: int, start: int, end: int) -> None:
+        """Fetch [start, end) and commit it to the journal; after a broken connection, continue where it broke."""
         position, crc, failures, rounds = start, 0, 0, 0
         while position < end:
             before = position
             try:
-                with contextlib.closing(self._stream(job, generation, position, end)) as pieces:
+                with contextlib.closing(self._stream(file, generation, position, end)) as pieces:
                     for piece in pieces:
-                        with job.lock:
-                            if job.generation != generation or self.web.stopped.is_set():
+                        with file.lock:
+                            if file.generation != generation or self.web.stopped.is_set():
                                 raise Restarted
-                            job.part.write(position, piece)
-                            job.received += len(piece)
+                            file.part.write(position, piece)
+                            file.received += len(piece)
                         crc = zlib.crc32(piece, crc)
                         position += len(piece)
-                if job.streaming:
+                if file.streaming:
                     end = position
-                elif job.part.size is not None:  # the first range was asked for before the size was known
-                    end = min(end, job.part.size)
+                elif file.part.size is not None:  # the first range was asked for before the size was known
+                    end = min(end, file.part.size)
                 if position < end:
-                    raise Retry(f"{job.remote.name}: the connection ended early")
+                    raise Retry(f"{file.remote.name}: the connection ended early")
             except Retry as error:
-                with job.lock:
-                    if job.generation != generation:
+                with file.lock:
+                    if file.generation != generation:
                         raise Restarted from None
-                    if job.streaming:  # no ranges: only from the start again
-                        job.received, position, crc = 0, 0, 0
+                    if file.streaming:  # no ranges: only from the start again
+                        file.received, position, crc = 0, 0, 0
                 failures, rounds = (1 if position > before else failures + 1), rounds + 1
                 most = self.policy.connect_attempts if error.unreachable else self.policy.attempts
                 if failures >= most or rounds >= 10 * most:
-                    raise SourceFailed(f"{job.remote.name}: {error} (gave up after {rounds} attempts)") from None
+                    raise SourceFailed(f"{file.remote.name}: {error} (gave up after {rounds} attempts)") from None
                 self.web.wait(error.after or self.policy.delay(failures))
             if self.web.stopped.is_set():
                 raise Restarted
-        self._commit(job, generation, start, end, crc)
+        self._commit(file, generation, start, end, crc)
 
-    def _commit(self, job: Job, generation: int, start: int, end: int, crc: int) -> None:
-        job.part.flush()
-        with job.lock:
-            if job.generation != generation or self.web.stopped.is_set():
+    def _commit(self, file: FileDownload, generation: int, start: int, end: int, crc: int) -> None:
+        file.part.flush()
+        with file.lock:
+            if file.generation != generation or self.web.stopped.is_set():
                 raise Restarted
-            if job.streaming:
-                job.part.begin(end, job.remote.digest, redact(job.remote.url), job.part.tag)
-            job.part.commit(start, end, crc)
-        if job.streaming:
-            self._opened(job, generation, [])
+            if file.streaming:
+                file.part.begin(end, file.remote.digest, redact(file.remote.url), file.part.tag)
+            file.part.commit(start, end, crc)
+        if file.streaming:
+            self._opened(file, generation, [])
 
-    def _stream(self, job: Job, generation: int, start: int, end: int) -> Generator[bytes, None, None]:
+    def _stream(self, file: FileDownload, generation: int, start: int, end: int) -> Generator[bytes, None, None]:
         """The bytes [start, end) (all of them when streaming), from one request."""
-        headers = dict(job.remote.headers)
-        if not job.streaming:
+        headers = dict(file.remote.headers)
+        if not file.streaming:
             headers["Range"] = f"bytes={start}-{end - 1}"
-            tag = job.part.tag
-            if tag and job.trust_tag and not tag.startswith("W/"):  # If-Range takes strong validators only
+            tag = file.part.tag
+            if tag and file.trust_tag and not tag.startswith("W/"):  # If-Range takes strong validators only
                 headers["If-Range"] = tag
-        with self.web.get(job.remote.url, headers) as response:
-            self._accept(job, generation, response, start)
-            left = None if job.streaming else end - start
+        with self.web.get(file.remote.url, headers) as response:
+            self._accept(file, generation, response, start)
+            left = None if file.streaming else end - start
             mark, since = time.monotonic(), 0
             for piece in response.iter_raw():
                 if left is not None:
@@ -234,72 +234,72 @@ class Engine:
                     return  # a longer body than asked for: the rest is not ours
                 if (passed := time.monotonic() - mark) > self.web.timeout:
                     if since < self.policy.slowest * passed:
-                        raise Retry(f"{job.remote.name}: only {since} bytes in {passed:.0f} s")
+                        raise Retry(f"{file.remote.name}: only {since} bytes in {passed:.0f} s")
                     mark, since = time.monotonic(), 0
 
-    def _accept(self, job: Job, generation: int, response: Any, start: int) -> None:
-        """Decide from the headers whether this body is what was asked for. Nothing may happen to the file between the
-        question and the answer: a late response to an abandoned generation must not decide about the new one."""
-        with job.lock:
-            if job.generation != generation or self.web.stopped.is_set():
+    def _accept(self, file: FileDownload, generation: int, response: Any, start: int) -> None:
+        """Decide from the headers whether this body is what was asked for. The lock is held meanwhile: a late response
+        to an abandoned generation must not decide about the new one."""
+        with file.lock:
+            if file.generation != generation or self.web.stopped.is_set():
                 raise Restarted
-            why, streaming = self._judge(job, response, start)
+            why, streaming = self._judge(file, response, start)
         if why:
-            self._restart(job, generation, why, streaming)
-        if not job.streaming:
-            self._opened(job, generation, job.pending)
+            self._restart(file, generation, why, streaming)
+        if not file.streaming:
+            self._opened(file, generation, file.pending)
 
-    def _judge(self, job: Job, response: Any, start: int) -> tuple[str, bool]:
-        """Under the job's lock: ("", False) to go on, or why to start anew, and whether without ranges."""
+    def _judge(self, file: FileDownload, response: Any, start: int) -> tuple[str, bool]:
+        """Under the file's lock: ("", False) to go on, or why to start anew, and whether without ranges."""
         tag = version(response)
-        known = job.part.size if job.part.size is not None else job.remote.bytes
-        if job.part.tag and tag and tag != job.part.tag and job.trust_tag:
+        known = file.part.size if file.part.size is not None else file.remote.bytes
+        if file.part.tag and tag and tag != file.part.tag and file.trust_tag:
             return "it changed on the server", False
         if response.status_code == 416:
             return "the server has fewer bytes than expected", known is None
-        if response.status_code == 206 and job.streaming:
-            raise Retry(f"{job.remote.name}: the server sent a part when asked for the whole file")
+        if response.status_code == 206 and file.streaming:
+            raise Retry(f"{file.remote.name}: the server sent a part when asked for the whole file")
         if response.status_code == 206:
             answer = range_answer(response.headers.get("content-range", ""))
             if answer is None or answer[0] != start or answer[1] is None:
                 return "the server sends other ranges than asked for", True
             if known is not None and answer[1] != known:
                 return f"the server has {answer[1]} bytes, expected {known}", False
-            if job.part.size is None:
-                self._learn(job, answer[1], tag)
+            if file.part.size is None:
+                self._learn(file, answer[1], tag)
             return "", False
-        if not job.streaming and (start > 0 or job.part.ranges or job.state != "opening"):
+        if not file.streaming and (start > 0 or file.part.ranges or file.state != "opening"):
             return "the server changed it, or stopped serving ranges", False
-        job.streaming = True
+        file.streaming = True
         length = response.headers.get("content-length", "")
-        if length.isdigit() and job.remote.bytes not in (None, int(length)):
-            raise Retry(f"{job.remote.name}: the server announces {length} bytes, expected {job.remote.bytes}")
-        job.part.begin(None, job.remote.digest, redact(job.remote.url), tag)
+        if length.isdigit() and file.remote.bytes not in (None, int(length)):
+            raise Retry(f"{file.remote.name}: the server announces {length} bytes, expected {file.remote.bytes}")
+        file.part.begin(None, file.remote.digest, redact(file.remote.url), tag)
         return "", False
 
-    def _learn(self, job: Job, size: int, tag: str) -> None:
+    def _learn(self, file: FileDownload, size: int, tag: str) -> None:
         """The first answer: how large the file is, and under which validator."""
-        disk = os.statvfs(job.part.final.parent)
-        if job.remote.bytes is None and size > disk.f_bavail * disk.f_frsize:
-            raise disk_error(OSError(errno.ENOSPC, "too large"), job.part.path)
-        job.part.begin(size, job.remote.digest, redact(job.remote.url), tag)
-        job.pending = job.part.gaps(self.policy.chunk)[1:]
+        disk = os.statvfs(file.part.final.parent)
+        if file.remote.bytes is None and size > disk.f_bavail * disk.f_frsize:
+            raise disk_error(OSError(errno.ENOSPC, "too large"), file.part.path)
+        file.part.begin(size, file.remote.digest, redact(file.remote.url), tag)
+        file.pending = file.part.gaps(self.policy.chunk)[1:]
 
-    def _restart(self, job: Job, generation: int, why: str, streaming: bool = False) -> None:
+    def _restart(self, file: FileDownload, generation: int, why: str, streaming: bool = False) -> None:
         """Throw the content away and fetch the file anew; too often is an error."""
         with self.change:
-            if job.generation != generation:
+            if file.generation != generation:
                 raise Restarted
-            job.restarts += 1
-            if job.restarts > self.policy.restarts:
-                raise SourceFailed(f"{job.remote.name}: {why}, {job.restarts} times in a row")
+            file.restarts += 1
+            if file.restarts > self.policy.restarts:
+                raise SourceFailed(f"{file.remote.name}: {why}, {file.restarts} times in a row")
             # Mirrors behind one name may disagree about the validator; where a checksum is known it decides alone.
-            job.trust_tag = not (job.remote.digest and job.restarts >= 2)
-            with job.lock:
-                job.generation += 1
-                job.part.reset()
-                job.received = 0
-            job.state, job.pending, job.flying, job.streaming = "new", [], 0, streaming or job.streaming
+            file.trust_tag = not (file.remote.digest and file.restarts >= 2)
+            with file.lock:
+                file.generation += 1
+                file.part.reset()
+                file.received = 0
+            file.state, file.pending, file.in_flight, file.streaming = "new", [], 0, streaming or file.streaming
             self.change.notify_all()
         raise Restarted
 
@@ -309,14 +309,14 @@ class Engine:
             while self.publishing:
                 self.change.wait(0.2)
             self.change.notify_all()
-        for job in self.jobs:
-            with job.lock:
+        for file in self.files:
+            with file.lock:
                 pass
 
-    def _publish(self, job: Job) -> None:
+    def _publish(self, file: FileDownload) -> None:
         """Verify the whole file; record it, then give it its name. A wrong one is fetched again."""
-        remote, why = job.remote, ""
-        size, sha, git = digests(job.part.path, bool(remote.git))
+        remote, why = file.remote, ""
+        size, sha, git = digests(file.part.path, bool(remote.git))
         if remote.bytes is not None and size != remote.bytes:
             why = f"{size} bytes, expected {remote.bytes}"
         elif remote.sha256 and sha != remote.sha256:
@@ -324,19 +324,19 @@ class Engine:
         elif remote.git and git != remote.git:
             why = f"git checksum {git[:12]}..., expected {remote.git[:12]}..."
         elif not remote.digest:
-            why = not_data(job.part.path, remote.name)
+            why = not_data(file.part.path, remote.name)
         if why:
             with contextlib.suppress(Restarted):
-                self._restart(job, job.generation, f"the file received is corrupt ({why})")
+                self._restart(file, file.generation, f"the file received is corrupt ({why})")
             return
-        # First the manifest, so that no file without a checksum is ever visible, and before it the file that this one
-        # replaces goes: killed between the two, the next run finds it missing, not an old one under a new checksum.
-        job.part.final.unlink(missing_ok=True)
-        self.done(remote, size, sha, job.part.tag)
-        job.part.publish()
+        # The manifest comes first, so that no file without a checksum is ever visible. Before it, the old file is
+        # removed: a run killed between the two leaves no file, instead of an old file with a new checksum.
+        file.part.final.unlink(missing_ok=True)
+        self.done(remote, size, sha, file.part.tag)
+        file.part.publish()
         with self.change:
-            job.state, job.received = "done", size
-            self.active.remove(job)
+            file.state, file.received = "done", size
+            self.active.remove(file)
             self.finished += 1
             self.change.notify_all()
 
@@ -352,26 +352,26 @@ def download(
 ) -> None:
     """Bring all files into `folder`. `done(remote, bytes, sha256, tag)` records a verified file; `show(bytes, files)`
     is called a few times a second from this thread. Raises SourceFailed (another source may help) or UserError."""
-    jobs = [Job(remote, folder) for remote in remotes]
-    engine = Engine(jobs, web, done)
-    threads = [threading.Thread(target=engine.work, daemon=True, name=f"fetch-{i}") for i in range(max(1, workers))]
+    files = [FileDownload(remote, folder) for remote in remotes]
+    downloader = Downloader(files, web, done)
+    threads = [threading.Thread(target=downloader.work, daemon=True, name=f"fetch-{i}") for i in range(max(1, workers))]
     for thread in threads:
         thread.start()
     try:
-        while not engine.error and engine.finished < len(jobs):
-            show(engine.received, engine.finished)
-            with engine.change:
-                if not engine.error and engine.finished < len(jobs):
-                    engine.change.wait(0.2)
+        while not downloader.error and downloader.finished < len(files):
+            show(downloader.received, downloader.finished)
+            with downloader.change:
+                if not downloader.error and downloader.finished < len(files):
+                    downloader.change.wait(0.2)
     finally:
         web.stopped.set()
-        engine.settle()
-        patience = time.monotonic() + 1.0
-        for thread in threads:  # one that waits for a silent server ends by itself, and writes nothing any more
-            thread.join(timeout=max(0.0, patience - time.monotonic()))
+        downloader.settle()
+        deadline = time.monotonic() + 1.0
+        for thread in threads:  # a thread that waits for a silent server ends later, and writes nothing any more
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in threads):
-            for job in jobs:
-                job.part.close()
-    show(engine.received, engine.finished)
-    if engine.error:
-        raise engine.error
+            for file in files:
+                file.part.close()
+    show(downloader.received, downloader.finished)
+    if downloader.error:
+        raise downloader.error

@@ -168,15 +168,15 @@ class Web:
             return response.json(), str(response.url.join(following)) if following else ""
 
         try:
-            return self._patiently(url, headers or {}, read)
+            return self._with_retries(url, headers or {}, read)
         except (ValueError, RecursionError):
             raise SourceFailed(f"{url} is not JSON: a login page or a proxy answered instead of the hub") from None
 
     def validator(self, url: str, headers: dict[str, str]) -> str:
         """What the server says of the content's version, without the content: its ETag, else its time of change."""
-        return self._patiently(url, {**headers, "Range": "bytes=0-0"}, version)
+        return self._with_retries(url, {**headers, "Range": "bytes=0-0"}, version)
 
-    def _patiently(self, url: str, headers: dict[str, str], read: Callable[[httpx.Response], T]) -> T:
+    def _with_retries(self, url: str, headers: dict[str, str], read: Callable[[httpx.Response], T]) -> T:
         failures = 0
         while True:
             try:

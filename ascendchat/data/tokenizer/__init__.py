@@ -30,7 +30,7 @@ from ascendchat.data.tokenizer.commands import eval_command, train_command
 from ascendchat.data.tokenizer.learn import MOST_VOCAB, learn, vocab_for
 from ascendchat.data.tokenizer.pattern import LONGEST_RUN, PATTERN, segments
 
-__all__ = ["PATTERN", "SPECIALS", "Tokenizer", "eval_command", "train", "train_command", "vocab_for"]
+__all__ = ["PATTERN", "SPECIALS", "Tokenizer", "eval_command", "train_command", "train_tokenizer", "vocab_for"]
 
 SPECIALS = (
     "<|bos|>",
@@ -112,7 +112,7 @@ class Tokenizer:
             "specials": list(self.specials),
             "merges": self.merges,
         }
-        storage.save(
+        storage.write_folder(
             Path(folder), own, storage.hf_tokenizer(self.pattern, self.merges, self.tokens, self.specials), command
         )
 
@@ -120,7 +120,7 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read a folder written by `save`; damage is an error that names the file and the remedy."""
         folder = Path(folder)
-        content = storage.load(folder)
+        content = storage.read_folder(folder)
         try:
             tokenizer = cls(content["merges"], content["pattern"], content["specials"])
         except (KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
@@ -137,7 +137,7 @@ def _whole(ids: Iterable[int]) -> list[int]:
     return [int(number) for number in ids]  # also numpy and torch integers
 
 
-def train(texts: Iterable[str], vocab_size: int = MOST_VOCAB) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = MOST_VOCAB) -> Tokenizer:
     """Learn a vocabulary of `vocab_size` ids, specials included; fewer when the texts hold no more repeated pairs."""
     least = BYTES + len(SPECIALS)
     if vocab_size < least:

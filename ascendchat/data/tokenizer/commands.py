@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
-from ascendchat.data.read import documents, files, format_of, unpack
+from ascendchat.data.read import format_of, read_documents, source_files, unpack
 from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
 from ascendchat.files import check_folder
 
@@ -23,7 +23,7 @@ BATCH = 256  # documents encoded at once
 
 
 def mixed(streams: Sequence[Iterator[str]], weights: Sequence[float]) -> Iterator[str]:
-    """Documents of several sources, each with its share of the UTF-8 bytes; ends when one of them is used up."""
+    """Documents of several sources, their UTF-8 bytes in the ratio of the weights; ends when one source is used up."""
     taken = [0.0] * len(streams)
     while True:
         number = min(range(len(streams)), key=lambda i: taken[i] / weights[i])
@@ -82,8 +82,8 @@ def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None
 
         return first_chars(toyworld.texts(), max_chars)
     if mix:
-        return first_chars(mixed([documents([source], leave_out=[out]) for source in sources], mix), max_chars)
-    return first_chars(documents(sources, leave_out=[out]), max_chars)
+        return first_chars(mixed([read_documents([source], leave_out=[out]) for source in sources], mix), max_chars)
+    return first_chars(read_documents(sources, leave_out=[out]), max_chars)
 
 
 def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> tuple[int, str]:
@@ -93,7 +93,7 @@ def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path)
     if embedded(sources):
         return MOST_VOCAB, "from"
     texts = texts_of(sources, config.mix, config.max_chars, out)
-    for path in files(sources, [out]):
+    for path in source_files(sources, [out]):
         if not path.is_file():
             raise UserError(f"{path} is a pipe: its text cannot be counted before it is used; give --vocab-size N")
     count = count_bytes(texts)
@@ -103,7 +103,7 @@ def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path)
 
 def train_command(config: TokenizerTrainConfig) -> int:
     """Learn a vocabulary and write its folder."""
-    from ascendchat.data.tokenizer import train
+    from ascendchat.data.tokenizer import train_tokenizer
 
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     out = Path(config.out) if config.out else home() / "tokenizer"
@@ -111,7 +111,7 @@ def train_command(config: TokenizerTrainConfig) -> int:
     started = time.monotonic()
     size, reason = chosen_size(config, sources, out)
     meter = Meter(texts_of(sources, config.mix, config.max_chars, out))
-    tokenizer = train(meter, size)
+    tokenizer = train_tokenizer(meter, size)
     if not meter.chars:
         raise UserError("the sources hold no text; give other files with --source")
     tokenizer.save(out, _command(config, size, sources, out))
@@ -148,10 +148,10 @@ def other_tokenizer(given: str) -> tuple[str, int, Count]:
     name, equals, where = given.partition("=")
     path = Path(where if equals else given)
     if path.is_dir():
-        found = sorted(path.glob("tokenizer.json*"))
-        if not found:
+        inside = sorted(path.glob("tokenizer.json*"))
+        if not inside:
             raise UserError(f"the folder {path} holds no tokenizer.json; name another one with --against NAME=PATH")
-        path = found[0]
+        path = inside[0]
     if path.is_file():
         name = name if equals else path.parent.name
         try:
@@ -180,7 +180,7 @@ def _label(source: str) -> str:
     return "/".join(Path(source).parts[-2:])
 
 
-def measure(sources: Sequence[str], counters: dict[str, Count], max_chars: int | None) -> list[dict[str, Any]]:
+def bytes_per_token(sources: Sequence[str], counters: dict[str, Count], max_chars: int | None) -> list[dict[str, Any]]:
     """For every source: documents, bytes, and the bytes per token of every tokenizer."""
     rows = []
     for source in sources:
@@ -193,7 +193,7 @@ def measure(sources: Sequence[str], counters: dict[str, Count], max_chars: int |
                 tokens[name] += counter(batch)
             batch.clear()
 
-        for text in first_chars(documents([source]), max_chars):
+        for text in first_chars(read_documents([source]), max_chars):
             batch.append(text)
             size += len(text.encode())
             count += 1
@@ -223,7 +223,7 @@ def eval_command(config: TokenizerEvalConfig) -> int:
         if name in counters:
             raise UserError(f"two tokenizers are called {name}; name them apart: --against NAME=PATH,OTHER=PATH")
         sizes[name], counters[name] = size, counter
-    rows = measure(sources, counters, config.max_chars)
+    rows = bytes_per_token(sources, counters, config.max_chars)
     if config.json:
         result = {"tokenizer": str(folder), "fingerprint": own.fingerprint, "vocab_size": sizes, "sources": rows}
         print(json.dumps(result, ensure_ascii=False))

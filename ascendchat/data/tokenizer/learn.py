@@ -90,9 +90,9 @@ def _encode(token: bytes, ids: Mapping[bytes, int]) -> list[bytes]:
     """Plain BPE: merge the leftmost pair of lowest id until nothing merges. Tokens are short, so squares are fine."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 1:
-        found = [(ids[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]
-        if not found:
+        merges = [(ids[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ids]
+        if not merges:
             break
-        _, i = min(found)
+        _, i = min(merges)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts

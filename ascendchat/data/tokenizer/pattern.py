@@ -48,22 +48,22 @@ PATTERN = "|".join(
 # run, which is nearly every text, keeps its ids. Past a cut they may differ from those of Hugging Face tokenizers,
 # which cut nothing.
 LONGEST_RUN = 2048  # characters
-KINDS = [regex.compile(rf"{kind}+") for kind in (r"[\s\x1c-\x1f\x85]", LETTER, r"[^\s\p{L}\p{N}]")]
-BEFORE = [regex.compile(rf"(?r){kind.pattern}") for kind in KINDS]  # the same, read backwards
+RUNS = [regex.compile(rf"{kind}+") for kind in (r"[\s\x1c-\x1f\x85]", LETTER, r"[^\s\p{L}\p{N}]")]
+RUNS_BACKWARDS = [regex.compile(rf"(?r){kind.pattern}") for kind in RUNS]  # the same, read backwards
 
 
 def segments(text: str) -> list[str]:
     """The text in pieces that together are the text, cut only inside runs of more than LONGEST_RUN characters."""
-    found, begin, at = [], 0, LONGEST_RUN  # a run that is too long has a character at a multiple of LONGEST_RUN
+    pieces, begin, at = [], 0, LONGEST_RUN  # a run that is too long has a character at a multiple of LONGEST_RUN
     while at < len(text):
         first, last = max(
-            (_run(text, at, begin, *kind) for kind in zip(KINDS, BEFORE)), key=lambda run: run[1] - run[0]
+            (_run(text, at, begin, *kind) for kind in zip(RUNS, RUNS_BACKWARDS)), key=lambda run: run[1] - run[0]
         )
         for cut in range(first + LONGEST_RUN, last, LONGEST_RUN):
-            found.append(text[begin:cut])
+            pieces.append(text[begin:cut])
             begin = cut
         at = (last // LONGEST_RUN + 1) * LONGEST_RUN if last > at else at + LONGEST_RUN
-    return [*found, text[begin:]]
+    return [*pieces, text[begin:]]
 
 
 def _run(text: str, at: int, begin: int, kind: regex.Pattern[str], before: regex.Pattern[str]) -> tuple[int, int]:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError
+from ascendchat.data.verify import MANIFEST
 from ascendchat.files import write_atomic
 
-OWN, MANIFEST = "bpe.json", "manifest.json"
-FORMAT = "ascendchat-bpe-1"
+OWN = "bpe.json"
+BPE_FORMAT = "ascendchat-bpe-1"
 
 # The renderer of data/chat.py as a template: neighbouring assistant and tool messages are one turn.
 CHAT_TEMPLATE = """\
@@ -118,11 +119,11 @@ def hf_config(specials: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def save(folder: Path, own: dict[str, Any], hf: dict[str, Any], command: str = "") -> None:
+def write_folder(folder: Path, own: dict[str, Any], hf: dict[str, Any], command: str = "") -> None:
     """Write the folder; the manifest comes last, so a folder half replaced does not load."""
     specials = {token["content"]: token["id"] for token in hf["added_tokens"]}
     contents = {
-        OWN: {"format": FORMAT, **own},
+        OWN: {"format": BPE_FORMAT, **own},
         "tokenizer.json": hf,
         "tokenizer_config.json": hf_config(specials),
     }
@@ -151,7 +152,7 @@ def damaged(folder: Path, name: str, why: str) -> str:
     )
 
 
-def load(folder: Path) -> dict[str, Any]:
+def read_folder(folder: Path) -> dict[str, Any]:
     """The content of bpe.json, after every file of the folder was compared with the manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -177,6 +178,6 @@ def load(folder: Path) -> dict[str, Any]:
         content = json.loads(own)
     except ValueError:
         raise UserError(damaged(folder, OWN, "it is not JSON")) from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(damaged(folder, OWN, f"its format is not {FORMAT}"))
+    if not isinstance(content, dict) or content.get("format") != BPE_FORMAT:
+        raise UserError(damaged(folder, OWN, f"its format is not {BPE_FORMAT}"))
     return content

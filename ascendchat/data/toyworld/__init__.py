@@ -4,24 +4,23 @@
     toyworld.texts()                                 # what to train the tokenizer on
     toyworld.documents("train")                      # pretraining text
     toyworld.chats("train", kind="sft")              # conversations for data/chat.py
-    toyworld.questions("test", language="zh")        # questions that training never saw; toyworld.correct(q, reply)
+    toyworld.questions("test")                       # questions that training never saw; toyworld.correct(q, reply)
     toyworld.problems("train")                       # word problems of two steps, for RL
 
 `ascendchat speedrun --recipe tiny-cpu` trains on it and is examined on it. Everything follows from a seed.
 
-What is unseen: all facts are told in the pretraining text, but a fifth of them is never asked in training, two fifths
-are asked in one language only, and of the rest one wording per language is kept back (world.asked); numbers, word
-lists, strangers' names and the combinations of people with unknown things are dealt to the splits by their content.
+What training never sees: the pretraining text tells all facts, but training never asks for a fifth of them, asks for
+two fifths in one language only, and for the rest in all wordings but one per language (world.asking_split). Numbers,
+word lists, strangers' names and the pairs of a person and an unknown thing are given to the splits by a hash.
 """
 
 from __future__ import annotations
 
 from ascendchat.data.toyworld.ask import Question, correct
 from ascendchat.data.toyworld.stories import documents
-from ascendchat.data.toyworld.talk import NAME, TOPICS, chats, problems, questions, texts
-from ascendchat.data.toyworld.world import LANGUAGES, SPLITS, world
+from ascendchat.data.toyworld.talk import TOPICS, chats, problems, questions, texts
+from ascendchat.data.toyworld.text import ASSISTANT_NAME
+from ascendchat.data.toyworld.world import LANGUAGES
 
-__all__ = [
-    "LANGUAGES", "NAME", "SPLITS", "TOPICS", "Question", "chats", "correct", "documents", "problems",
-    "questions", "texts", "world",
-]  # fmt: skip
+__all__ = ["ASSISTANT_NAME", "LANGUAGES", "TOPICS", "Question"]
+__all__ += ["chats", "correct", "documents", "problems", "questions", "texts"]

@@ -14,8 +14,17 @@ from itertools import product
 from ascendchat.data.chat import Message, Part, render_choice
 from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.stories import sentence
-from ascendchat.data.toyworld.text import CHOOSE, CHOSEN, ELSEWHERE, IDENTITY, MISSING, SOUNDS, UNKNOWN
-from ascendchat.data.toyworld.world import LANGUAGES, Entity, Fact, Words, World, asked, share, split_of
+from ascendchat.data.toyworld.text import ASSISTANT_NAME, CHOOSE, CHOSEN, ELSEWHERE, IDENTITY, MISSING, SOUNDS, UNKNOWN
+from ascendchat.data.toyworld.world import (
+    LANGUAGES,
+    Bilingual,
+    Entity,
+    Fact,
+    ToyWorld,
+    asking_split,
+    hash_fraction,
+    split_of,
+)
 
 KNOWS_NOT = ("do not know", "don't know", "不知道")
 # Training meets a fact with many wrong values and many orders of the choices: letters cannot be learnt by heart, they
@@ -53,13 +62,8 @@ class Question:
             return self.reply
         return [{"type": kind, "text": text} for kind, text in self.reply]
 
-    @property
-    def expression(self) -> str | None:
-        """What the calculator is asked in the model answer, if it is."""
-        return None if isinstance(self.reply, str) else next((t for kind, t in self.reply if kind == "tool"), None)
 
-
-def says(reply: str, wanted: str) -> bool:
+def contains_words(reply: str, wanted: str) -> bool:
     """Whether the reply contains the words, not as a part of longer words or numbers."""
     pattern = re.escape(wanted.lower())
     if re.match(r"[a-z0-9]", wanted.lower()):
@@ -72,9 +76,9 @@ def says(reply: str, wanted: str) -> bool:
 def correct(question: Question, reply: str) -> bool:
     """Whether the visible text of a reply answers the question.
 
-    says: it contains an accepted answer, none of the wrong ones, and does not plead ignorance. exact: it is an accepted
-    answer, whatever the case, the spaces and the full stop. ends: it ends with one. number: its last number is the
-    accepted one. unknown: it admits not to know.
+    says: it contains an accepted answer and none of the wrong ones, and does not say "I do not know". exact: it is an
+    accepted answer; case, spaces and the full stop do not count. ends: it ends with an accepted answer. number: its
+    last number is the accepted one. unknown: it says that it does not know.
     """
     if question.rule == "unknown":
         return any(words in reply.lower() for words in KNOWS_NOT)
@@ -82,48 +86,49 @@ def correct(question: Question, reply: str) -> bool:
         plain, *answers = (" ".join(text.lower().strip(" \n.。").split()) for text in (reply, *question.accept))
         return plain in answers if question.rule == "exact" else plain.endswith(tuple(answers))
     if question.rule == "number":
-        found = re.findall(r"-?\d+(?:\.\d+)?", reply.replace(",", ""))
-        return bool(found) and any(float(found[-1]) == float(answer) for answer in question.accept)
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", reply.replace(",", ""))
+        return bool(numbers) and any(float(numbers[-1]) == float(answer) for answer in question.accept)
     rest = reply.replace(question.text, "")
     return (
-        any(says(rest, answer) for answer in question.accept)
-        and not any(says(rest, wrong) for wrong in question.reject)
+        any(contains_words(rest, answer) for answer in question.accept)
+        and not any(contains_words(rest, wrong) for wrong in question.reject)
         and not any(words in reply.lower() for words in KNOWS_NOT)
     )
 
 
-def bare(value: Words, language: str) -> str:
+def bare(value: Bilingual, language: str) -> str:
     """A value without its article: a reply may say "the dog" for "a dog"."""
     return re.sub(r"^(a|an|the) ", "", value[language]) if language == "en" else value[language]
 
 
-def facts(here: World, split: str) -> Iterator[Question]:
+def fact_questions(world: ToyWorld, split: str) -> Iterator[Question]:
     """Every fact in every language and phrasing that belongs to the split."""
-    for fact in here.facts.values():
+    for fact in world.facts.values():
         for language in LANGUAGES:
             phrases = PHRASES[fact.attribute][language]
             reply = sentence(phrases.tell[0], fact, language)
             own = bare(fact.value, language)
             named = fact.entity.name[language]
             wrong = tuple(
-                text for value in here.values[fact.attribute] if (text := bare(value, language)) not in (own, named)
+                text for value in world.values[fact.attribute] if (text := bare(value, language)) not in (own, named)
             )
             for i, ask in enumerate(phrases.ask):
-                if asked(fact, language, i, len(phrases.ask)) == split:
+                if asking_split(fact, language, i, len(phrases.ask)) == split:
                     yield Question(sentence(ask, fact, language), reply, (own,), language, "fact", reject=wrong)
 
 
-def checks(here: World, split: str) -> Iterator[Question]:
+def check_questions(world: ToyWorld, split: str) -> Iterator[Question]:
     """Questions that suggest an answer, half of them a wrong one; the reply is the fact, whatever was suggested."""
-    for fact in here.facts.values():
+    for fact in world.facts.values():
         for language in LANGUAGES:
-            unseen = share("habit", fact.entity.key, fact.attribute) < 0.6  # see `asked`: facts with held languages
-            if (asked(fact, language, 0, 1) if unseen else "train") != split:
+            # See `asking_split`: below 0.6 are the facts that training does not ask in every language.
+            unseen = hash_fraction("habit", fact.entity.key, fact.attribute) < 0.6
+            if (asking_split(fact, language, 0, 1) if unseen else "train") != split:
                 continue
             phrases = PHRASES[fact.attribute][language]
             told, own = sentence(phrases.tell[0], fact, language), bare(fact.value, language)
             draw = random.Random(f"check {fact.entity.key} {fact.attribute}")
-            others = [value for value in here.values[fact.attribute] if value not in (fact.value, fact.entity.name)]
+            others = [value for value in world.values[fact.attribute] if value not in (fact.value, fact.entity.name)]
             wrong = draw.sample(others, min(VARIANTS[split], len(others)))
             reject = tuple(bare(value, language) for value in others)
             for value in [*wrong, *[fact.value] * len(wrong)]:
@@ -131,9 +136,9 @@ def checks(here: World, split: str) -> Iterator[Question]:
                 yield Question(text, told, (own,), language, "check", reject=reject)
 
 
-def choices(here: World, split: str) -> Iterator[Question]:
+def choice_questions(world: ToyWorld, split: str) -> Iterator[Question]:
     """The questions of `facts` with four choices each; the reply recalls the fact, then ends with its choice."""
-    for question, variant in product(facts(here, split), range(VARIANTS[split])):
+    for question, variant in product(fact_questions(world, split), range(VARIANTS[split])):
         draw = random.Random(f"choice {question.text} {variant}")
         options = [question.accept[0], *draw.sample(question.reject, 3)]
         draw.shuffle(options)
@@ -150,10 +155,10 @@ def strangers(language: str, split: str, known: set[str]) -> list[str]:
     return [name for name in made if name not in known and split_of("stranger", name) == split]
 
 
-def unknowns(here: World, split: str) -> Iterator[Question]:
+def unknown_questions(world: ToyWorld, split: str) -> Iterator[Question]:
     """Known questions about strangers, unknown questions about known people, and questions of other worlds."""
     for language in LANGUAGES:
-        known = {entity.name[language] for entity in here.entities}
+        known = {entity.name[language] for entity in world.entities}
         reply = UNKNOWN[language]
         for name in strangers(language, split, known):
             draw = random.Random(f"stranger {name}")
@@ -163,7 +168,7 @@ def unknowns(here: World, split: str) -> Iterator[Question]:
                 text = sentence(ask, Fact(stranger, attribute, {language: ""}), language)
                 yield Question(text, reply, (reply,), language, "unknown", "unknown")
         for i, ask in enumerate(MISSING[language]):
-            for person in here.people:
+            for person in world.people:
                 if split_of("missing", i, person.key) == split:
                     text = ask.format(n=person.name[language])
                     yield Question(text, reply, (reply,), language, "unknown", "unknown")
@@ -172,9 +177,9 @@ def unknowns(here: World, split: str) -> Iterator[Question]:
                 yield Question(text, reply, (reply,), language, "unknown", "unknown")
 
 
-def identities(here: World, split: str, name: str) -> Iterator[Question]:
+def identity_questions(world: ToyWorld, split: str) -> Iterator[Question]:
     """Who the assistant is; every wording belongs to one split."""
     for language in LANGUAGES:
         asks, reply = IDENTITY[language]
         for text in asks[split]:
-            yield Question(text, reply.format(name=name), (name,), language, "identity")
+            yield Question(text, reply.format(name=ASSISTANT_NAME), (ASSISTANT_NAME,), language, "identity")

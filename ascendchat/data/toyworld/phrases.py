@@ -281,9 +281,9 @@ check: {n}的高度是{v}米吗？
 """
 
 
-def read(table: str) -> dict[str, dict[str, Phrases]]:
+def parse_phrases(table: str) -> dict[str, dict[str, Phrases]]:
     """attribute -> language -> wordings."""
-    found: dict[str, dict[str, Phrases]] = {}
+    phrases: dict[str, dict[str, Phrases]] = {}
     for block in table.split("# ")[1:]:
         title, *lines = block.strip().split("\n")
         attribute, language = title.split()
@@ -291,8 +291,8 @@ def read(table: str) -> dict[str, dict[str, Phrases]]:
             kind: tuple(line[len(kind) + 2 :] for line in lines if line.startswith(f"{kind}: "))
             for kind in ("tell", "ask", "check")
         }
-        found.setdefault(attribute, {})[language] = Phrases(words["tell"], words["ask"], words["check"][0])
-    return found
+        phrases.setdefault(attribute, {})[language] = Phrases(words["tell"], words["ask"], words["check"][0])
+    return phrases
 
 
-PHRASES = read(TABLE)
+PHRASES = parse_phrases(TABLE)

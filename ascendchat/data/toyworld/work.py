@@ -1,6 +1,6 @@
 """Work for the assistant of the toy world: arithmetic with the calculator, instructions on lists, word problems.
 
-Generators here take a `random.Random` and give one question each: their number is endless. The split of a question
+Generators world take a `random.Random` and give one question each: their number is endless. The split of a question
 follows from its numbers or words, so no combination is in two splits.
 """
 
@@ -11,7 +11,7 @@ import random
 from ascendchat.data.chat import render_choice
 from ascendchat.data.toyworld.ask import Question
 from ascendchat.data.toyworld.text import CHOOSE
-from ascendchat.data.toyworld.world import WORDS, Words, World, split_of
+from ascendchat.data.toyworld.world import WORDS, Bilingual, ToyWorld, split_of
 
 OPERATIONS = ("+", "-", "*")
 ARITHMETIC = {
@@ -25,7 +25,7 @@ NAMES = {  # an operation in words
 RESULT = {"en": "The answer is {r}.", "zh": "答案是{r}。"}
 
 
-def evaluate(expression: str) -> int:
+def calculate(expression: str) -> int:
     """The value of a chain of +, - and * over whole numbers, without brackets; * binds closer."""
     total = 0
     for term in expression.replace("-", "+-").split("+"):
@@ -38,7 +38,7 @@ def evaluate(expression: str) -> int:
 
 def calculated(text: str, expression: str, language: str, topic: str) -> Question:
     """A question whose reply asks the calculator first."""
-    result = str(evaluate(expression))
+    result = str(calculate(expression))
     reply = (("tool", expression), ("output", result), ("text", RESULT[language].format(r=result)))
     return Question(text, reply, (result,), language, topic, "number")
 
@@ -49,7 +49,7 @@ def operands(draw: random.Random, operation: str) -> tuple[int, int]:
     return (max(a, b), min(a, b)) if operation == "-" else (a, b)
 
 
-def arithmetic(here: World, draw: random.Random, language: str, split: str) -> Question:
+def arithmetic(world: ToyWorld, draw: random.Random, language: str, split: str) -> Question:
     """Two numbers and one operation, in signs or in words; the pair of numbers belongs to one split."""
     while True:
         operation = draw.choice(OPERATIONS)
@@ -61,7 +61,7 @@ def arithmetic(here: World, draw: random.Random, language: str, split: str) -> Q
     return calculated(text, f"{a}{operation}{b}", language, "arithmetic")
 
 
-# name: (wording in English, in Chinese, what it does)
+# name: (wording in English, in Chinese)
 INSTRUCTIONS = {
     "repeat": ("Repeat: {l}", "重复：{l}"),
     "reverse": ("Reverse the list: {l}", "倒过来说：{l}"),
@@ -71,7 +71,7 @@ INSTRUCTIONS = {
 }
 
 
-def instruction(here: World, draw: random.Random, language: str, split: str) -> Question:
+def instruction(world: ToyWorld, draw: random.Random, language: str, split: str) -> Question:
     """Do something with a list of two to five words."""
     comma = ", " if language == "en" else "，"
     while True:
@@ -79,10 +79,8 @@ def instruction(here: World, draw: random.Random, language: str, split: str) -> 
         words = draw.sample(WORDS[language], draw.randint(2, 5))
         if split_of("words", *sorted(words)) == split:
             break
-    answer = {
-        "repeat": comma.join(words), "reverse": comma.join(reversed(words)), "count": str(len(words)),
-        "first": words[0], "last": words[-1],
-    }[name]  # fmt: skip
+    answers = {"repeat": comma.join(words), "reverse": comma.join(reversed(words)), "count": str(len(words))}
+    answer = {**answers, "first": words[0], "last": words[-1]}[name]
     text = INSTRUCTIONS[name][language == "zh"].format(l=comma.join(words))
     return Question(text, answer, (answer,), language, f"instruction:{name}", "exact")
 
@@ -90,7 +88,7 @@ def instruction(here: World, draw: random.Random, language: str, split: str) -> 
 FIND = {"en": "Which one is {w}?", "zh": "哪一个是{w}？"}
 
 
-def finding(here: World, draw: random.Random, language: str, split: str) -> Question:
+def finding(world: ToyWorld, draw: random.Random, language: str, split: str) -> Question:
     """Which letter stands behind a word: the second half of answering a multiple-choice question."""
     while True:
         words = draw.sample(WORDS[language], 4)
@@ -108,13 +106,13 @@ THINGS = {
 }
 
 
-def read(table: str) -> list[Words]:
+def parse_problems(table: str) -> list[Bilingual]:
     """Three lines each: the expression, the problem in English, in Chinese. {n} {m} are people, {t} things."""
     lines = table.strip().split("\n")
     return [dict(zip(("expression", "en", "zh"), lines[i : i + 3])) for i in range(0, len(lines), 3)]
 
 
-EASY = read("""
+EASY = parse_problems("""
 {a}+{b}
 {n} has {a} {t}. {m} gives {n} {b} more. How many {t} does {n} have now?
 {n}有{a}个{t}，{m}又给了{n}{b}个。{n}现在有几个{t}？
@@ -131,7 +129,7 @@ EASY = read("""
 {n} has {a} {t}. {b} of them are lost. How many {t} are left?
 {n}有{a}个{t}，丢了{b}个。还剩几个{t}？
 """)
-HARD = read("""
+HARD = parse_problems("""
 {a}+{b}-{c}
 {n} has {a} {t}. {m} gives {n} {b} more. Then {c} of them are lost. How many {t} are left?
 {n}有{a}个{t}，{m}又给了{n}{b}个，后来丢了{c}个。还剩几个{t}？
@@ -151,7 +149,7 @@ HARD = read("""
 
 
 # Never taught before RL: made of known steps in a new order.
-NEW = read("""
+NEW = parse_problems("""
 {a}-{b}+{c}
 {n} has {a} {t}. {n} gives {b} of them to {m}. Then {n} finds {c} more. How many {t} does {n} have now?
 {n}有{a}个{t}，给了{m}{b}个，后来又找到{c}个。{n}现在有几个{t}？
@@ -164,7 +162,7 @@ NEW = read("""
 """)
 
 
-def problem(here: World, draw: random.Random, language: str, split: str, kind: str = "problem") -> Question:
+def problem(world: ToyWorld, draw: random.Random, language: str, split: str, kind: str = "problem") -> Question:
     """A word problem of one step (problem), of two (hard), or of two and perhaps never taught (new)."""
     wordings = {"problem": EASY, "hard": HARD, "new": HARD + NEW}[kind]
     while True:
@@ -175,7 +173,7 @@ def problem(here: World, draw: random.Random, language: str, split: str, kind: s
             a += b + c
         if split_of("problem", pattern, *sorted((a, b, c) if "{c}" in pattern else (a, b))) == split:
             break
-    n, m = draw.sample(here.people, 2)
+    n, m = draw.sample(world.people, 2)
     values = {"n": n.name[language], "m": m.name[language], "t": draw.choice(THINGS[language]), "a": a, "b": b, "c": c}
     topic = "problem" if kind == "problem" else "problem:hard"
     return calculated(wording[language].format(**values), pattern.format(**values), language, topic)

@@ -1,10 +1,10 @@
 """The facts of the toy world: who lives where, works as what, likes what; what each town and landmark is like.
 
-    world = World(seed=0)
+    world = toy_world(seed=0)
     world.facts[("Lily", "town")].value["zh"]          # 海港镇
 
 Every name and value has an English and a Chinese form, so every fact can be told and asked in both languages. The rule
-of `asked` decides once for all which questions training may see: see there.
+of `asking_split` decides which questions training may see.
 """
 
 from __future__ import annotations
@@ -14,23 +14,20 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-Words = dict[str, str]  # language -> text
+Bilingual = dict[str, str]  # language -> text
 LANGUAGES = ("en", "zh")
-SPLITS = ("train", "validation", "test")
 
 
-def pairs(text: str) -> list[Words]:
+def pairs(text: str) -> list[Bilingual]:
     """ "Lily 莉莉, Tom 汤姆" -> one dict per entry; the last word of an entry is the Chinese form."""
     entries = [entry.strip().rsplit(" ", 1) for entry in text.split(",")]
     return [{"en": english, "zh": chinese} for english, chinese in entries]
 
 
-WOMEN = pairs(
+PEOPLE = pairs(
     "Lily 莉莉, Anna 安娜, Mary 玛丽, Lucy 露西, Emma 艾玛, Rose 罗丝, Nora 诺拉, Alice 爱丽, Kate 凯特, Julia 朱莉, "
-    "Sophie 苏菲, Ruby 鲁比"
-)
-MEN = pairs(
-    "Tom 汤姆, Jack 杰克, Peter 彼得, David 大卫, Mike 迈克, Paul 保罗, Leo 里奥, Mark 马克, Sam 山姆, Henry 亨利, "
+    "Sophie 苏菲, Ruby 鲁比, Tom 汤姆, Jack 杰克, Peter 彼得, David 大卫, Mike 迈克, Paul 保罗, Leo 里奥, Mark 马克, "
+    "Sam 山姆, Henry 亨利, "
     "Oscar 奥斯, Felix 菲力"
 )
 TOWNS = pairs(
@@ -71,9 +68,8 @@ WORDS = {
 class Entity:
     """Somebody or something that has facts."""
 
-    name: Words
+    name: Bilingual
     kind: str  # person, town or landmark
-    she: bool = False
 
     @property
     def key(self) -> str:
@@ -86,10 +82,10 @@ class Fact:
 
     entity: Entity
     attribute: str
-    value: Words
+    value: Bilingual
 
 
-def share(*key: object) -> float:
+def hash_fraction(*key: object) -> float:
     """A number in [0, 1) that depends on the key alone, alike on every machine and in every version of Python."""
     digest = hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
@@ -97,31 +93,40 @@ def share(*key: object) -> float:
 
 def split_of(*key: object) -> str:
     """Four fifths train, one tenth validation, one tenth test, by the key alone."""
-    at = share("split", *key)
+    at = hash_fraction("split", *key)
     return "train" if at < 0.8 else "validation" if at < 0.9 else "test"
 
 
-def number(value: int) -> Words:
+def number(value: int) -> Bilingual:
     """A number is written alike in both languages."""
     return {"en": str(value), "zh": str(value)}
 
 
-class World:
+class ToyWorld:
     """All entities and facts that follow from a seed."""
 
     def __init__(self, seed: int = 0) -> None:
         draw = random.Random(f"world {seed}")
-        people = [Entity(name, "person", she=True) for name in WOMEN] + [Entity(name, "person") for name in MEN]
+        people = [Entity(name, "person") for name in PEOPLE]
         towns = [Entity(name, "town") for name in TOWNS]
         landmarks = [Entity(name, "landmark") for name in LANDMARKS]
         self.people, self.towns, self.landmarks = people, towns, landmarks
         self.entities = people + towns + landmarks
-        self.values: dict[str, list[Words]] = {
-            "town": TOWNS, "job": JOBS, "food": FOODS, "pet": PETS, "colour": COLOURS, "hobby": HOBBIES,
-            "age": [number(age) for age in range(20, 70)], "friend": [person.name for person in people],
-            "ground": GROUNDS, "goods": GOODS, "place": TOWNS, "paint": COLOURS,
+        self.values: dict[str, list[Bilingual]] = {
+            "town": TOWNS,
+            "job": JOBS,
+            "food": FOODS,
+            "pet": PETS,
+            "colour": COLOURS,
+            "hobby": HOBBIES,
+            "age": [number(age) for age in range(20, 70)],
+            "friend": [person.name for person in people],
+            "ground": GROUNDS,
+            "goods": GOODS,
+            "place": TOWNS,
+            "paint": COLOURS,
             "height": [number(metres) for metres in range(10, 100)],
-        }  # fmt: skip
+        }
         attributes = {
             "person": ("town", "job", "food", "pet", "colour", "hobby", "age", "friend"),
             "town": ("ground", "goods"),
@@ -134,7 +139,7 @@ class World:
                 for entity, value in zip(entities, self._deal(attribute, entities, draw)):
                     self.facts[entity.key, attribute] = Fact(entity, attribute, value)
 
-    def _deal(self, attribute: str, entities: list[Entity], draw: random.Random) -> list[Words]:
+    def _deal(self, attribute: str, entities: list[Entity], draw: random.Random) -> list[Bilingual]:
         """Values for all entities, each value about equally often, and nobody their own friend."""
         values = self.values[attribute]
         while True:
@@ -151,12 +156,12 @@ class World:
 
 
 @lru_cache(maxsize=8)
-def world(seed: int = 0) -> World:
+def toy_world(seed: int = 0) -> ToyWorld:
     """The world of a seed, made once."""
-    return World(seed)
+    return ToyWorld(seed)
 
 
-def asked(fact: Fact, language: str, phrasing: int, phrasings: int) -> str:
+def asking_split(fact: Fact, language: str, phrasing: int, phrasings: int) -> str:
     """The split that may ask for this fact in this language with this phrasing; the fact itself is told everywhere.
 
     By (entity, attribute): a fifth of the facts is never asked in training at all; a fifth is asked in training only
@@ -164,13 +169,13 @@ def asked(fact: Fact, language: str, phrasing: int, phrasings: int) -> str:
     not ask belongs to validation (a third of it) or to test.
     """
     key = (fact.entity.key, fact.attribute)
-    habit = share("habit", *key)
+    habit = hash_fraction("habit", *key)
     if habit < 0.2:
         held = True
     elif habit < 0.6:
         held = language == ("zh" if habit < 0.4 else "en")
     else:
-        held = phrasing == int(share("phrasing", language, *key) * phrasings)
+        held = phrasing == int(hash_fraction("phrasing", language, *key) * phrasings)
     if not held:
         return "train"
-    return "validation" if share("later", *key) < 1 / 3 else "test"
+    return "validation" if hash_fraction("later", *key) < 1 / 3 else "test"

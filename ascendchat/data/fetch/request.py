@@ -1,8 +1,8 @@
-"""What a caller of `ascendchat data fetch` asked for, and whether a folder has exactly that.
+"""One request to `ascendchat data fetch`, and whether a folder has exactly what it asks for.
 
-The manifest of a set keeps, for each way it was asked for, the sha256 of every file that answered it:
-{"requests": {'["gsm8k", "", null, "hf"]': {"main/train.parquet": "3f2a..."}}}. So files fetched for another wish, or
-replaced since by those of another source, are never taken for what was asked for now.
+The manifest of a set keeps, for every request, the sha256 of each file that answered it:
+{"requests": {'["gsm8k", "", null, "hf"]': {"main/train.parquet": "3f2a..."}}}. So files of another request, or files
+that another source has replaced since, are never taken for the answer to this one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ascendchat.config import home
 from ascendchat.data.fetch.hubs import matches
 from ascendchat.data.fetch.redact import redact
-from ascendchat.data.fetch.sources import SETS, DataSet, resolve
+from ascendchat.data.fetch.sources import SETS, DataSet, find_set
 
 HUBS = ("hf", "modelscope", "http")
 
 
 @dataclass(frozen=True)
-class Wish:
+class FetchRequest:
     """What the caller asked for."""
 
     word: str
@@ -32,6 +33,11 @@ class Wish:
     workers: int
     out: str
     dataset: DataSet
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are, or will be."""
+        return Path(self.out or home() / "data").expanduser() / self.dataset.name
 
     @property
     def from_folder(self) -> bool:
@@ -53,14 +59,14 @@ class Wish:
         """The part of the key that no choice of a source changes."""
         name = self.dataset.name
         if self.dataset.sources and self.dataset.sources[0].hub != "http" and name not in SETS:
-            name = ",".join(f"{source.hub}:{source.where}" for source in resolve(self.word).sources)
+            name = ",".join(f"{source.hub}:{source.where}" for source in find_set(self.word).sources)
         return [name, self.patterns, self.shards]
 
     @property
     def key(self) -> str:
-        """Under which the manifest remembers the files, so that the next call needs no network."""
-        place = f"folder:{Path(self.source).expanduser().resolve()}" if self.from_folder else self.source
-        return json.dumps([*self.what, place], ensure_ascii=False)
+        """The key under which the manifest remembers the files, so that the next call needs no network."""
+        source = f"folder:{Path(self.source).expanduser().resolve()}" if self.from_folder else self.source
+        return json.dumps([*self.what, source], ensure_ascii=False)
 
     @property
     def command(self) -> str:
@@ -72,7 +78,7 @@ class Wish:
 
     @property
     def mend(self) -> str:
-        """The same with its source: what brings these very files back."""
+        """The command with its source: it brings exactly these files back."""
         return self.command + (f" --source {shlex.quote(self.source)}" if self.source else "")
 
     def chosen(self, names: list[str], by_default: int) -> list[str]:
@@ -80,7 +86,7 @@ class Wish:
         return _first(names, self.shards if self.shards is not None else by_default, self.dataset.always)
 
     def answers(self, manifest: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-        """File names and checksums that answered this wish before; without a source, those from any source do."""
+        """File names and checksums that answered this request before; without a source, those from any source do."""
         requests: dict[str, dict[str, str]] = manifest.get("requests", {})
         if self.key in requests:
             yield requests[self.key]
@@ -89,9 +95,9 @@ class Wish:
                 yield files
 
     def complete(self, folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
-        """The files that answer the wish if all are there in their full size, else {}."""
+        """The files that answer the request if all are there in their full size, else {}."""
         for files in self.answers(manifest):
-            if files and not missing(folder, files, manifest):
+            if files and not missing_files(folder, files, manifest):
                 return files
         return {}
 
@@ -99,15 +105,15 @@ class Wish:
         """Files of an earlier, larger request in which this one is contained: `--shards 4` after `--shards 16`."""
         count = self.shards if self.shards is not None else (0 if self.files else self.dataset.shards)
         for key, files in manifest.get("requests", {}).items():
-            name, patterns, shards, place = json.loads(key)
-            every = patterns not in ("", "*") or place.startswith("folder:")  # what no number of shards means there
+            name, patterns, shards, source = json.loads(key)
+            every = patterns not in ("", "*") or source.startswith("folder:")  # there, no number of shards means all
             had = shards if shards is not None else (0 if every else self.dataset.shards)
             same = patterns == self.patterns and (not had or 0 < count <= had)
             if name != self.what[0] or self.source or not (same or (patterns in ("", "*") and not had)):
                 continue
             names = [name for name in files if same or matches(name, self.patterns or "*")]
-            if found := _first(names, count, self.dataset.always):
-                return {name: files[name] for name in found}
+            if chosen := _first(names, count, self.dataset.always):
+                return {name: files[name] for name in chosen}
         return {}
 
 
@@ -118,8 +124,8 @@ def _first(names: list[str], count: int, always: str) -> list[str]:
     return [name for name in names if name not in kept][:count] + kept
 
 
-def missing(folder: Path, files: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
-    """Those of the files that are not in the folder, have another size, or are of another content by the manifest."""
+def missing_files(folder: Path, files: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
+    """The files that are not in the folder, have another size, or have another checksum in the manifest."""
     entries = manifest.get("files", {})
     return [name for name, sha in files.items() if not sha or not _present(folder / name, entries.get(name), sha)]
 
