@@ -13,6 +13,8 @@ from ascendchat.config import UserError
 from ascendchat.config.train import BenchTrainConfig
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.device import pick
+from ascendchat.dist import World
+from ascendchat.dist.context import Context
 from ascendchat.nn.attention import Attention, Documents, Eager, Flash, NpuFusion, Reference, Sdpa, documents
 from ascendchat.nn.flash import flash
 from ascendchat.nn.gpt import GPT, dense, shifted
@@ -170,7 +172,7 @@ def test_training_passes_the_documents_of_a_batch_if_asked_to(attend: str) -> No
     said: list[str] = []
     shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=64, head_dim=16)
     config = BenchTrainConfig(attend=attend)  # type: ignore[arg-type]
-    learner = build_learner(config, shape, pick("cpu"), torch.device("cpu"), said.append)
+    learner = build_learner(config, shape, Context(pick("cpu"), World(), torch.device("cpu"), said.append))
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
@@ -193,4 +195,4 @@ def test_a_kernel_that_cannot_be_compiled_for_documents_says_how_to_train(monkey
     shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=64, head_dim=16)
     config, device = BenchTrainConfig(attend="document"), pick("cpu", compiled=True)
     with pytest.raises(UserError, match=r"kernel sdpa cannot be compiled for documents.*--no-compile"):
-        build_learner(config, shape, device, torch.device("cpu"), lambda text: None)
+        build_learner(config, shape, Context(device, World(), torch.device("cpu"), lambda text: None))

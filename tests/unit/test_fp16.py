@@ -13,7 +13,7 @@ from test_loop import ToyStage, start
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
-from ascendchat.device import Options, Scaling
+from ascendchat.device import DeviceOptions, Scaling
 from ascendchat.device.cpu import CPU
 from ascendchat.record import read_metrics
 from ascendchat.train import loop
@@ -29,7 +29,7 @@ class HalfCPU(CPU):
     scaling = Scaling(needed=True, overflow="inf")  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        super().__init__(Options())
+        super().__init__(DeviceOptions())
         self.dtype = torch.float16
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ascendchat.cli import main
-from ascendchat.device import Options, Scaling
+from ascendchat.device import DeviceOptions, Scaling
 from ascendchat.device.cpu import CPU
 from ascendchat.nn.fp8 import GRADIENT_SCALE, Fp8Ops
 from ascendchat.train import base
@@ -21,7 +21,7 @@ class Eight(CPU):
     """A CPU that says it has 8-bit products and compiles; torch computes the products in software."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(Options())
+        super().__init__(DeviceOptions())
         self.chip, self.dtype, self.compiles = replace(self.chip, fp8=True), dtype, True
 
     def compile(self, fn: Any, **options: Any) -> Any:

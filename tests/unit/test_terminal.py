@@ -22,7 +22,9 @@ from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.infer import ChatConfig
 from ascendchat.device import pick
-from ascendchat.infer.load import load
+from ascendchat.dist import World
+from ascendchat.dist.context import Context
+from ascendchat.infer.load import Opened, open_model
 from ascendchat.record import run_folder
 from ascendchat.serve import terminal
 
@@ -120,39 +122,41 @@ def test_a_base_model_continues_the_text_with_a_notice(
     assert err == terminal.BASE_NOTICE + "\n"
 
 
-def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
+def opened(**names: str) -> Opened:
     device = pick("cpu")
-    place = device.bind(0)
+    return open_model(Context(device, World(), device.bind(0), lambda text: None), **names)  # type: ignore[arg-type]
+
+
+def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
     with pytest.raises(UserError, match="no model in"):
-        load(device, place)
+        opened()
     save("one", "base"), save("one", "sft"), save("two", "base")
     os.utime(run_folder("one", "sft") / "latest", (1, 1))
     os.utime(run_folder("one", "base") / "latest", (1, 1))
-    assert load(device, place).folder.parent == run_folder("two", "base")
-    assert load(device, place, run="one").state["stage"] == "sft"
-    assert load(device, place, run="one", stage="base").folder.parent == run_folder("one", "base")
-    assert load(device, place, stage="sft").folder.parent == run_folder("one", "sft")
-    assert load(device, place, checkpoint=str(run_folder("two", "base"))).state["step"] == 1
+    assert opened().checkpoint.folder.parent == run_folder("two", "base")
+    assert opened(run="one").checkpoint.state["stage"] == "sft"
+    assert opened(run="one", stage="base").checkpoint.folder.parent == run_folder("one", "base")
+    assert opened(stage="sft").checkpoint.folder.parent == run_folder("one", "sft")
+    assert opened(checkpoint=str(run_folder("two", "base"))).checkpoint.state["step"] == 1
     aside = home() / "runs" / "three" / "base.old"  # by --resume never
     aside.mkdir(parents=True)
     (aside / "latest").write_text("step_000001")
     with pytest.raises(UserError, match=r"'three' has no checkpoint; runs that have: one, two$"):
-        load(device, place, run="three")
+        opened(run="three")
     with pytest.raises(UserError, match="no checkpoint in"):
-        load(device, place, run="two", stage="rl")
+        opened(run="two", stage="rl")
 
 
 def test_what_does_not_belong_together_is_an_error(tmp_path: Path) -> None:
-    device = pick("cpu")
-    place, folder = device.bind(0), save()
+    folder = save()
     make.Tokenizer(make.MERGES[:-1]).save(tmp_path / "other")
     with pytest.raises(UserError, match=r"was not trained with the tokenizer in .*other"):
-        load(device, place, tokenizer=str(tmp_path / "other"))
+        opened(tokenizer=str(tmp_path / "other"))
     with pytest.raises(UserError, match="there is no tokenizer in"):
-        load(device, place, tokenizer=str(tmp_path / "none"))
+        opened(tokenizer=str(tmp_path / "none"))
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="bytes instead of"):
-        load(device, place, checkpoint=str(folder))
+        opened(checkpoint=str(folder))
 
 
 def command(*flags: str) -> list[str]:
@@ -180,9 +184,8 @@ def test_weights_of_another_version_are_refused_in_one_sentence(change: dict[str
     writer.save(1, model=weights, shards={}, state=state)
     writer.wait()
     make.tokenizer().save(home() / "tokenizer")
-    device = pick("cpu")
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        load(device, device.bind(0), run="old")
+        opened(run="old")
     assert "\n" not in str(error.value)
 
 
@@ -263,7 +266,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends() -> None:
 def test_a_terminal_shows_the_tool_call_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     save()
     device = pick("cpu")
-    loaded = load(device, device.bind(0))
+    loaded = opened()
     out = io.StringIO()
     engine = make.engine(loaded.model, device, slots=1, context=256)
     config = ChatConfig(temperature=0.0, seed=1)
