@@ -18,8 +18,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # A module imports only from layers to its left, or from its own package.
 LAYERS = """
-    config < sandbox chips files < record < plan < device < launch < dist < nn < data checkpoint < tasks < infer < eval
-    < train < hf < serve report doctor speedrun < cli
+    config < sandbox chips files < record < plan < device < launch < dist < nn < data checkpoint < tasks < hf < infer
+    < eval < train < serve report doctor speedrun < cli
 """
 RANK = {name: rank for rank, layer in enumerate(LAYERS.split("<")) for name in layer.split()}
 

@@ -7,15 +7,11 @@ tasks/mixture.py says what --data may hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
@@ -29,7 +25,6 @@ from ascendchat.infer.generator import prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Sampling
 from ascendchat.nn import IGNORE
-from ascendchat.nn.loss import token_nats
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.schedule import Curve
@@ -80,24 +75,17 @@ class ChatStage(RowStage):
     def _reply_loss(self) -> dict[str, float]:
         if not self.mixture.validation:
             return {}
-        total = torch.zeros(2, device=self.learner.place)  # nats, targets
-        for inputs, targets, lengths in self._validation_rows():
-            known = self.learner.documents(inputs, lengths)
-            hidden = self.model(inputs, self.learner.attend, documents=known)
-            nats = token_nats(hidden, self.model.head, targets, self.model.shape.vocab)
-            total += torch.stack((nats.sum(), (targets != IGNORE).sum().float()))
-        dist.all_reduce(total, "sum")
-        nats_sum, count = total.tolist()
-        return {"val_loss": nats_sum / count}
-
-    def _validation_rows(self) -> Iterator[tuple[Tensor, Tensor, NDArray[np.int32]]]:
         world, size = dist.world(), self.split.rows
+        total = torch.zeros(2, device=self.learner.place)  # nats, targets
         for rows in self.mixture.validation:
             batches = Batches([(rows, 1.0)], rows.per_epoch)
             for first in range(world.rank * size, rows.per_epoch, world.size * size):
                 batch = batches.batch(0, first, min(first + size, rows.per_epoch))
-                inputs, targets = (torch.from_numpy(x).to(self.learner.place) for x in (batch.inputs, batch.targets))
-                yield inputs, targets, batch.lengths
+                nats = self.learner.nats(batch)
+                total += torch.stack((nats.sum(), nats.new_tensor((batch.targets != IGNORE).sum())))
+        dist.all_reduce(total, "sum")
+        nats_sum, count = total.tolist()
+        return {"val_loss": nats_sum / count}
 
     def sample(self, step: int) -> list[str]:
         room = prompt_room(self.model.shape.seq_len, SAMPLE_TOKENS)

@@ -20,7 +20,7 @@ from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.data.corpus import Corpus
-from ascendchat.data.mixture import Batches
+from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.prefetch import MicroBatch, Prefetcher
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
@@ -33,7 +33,7 @@ from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention, Documents, choose, documents
 from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
-from ascendchat.nn.loss import head_loss, score
+from ascendchat.nn.loss import head_loss, score, token_nats
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
@@ -100,6 +100,12 @@ class Learner:
         hidden = self._forward(batch.inputs, self.attend, self._rope, documents=known)
         vocab = self.model.shape.vocab
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
+
+    def nats(self, batch: Batch) -> Tensor:
+        """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
+        inputs, targets = (torch.from_numpy(array).to(self.place) for array in (batch.inputs, batch.targets))
+        hidden = self.model(inputs, self.attend, documents=self.documents(inputs, batch.lengths))
+        return token_nats(hidden, self.model.head, targets, self.model.shape.vocab)
 
 
 def operators(config: StepConfig, here: Context) -> Ops:

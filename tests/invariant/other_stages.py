@@ -116,6 +116,7 @@ class Adapters(Stage):
     steps, tokens_per_step, flops_per_token = 10, 8 * 16, 1.0
 
     def __init__(self) -> None:
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]  # transformers imports it, which fails without CANN
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         torch.manual_seed(0)

@@ -101,7 +101,7 @@ def test_the_machinery_is_shown_when_asked_for(
     folder = save()
     out, err = chat(monkeypatch, capsys, "", "-p", "hi", "-t", "0", "-v")
     assert out == "你好!\n"
-    assert [line.split(":")[0] for line in err.splitlines()] == [str(folder), "cpu", "attention"]
+    assert [line.split(":")[0] for line in err.splitlines()] == ["cpu", "attention", str(folder)]
     assert chat(monkeypatch, capsys, "", "-p", "hi", "-t", "0", "--verbose") == (out, err)
 
 
