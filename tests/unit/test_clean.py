@@ -88,7 +88,7 @@ def nvidia_smi(tmp_path: Path):
 
     def make(processes: list[tuple[int, str]]) -> None:
         apps = "".join(f"{pid}, {name}, 1000, GPU-aa\\n" for pid, name in processes)
-        gpu = "0, NVIDIA H200, 0, 30, 80.0, 5000, 143771, 00000000:18:00.0, GPU-aa\\n"
+        gpu = "0, NVIDIA H200, 0, 30, 80.0, 5000, 143771, GPU-aa\\n"
         script = folder / "nvidia-smi"
         script.write_text(f'#!/bin/sh\ncase "$1" in --query-gpu*) printf "{gpu}";; *) printf "{apps}";; esac\n')
         script.chmod(0o755)
