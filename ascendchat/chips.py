@@ -283,9 +283,14 @@ def machine_memory() -> int:
     return total
 
 
+def cpu_count() -> int:
+    """Cores this process may use, which in a container is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def this_cpu() -> Chip:
     """The CPU of this machine: its usable cores at the measured rate of one, and its RAM."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     return dataclasses.replace(
         _CPU, memory=machine_memory(), flops=cores * CPU_CORE_FLOPS, source=f"{cores} cores at 34.5 GFLOP/s fp32 each"
     )

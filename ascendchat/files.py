@@ -27,11 +27,11 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"{there} cannot be written; give another --out, or set ASCENDCHAT_HOME to a writable folder")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, sees the old text or the new one, never a half."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file so that a reader, or a crash, sees the old content or the new one, never a half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ascendchat.chips import cpu_count
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data.corpus import FORMAT
@@ -324,8 +325,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers}: at least one process is needed")
     loaded = Tokenizer.load(tokenizer)
-    if workers is None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = workers or cpu_count()
     skip = (out, Path(tokenizer), *leave_out)
     with _alone(out):
         fraction = 0.0 if val_given else val_fraction

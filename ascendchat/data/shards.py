@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,13 +56,8 @@ def split_into_parts(texts: Iterable[str], size: int) -> Iterator[list[str]]:
         yield held
 
 
-def _write(path: Path, data: bytes | memoryview) -> dict[str, Any]:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+def _write(path: Path, data: bytes) -> dict[str, Any]:
+    write_atomic(path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the other commands of this package start faster without the checks
@@ -74,7 +75,7 @@ def json_report(machine: Machine, checks: list[Check]) -> dict[str, Any]:
         "verdict": text,
         "next": following,
         "device": {"type": kind, "name": name, "count": count},
-        "checks": [c.as_dict() for c in checks],
+        "checks": [asdict(c) for c in checks],
     }
 
 

@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -45,9 +45,6 @@ class Check:
     found: str
     why: str = ""
     fix: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -223,8 +220,3 @@ def run_checks(machine: Machine) -> list[Check]:
 def gib(size: float) -> str:
     """Bytes for people: 3.2 GiB, 512 MiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
-def cpu_count() -> int:
-    """Cores this process may use, which in a container is fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ascendchat.chips import KINDS, detected
+from ascendchat.chips import KINDS, cpu_count, detected
 from ascendchat.device import smi
 from ascendchat.device.env import AUTOLOAD
 from ascendchat.device.harmful_env import harmful_settings, visible_problem
-from ascendchat.doctor.checks import Check, Machine, Status, cpu_count, plan_flag
+from ascendchat.doctor.checks import Check, Machine, Status, plan_flag
 from ascendchat.doctor.checks_cann import set_env
 from ascendchat.doctor.probe import last_line
 

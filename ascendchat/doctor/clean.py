@@ -175,7 +175,7 @@ def size_of(path: Path) -> int:
     return path.lstat().st_blocks * 512
 
 
-def collect(paths: Iterable[Path], judge: Callable[[Path], Leftover | None]) -> list[Leftover]:
+def leftovers_among(paths: Iterable[Path], judge: Callable[[Path], Leftover | None]) -> list[Leftover]:
     """The leftovers among `paths`; a file that vanishes during the check was in use."""
     items = []
     for path in paths:
@@ -201,7 +201,7 @@ def stale_shared_memory(folder: Path, busy: set[str], now: float) -> list[Leftov
             return None
         return Leftover("shared memory", str(path), size_of(path), int(match[1]), str(path))
 
-    return collect(sorted(folder.glob("*")), judge)
+    return leftovers_among(sorted(folder.glob("*")), judge)
 
 
 def walk_files(folder: Path) -> Iterator[Path]:
@@ -233,7 +233,7 @@ def partial_files(folder: Path, busy: set[str], now: float) -> list[Leftover]:
             return Leftover("partial downloads", str(path), size_of(path), writer, str(path))
         return None
 
-    return collect(walk_files(folder), judge)
+    return leftovers_among(walk_files(folder), judge)
 
 
 def is_held(path: Path) -> bool:
@@ -263,7 +263,7 @@ def locks(folder: Path, busy: set[str], now: float) -> list[Leftover]:
             return Leftover("locks", str(path), size_of(path), owner, str(path))
         return None
 
-    return collect(walk_files(folder), judge)
+    return leftovers_among(walk_files(folder), judge)
 
 
 def remove(items: list[Leftover]) -> FreeResult:

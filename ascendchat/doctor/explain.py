@@ -252,15 +252,15 @@ def answer_text(findings: list[Finding], lang: str, asked: bool = False) -> str:
     whole = [f for f in findings if not (rooted and f.level == CONSEQUENCE) and f.level != GENERIC][:5] or findings[:5]
     rest = [f for f in findings if f not in whole]
     lines = [words["maybe" if findings[0].symptom else "head"]]
-    for number, found in enumerate(whole, 1):
-        times = f", {words['times'].format(found.count)}" if found.count > 1 else ""
-        place = f"{found.file}:{found.line_number}" if found.file else words["line"].format(found.line_number)
-        lines += ["", f"{number}. {found.title}  [{found.rule}{times}]"]
-        if found.line:
-            lines += [f"   {words['seen']} {place}: {found.line}"]
-        lines += [f"   {words['cause']} {found.cause}"]
-        lines += [f"   {words['check']} {check}" for check in found.check]
-        lines += [f"   {words['run']} {command}" for command in found.commands]
+    for number, finding in enumerate(whole, 1):
+        times = f", {words['times'].format(finding.count)}" if finding.count > 1 else ""
+        where = f"{finding.file}:{finding.line_number}" if finding.file else words["line"].format(finding.line_number)
+        lines += ["", f"{number}. {finding.title}  [{finding.rule}{times}]"]
+        if finding.line:
+            lines += [f"   {words['seen']} {where}: {finding.line}"]
+        lines += [f"   {words['cause']} {finding.cause}"]
+        lines += [f"   {words['check']} {check}" for check in finding.check]
+        lines += [f"   {words['run']} {command}" for command in finding.commands]
     if rest:
         decoded = {f.rule: f" {f.cause}" for f in rest if f.level == GENERIC}
         lines += ["", words["also"], *(f"  - {f.title}  [{f.rule}]{decoded.get(f.rule, '')}" for f in rest)]
@@ -327,7 +327,7 @@ def run(config: ExplainConfig) -> int:
     lang, question = language(config.lang), _question(config.log)
     findings = ask(question, lang) if question else _scan_logs(config.log, lang)
     if config.json:
-        answer = {"known": bool(findings), "findings": [asdict(found) for found in findings]}
+        answer = {"known": bool(findings), "findings": [asdict(finding) for finding in findings]}
         _write(sys.stdout, json.dumps(answer, ensure_ascii=False, indent=2) + "\n")
     else:
         _write(sys.stdout, answer_text(findings, lang, asked=bool(question)))

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ascendchat.chips import cpu_count
 from ascendchat.config import UserError
 from ascendchat.device import smi
-from ascendchat.doctor.checks import cpu_count, gib
+from ascendchat.doctor.checks import gib
 from ascendchat.doctor.checks_system import memory_bytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ascendchat.data.toyworld import Question, chats, correct, documents, proble
 from ascendchat.data.toyworld.phrases import PHRASES
 from ascendchat.data.toyworld.stories import sentence
 from ascendchat.data.toyworld.text import POLITE
-from ascendchat.data.toyworld.work import calculate
+from ascendchat.data.toyworld.work import value_of
 from ascendchat.data.toyworld.world import asking_split, toy_world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +166,7 @@ def test_arithmetic_and_problems_ask_the_calculator_for_what_it_answers() -> Non
             assert isinstance(q.content, list)
             assert [part["type"] for part in q.content] == ["tool", "output", "text"]
             expression = q.content[0]["text"]
-            assert calculate(expression) == eval(expression) == int(q.content[1]["text"])
+            assert value_of(expression) == eval(expression) == int(q.content[1]["text"])
             assert q.content[1]["text"] in q.answer
             assert int(q.accept[0]) >= 0
             assert all(number in q.text for number in re.findall(r"\d+", expression))

@@ -12,6 +12,8 @@ import os
 import zlib
 from pathlib import Path
 
+from ascendchat.files import flush
+
 PIECE = 1 << 20  # bytes read at once
 
 
@@ -127,11 +129,7 @@ class PartFile:
         os.fsync(self._data)
         self.close()
         os.replace(self.path, self.final)
-        folder = os.open(self.final.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(self.final.parent)
         self.journal.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import re
 from urllib.parse import unquote, urlsplit
 
-MASK = "***"
+REDACTED = "***"
 USER = re.compile(r"(?<=://)[^\s/?#]*@")
 PARAMETER = re.compile(r"(?<=[?&;#])([^\s=&;#?]+)=([^\s&;#'\"]+)")
 
@@ -35,11 +35,11 @@ def redact(text: str) -> str:
         name, value = unquote(match[1]), unquote(match[2])
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name)  # accessKey -> access-Key
         secret = PERMIT.fullmatch(name) or SECRET_NAME.fullmatch(words) or SECRET_VALUE.fullmatch(value)
-        return f"{match[1]}={MASK}" if secret else match[0]
+        return f"{match[1]}={REDACTED}" if secret else match[0]
 
     if "://" not in text:
         return text
-    return PARAMETER.sub(hide, USER.sub(f"{MASK}@", text))
+    return PARAMETER.sub(hide, USER.sub(f"{REDACTED}@", text))
 
 
 def url_hash(url: str) -> str:

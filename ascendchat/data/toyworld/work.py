@@ -25,7 +25,7 @@ NAMES = {  # an operation in words
 RESULT = {"en": "The answer is {r}.", "zh": "答案是{r}。"}
 
 
-def calculate(expression: str) -> int:
+def value_of(expression: str) -> int:
     """The value of a chain of +, - and * over whole numbers, without brackets; * binds closer."""
     total = 0
     for term in expression.replace("-", "+-").split("+"):
@@ -38,7 +38,7 @@ def calculate(expression: str) -> int:
 
 def calculated(text: str, expression: str, language: str, topic: str) -> Question:
     """A question whose reply asks the calculator first."""
-    result = str(calculate(expression))
+    result = str(value_of(expression))
     reply = (("tool", expression), ("output", result), ("text", RESULT[language].format(r=result)))
     return Question(text, reply, (result,), language, topic, "number")
 
