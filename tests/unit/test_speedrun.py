@@ -130,9 +130,11 @@ def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: si
         "signal.signal(signal.SIGINT, save)\nsignal.signal(signal.SIGTERM, save)\n"
         "open('ready', 'w').close()\ntime.sleep(60)\n"
     )
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ascendchat.speedrun import call; sys.exit(call([]))"
+    start = "from ascendchat.speedrun import run_command; sys.exit(run_command([]))"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True)
     while not (tmp_path / "ready").exists():
+        assert process.poll() is None
         time.sleep(0.02)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does: to the whole group
