@@ -1,4 +1,4 @@
-"""The data sets that have a name, and where each can be had. `ascendchat data fetch` without a name prints this table.
+"""The data sets that have a name (sets.yaml), and where each can be had; `ascendchat data fetch` lists them.
 
 Sources are tried in order: Hugging Face (and its mirror), ModelScope, plain HTTP. Anything else is fetched as
 `OWNER/NAME` (a data set on a hub), `models/OWNER/NAME` (a model) or a URL.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from ascendchat.config import UserError, nearest
+from ascendchat.config import UserError, load_yaml, nearest
 from ascendchat.data.fetch.redact import redact, url_hash
 
 
@@ -36,141 +37,15 @@ class DataSet:
     always: str = ""  # files fetched however few shards are asked for: the validation shard
 
 
-def _hubs(hf: str, files: str, modelscope: str = "", modelscope_files: str = "") -> tuple[DataSource, ...]:
-    other = (DataSource("modelscope", modelscope, modelscope_files or files),) if modelscope else ()
-    return (DataSource("hf", hf, files), *other)
+def read_sets(path: Path) -> dict[str, DataSet]:
+    """The table in sets.yaml."""
+    rows = load_yaml(path)
+    for row in rows.values():
+        row["sources"] = tuple(DataSource(*source) for source in row["sources"])
+    return {name: DataSet(name, **row) for name, row in rows.items()}
 
 
-SETS: dict[str, DataSet] = {
-    row.name: row
-    for row in (
-        DataSet(
-            "climbmix",
-            "pretrain",
-            "English web text, 6,543 shuffled shards of 0.1 GB; the last one is for validation",
-            _hubs("karpathy/climbmix-400b-shuffle", "shard_*.parquet"),
-            shards=8,
-            always="shard_06542.parquet",
-        ),
-        DataSet(
-            "fineweb-edu",
-            "pretrain",
-            "English educational web text, the 10-billion-token sample, shards of 2 GB",
-            _hubs("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet", "AI-ModelScope/fineweb-edu"),
-            shards=1,
-        ),
-        DataSet(
-            "skypile",
-            "pretrain",
-            "Chinese web text, the best part (`head`) of SkyPile-150B, jsonl files of about 1.5 GB",
-            _hubs("Skywork/SkyPile-150B", "data/*_zh_head_*.jsonl", "modelscope/SkyPile-150B"),
-            shards=1,
-        ),
-        DataSet(
-            "chinese-fineweb-edu",
-            "pretrain",
-            "Chinese educational web text, the documents with scores 4 to 5",
-            _hubs("opencsg/Fineweb-Edu-Chinese-V2.1", "4_5/*.parquet", "opencsg/Fineweb-Edu-Chinese-V2.1"),
-            shards=4,
-        ),
-        DataSet(
-            "wikipedia-zh",
-            "pretrain",
-            "Chinese Wikipedia of November 2023, 6 files, 1.7 GB",
-            _hubs("wikimedia/wikipedia", "20231101.zh/*.parquet", "AI-ModelScope/wikipedia"),
-        ),
-        DataSet(
-            "wikipedia-en",
-            "pretrain",
-            "English Wikipedia of November 2023, 41 files",
-            _hubs("wikimedia/wikipedia", "20231101.en/*.parquet", "AI-ModelScope/wikipedia"),
-            shards=2,
-        ),
-        DataSet(
-            "smoltalk",
-            "chat",
-            "460,000 English conversations for small models",
-            _hubs("HuggingFaceTB/smol-smoltalk", "data/*.parquet"),
-        ),
-        DataSet(
-            "smoltalk-chinese",
-            "chat",
-            "700,000 Chinese conversations",
-            _hubs("opencsg/smoltalk-chinese", "*.parquet", "opencsg/smoltalk-chinese"),
-        ),
-        DataSet(
-            "coig-cqia",
-            "chat",
-            "Chinese instructions chosen by people",
-            _hubs("m-a-p/COIG-CQIA", "*.jsonl", "m-a-p/COIG-CQIA"),
-        ),
-        DataSet(
-            "alpaca-zh",
-            "chat",
-            "52,000 Chinese instructions with GPT-4 answers",
-            _hubs("shibing624/alpaca-zh", "*.json", "AI-ModelScope/alpaca-gpt4-data-zh", "*.json,*.jsonl,*.csv"),
-        ),
-        DataSet(
-            "belle",
-            "chat",
-            "500,000 Chinese instructions",
-            _hubs("BelleGroup/train_0.5M_CN", "*.json", "AI-ModelScope/train_0.5M_CN", "*.json,*.jsonl,*.csv"),
-        ),
-        DataSet(
-            "identity",
-            "chat",
-            "1,000 made-up conversations about who the model is",
-            (DataSource("http", "https://karpathy-public.s3.us-west-2.amazonaws.com/identity_conversations.jsonl"),),
-        ),
-        DataSet(
-            "mmlu",
-            "eval",
-            "57 subjects, multiple choice; with the auxiliary training questions",
-            _hubs("cais/mmlu", "all/*.parquet", "cais/mmlu"),
-        ),
-        DataSet(
-            "gsm8k",
-            "eval",
-            "primary-school word problems, training and test",
-            _hubs("openai/gsm8k", "main/*.parquet", "AI-ModelScope/gsm8k"),
-        ),
-        DataSet(
-            "arc",
-            "eval",
-            "science questions, Easy and Challenge",
-            _hubs("allenai/ai2_arc", "ARC-*/*.parquet", "allenai/ai2_arc"),
-        ),
-        DataSet(
-            "ceval",
-            "eval",
-            "52 Chinese subjects, multiple choice",
-            _hubs("ceval/ceval-exam", "*.zip,*.parquet", "evalscope/ceval", "*.zip,*.parquet,*.csv,*.jsonl"),
-        ),
-        DataSet(
-            "cmmlu",
-            "eval",
-            "67 Chinese subjects, multiple choice",
-            _hubs("haonan-li/cmmlu", "*.zip,*.parquet", "evalscope/cmmlu", "*.zip,*.parquet,*.csv,*.jsonl"),
-        ),
-        DataSet(
-            "humaneval",
-            "eval",
-            "164 Python functions to write",
-            (
-                *_hubs("openai/openai_humaneval", "openai_humaneval/*.parquet", "modelscope/humaneval", "*"),
-                DataSource(
-                    "http", "https://raw.githubusercontent.com/openai/human-eval/master/data/HumanEval.jsonl.gz"
-                ),
-            ),
-        ),
-        DataSet(
-            "core",
-            "eval",
-            "the bundle of 22 tasks behind the CORE score",
-            (DataSource("http", "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"),),
-        ),
-    )
-}
+SETS = read_sets(Path(__file__).with_name("sets.yaml"))
 
 # Other names of a set: in folders that people share, and in older guides.
 ALSO = {"eval_bundle": "core", "smol-smoltalk": "smoltalk", "climbmix-400b-shuffle": "climbmix", "ai2_arc": "arc"}
