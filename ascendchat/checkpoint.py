@@ -31,7 +31,7 @@ from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.files import flush, sha256, write_atomic
 from ascendchat.nn.optim import Shard
-from ascendchat.record import begun_by_this_launch, earlier
+from ascendchat.record.earlier import begun_by_this_launch, earlier
 
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
 NAME = re.compile(r"step_(\d{6,})")

@@ -24,7 +24,8 @@ from ascendchat.config import UserError, home, load_yaml, spelling
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.files import write_atomic
-from ascendchat.record import read_facts, read_metrics, run_folder
+from ascendchat.record import read_metrics, run_folder
+from ascendchat.record.earlier import read_facts
 
 ON_DEVICES = (*STAGES, "eval base", "eval chat")  # commands that run on the devices and know --run
 RESUMED = "continues where it was"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from ascendchat.chips import KINDS, detected
 from ascendchat.config import UserError
-from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
+from ascendchat.device import DeviceOptions, Memory, choose_dtype
 from ascendchat.device.accelerator import TORCH_DTYPES, EventMark
+from ascendchat.device.cpu import CPU
 
 
 def why_unusable(asked: bool) -> str | None:
@@ -29,24 +29,17 @@ def open_device(options: DeviceOptions) -> MPS:
     return MPS(options)
 
 
-class MPS:
-    """A Device on torch.mps."""
+class MPS(CPU):
+    """A Device on torch.mps; what has no counterpart on a GPU of a Mac is as on a CPU."""
 
     type = "mps"
     collective = KINDS["mps"].collective
-    pin = False
-    compiles = False
-    triton = False
 
     def __init__(self, options: DeviceOptions) -> None:
         name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
         self.chip = detected(name.stdout.strip(), "mps", int(torch.mps.recommended_max_memory()))
         self.dtype = TORCH_DTYPES[choose_dtype(self.chip, options.dtype)]
-        self.peak = 0
-
-    def count(self) -> int:
-        """A Mac has one GPU."""
-        return 1
+        self.compiles, self.peak = False, 0
 
     def bind(self, local_rank: int) -> torch.device:
         """Every rank has the same GPU."""
@@ -61,7 +54,7 @@ class MPS:
         """Wait until the GPU has done all it was given."""
         torch.mps.synchronize()
 
-    def event(self) -> EventMark:
+    def event(self) -> EventMark:  # type: ignore[override]
         """Mark this moment in the GPU's queue of work."""
         return EventMark(torch.mps.event)
 
@@ -83,27 +76,3 @@ class MPS:
     def release(self) -> None:
         """Give cached memory back to the system."""
         torch.mps.empty_cache()
-
-    def compile(self, fn: F, **options: Any) -> F:
-        """Compiling is not sound here."""
-        return fn
-
-    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
-        """No captured graphs here."""
-        return fn
-
-    def operators(self) -> Any | None:
-        """Plain torch."""
-        return None
-
-    @property
-    def scaling(self) -> Scaling:
-        """No fp16 here."""
-        return Scaling(needed=False, overflow="none")
-
-    def clear_overflow(self) -> None:
-        """Nothing to forget."""
-
-    def overflowed(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether any gradient is inf or nan: one wait for all of them."""
-        return bool(grads) and not bool(torch.stack([grad.isfinite().all() for grad in grads]).all())

@@ -22,13 +22,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as torch_dist
 
-from ascendchat.dist.connect import MissingRanks, give_up, meet, order_timeouts, warm_up
-from ascendchat.launch.world import World, read_world
-
-__all__ = [
-    "Handle", "MissingRanks", "World", "all_gather", "all_reduce", "barrier", "broadcast", "broadcast_object",
-    "gather_objects", "init", "metrics", "order_timeouts", "reduce_scatter", "teardown", "world",
-]  # fmt: skip
+from ascendchat.dist.connect import MissingRanks as MissingRanks
+from ascendchat.dist.connect import give_up, meet, warm_up
+from ascendchat.dist.connect import order_timeouts as order_timeouts
+from ascendchat.launch.world import World as World
+from ascendchat.launch.world import read_world
 
 OPS = {
     "sum": torch_dist.ReduceOp.SUM,
@@ -216,15 +214,6 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
     work = _gather_into(result.view(-1), input.contiguous().view(-1), async_op=True)
     return _handle(work, None if result is output else lambda: output.copy_(result), async_op)
-
-
-def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
-    """Every rank gets the tensor of rank `src`, in place."""
-    if _state.world.size > 1:
-        sent = tensor.contiguous()
-        torch_dist.broadcast(sent, src)
-        if sent is not tensor:
-            tensor.copy_(sent)
 
 
 def barrier() -> None:

@@ -31,9 +31,7 @@ def quantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = E4M3) -> Ten
 def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float, dtype: torch.dtype) -> Tensor:
     """a (M, K) row by row times b (K, N) column by column, both in 8 bits."""
     one = torch.ones((), device=a.device)
-    return torch._scaled_mm(
-        a, b, scale_a=one / scale_a, scale_b=one / scale_b, out_dtype=dtype, use_fast_accum=True
-    )  # fmt: skip
+    return torch._scaled_mm(a, b, scale_a=one / scale_a, scale_b=one / scale_b, out_dtype=dtype, use_fast_accum=True)
 
 
 class Fp8Linear(torch.autograd.Function):

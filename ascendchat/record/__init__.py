@@ -30,28 +30,8 @@ from typing import Any
 from ascendchat import __version__
 from ascendchat.config import UserError, as_dict, dump, home, load_yaml, spelling
 from ascendchat.files import write_atomic
-from ascendchat.record.console import Console, Telemetry
-from ascendchat.record.earlier import begun_by_this_launch, earlier, notice, read_facts, set_aside, this_launch
+from ascendchat.record.earlier import notice, read_facts, set_aside, this_launch
 from ascendchat.record.sinks import Sinks, check_track
-from ascendchat.record.speed import Smooth, Speed, eta, speed
-
-__all__ = [
-    "Console",
-    "Run",
-    "Smooth",
-    "Speed",
-    "Telemetry",
-    "begun_by_this_launch",
-    "check_track",
-    "earlier",
-    "eta",
-    "notice",
-    "open_run",
-    "read_facts",
-    "read_metrics",
-    "run_folder",
-    "speed",
-]
 
 # JSON has no NaN: these strings stand for the three floats it cannot write, and are read back as floats.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

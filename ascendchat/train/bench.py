@@ -15,7 +15,7 @@ from ascendchat.device import Device, Mark
 from ascendchat.plan import memory, schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
-from ascendchat.record import speed
+from ascendchat.record.speed import speed
 from ascendchat.train.rows import Learner, build, noise, optimizer_for
 from ascendchat.train.run import training
 

@@ -26,7 +26,10 @@ from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.device import Device, Mark, smi
-from ascendchat.record import Console, Run, Smooth, Telemetry, eta, notice, speed
+from ascendchat.record import Run
+from ascendchat.record.console import Console, Telemetry
+from ascendchat.record.earlier import notice
+from ascendchat.record.speed import Smooth, eta, speed
 from ascendchat.train.signals import Interrupted, StopSignals
 from ascendchat.train.stage import Stage
 

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ascendchat import dist
-from ascendchat.record import Run, notice
+from ascendchat.record import Run
+from ascendchat.record.earlier import notice
 
 
 class Interrupted(KeyboardInterrupt):

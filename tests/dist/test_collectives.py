@@ -53,9 +53,6 @@ def every_collective(rank: int) -> dict[str, Any]:
     columns[:, 0] = value_of(rank)
     dist.all_reduce(columns[:, 0])  # not contiguous: a view into a larger tensor
     seen["view"] = columns[:, 0].tolist()
-    sent = value_of(rank)
-    dist.broadcast(sent, src=size - 1)
-    seen["broadcast"] = sent.tolist()
     late, parts, all_parts = value_of(rank), torch.empty(3), torch.empty(size * 3)
     handles = [
         dist.all_reduce(late, "mean", async_op=True),
@@ -125,10 +122,6 @@ def test_wrong_arguments_are_refused(results: list[dict[str, Any]]) -> None:
 def test_views_that_are_not_contiguous_are_reduced_in_place(results: list[dict[str, Any]]) -> None:
     expected = sum(value_of(rank) for rank in range(len(results))).tolist()  # type: ignore[union-attr]
     assert all(r["view"] == expected for r in results)
-
-
-def test_broadcast_comes_from_the_named_rank(results: list[dict[str, Any]]) -> None:
-    assert all(r["broadcast"] == value_of(len(results) - 1).tolist() for r in results)
 
 
 def test_async_collectives_are_done_after_wait(results: list[dict[str, Any]]) -> None:

@@ -109,7 +109,7 @@ LIBRARY = {"XCCL_CONNECT_TIMEOUT": "600"}
 def test_timeouts_fire_in_order(
     timeout: float, connect: float | None, environ: dict[str, str], group: float, expected_connect: float,
     variables: dict[str, str],
-) -> None:  # fmt: skip
+) -> None:
     found = order_timeouts("xccl", timeout, connect, environ)
     assert (found.group, found.connect, found.variables) == (group, expected_connect, variables)
 

@@ -21,7 +21,8 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-from test_core import Hashed, text_rows, write_bundle
+from core_bundle import write_bundle
+from test_core import Hashed, text_rows
 
 TEXTS = [f"{'the cat sat ' * n}on the mat." for n in range(13)]
 

@@ -89,10 +89,11 @@ def test_a_model_of_other_text_takes_the_published_conversations(
     talk = [{"role": "user", "content": "the a tree"}, {"role": "assistant", "content": "under the b river"}]
     local = home / "sets"
     for name, row in {
-        "smoltalk": {"messages": talk}, "identity": {"messages": talk},
+        "smoltalk": {"messages": talk},
+        "identity": {"messages": talk},
         "gsm8k": {"question": "1 + 1?", "answer": "#### 2"},
         "mmlu": {"question": "the tree", "choices": ["a", "b", "c", "d"], "answer": 1},
-    }.items():  # fmt: skip
+    }.items():
         (local / name).mkdir(parents=True)
         (local / name / "train.jsonl").write_text("\n".join([json.dumps(row)] * 8))
     assert main([stage, *STAGE, *QUIET, "--source", str(local)]) == 0

@@ -16,7 +16,7 @@ from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.record import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-from test_core import write_bundle
+from core_bundle import write_bundle
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 64 --device-batch-size 4 --total-batch-size 256".split()

@@ -298,9 +298,14 @@ def test_prompt_attention_is_causal_with_the_compressed_mask(layout: str) -> Non
     q, k, v = (x.half() for x in inputs(sq=SQ, sk=SQ))
     args = half(*(to_layout(x, layout) for x in (q, k, v)))
     found = torch_npu.npu_prompt_flash_attention(
-        *args, num_heads=N, num_key_value_heads=NKV, scale_value=SCALE, input_layout=layout, sparse_mode=3,
+        *args,
+        num_heads=N,
+        num_key_value_heads=NKV,
+        scale_value=SCALE,
+        input_layout=layout,
+        sparse_mode=3,
         atten_mask=COMPRESSED.npu(),
-    )  # fmt: skip
+    )
     assert "aclnnPromptFlashAttentionV3" in cannsim.launches()
     hidden = torch.ones(SQ, SQ, dtype=torch.bool).triu(1)
     assert_half(found, to_layout(reference(q, k, v, hidden), layout))
@@ -343,14 +348,26 @@ def test_fused_inference_reads_a_paged_cache(version: int, pages: str) -> None:
     args = half(to_layout(q, "BSH"), *caches)
     if version == 1:
         found, _ = torch_npu.npu_fused_infer_attention_score(
-            *args, num_heads=N, num_key_value_heads=NKV, scale=SCALE, input_layout="BSH", block_size=size,
-            block_table=table.npu(), actual_seq_lengths_kv=lengths,
-        )  # fmt: skip
+            *args,
+            num_heads=N,
+            num_key_value_heads=NKV,
+            scale=SCALE,
+            input_layout="BSH",
+            block_size=size,
+            block_table=table.npu(),
+            actual_seq_lengths_kv=lengths,
+        )
     else:
         found, _ = torch_npu.npu_fused_infer_attention_score_v2(
-            *args, num_query_heads=N, num_key_value_heads=NKV, softmax_scale=SCALE, input_layout="BSH", block_size=size,
-            block_table=table.npu(), actual_seq_kvlen=lengths,
-        )  # fmt: skip
+            *args,
+            num_query_heads=N,
+            num_key_value_heads=NKV,
+            softmax_scale=SCALE,
+            input_layout="BSH",
+            block_size=size,
+            block_table=table.npu(),
+            actual_seq_kvlen=lengths,
+        )
     assert_half(found, to_layout(reference(q, k, v, hidden), "BSH"))
 
 
@@ -358,9 +375,16 @@ def test_fused_inference_packed_prefill() -> None:
     g = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(7, n, D, generator=g).half() for n in (N, NKV, NKV))
     found, _ = torch_npu.npu_fused_infer_attention_score(
-        *half(q, k, v), num_heads=N, num_key_value_heads=NKV, scale=SCALE, input_layout="TND", sparse_mode=3,
-        atten_mask=COMPRESSED.npu(), actual_seq_lengths=[3, 7], actual_seq_lengths_kv=[3, 7],
-    )  # fmt: skip
+        *half(q, k, v),
+        num_heads=N,
+        num_key_value_heads=NKV,
+        scale=SCALE,
+        input_layout="TND",
+        sparse_mode=3,
+        atten_mask=COMPRESSED.npu(),
+        actual_seq_lengths=[3, 7],
+        actual_seq_lengths_kv=[3, 7],
+    )
     parts = []
     for a, b in ((0, 3), (3, 7)):
         hidden = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)

@@ -173,10 +173,14 @@ assert device.overflowed([]), "whichever stream it was"
 
 @pytest.mark.parametrize(
     ("chip", "setting"),
-    [("Ascend910A", {}), ("Ascend910B", {}), ("Ascend310P3", {}),
-     ("Ascend910B3", {"INF_NAN_MODE_ENABLE": "0", "INF_NAN_MODE_FORCE_DISABLE": "1"})],
+    [
+        ("Ascend910A", {}),
+        ("Ascend910B", {}),
+        ("Ascend310P3", {}),
+        ("Ascend910B3", {"INF_NAN_MODE_ENABLE": "0", "INF_NAN_MODE_FORCE_DISABLE": "1"}),
+    ],
     ids=["910A", "910B of 2019", "310P3", "910B3 told to saturate"],
-)  # fmt: skip
+)
 def test_overflow_sets_the_float_status_until_it_is_cleared(chip: str, setting: dict[str, str], on_npu: OnNpu) -> None:
     on_npu(STATUS, chip=chip, **setting)
 
@@ -197,8 +201,9 @@ def test_the_float_status_of_one_device_is_not_that_of_another(on_npu: OnNpu) ->
         device.bind(0)
         assert not device.overflowed([])
         """,
-        chip="Ascend910A", devices=2,
-    )  # fmt: skip
+        chip="Ascend910A",
+        devices=2,
+    )
 
 
 @pytest.mark.parametrize("chip", ["Ascend910A", "Ascend310P3"])
@@ -217,7 +222,7 @@ def test_adamw_as_one_operator_is_refused_on_old_chips(on_npu: OnNpu) -> None:
 from ascendchat.device import pick
 device = pick("npu"); device.bind(0)
 import torch
-from ascendchat.nn.optim import adamw_update
+from ascendchat.nn.updates import adamw_update
 weight = [torch.ones(4, device="npu") for _ in range(4)]
 adamw_update(*weight, torch.zeros((), device="npu"), lr=0.1, betas=(0.8, 0.9), decay=0.0, fused={fused})
 print(weight[0].cpu(), device.chip.fused_adamw)

@@ -70,8 +70,16 @@ def spans_of(task: CoreTask, ids: list[list[int]]) -> tuple[list[list[int]], lis
 
 
 @torch.no_grad()
-def judge(model: Any, attend: Any, tokenizer: Any, task: CoreTask, index: int, rows: list[dict[str, Any]], device: Any,
-          max_len: int) -> Judged:  # fmt: skip
+def judge(
+    model: Any,
+    attend: Any,
+    tokenizer: Any,
+    task: CoreTask,
+    index: int,
+    rows: list[dict[str, Any]],
+    device: Any,
+    max_len: int,
+) -> Judged:
     """One example, one forward pass."""
     bos = tokenizer.specials["<|bos|>"]
     ids = [[bos] + tokenizer.encode(text) for text in texts_of(task, index, rows)]
@@ -101,8 +109,16 @@ def judge(model: Any, attend: Any, tokenizer: Any, task: CoreTask, index: int, r
     return Judged(means.index(min(means)) == rows[index]["gold"], means, hits, cropped)
 
 
-def run(model: Any, attend: Any, tokenizer: Any, tasks: list[CoreTask], device: Any, *, max_rows: int | None = None,
-        max_len: int | None = None) -> dict[str, list[Judged]]:  # fmt: skip
+def run(
+    model: Any,
+    attend: Any,
+    tokenizer: Any,
+    tasks: list[CoreTask],
+    device: Any,
+    *,
+    max_rows: int | None = None,
+    max_len: int | None = None,
+) -> dict[str, list[Judged]]:
     """All examples of all tasks that are there, in the order of the tasks' rows."""
     results = {}
     for task in tasks:

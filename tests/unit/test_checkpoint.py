@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
 from ascendchat.config import UserError
 from ascendchat.nn.optim import Shard
-from ascendchat.record import earlier, notice
-from ascendchat.record.earlier import set_aside
+from ascendchat.record.earlier import earlier, notice, set_aside
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -294,13 +294,21 @@ def test_a_truncated_archive_is_an_error(tmp_path: Path) -> None:
 
 
 COUNTS = {
-    "sft/dolly_open_qa.jsonl.xz": 3742, "sft/gpteacher_codegen.json.xz": 4535, "sft/gpteacher_roleplay.json.xz": 1923,
-    "sft/oasst1_en_val_threads.jsonl.xz": 338, "sft/llamafactory/alpaca_en_demo.json.xz": 999,
-    "sft/llamafactory/alpaca_zh_demo.json.xz": 1000, "sft/llamafactory/dpo_en_demo.json.xz": 300,
-    "sft/llamafactory/dpo_zh_demo.json.xz": 300, "sft/llamafactory/glaive_toolcall_en_demo.json.xz": 300,
-    "sft/llamafactory/glaive_toolcall_zh_demo.json.xz": 300, "sft/llamafactory/identity.json": 91,
-    "sft/llamafactory/oaast_sft_zh.json.xz": 689, "eval/gsm8k/train.jsonl.xz": 7473, "eval/gsm8k/test.jsonl.xz": 1319,
-}  # fmt: skip
+    "sft/dolly_open_qa.jsonl.xz": 3742,
+    "sft/gpteacher_codegen.json.xz": 4535,
+    "sft/gpteacher_roleplay.json.xz": 1923,
+    "sft/oasst1_en_val_threads.jsonl.xz": 338,
+    "sft/llamafactory/alpaca_en_demo.json.xz": 999,
+    "sft/llamafactory/alpaca_zh_demo.json.xz": 1000,
+    "sft/llamafactory/dpo_en_demo.json.xz": 300,
+    "sft/llamafactory/dpo_zh_demo.json.xz": 300,
+    "sft/llamafactory/glaive_toolcall_en_demo.json.xz": 300,
+    "sft/llamafactory/glaive_toolcall_zh_demo.json.xz": 300,
+    "sft/llamafactory/identity.json": 91,
+    "sft/llamafactory/oaast_sft_zh.json.xz": 689,
+    "eval/gsm8k/train.jsonl.xz": 7473,
+    "eval/gsm8k/test.jsonl.xz": 1319,
+}
 SUMS = {"sft/flan_cot/*.tsv.xz": 33443, "sft/mc_train/*.jsonl.xz": 27495}
 
 

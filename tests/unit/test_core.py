@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 import math
 import random
 import re
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core_bundle import write_bundle
 from core_reference import Judged
 from core_reference import run as run_reference
 from hypothesis import given, settings
@@ -32,24 +31,6 @@ from ascendchat.plan.shape import Shape
 
 CPU = torch.device("cpu")
 KERNEL = choose("cpu", torch.float32, 16)[0]
-WORDS = [
-    "the",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "red",
-    "blue",
-    "on",
-    "mat",
-    "tree",
-    "and",
-    "saw",
-    "one",
-    "two",
-    "big",
-    "old",
-]
 
 
 OURS = train_tokenizer(["the cat.\n\nsat on 12 mats\n", "it's  a\n b's\t\n猫坐在垫子上。\n"] * 4, 320)
@@ -84,40 +65,6 @@ def model() -> GPT:
             if name.rsplit(".", 1)[-1] in ("out", "down", "smear", "head", "shift"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model
-
-
-def sentence(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(words))
-
-
-def write_bundle(folder: Path, rows: int = 16) -> Path:
-    """Five tasks of all three types; `gone` has no file, `part` has 12 of 40 rows, `choice` is packed."""
-    rng = random.Random(0)
-    data = folder / "eval_data" / "words"
-    data.mkdir(parents=True)
-    choice = [{"query": f"{sentence(rng, 9)}.\nWhich?", "choices": [sentence(rng, rng.randint(1, 4)) for _ in range(4)],
-               "gold": rng.randrange(4)} for _ in range(rows)]  # fmt: skip
-    choice[3]["choices"][2] = choice[3]["choices"][0]  # equal options: the first must win
-    choice[4]["choices"][1] = choice[4]["choices"][0] + " and the cat"  # one begins like another
-    schema = [{"context_options": [sentence(rng, 5), sentence(rng, 7)], "continuation": sentence(rng, 3),
-               "gold": rng.randrange(2)} for _ in range(rows)]  # fmt: skip
-    lm = [{"context": f" {sentence(rng, 12)}  ", "continuation": rng.choice(WORDS)} for _ in range(rows)]
-    files = {"choice.jsonl.xz": choice, "schema.jsonl": schema, "lm.jsonl": lm, "part.subset12.jsonl": lm[:12]}
-    for name, content in files.items():
-        text = "".join(json.dumps(row) + "\n" for row in content).encode()
-        (data / name).write_bytes(lzma.compress(text) if name.endswith(".xz") else text)
-    tasks = [("choice", "multiple_choice", 6, "\\nAnswer: ", rows, 25), ("schema", "schema", 2, " ", rows, 50),
-             ("lm", "language_modeling", 2, " ", rows, 0), ("part", "language_modeling", 0, " ", 40, 0),
-             ("gone", "schema", 0, " ", 9, 50)]  # fmt: skip
-    yaml = "icl_tasks:\n" + "".join(
-        f'- {{label: {label}, dataset_uri: words/{label}.jsonl, num_fewshot: [{shots}], icl_task_type: {kind}, '
-        f'continuation_delimiter: "{between}"}}\n' for label, kind, shots, between, _, _ in tasks
-    )  # fmt: skip
-    (folder / "core.yaml").write_text(yaml)
-    lines = [f"{label},x,{kind},{shots},{count},{chance},,words" for label, kind, shots, _, count, chance in tasks]
-    header = "Eval Task,Task Category,Task Type,#shots,#datapoints,Random baseline,Centered Metric?,Description"
-    (folder / "eval_meta_data.csv").write_text("\n".join([header, *lines]) + "\n")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +141,13 @@ def test_the_shared_beginning_is_run_once(model: GPT, tasks: list[CoreTask]) -> 
     shared, seen[:] = sum(seen), []
     one = ModelScorer(model, KERNEL, CPU)
     shown = [[tasks[0].rows[j] for j in core.demonstrations(16, i, 6)] for i in range(16)]
-    rows = [row for i in range(16) for row in core.Prompts(Hashed()).encode(
-        core.shown_before(tasks[0], shown[i]), core.endings(tasks[0], tasks[0].rows[i]))]  # fmt: skip
+    rows = [
+        row
+        for i in range(16)
+        for row in core.Prompts(Hashed()).encode(
+            core.shown_before(tasks[0], shown[i]), core.endings(tasks[0], tasks[0].rows[i])
+        )
+    ]
     one.submit([Example([row], [len(row) - 1]) for row in rows])()
     hook.remove()
     assert shared < sum(seen) / 3  # four options each

@@ -35,9 +35,14 @@ def store(folder: Path, shards: list[list[list[int]]], dtype: str = "uint16", sp
         about["tokens"] += len(tokens)
         about["text_bytes"] += 3 * (len(tokens) - len(documents))
     manifest = {
-        "format": FORMAT, "tokenizer": "t", "vocab_size": 70_000 if dtype == "uint32" else 1000, "bos": BOS,
-        "dtype": dtype, "splits": {split: about}, "files": files,
-    }  # fmt: skip
+        "format": FORMAT,
+        "tokenizer": "t",
+        "vocab_size": 70_000 if dtype == "uint32" else 1000,
+        "bos": BOS,
+        "dtype": dtype,
+        "splits": {split: about},
+        "files": files,
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 

@@ -10,7 +10,8 @@ import torch
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import EPS, Group, MuonAdamW, Shard, adamw_update, equalise, groups, muon_update, orthogonalise
+from ascendchat.nn.optim import Group, MuonAdamW, Shard, groups
+from ascendchat.nn.updates import EPS, adamw_update, equalise, muon_update, orthogonalise
 from ascendchat.plan.schedule import rates
 from ascendchat.plan.shape import Shape
 
@@ -56,9 +57,17 @@ def test_a_gradient_of_zeros_changes_nothing_and_a_row_that_is_nearly_zero_stays
     weight = draw(2, 8, 24)
     before, zeros = weight.clone(), torch.zeros(2, 8, 24)
     muon_update(
-        weight, zeros, zeros.clone(), torch.zeros(2, 8, 1), torch.ones(2, 1, 1), lr=0.1, momentum=0.9, decay=0.0,
-        beta2=0.9, dtype=dtype,
-    )  # fmt: skip
+        weight,
+        zeros,
+        zeros.clone(),
+        torch.zeros(2, 8, 1),
+        torch.ones(2, 1, 1),
+        lr=0.1,
+        momentum=0.9,
+        decay=0.0,
+        beta2=0.9,
+        dtype=dtype,
+    )
     assert torch.equal(weight, before)
     gradient = draw(1, 8, 24)
     gradient[:, 3] *= 1e-10

@@ -27,9 +27,14 @@ STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same 
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN_7B = {
-    "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
 
 
 def flags_of(change: dict[str, Any]) -> list[str]:

@@ -31,13 +31,32 @@ QWEN_05B = config("qwen2", 896, 24, 14, 2, 4864, 151936, **TIED, sliding_window=
 QWEN_7B = config("qwen2", 3584, 28, 28, 4, 18944, 152064, tie_word_embeddings=False)
 MIXTRAL = config("mixtral", 4096, 32, 32, 8, 14336, 32000, num_local_experts=8, num_experts_per_tok=2)
 QWEN3_MOE = config(
-    "qwen3_moe", 2048, 48, 32, 4, 6144, 151936,
-    head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, mlp_only_layers=[],
-)  # fmt: skip
+    "qwen3_moe",
+    2048,
+    48,
+    32,
+    4,
+    6144,
+    151936,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    mlp_only_layers=[],
+)
 QWEN_MOE = config(
-    "qwen2_moe", 2048, 24, 16, 16, 5632, 151936,
-    moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60, num_experts_per_tok=4,
-)  # fmt: skip
+    "qwen2_moe",
+    2048,
+    24,
+    16,
+    16,
+    5632,
+    151936,
+    moe_intermediate_size=1408,
+    shared_expert_intermediate_size=5632,
+    num_experts=60,
+    num_experts_per_tok=4,
+)
 
 
 @pytest.mark.parametrize(

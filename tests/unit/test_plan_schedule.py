@@ -106,8 +106,10 @@ def test_the_token_after_next_counts_for_two_thirds_of_a_run_and_less_and_less()
     assert [ahead(step, 900) for step in (600, 899)] == [0, 0]
 
 
-@pytest.mark.parametrize(("steps", "taken"), [(1, []), (4, []), (10, [9]), (40, [36, 37, 38, 39]),
-                                              (1774, [1619, 1641, 1663, 1685, 1707, 1729, 1751, 1773])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "taken"),
+    [(1, []), (4, []), (10, [9]), (40, [36, 37, 38, 39]), (1774, [1619, 1641, 1663, 1685, 1707, 1729, 1751, 1773])],
+)
 def test_weights_of_the_last_tenth_are_averaged_the_last_ones_among_them(steps: int, taken: list[int]) -> None:
     counts = [averaged(step, steps) for step in range(-1, steps)]
     assert [step for step in range(steps) if counts[step + 1] > counts[step]] == taken
@@ -133,9 +135,13 @@ def test_a_rate_that_is_asked_for_counts_at_width_768_and_2_to_the_19_tokens() -
     usual = rates(768, 2**19)
     asked = rates(768, 2**19, matrix=0.04, embedding=0.2, unembedding=0.004, scalar=1.0)
     assert {name: asked[name] for name in asked if asked[name] != usual[name]} == {
-        "matrices": 0.04, "embedding": 0.2, "value_embeddings": 0.1, "head": 0.004, "skip_scalars": 1.0,
+        "matrices": 0.04,
+        "embedding": 0.2,
+        "value_embeddings": 0.1,
+        "head": 0.004,
+        "skip_scalars": 1.0,
         "residual_scalars": 0.01,
-    }  # fmt: skip
+    }
     wide = rates(768 * 4, 2**21, matrix=0.04, embedding=0.2)
     assert wide["matrices"] == pytest.approx(0.08)
     assert wide["embedding"] == pytest.approx(0.2)  # half for the width, twice for the batch

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from ascendchat.config import UserError, home, parse
 from ascendchat.files import write_atomic
-from ascendchat.record import Smooth, eta, open_run, read_metrics, run_folder, speed
+from ascendchat.record import open_run, read_metrics, run_folder
+from ascendchat.record.speed import Smooth, eta, speed
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.record import Console, Telemetry
-from ascendchat.record.console import clock, devices, inert, status
+from ascendchat.record.console import Console, Telemetry, clock, devices, inert, status
 
 GIB = 1024**3
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ def test_control_characters_and_bidi_overrides_are_made_inert_in_any_pieces() ->
 
 SHOW = """
 import sys, time
-from ascendchat.record import Console, Telemetry
+from ascendchat.record.console import Console, Telemetry
 def telemetry():
     return [Telemetry(0, 97.0, 61.0, 30 * 1024**3, 64 * 1024**3)]
 with Console(40, title="base", telemetry=telemetry, log_every=20) as console:

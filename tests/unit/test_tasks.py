@@ -109,10 +109,12 @@ def test_tables_of_the_hub_are_read_from_parquet(tmp_path: Path) -> None:
         "mmlu/all/test-00000-of-00001.parquet": {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 3},
         "mmlu/all/dev-00000-of-00001.parquet": {"question": "other", "choices": ["a", "b", "c", "d"], "answer": 0},
         "arc/ARC-Easy/test-00000-of-00001.parquet": {
-            "question": "e", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B",
+            "question": "e",
+            "choices": {"text": ["x", "y"], "label": ["A", "B"]},
+            "answerKey": "B",
         },
         "gsm8k/main/train-00000-of-00001.parquet": {"question": "g", "answer": "<<1+1=2>>2 #### 2"},
-    }  # fmt: skip
+    }
     for name, row in rows.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / name)
@@ -179,9 +181,18 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
     assert gsm8k.prompt(0) == [{"role": "user", "content": "Half of 48?"}]
     assert gsm8k.correct(0, text_of(content))
     for reply, right in {
-        "#### 24": True, "#### 24.00": True, "#### $24": True, "####24.": True, "first #### 3 then #### 24": True,
-        "24": False, "#### 25": False, "#### 2,4,0": False, "####": False, "#### -24": False, "": False,
-    }.items():  # fmt: skip
+        "#### 24": True,
+        "#### 24.00": True,
+        "#### $24": True,
+        "####24.": True,
+        "first #### 3 then #### 24": True,
+        "24": False,
+        "#### 25": False,
+        "#### 2,4,0": False,
+        "####": False,
+        "#### -24": False,
+        "": False,
+    }.items():
         assert gsm8k.correct(0, reply) is right, reply
     assert final_number("#### 1,234,567") == 1234567
 
@@ -197,23 +208,30 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
         ("```{.python .numberLines}\r\nx = 1\r\n```\r\nSo.", "x = 1\r\n"),
         ("Run:\n```bash\npip install x\n```\nthen\n```py\nx = 1\n```", "x = 1\n"),
         ("```python\nf(1)\n```\nwith\n```text\ndef f(x):\n    return x\n```", "def f(x):\n    return x\n"),
-        ("1. So:\n   ```python\n   import re\n\n   def f():\n       return 1\n   ```\n2. Done.",
-         "import re\n\ndef f():\n    return 1\n"),
+        (
+            "1. So:\n   ```python\n   import re\n\n   def f():\n       return 1\n   ```\n2. Done.",
+            "import re\n\ndef f():\n    return 1\n",
+        ),
         ("- ```python\n  def f():\n      return 1\n  ```", "def f():\n    return 1\n"),
         ("```python\n    import math\n    return math.pi\n```", "    import math\n    return math.pi\n"),
         ("Here: ```python\nx = 1\n```", "x = 1\n"),
         ("Use ```x``` or `y`:\n```\nx = 1\n```", "x = 1\n"),
         ("```rust\nlet x = 1;\n```", "let x = 1;\n"),
     ],
-)  # fmt: skip
+)
 def test_the_code_of_a_reply_is_the_block_that_defines_the_function(reply: str, code: str) -> None:
     assert code_of(reply, "f").rstrip(" ") == code
 
 
 @pytest.fixture
 def humaneval(tmp_path: Path) -> HumanEval:
-    row = {"task_id": "HumanEval/0", "prompt": "import math\n\ndef f(x):\n    \"\"\"Twice.\"\"\"\n", "entry_point": "f",
-           "canonical_solution": "    return 2 * x\n", "test": "def check(f):\n    assert f(2) == 4\n"}  # fmt: skip
+    row = {
+        "task_id": "HumanEval/0",
+        "prompt": 'import math\n\ndef f(x):\n    """Twice."""\n',
+        "entry_point": "f",
+        "canonical_solution": "    return 2 * x\n",
+        "test": "def check(f):\n    assert f(2) == 4\n",
+    }
     (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     return HumanEval(source=str(tmp_path))
 

@@ -12,9 +12,15 @@ from ascendchat.tasks.humaneval import HumanEval
 from ascendchat.tasks.overlap import OverlapFinder
 
 ROWS = [
-    ("mmlu", "test", 14_042), ("ceval", "val", 1_346), ("cmmlu", "test", 11_582), ("gsm8k", "train", 7_473),
-    ("gsm8k", "test", 1_319), ("humaneval", "test", 164), ("arc_easy", "test", 2_376), ("arc_challenge", "test", 1_172),
-]  # fmt: skip
+    ("mmlu", "test", 14_042),
+    ("ceval", "val", 1_346),
+    ("cmmlu", "test", 11_582),
+    ("gsm8k", "train", 7_473),
+    ("gsm8k", "test", 1_319),
+    ("humaneval", "test", 164),
+    ("arc_easy", "test", 2_376),
+    ("arc_challenge", "test", 1_172),
+]
 
 
 @pytest.mark.parametrize(("name", "split", "rows"), ROWS)
