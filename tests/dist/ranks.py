@@ -59,7 +59,7 @@ def run_ranks(
     results = context.Queue()
     environ = {
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port.pick()), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "MASTER_PORT": str(port.free_port()), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
     ranks = [rank for rank in range(world_size) if rank not in absent]
     processes = [context.Process(target=_rank, args=(rank, fn, environ, args, results)) for rank in ranks]

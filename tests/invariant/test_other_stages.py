@@ -45,7 +45,7 @@ def test_a_killed_run_of_another_stage_ends_in_the_same_bytes(name: str, tmp_pat
     names = set(load_file(tmp_path / "whole" / "step_000010" / "model.safetensors"))
     if name == "adapters":
         assert len(names) == 12, "only the adapters of six layers are saved"
-        assert whole[-1][1] < whole[0][1] - 0.3
+        assert whole[-1][1] < whole[0][1] - 0.1
     else:
         rewards = [row["reward"] for row in read_metrics(tmp_path / "whole") if "reward" in row]
         assert rewards[-1] > 0.6, f"sampling by chance gives 0.5: {rewards}"

@@ -197,7 +197,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_closed_pipe_does_not_end_the_run() -> None:
     code = (
-        "import sys\nfrom ascendchat.record import Console\n"
+        "import sys\nfrom ascendchat.record.console import Console\n"
         "sys.stdin.readline()\n"
         "with Console(9) as console:\n    [console.update(n, loss=1.0) for n in range(9)]\n"
         "print('ran to the end', file=sys.stderr)\nsys.stdout = None\n"
