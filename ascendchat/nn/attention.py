@@ -35,6 +35,7 @@ from torch import Tensor
 from ascendchat.config import UserError
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
+ONE_BY_ONE = 8192  # on a CPU, row length × mean document length from which a call per document pays: docs/log.md
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
 
 Ints = NDArray[np.int32]
@@ -54,8 +55,8 @@ class Attention(Protocol):
         """Make what the rows to come need and what must not be made inside a compiled or captured region."""
 
     def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
-        """What `packed` wants to know of documents of these lengths, which fill `rows` rows. `one_by_one`: this is a
-        plain CPU, where a call per document costs less than masked rows."""
+        """What `packed` wants to know of documents of these lengths, which fill `rows` rows. `one_by_one`: a call per
+        document costs less here than masked rows."""
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor: ...
@@ -87,7 +88,8 @@ def documents(
     lengths = np.asarray(lengths, np.int32)
     follows = torch.ones(tokens.numel(), dtype=dtype)
     follows[torch.from_numpy(np.cumsum(lengths, dtype=np.int64) - lengths)] = 0
-    one_by_one = tokens.device.type == "cpu" and not compiled
+    work = tokens.size(1) * tokens.numel() / len(lengths)  # a mask costs by the row, a call by the document
+    one_by_one = tokens.device.type == "cpu" and not compiled and work >= ONE_BY_ONE
     return Documents(upload(follows.view(tokens.shape)), kernel.bounds(lengths, len(tokens), one_by_one, upload))
 
 

@@ -34,6 +34,12 @@ def batch_of(model: GPT) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     return both[0], both[1], LENGTHS if length == 128 else LONG
 
 
+def documents_of(kernel: Attention, lengths: np.ndarray, inputs: torch.Tensor, masked: bool) -> Documents:
+    """As made by `documents`, but for the way, which follows from the sizes there."""
+    made = documents(kernel, lengths, inputs, torch.float32)
+    return made._replace(bounds=kernel.bounds(lengths, len(inputs), not masked, lambda tensor: tensor))
+
+
 def nats(model: GPT, kernel: Attention, inputs: torch.Tensor, targets: torch.Tensor, known: Documents | None = None):  # type: ignore[no-untyped-def]
     return token_nats(model(inputs, dense(model, kernel), documents=known), model.head, targets, 60)
 
@@ -43,17 +49,16 @@ def alone(inputs: torch.Tensor, targets: torch.Tensor, lengths: np.ndarray) -> l
     return [(inputs.view(1, -1)[:, a:b], targets.view(1, -1)[:, a:b]) for a, b in zip([0, *ends], ends)]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["one by one", "masked"])
+@pytest.mark.parametrize("masked", [False, True], ids=["one by one", "masked"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @torch.no_grad()
 def test_a_packed_row_has_the_nats_of_its_documents_alone(
-    kernel: Attention, sizes: dict[str, object], compiled: bool
+    kernel: Attention, sizes: dict[str, object], masked: bool
 ) -> None:
     model = build(**sizes)
     inputs, targets, lengths = batch_of(model)
-    known = documents(kernel, lengths, inputs, torch.float32, compiled=compiled)
-    assert isinstance(known.bounds, torch.Tensor) == compiled
+    known = documents_of(kernel, lengths, inputs, masked)
     found = nats(model, kernel, inputs, targets, known).view(-1)
     expected = [nats(model, kernel, *part).view(-1) for part in alone(inputs, targets, lengths)]
     torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
@@ -64,14 +69,14 @@ def test_a_packed_row_has_the_nats_of_its_documents_alone(
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["one by one", "masked"])
+@pytest.mark.parametrize("masked", [False, True], ids=["one by one", "masked"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_its_gradients_are_the_sum_of_theirs(kernel: Attention, compiled: bool, checkpointed: bool) -> None:
+def test_its_gradients_are_the_sum_of_theirs(kernel: Attention, masked: bool, checkpointed: bool) -> None:
     sizes = SIZES[2] if kernel.name == "sdpa" else SIZES[1]
     packed, apart = build(**sizes), build(**sizes)
     packed.checkpoint_activations = checkpointed
     inputs, targets, lengths = batch_of(packed)
-    known = documents(kernel, lengths, inputs, torch.float32, compiled=compiled)
+    known = documents_of(kernel, lengths, inputs, masked)
     one = torch.tensor(1.0)
     hidden = packed(inputs, dense(packed, kernel), documents=known)
     head_loss(hidden, packed.head, targets, 60, weight=one).backward()
@@ -125,7 +130,18 @@ def test_documents_begin_with_a_row_and_after_each_border() -> None:
     assert known.follows.dtype == torch.bfloat16
     assert known.follows.tolist() == [[0, 1, 0, 1, 1], [0, 0, 1, 1, 1]]
     assert known.bounds.tolist() == [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]]
-    assert documents(Sdpa(), np.array([2, 3, 1, 4]), tokens, torch.float32).bounds == (2, 3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "length", "one_by_one"), [(128, 32, False), (128, 64, True), (256, 32, True), (2048, 2, False)]
+)
+def test_a_plain_cpu_goes_document_by_document_where_rows_or_documents_are_long(
+    seq_len: int, length: int, one_by_one: bool
+) -> None:
+    tokens, lengths = torch.zeros(2, seq_len, dtype=torch.long), np.full(2 * seq_len // length, length, np.int32)
+    bounds = documents(Sdpa(), lengths, tokens, torch.float32).bounds
+    assert isinstance(bounds, torch.Tensor) != one_by_one
+    assert isinstance(documents(Sdpa(), lengths, tokens, torch.float32, compiled=True).bounds, torch.Tensor)
 
 
 def test_bounds_for_the_flash_kernel_keep_their_size_until_there_are_more_documents_than_fit() -> None:
