@@ -19,7 +19,8 @@ from ascendchat.plan.shape import Shape
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from small_training import learner, losses
 
-MOST_FORWARD_BACKWARD, MOST_OPTIMIZER = 1000, 165  # launches, 12 layers; 14 of the optimizer for the norm of the gradient
+# Launches of 12 layers; 14 of the optimizer are for the norm of the gradient.
+MOST_FORWARD_BACKWARD, MOST_OPTIMIZER = 1000, 165
 
 
 @pytest.fixture(scope="module")
