@@ -53,13 +53,13 @@ def run(config: EvalBaseConfig) -> int:
         tasks = load_bundle(bundle) if "core" in config.eval else []
         core.check_rows(tasks)
         here.say(opened.why_kernel)
-        result = score(config, most, opened, corpora, tasks, bundle)
+        result = score_model(config, most, opened, corpora, tasks, bundle)
         if here.main and config.json:
             print(json.dumps(result))
     return 0
 
 
-def score(
+def score_model(
     config: EvalBaseConfig,
     most: int | None,
     opened: Opened,

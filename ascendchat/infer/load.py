@@ -77,33 +77,33 @@ def open_model(
     attention: str | None = None,
 ) -> Opened:
     """Find, verify and load; everything that does not fit is a UserError."""
-    device, found = here.device, find(run, stage, checkpoint, here.say)
-    if "shape" not in found.state:
-        raise UserError(f"{found.folder / 'state.json'} names no model shape; name another --checkpoint")
-    shape = Shape.from_dict(found.state["shape"])
-    text = open_tokenizer(tokenizer_folder(tokenizer, found), found, shape)
+    device, saved = here.device, find_checkpoint(run, stage, checkpoint, here.say)
+    if "shape" not in saved.state:
+        raise UserError(f"{saved.folder / 'state.json'} names no model shape; name another --checkpoint")
+    shape = Shape.from_dict(saved.state["shape"])
+    text = open_tokenizer(tokenizer_folder(tokenizer, saved), saved, shape)
     model = GPT(shape, device.operators())
-    weights = found.model()
+    weights = saved.model()
     expected = dict(model.state_dict())
     odd = sorted(set(weights) ^ set(expected))
     if odd:
         raise UserError(
-            f"{found.folder} was written by another version of ascendchat: "
+            f"{saved.folder} was written by another version of ascendchat: "
             f"{'unknown' if odd[0] in weights else 'missing'} weight {odd[0]}; train it again, or name another "
             "--checkpoint"
         )
     wrong = [name for name, tensor in expected.items() if weights[name].shape != tensor.shape]
     if wrong:
         raise UserError(
-            f"{found.folder}: the weight {wrong[0]} does not fit its own state.json; name another --checkpoint"
+            f"{saved.folder}: the weight {wrong[0]} does not fit its own state.json; name another --checkpoint"
         )
     model.load_state_dict(weights)
     model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
     kernel, why = choose(device.type, device.dtype, shape.head_dim, attention)
-    return Opened(model, kernel, text, found, settings_of(found), why, here)
+    return Opened(model, kernel, text, saved, settings_of(saved), why, here)
 
 
-def find(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
+def find_checkpoint(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that was named; else the newest of the run and stage; else of whatever was written last."""
     if checkpoint:
         folder = Path(checkpoint)
@@ -115,10 +115,10 @@ def find(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None
     else:
         run = run or last_run(stage)
         folder = run_folder(run, stage or last_stage(run))
-    found = newest(folder, optimizer=False, say=say)
-    if found is None:
+    saved = newest(folder, optimizer=False, say=say)
+    if saved is None:
         raise UserError(f"no checkpoint in {folder}; train one first, or name another: --run, --stage or --checkpoint")
-    return found
+    return saved
 
 
 def last_run(stage: str | None = None) -> str:
@@ -143,28 +143,28 @@ def last_stage(run: str) -> str:
     return there[-1]
 
 
-def settings_of(found: Checkpoint) -> dict[str, Any]:
+def settings_of(saved: Checkpoint) -> dict[str, Any]:
     """What the stage of a checkpoint was trained with; nothing when it was moved away from its run."""
-    path = found.folder.parent / "config.yaml"
+    path = saved.folder.parent / "config.yaml"
     return load_yaml(path) if path.is_file() else {}
 
 
-def tokenizer_folder(named: str, found: Checkpoint) -> Path:
+def tokenizer_folder(named: str, saved: Checkpoint) -> Path:
     """Where the tokenizer of a model is: the folder named, the copy beside its checkpoints, the one it was trained with
     if that is still there, or that of $ASCENDCHAT_HOME."""
     if named:
         return Path(named)
-    recorded = str(settings_of(found).get("tokenizer") or "")
-    places = [found.folder.parent / "tokenizer", *([Path(recorded)] if recorded else [])]
+    recorded = str(settings_of(saved).get("tokenizer") or "")
+    places = [saved.folder.parent / "tokenizer", *([Path(recorded)] if recorded else [])]
     return next((place for place in places if place.is_dir()), home() / "tokenizer")
 
 
-def open_tokenizer(path: Path, found: Checkpoint, shape: Shape) -> Tokenizer:
+def open_tokenizer(path: Path, saved: Checkpoint, shape: Shape) -> Tokenizer:
     """The tokenizer in a folder; it must be the one that the model was trained with."""
     tokenizer = Tokenizer.load(path)
-    if tokenizer.fingerprint != found.state.get("tokenizer") or tokenizer.vocab_size != shape.vocab:
+    if tokenizer.fingerprint != saved.state.get("tokenizer") or tokenizer.vocab_size != shape.vocab:
         raise UserError(
-            f"{found.folder} was not trained with the tokenizer in {path}; give the one it was trained with: "
+            f"{saved.folder} was not trained with the tokenizer in {path}; give the one it was trained with: "
             f"--tokenizer FOLDER"
         )
     return tokenizer

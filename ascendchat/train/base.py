@@ -36,7 +36,7 @@ from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, noise, share_out
-from ascendchat.train.run import train_stage, training
+from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.stage import updates_of
 
 MOST_EVAL_TOKENS = 10_000_000
@@ -125,7 +125,7 @@ class Text(NamedTuple):
     tokenizer: Tokenizer
 
 
-def open_text(config: BaseConfig, here: Context) -> Text:
+def open_training_text(config: BaseConfig, here: Context) -> Text:
     """The corpora of --data and their tokenizer."""
     data, folder = find_data(config)
     corpora, tokenizer = open_corpora(data), Tokenizer.load(folder)
@@ -224,8 +224,8 @@ def plan_run(config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint
 
 def run(config: BaseConfig) -> int:
     """The command."""
-    with training(config) as here:
-        text = open_text(config, here)
+    with training_context(config) as here:
+        text = open_training_text(config, here)
         config = text.config
         core_tasks = open_core(config)
         shape = shape_of(config, text.corpora[0][0].vocab_size)

@@ -17,7 +17,7 @@ from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
 from ascendchat.record.speed import speed
 from ascendchat.train.rows import Learner, build, noise, optimizer_for
-from ascendchat.train.run import training
+from ascendchat.train.run import training_context
 
 
 class Bench:
@@ -67,7 +67,7 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
 
 def run(config: BenchTrainConfig) -> int:
     """The command."""
-    with training(config) as here:
+    with training_context(config) as here:
         shape = Shape.from_depth(
             config.depth,
             vocab=config.vocab_size,

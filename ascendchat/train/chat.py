@@ -33,7 +33,7 @@ from ascendchat.record import run_folder
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
-from ascendchat.train.run import train_stage, training
+from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.stage import updates_of
 from ascendchat.train.start import only_weights, starting_point
 
@@ -116,7 +116,7 @@ def batch_and_steps(config: ChatTrainConfig, shape: Shape, device: Device, rows:
 
 def run_stage(config: ChatTrainConfig, name: StageName) -> int:
     """Train one stage; `ascendchat mid` and `ascendchat sft` are this."""
-    with training(config) as here:
+    with training_context(config) as here:
         origin = starting_point(config, name, here.say)
         here.say(f"starting from {origin.folder}")
         shape = Shape.from_dict(origin.state["shape"])

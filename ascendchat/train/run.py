@@ -1,6 +1,6 @@
 """Trains a Stage in a run folder: what every training command ends with.
 
-with training(config) as here:                                  # train/base.py, train/chat.py
+with training_context(config) as here:                                  # train/base.py, train/chat.py
     saved = to_continue(run_folder(name, "base"), config.resume)
     return train_stage(stage, here, config, folder, saved, ...)  # the exit status
 """
@@ -23,7 +23,7 @@ from ascendchat.train.stage import Stage
 
 
 @contextmanager
-def training(config: StepConfig) -> Iterator[Context]:
+def training_context(config: StepConfig) -> Iterator[Context]:
     """The context of a training command; a chip that is made for inference is refused."""
     device = pick(config.device_type, compiled=config.compile)
     if not device.chip.trains:
