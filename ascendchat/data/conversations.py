@@ -228,7 +228,8 @@ def detect(row: Row, path: Path) -> Callable[[Row], Iterator[Conversation]]:
     for reader, needed in READERS:
         if all(any(name in row for name in group.split("|")) for group in needed):
             return reader
-    known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in READERS[:-1])
+    named = [(reader, needed) for reader, needed in READERS if reader is not reasoned]
+    known = "; ".join(f"{reader.__name__} ({', '.join(needed)})" for reader, needed in named)
     raise UserError(
         f"{path.name} has the columns {inert(', '.join(row)) or '(none)'}, which no reader knows; rename them to those "
         f"of one of these formats: {known}"

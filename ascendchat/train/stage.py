@@ -1,6 +1,6 @@
 """What the loop trains: the protocol Stage. base, mid, SFT, RL and fine-tuning differ only here.
 
-    class Mine(Stage): ...                # model, optimizer, steps, micro_batches, probe, loss, rates, identity
+    class Mine(Stage): ...                # model, optimizer, steps, micro_batches, probe, loss, rates, identity, sizes
     fit(Mine(...), device, run, options)  # train/loop.py
 
 No model and no optimizer is named here: ours are in train/rows.py.
@@ -67,8 +67,8 @@ class Stage(Protocol):
         ...
 
     def loss(self, batch: Any, scale: float = 1.0) -> Loss:
-        """`scale` times a share of the step's loss: the micro-batches of all ranks add up to (ranks times) the mean.
-        The scale goes in before anything is rounded to 16 bits."""
+        """`scale` times a share of the step's loss. Micro-batches of a rank add up to its loss; the loop takes the
+        mean over the ranks. The scale goes in before anything is rounded to 16 bits."""
         ...
 
     def rates(self, step: int) -> dict[str, float]:
