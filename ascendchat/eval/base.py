@@ -71,7 +71,8 @@ def score_model(
     here, model, tokenizer, say = opened.here, opened.model, opened.tokenizer, opened.here.say
     limit = row_length("--max-seq-len", config.max_seq_len, model.shape.seq_len)
     tokens, pin = config.tokens_per_batch, here.device.pin
-    scorer = ModelScorer(model, opened.kernel, here.place, max_tokens=tokens, max_len=limit, pin=pin)
+    bos = tokenizer.bos if opened.settings.get("attend") == "document" else None
+    scorer = ModelScorer(model, opened.kernel, here.place, max_tokens=tokens, max_len=limit, pin=pin, bos=bos)
     result: dict[str, Any] = dict(opened.identity)
     folder, machine, settings = opened.checkpoint.folder, opened.machine, {"max_seq_len": limit}
     say(f"{folder}: {model.shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 from ascendchat.infer.inputs import Row, padded_length, stack, to_device
-from ascendchat.nn.attention import Attention
+from ascendchat.nn.attention import Attention, Documents, documents
 from ascendchat.nn.gpt import GPT, attention_scale, dense, shifted
 from ascendchat.nn.loss import chunk_rows, softcap
 
@@ -128,8 +128,10 @@ class ModelScorer:
         max_tokens: int = MAX_TOKENS,
         max_len: int | None = None,
         pin: bool = False,
+        bos: int | None = None,
     ) -> None:
-        self.model, self.kernel, self.place = model, kernel, place
+        """`bos`: every such token in a whole row begins a document, and a token sees only its own."""
+        self.model, self.kernel, self.place, self.pin, self.bos = model, kernel, place, pin, bos
         self.put = partial(to_device, place=place, pin=pin)
         self.max_tokens, self.max_len = max_tokens, max_len or model.shape.seq_len
         room = padded_length(self.max_len) + padded_length(self.max_len)  # a prefix and an option, each rounded up
@@ -161,8 +163,18 @@ class ModelScorer:
         inputs = [piece.tokens[:-1] for piece in pieces]
         width = padded_length(max(map(len, inputs)))
         attend = dense(self.model, self.kernel, self.room)
-        hidden = self.model(self.put(stack(inputs, width)), attend)  # (B, T, C)
+        rows = stack(inputs, width)
+        tokens = self.put(rows)
+        hidden = self.model(tokens, attend, documents=self.documents(rows, tokens))  # (B, T, C)
         return self.judge(hidden, pieces, [piece.start - 1 for piece in pieces])
+
+    def documents(self, rows: np.ndarray, tokens: Tensor) -> Documents | None:
+        if self.bos is None:
+            return None
+        begins = np.asarray(rows) == self.bos
+        begins[:, 0] = True
+        lengths = np.diff(np.append(np.flatnonzero(begins), begins.size))
+        return documents(self.kernel, lengths, tokens, self.model.embed.weight.dtype, pin=self.pin)
 
     def run_shared(self, groups: Sequence[Group]) -> Iterator[tuple[list[UniqueRow], Tensor]]:
         """The beginnings once, then the options of all groups in batches of their own."""

@@ -266,7 +266,10 @@ class RowStage(Stage):
         micro-batches fit where training holds one."""
         learner, mine = self.learner, self.split.rows * self.model.shape.seq_len
         tokens = max(mine, min(MAX_TOKENS, mine * self.model.shape.depth // 2))
-        return ModelScorer(self.model, learner.kernel, learner.place, max_tokens=tokens, pin=learner.device.pin)
+        bos = self.tokenizer.bos if learner.by_document else None
+        return ModelScorer(
+            self.model, learner.kernel, learner.place, max_tokens=tokens, pin=learner.device.pin, bos=bos
+        )
 
     def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
         """Bits per byte of each corpus over its first `most` tokens, and their mean first."""

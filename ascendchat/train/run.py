@@ -76,4 +76,6 @@ def train_stage(
             if here.main:
                 add_files(folder)
             result = fit(stage, here.device, record, options, title=title)
+            if result.stopped_by and result.step < stage.steps:
+                record.close("stopped")
     return 128 + result.stopped_by if result.stopped_by else 0
