@@ -239,15 +239,18 @@ class Progress:
             if GRADIENT in values:
                 values["gradient_norm"] = math.sqrt(values.pop(GRADIENT))
             loss = values.pop("loss")
-            self.check(report.step, loss)
+            self.check(report.step, loss, values.get("gradient_norm", 0.0))
             self.show(report.step + 1, loss, report.end.since(self.since) / 1e3, {**values, **report.more})
             self.since = report.end
         return stop
 
-    def check(self, step: int, loss: float) -> None:
+    def check(self, step: int, loss: float, norm: float) -> None:
         late = step > self.first + 50  # before, a loss moves fast
         if not math.isfinite(loss) or (late and self.stage.is_spike(loss, self.mean)):
             seen = f"the loss of step {step} is {loss:.4g} (running mean {self.mean:.4g})"
+            raise Diverged(f"{seen}; batch {step} of this data and seed; the last checkpoint is before it")
+        if not math.isfinite(norm):
+            seen = f"the gradient of step {step} has the norm {norm:.4g} (loss {loss:.4g})"
             raise Diverged(f"{seen}; batch {step} of this data and seed; the last checkpoint is before it")
         self.mean = self.smooth.add(loss)
 

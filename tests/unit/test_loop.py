@@ -120,38 +120,6 @@ def test_core_is_scored_every_so_many_steps_and_at_the_end(tmp_path: Path, devic
     assert scores == [(3, 0.25), (6, 0.25), (8, 0.25)]
 
 
-class Policy(ToyStage):
-    """Reports more than its loss, wants its score high, and falls far without being stopped."""
-
-    higher_is_better = True
-
-    def loss(self, batch: int, scale: float = 1.0) -> Loss:
-        value, _ = super().loss(batch, scale)
-        return Loss(value, {"clipped": torch.tensor(0.25), "entropy": torch.tensor(1.0 + batch)})
-
-    def is_spike(self, loss: float, mean: float) -> bool:
-        return False
-
-
-def test_named_values_travel_with_the_loss_and_the_gradient_norm_is_logged(tmp_path: Path, device: Device) -> None:
-    stage = Policy()
-    with open_run(tmp_path, BaseConfig()) as run:
-        fit(stage, device, run, Options())
-    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
-    assert [row["clipped"] for row in rows] == [0.5] * 8, "two micro-batches add up"
-    assert [row["entropy"] for row in rows] == [2.0 * (1 + step) for step in range(8)]
-    assert rows[0]["gradient_norm"] == pytest.approx(
-        3.0
-    )  # d/dw of the mean of (w - 3)^2 over 4 weights of 0: -1.5 each
-
-
-def test_a_stage_says_what_is_a_spike_and_which_score_is_best(tmp_path: Path, device: Device) -> None:
-    with open_run(tmp_path, BaseConfig()) as run:
-        fit(Policy(80, {60: 9.0}, scores=[0.1, 0.9, 0.5, 0.2]), device, run, Options(save_every=20, eval_every=20))
-    assert (tmp_path / "best").read_text().split() == ["step_000040", "0.9"]
-    assert 40 in checkpoints(tmp_path)
-
-
 def start(folder: Path) -> Run:
     return open_run(folder, BaseConfig())
 
