@@ -110,6 +110,9 @@ class NewResults:
     main: bool = True
     rows: dict[str, ResultRow] = field(default_factory=dict)  # task -> row
 
+    def __post_init__(self) -> None:
+        stage_results(self.stage, self.about["evaluation"])  # a damaged file is said now, not after hours
+
     def add(self, task: str, examined: int, in_task: int, result: ResultRow, source: str | None) -> None:
         """To be called as soon as a task ends: an evaluation that is killed keeps what it finished. Others may add to
         the same file at the same time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.device import pick
 from ascendchat.dist import World
 from ascendchat.dist.context import Context
+from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.nn.attention import Attention, Documents, Eager, Flash, NpuFusion, Reference, Sdpa, documents
 from ascendchat.nn.flash import flash
 from ascendchat.nn.gpt import GPT, dense, shifted
@@ -212,3 +213,22 @@ def test_a_kernel_that_cannot_be_compiled_for_documents_says_how_to_train(monkey
     config, device = BenchTrainConfig(attend="document"), pick("cpu", compiled=True)
     with pytest.raises(UserError, match=r"kernel sdpa cannot be compiled for documents.*--no-compile"):
         build_learner(config, shape, Context(device, World(), torch.device("cpu"), lambda text: None))
+
+
+def test_bits_per_byte_keep_to_documents_where_the_model_does() -> None:
+    model, bos = build(), 7
+    rows = torch.randint(8, 60, (4, 65), generator=torch.Generator().manual_seed(3)).numpy()
+    rows[:, 0] = rows[0, 20] = rows[1, 33] = rows[1, 50] = bos
+    keeping, whole = (ModelScorer(model, Sdpa(), torch.device("cpu"), max_tokens=512, bos=b) for b in (bos, None))
+    found, other = (
+        np.concatenate([each[0].nats for each in scorer.submit([Example([row], [1]) for row in rows])()])
+        for scorer in (keeping, whole)
+    )
+    alone = []
+    for row in rows:
+        begins = [*np.flatnonzero(row == bos), len(row)]
+        for start, stop in pairwise(begins):
+            part = row[start : min(stop + 1, len(row))]  # the next bos is guessed from what stands before it
+            alone.append(whole.submit([Example([part], [1])])()[0][0].nats)
+    np.testing.assert_allclose(found, np.concatenate(alone), atol=1e-4)
+    assert np.abs(found - other).max() > 1e-3

@@ -228,3 +228,9 @@ def test_what_counts_instead_of_a_quick_look_is_said(tmp_path: Path) -> None:
     many = [[result(f"task{number}", size) for number in range(30)] for size in (9, 8)]
     examined(tmp_path, *many[0])
     assert examined(tmp_path, *many[1]).kept_instead().endswith(" ...")
+
+
+def test_a_damaged_file_is_named_before_anything_is_examined(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("garbage\n")
+    with pytest.raises(UserError, match=r"results.jsonl line 1"):
+        NewResults(tmp_path, {"evaluation": "chat"})
