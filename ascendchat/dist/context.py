@@ -1,6 +1,6 @@
 """What every command that computes begins with: a device, a place among the other processes, a way to print.
 
-with joined(pick(config.device_type)) as here:      # leaves the job on every way out
+with joined(pick(config.device_type)) as here:    
     here.say("only rank 0 prints this")
     model.to(here.place)
 """
@@ -47,9 +47,7 @@ def joined(device: Device, out: TextIO | None = None, *, quiet: bool = False) ->
         if world.rank == 0:
             print(text, file=out or sys.stdout, flush=True)
 
-    try:
-        if not quiet:
-            say(describe(device))
-        yield Context(device, world, device.bind(world.local_rank), say)
-    finally:
-        dist.teardown()
+    if not quiet:
+        say(describe(device))
+    yield Context(device, world, device.bind(world.local_rank), say)
+    dist.teardown()  # after an error at exit (dist.init sees to it), for it may wait: the message comes first

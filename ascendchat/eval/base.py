@@ -46,8 +46,7 @@ def run(config: EvalBaseConfig) -> int:
     """The command."""
     most = None if config.max_per_task == -1 else config.max_per_task
     with joined(pick(config.device_type), sys.stderr if config.json else None) as here:
-        names = {"run": config.run, "checkpoint": config.checkpoint, "tokenizer": config.tokenizer}
-        opened = open_model(here, stage="base", attention=config.attention, **names)
+        opened = open_model(here, config, "base")
         corpora = corpora_of(config, opened) if "bpb" in config.eval else []
         bundle = Path(config.bundle or home() / "data" / "core").absolute()
         tasks = load_bundle(bundle) if "core" in config.eval else []

@@ -142,14 +142,7 @@ def run(config: EvalChatConfig) -> int:
 def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None, here: Context) -> int:
     """Open the model and the tasks, examine, print; the exit status."""
     say = here.say
-    opened = open_model(
-        here,
-        run=config.run,
-        stage=config.stage,
-        checkpoint=config.checkpoint,
-        tokenizer=config.tokenizer,
-        attention=config.attention,
-    )
+    opened = open_model(here, config, config.stage)
     tasks, missing = open_tasks(names, config.source)
     for name, why in missing.items():
         say(f"  {name:<24} MISSING: {why}")

@@ -1,6 +1,6 @@
 """A trained model ready for use: `ascendchat chat --run NAME --stage sft` finds its checkpoint here.
 
-    opened = open_model(here, run="d12", stage="sft")      # or checkpoint=FOLDER, or nothing: what was written last
+    opened = open_model(here, config, config.stage)        # --run, --checkpoint, or nothing: what was written last
     opened.model, opened.tokenizer, opened.checkpoint.state["stage"]
     opened.engine(slots=16)                                # to generate with (engine.py)
 
@@ -17,6 +17,8 @@ from typing import Any
 
 from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
+from ascendchat.config.infer import ChatConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.dist.context import Context
@@ -67,21 +69,13 @@ class Opened:
         )
 
 
-def open_model(
-    here: Context,
-    *,
-    run: str = "",
-    stage: str | None = None,
-    checkpoint: str = "",
-    tokenizer: str = "",
-    attention: str | None = None,
-) -> Opened:
-    """Find, verify and load; everything that does not fit is a UserError."""
-    device, saved = here.device, find_checkpoint(run, stage, checkpoint, here.say)
+def open_model(here: Context, config: ChatConfig | EvalChatConfig | EvalBaseConfig, stage: str | None) -> Opened:
+    """Find, verify and load what the flags name; everything that does not fit is a UserError."""
+    device, saved = here.device, find_checkpoint(config.run, stage, config.checkpoint, here.say)
     if "shape" not in saved.state:
         raise UserError(f"{saved.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(saved.state["shape"])
-    text = open_tokenizer(tokenizer_folder(tokenizer, saved), saved, shape)
+    text = open_tokenizer(tokenizer_folder(config.tokenizer, saved), saved, shape)
     model = GPT(shape, device.operators())
     weights = saved.model()
     expected = dict(model.state_dict())
@@ -99,7 +93,7 @@ def open_model(
         )
     model.load_state_dict(weights)
     model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
-    kernel, why = choose(device.type, device.dtype, shape.head_dim, attention)
+    kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention)
     return Opened(model, kernel, text, saved, settings_of(saved), why, here)
 
 

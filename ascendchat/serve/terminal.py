@@ -198,14 +198,7 @@ def run(config: ChatConfig) -> int:
 
 def talk(config: ChatConfig, here: Context) -> int:
     """One answer, or a conversation until its end."""
-    opened = open_model(
-        here,
-        run=config.run,
-        stage=config.stage,
-        checkpoint=config.checkpoint,
-        tokenizer=config.tokenizer,
-        attention=config.attention,
-    )
+    opened = open_model(here, config, config.stage)
     folder = opened.checkpoint.folder
     if config.verbose:
         here.say(f"{opened.why_kernel}\n{folder}")

@@ -282,15 +282,15 @@ class RowStage(Stage):
 
     def continue_prompts(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[str]:
         """What the model writes behind each prompt, in one line."""
-        device, seq_len = self.learner.device, self.model.shape.seq_len
+        learner, longest = self.learner, max(map(len, prompts)) + sampling.max_tokens
         engine: Generator = Engine(
             self.model,
-            self.learner.kernel,
+            learner.kernel,
             self.tokenizer,
-            device,
-            self.learner.place,
+            learner.device,
+            learner.place,
             slots=len(prompts),
-            context=seq_len,
+            context=min(longest, self.model.shape.seq_len),
             graphs=False,  # a trainer's process cannot capture on every chip
         )
         answers = engine.generate([Request(prompt, sampling) for prompt in prompts])

@@ -1,6 +1,6 @@
 """What the loop trains: the protocol Stage. base, mid, SFT, RL and fine-tuning differ only here.
 
-    class Mine(Stage): ...                # model, optimizer, steps, micro_batches, probe, loss, rates, identity, sizes
+    class Mine(Stage): ...                # what has no body below: model, optimizer, micro_batches, loss, ...
     fit(Mine(...), device, run, options)  # train/loop.py
 
 No model and no optimizer is named here: ours are in train/rows.py.

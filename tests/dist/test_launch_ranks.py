@@ -51,13 +51,13 @@ while True:
     time.sleep(0.05)
 """
 SUM = """
-import torch
+import os, torch
 from ascendchat import dist
 from ascendchat.device import pick
 world = dist.init(pick("cpu"), connect_timeout=60)
 value = torch.tensor([world.rank + 1.0])
 dist.all_reduce(value)
-print("sum", value.item(), "of", world.size, flush=True)
+os.write(1, f"sum {value.item()} of {world.size}\\n".encode())  # one write: under torchrun the ranks share a pipe
 """
 
 

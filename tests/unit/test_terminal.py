@@ -123,8 +123,8 @@ def test_a_base_model_continues_the_text_with_a_notice(
 
 
 def opened(**names: str) -> Opened:
-    device = pick("cpu")
-    return open_model(Context(device, World(), device.bind(0), lambda text: None), **names)  # type: ignore[arg-type]
+    device, config = pick("cpu"), ChatConfig(**names)  # type: ignore[arg-type]
+    return open_model(Context(device, World(), device.bind(0), lambda text: None), config, config.stage)
 
 
 def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
