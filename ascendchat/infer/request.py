@@ -10,6 +10,14 @@ from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like; grammar.py reads it."""
+
+    kind: Literal["json_schema", "json", "lark", "regex"]
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How one request chooses its tokens and when it ends."""
 
@@ -25,6 +33,11 @@ class Sampling:
     logprobs: bool = False  # report the log probability of every token
     tools: bool = True  # run calculator calls and force their results into the answer
     allowed_tokens: tuple[int, ...] = ()  # only these may be chosen, at every step; (): all
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit); -100 bars it
+    presence_penalty: float = 0.0  # taken off the logit of every token generated before
+    frequency_penalty: float = 0.0  # the same, as often as it was generated
+    top_logprobs: int = 0  # report so many of the likeliest tokens beside each token
+    grammar: Grammar | None = None  # only answers that fit it
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -63,4 +76,7 @@ class Completion:
     logprobs: list[float | None] = field(default_factory=list)  # of each id when asked for; None where forced
     forced: list[bool] = field(default_factory=list)  # of each id: put there by a tool, not chosen by the model
     finish_reason: Literal["stop", "length", "cancelled"] = "stop"
-    version: int = 0  # of the weights that wrote it, all of it
+    version: int = 0  # of the weights that wrote its first token
+    versions: list[int] = field(default_factory=list)  # of the weights that wrote each id
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each id when asked for: (token, log prob)
+    cached_tokens: int = 0  # tokens of the prompt that were still in the cache
