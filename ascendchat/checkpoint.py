@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ascendchat import dist
@@ -279,6 +279,14 @@ def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
         return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{folder / 'manifest.json'} cannot be read: {error!r}") from error
+
+
+def read_weights(content: bytes) -> dict[str, Tensor]:
+    """The tensors in the bytes of a safetensors file, as they come over a connection."""
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise Damaged(f"these bytes are not a whole safetensors file ({error})") from None
 
 
 def to_continue(folder: Path, resume: str, *, say: Callable[[str], None] = print) -> Checkpoint | None:

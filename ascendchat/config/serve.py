@@ -1,0 +1,87 @@
+"""Configs of serving: serve, bench serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ascendchat.config import option
+from ascendchat.config.infer import ModelConfig
+
+
+@dataclass(frozen=True)
+class ServeConfig(ModelConfig):
+    """A web chat and an OpenAI-compatible API for one model, on one device or several."""
+
+    host: str = "127.0.0.1"
+    "address to listen on; any other than this machine's own needs API keys (--api-key-file) or --no-auth"
+    port: int = option(8000, also=("p",), least=0, most=65535)
+    "port to listen on; 0: any free one"
+    devices: int = option(1, also=("num_gpus", "npus", "gpus"), least=1, most=1024)
+    "devices to serve from, one process each"
+    slots: int | None = option(None, also=("max_num_seqs",), least=1, most=1e5)
+    "answers generated at the same time on each device; by default 16 on a CPU, 64 elsewhere"
+    context: int | None = option(None, also=("max_model_len",), least=16, most=1e6)
+    "most tokens of prompt and answer together; by default the row length of training"
+    model_name: str = option("", also=("served_model_name",))
+    "name of the model in the API; by default run/stage"
+    temperature: float = option(0.6, also=("t",), least=0, most=10)
+    "temperature where a request names none; 0 always takes the likeliest token"
+    top_k: int = option(50, also=("k",), least=0, most=1e7)
+    "choose among this many tokens where a request says nothing; 0: all"
+    max_tokens: int = option(512, also=("m",), least=1, most=1e6)
+    "tokens of an answer where a request names no limit"
+    max_queue: int = option(256, least=0, most=1e6)
+    "requests that may wait for a free slot; what comes beyond is turned away with 503 and Retry-After"
+    queue_timeout: float = option(60.0, above=0, most=1e6)
+    "seconds that a request may wait for its first token"
+    request_timeout: float = option(600.0, above=0, most=1e6)
+    "seconds that an answer may take"
+    max_body: int = option(4194304, least=1024, most=1e10)
+    "bytes of a request at most"
+    rate_limit: float = option(0.0, least=0, most=1e9)
+    "requests per minute for each API key, or address where there are no keys; 0: no limit"
+    api_key_file: str = ""
+    "file with one API key per line; by default the keys in $ASCENDCHAT_API_KEYS, separated by commas, if any"
+    no_auth: bool = False
+    "listen beyond this machine without keys: everyone who reaches the port can use the model"
+    allowed_host: tuple[str, ...] = ()
+    "further names by which browsers may address this server, such as that of a reverse proxy"
+    cors_origin: tuple[str, ...] = ()
+    "web pages of these origins may use the API, such as https://example.org"
+    log_messages: bool = False
+    "write what was asked and answered into the access log"
+    weight_updates: bool = False
+    "let a trainer pause the server and replace its weights; needs a key"
+    web: bool = True
+    "serve the web page at /"
+    drain: float = option(30.0, least=0, most=1e6)
+    "seconds that running answers get to finish when the server is stopped"
+    compile: bool | None = None
+    "torch.compile of the decoding steps on or off; by default on where it is sound"
+
+
+@dataclass(frozen=True)
+class BenchServeConfig:
+    """Load a running server with streaming requests: first token, gap between tokens, tokens per second."""
+
+    url: str = "http://127.0.0.1:8000"
+    "address of the server"
+    api_key_file: str = ""
+    "file whose first line is the API key; by default the first key in $ASCENDCHAT_API_KEYS, if any"
+    arrivals: Literal["closed", "poisson"] = "closed"
+    "closed: --concurrency clients, each asks again when answered; poisson: --rate requests per second"
+    concurrency: int = option(16, also=("c",), least=1, most=1e5)
+    "clients at the same time, or the most requests under way at once with poisson"
+    rate: float = option(4.0, above=0, most=1e6)
+    "requests per second with poisson"
+    seconds: float = option(30.0, above=0, most=1e6)
+    "how long requests are sent"
+    prompt_tokens: int = option(64, least=1, most=1e6)
+    "tokens of each prompt"
+    max_tokens: int = option(64, least=1, most=1e6)
+    "tokens of each answer"
+    seed: int = option(0, least=0, most=1e18)
+    "of prompts and arrivals"
+    json: bool = False
+    "print one JSON object instead of a table"
