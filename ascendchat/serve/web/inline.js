@@ -25,7 +25,7 @@ export function safeAddress(raw) {
 
 export function makeLink(address, ...children) {
   const safety = { target: "_blank", rel: "noopener noreferrer nofollow" };
-  return make("a", { href: address, title: address, dir: "auto", ...safety }, ...children);
+  return make("a", { href: address, title: address, ...safety }, ...children);
 }
 
 /** text -> a fragment. toolChip(number) makes the node that stands for a tool call inside the text. */
@@ -141,7 +141,7 @@ class Inline {
     }
     const inside = this.text.slice(begin, end).replace(/\n/g, " ").replace(/\ue000\d*\ue001?/g, "");
     const padded = inside.length > 2 && inside.startsWith(" ") && inside.endsWith(" ");
-    return this.add(make("code", { dir: "auto" }, padded ? inside.slice(1, -1) : inside), end + length);
+    return this.add(make("code", {}, padded ? inside.slice(1, -1) : inside), end + length);
   }
 
   dollar() {

@@ -1,6 +1,6 @@
 // Markdown -> DOM, a block at a time. A streamed answer grows at its end only, so every block but the last is made once
 // and never touched again. Nothing here parses HTML: a tag that a model writes is shown as it was written.
-import { icon, make } from "./dom.js";
+import { directionOf, icon, make } from "./dom.js";
 import { fillCode } from "./highlight.js";
 import { renderInline } from "./inline.js";
 import { renderMaths } from "./maths.js";
@@ -96,7 +96,7 @@ function nextBlock(lines, start, depth) {
   if (heading) {
     const level = Math.min(6, heading[1].length + 2); // the page's own headings are h1 and h2
     const text = (heading[2] ?? "").replace(/[ \t]+#{1,6}[ \t]*$/, "");
-    return block("heading", start + 1, (chip) => make(`h${level}`, { dir: "auto" }, renderInline(text, chip)));
+    return block("heading", start + 1, (chip) => make(`h${level}`, { dir: directionOf(text) }, renderInline(text, chip)));
   }
   if (RULE.test(line)) return block("rule", start + 1, () => make("hr"));
   if (depth < MOST_DEPTH) {
@@ -142,7 +142,7 @@ function mathsBlock(lines, start) {
     if (/\S/.test(lines[end].slice(close + closing.length).replace(/[.,;]/, ""))) return null; // text follows: a paragraph
     const text = lines.slice(start, end + 1).join("\n").trim().replace(/[.,;]$/, "");
     const inside = environment ? text : text.slice(opening.length, -closing.length);
-    return block("maths", end + 1, () => make("div", { class: "maths-block", tabindex: "0" }, renderMaths(inside, true)));
+    return block("maths", end + 1, () => make("div", { class: "maths-block" }, renderMaths(inside, true)));
   }
   return null;
 }
@@ -152,7 +152,7 @@ function quoteBlock(lines, start, depth) {
   while (end < lines.length && QUOTE.test(lines[end])) end += 1;
   const inside = lines.slice(start, end).map((line) => line.replace(QUOTE, ""));
   return block("quote", end, (chip) => {
-    const quote = make("blockquote", { dir: "auto" });
+    const quote = make("blockquote", { dir: directionOf(inside.find((line) => /\p{L}/u.test(line)) ?? "") });
     drawBlocks(quote, inside, depth + 1, chip, false);
     return quote;
   });
@@ -192,14 +192,15 @@ function listBlock(lines, start, depth) {
   }
   return block("list", line, (chip) => {
     const start = isBullet(first) ? null : Number.parseInt(first[2], 10);
-    const list = make(isBullet(first) ? "ul" : "ol", { dir: "auto", start: start === 1 ? null : start });
+    const dir = directionOf(items[0].lines.join(" "));
+    const list = make(isBullet(first) ? "ul" : "ol", { dir, start: start === 1 ? null : start });
     for (const item of items) list.append(makeItem(item.lines, depth, chip, !loose));
     return list;
   });
 }
 
 function makeItem(lines, depth, chip, tight) {
-  const element = make("li", { dir: "auto" });
+  const element = make("li");
   const task = /^\[([ xX])\] /.exec(lines[0]);
   if (task) {
     element.className = "task";
@@ -241,7 +242,8 @@ function tableBlock(lines, start) {
     const row = (line, tag) => {
       const found = cells(line);
       const scope = tag === "th" ? "col" : null;
-      const cell = (side, i) => make(tag, { dir: "auto", class: side, scope }, renderInline(found[i] ?? "", chip));
+      const fill = (text, side) => make(tag, { dir: directionOf(text), class: side, scope }, renderInline(text, chip));
+      const cell = (side, i) => fill(found[i] ?? "", side);
       return make("tr", {}, ...sides.map(cell));
     };
     const body = make("tbody", {}, ...lines.slice(start + 2, end).map((line) => row(line, "td")));
@@ -262,5 +264,5 @@ function paragraphBlock(lines, start, depth) {
   let end = start + 1;
   while (end < lines.length && /\S/.test(lines[end]) && !(depth < MOST_DEPTH && beginsBlock(lines, end))) end += 1;
   const text = lines.slice(start, end).join("\n").trim();
-  return block("paragraph", end, (chip) => make("p", { dir: "auto" }, renderInline(text, chip)), { text });
+  return block("paragraph", end, (chip) => make("p", { dir: directionOf(text) }, renderInline(text, chip)), { text });
 }

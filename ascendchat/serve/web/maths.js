@@ -5,6 +5,7 @@ import { make } from "./dom.js";
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const MOST_CHARACTERS = 3000;
 const MOST_DEPTH = 24;
+const LONG = 80; // characters of source: a formula in a line of text that may not fit a phone
 
 const table = (text) => new Map(text.trim().split(/\s+/).map((pair) => pair.split("=")).map(([k, ...v]) => [k, v.join("=")]));
 
@@ -36,12 +37,13 @@ const DOUBLED = new Map(Object.entries({ C: "ℂ", H: "ℍ", N: "ℕ", P: "ℙ",
 const NOTHING = new Set(["displaystyle", "textstyle", "limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "big", "Big",
   "bigg", "Bigg", "biggl", "biggr", "nonumber", "notag", "middle"]);
 
-/** A formula as a <math> element, or its source in <code>. */
+/** A formula as a <math> element (in a box of its own that scrolls, where it is long), or its source in <code>. */
 export function renderMaths(source, display) {
   try {
     if (source.length > MOST_CHARACTERS) throw new Error("too long");
     const row = new Parser(source, display).whole();
-    return element("math", { display: display ? "block" : "inline", alttext: source.trim() }, row);
+    const maths = element("math", { display: display ? "block" : "inline", alttext: source.trim() }, row);
+    return display || source.length > LONG ? make("span", { class: "maths-box", tabindex: "0" }, maths) : maths;
   } catch {
     return make("code", { class: "maths-source", dir: "ltr" }, source.trim());
   }

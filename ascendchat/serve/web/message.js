@@ -14,7 +14,7 @@ export class MessageView {
     this.actions = actions;
     this.cost = 0;
     this.waiting = false;
-    this.content = make("div", { class: "content", dir: "auto" });
+    this.content = make("div", { class: "content", dir: node.role === "user" ? "auto" : null });
     this.notes = make("div", { class: "notes" });
     this.tools = make("div", { class: "message-tools" });
     const heading = say(make("h2", { class: "sr" }), node.role === "user" ? "you" : "model");
