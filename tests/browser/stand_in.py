@@ -20,7 +20,9 @@ import ascendchat
 
 WEB = Path(ascendchat.__file__).parent / "serve" / "web"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-POLICY = "default-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'; base-uri 'none'; object-src 'none'"
+POLICY = (
+    "default-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'; base-uri 'none'; object-src 'none'"
+)
 WAIT = object()
 Piece = Any  # str: text; bytes: sent as they are; dict: fields of the delta; WAIT
 

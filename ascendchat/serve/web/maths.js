@@ -26,7 +26,7 @@ const INTEGRALS = table("int=∫ iint=∬ iiint=∭ oint=∮");
 const NAMED = new Set(`sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp det dim ker deg arg gcd
   hom Pr mod`.split(/\s+/));
 const LIMITS = new Set("lim max min sup inf limsup liminf argmax argmin".split(" "));
-const ACCENTS = table("hat=^ widehat=^ bar=‾ overline=‾ vec=→ overrightarrow=→ tilde=~ widetilde=~ dot=˙ ddot=¨ overbrace=⏞");
+const ACCENTS = table("hat=^ widehat=^ bar=¯ overline=¯ vec=→ overrightarrow=→ tilde=~ widetilde=~ dot=˙ ddot=¨ overbrace=⏞");
 const BELOW = table("underline=_ underbrace=⏟");
 const SPACES = new Map([[",", ".167em"], [":", ".222em"], [">", ".222em"], [";", ".278em"], ["!", "0em"], [" ", ".25em"],
   ["quad", "1em"], ["qquad", "2em"], ["enspace", ".5em"], ["thinspace", ".167em"]]);

@@ -105,7 +105,7 @@ export function switchLanguage() {
 
 /** The words for a name, with {places} filled; numbers as the language writes them. */
 export function words(name, values = {}) {
-  const written = (value) => (typeof value === "number" ? number(value) : String(value));
+  const written = (value) => (typeof value === "number" ? number(value, 2) : String(value));
   return WORDS[language][name].replace(/\{(\w+)\}/g, (_, place) => written(values[place]));
 }
 
