@@ -23,6 +23,18 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 POLICY = (
     "default-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'; base-uri 'none'; object-src 'none'"
 )
+MODEL = {
+    **{
+        "context": 2048,
+        "device": "Ascend 910B",
+        "devices": 1,
+        "stage": "sft",
+        "chats": True,
+        "step": 400,
+        "version": 0,
+    },
+    "defaults": {"temperature": 0.6, "top_k": 50, "max_tokens": 512},
+}
 WAIT = object()
 Piece = Any  # str: text; bytes: sent as they are; dict: fields of the delta; WAIT
 
@@ -43,10 +55,7 @@ class StandIn:
         self.asked: list[dict[str, Any]] = []  # bodies of the chat requests
         self.left = threading.Event()  # a reader hung up in the middle of an answer
         self.key = ""  # what Authorization must carry, if anything
-        self.model: dict[str, Any] = {
-            "context": 2048, "device": "Ascend 910B", "devices": 1, "stage": "sft", "chats": True, "step": 400,
-            "version": 0, "defaults": {"temperature": 0.6, "top_k": 50, "max_tokens": 512},
-        }  # fmt: skip
+        self.model: dict[str, Any] = {**MODEL}
         self.name = "d12/sft"
         self._gate = threading.Semaphore(0)
         self._http = _Listener(("127.0.0.1", 0), _Handler)

@@ -179,6 +179,19 @@ def test_a_busy_server_is_tried_again_and_a_broken_stream_keeps_its_text(chat: V
     assert [len(asked["messages"]) for asked in server.asked] == [1, 1, 1]
 
 
+def test_an_answer_that_a_reload_cut_off_can_be_asked_again(chat: Visit, server: StandIn) -> None:
+    server.say(WAIT, "never seen")
+    chat.send("Hi")
+    chat.until("document.querySelector('.running')")
+    chat.page.reload()
+    server.say("seen")
+    chat.page.get_by_role("button", name="Try again").click()
+    chat.page.locator(".assistant", has_text="seen").wait_for()
+    chat.finished()
+    assert (chat.questions(), chat.answers()) == (["Hi"], ["seen"])
+    assert server.asked[-1]["messages"] == [{"role": "user", "content": "Hi"}]
+
+
 def test_language_and_theme_follow_the_browser_and_the_reader(chromium: Any, server: StandIn) -> None:
     with visit(chromium, server.url, locale="zh-CN", color_scheme="dark") as chat:
         page = chat.page

@@ -3,7 +3,7 @@ import { streamChat } from "./chat.js";
 
 const MOST_CHARACTERS = 1_000_000; // an answer that does not end is stopped
 
-/** Add an event of the stream to the answer. A tool call is a place in the text, so that it stands where it was made. */
+/** Add an event to the answer. A tool call is a place in the text, so that it stands where it was made. */
 export function take(node, event) {
   if (event.text) node.text += event.text.replace(/[\ue000\ue001]/g, "\ufffd");
   const last = node.tools.at(-1);

@@ -64,7 +64,8 @@ function showFrame() {
     const shown = conversation === current;
     const name = make("span", { dir: "auto" }, conversation.title || words("untitled"));
     const open = () => openConversation(conversation);
-    return make("li", {}, make("button", { type: "button", "aria-current": shown ? "true" : null, on: { click: open } }, name));
+    const attributes = { type: "button", "aria-current": shown ? "true" : null, on: { click: open } };
+    return make("li", {}, make("button", attributes, name));
   });
   find("conversations").replaceChildren(...(items.length ? items : [say(make("li", { class: "none" }), "none")]));
   showStatus();
@@ -120,7 +121,8 @@ function keep(conversation) {
 function openConversation(conversation) {
   state.current = conversation;
   state.following = true;
-  history.replaceState(null, "", conversation.nodes.length ? `#${conversation.id}` : location.pathname + location.search);
+  const address = conversation.nodes.length ? `#${conversation.id}` : location.pathname + location.search;
+  history.replaceState(null, "", address);
   closeDrawer();
   show();
   if (!touch.matches) composer.focus();
@@ -308,7 +310,8 @@ function showSettings() {
     state.askKey = false;
     connect();
   };
-  openSettings({ settings: state.settings, defaults: state.model?.defaults ?? {}, askKey: state.askKey, save: keepSettings });
+  const { settings, askKey, model } = state;
+  openSettings({ settings, askKey, defaults: model?.defaults ?? {}, save: keepSettings });
 }
 
 async function connect() {
@@ -350,7 +353,9 @@ find("theme").addEventListener("click", () => {
   window.ascendchatTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
 });
 find("skip").addEventListener("click", (event) => { event.preventDefault(); composer.focus(); });
-for (const button of document.querySelectorAll(".try")) button.addEventListener("click", () => sendMessage(button.textContent));
+for (const button of document.querySelectorAll(".try")) {
+  button.addEventListener("click", () => sendMessage(button.textContent));
+}
 find("messages").addEventListener("click", (event) => {
   const button = event.target.closest(".copy-code");
   if (button) copied(button, button.closest(".code").querySelector("code").source);

@@ -5,7 +5,8 @@ import { label, say, words } from "./strings.js";
 /** Resolves to the text of the field (or true, where there is none) when confirmed, and to null when not. */
 export function question({ title, text, value, field, confirm, danger }) {
   return new Promise((resolve) => {
-    const input = value === undefined ? null : make("input", { type: "text", id: "question-input", maxlength: "80", dir: "auto" });
+    const attributes = { type: "text", id: "question-input", maxlength: "80", dir: "auto" };
+    const input = value === undefined ? null : make("input", attributes);
     if (input) input.value = value;
     const cancel = say(make("button", { type: "button", class: "plain" }), "cancel");
     const accept = say(make("button", { class: `plain ${danger ? "danger" : "primary"}` }), confirm);
@@ -38,8 +39,8 @@ export function openSettings({ settings, defaults, askKey, save }) {
   const fields = form.elements;
   for (const name of Object.keys(NUMBERS)) {
     fields[name].value = settings[name] ?? "";
-    const usual = defaults[name] ?? null;
-    fields[name].placeholder = usual === null ? "" : words("byDefault", { value: name === "top_k" && !usual ? words("all") : usual });
+    const usual = name === "top_k" && defaults[name] === 0 ? words("all") : defaults[name] ?? null;
+    fields[name].placeholder = usual === null ? "" : words("byDefault", { value: usual });
   }
   fields.system.value = settings.system;
   find("key-field").hidden = !askKey;

@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** make("a", { class: "x", href: "…", on: { click } }, "text", child): attributes that are null or false are left out. */
+/** make("a", { class: "x", on: { click } }, "text", child): attributes that are null or false are left out. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -67,7 +67,7 @@ export const withoutBidi = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u2
 const STRONG = /\p{L}/u;
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
 
-/** The direction of a text by its first letter, as dir="auto" has it; that costs a browser quadratic time in long texts. */
+/** The direction of a text by its first letter: dir="auto" does the same, in quadratic time for long texts. */
 export function directionOf(text) {
   const letter = STRONG.exec(text);
   return letter && RIGHT_TO_LEFT.test(letter[0]) ? "rtl" : "ltr";

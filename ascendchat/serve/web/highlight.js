@@ -5,16 +5,25 @@ import { make } from "./dom.js";
 const MOST_CHARACTERS = 50_000; // a longer block is shown plain
 const BIDI = /([\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069])/;
 
-const words = (text) => new Set(text.split(" "));
+const words = (text) => new Set(text.split(/\s+/));
 
 const KEYWORDS = {
-  python: words("False None True and as assert async await break case class continue def del elif else except finally for from global if import in is lambda match nonlocal not or pass raise return try while with yield self"),
-  javascript: words("async await break case catch class const continue debugger default delete do else export extends false finally for from function if import in instanceof let new null of return static super switch this throw true try typeof undefined var void while yield interface type enum implements"),
+  python: words(`False None True and as assert async await break case class continue def del elif else except finally
+    for from global if import in is lambda match nonlocal not or pass raise return try while with yield self`),
+  javascript: words(`async await break case catch class const continue debugger default delete do else export extends
+    false finally for from function if import in instanceof let new null of return static super switch this throw true
+    try typeof undefined var void while yield interface type enum implements`),
   json: words("true false null"),
-  bash: words("if then else elif fi for while until do done case esac in function return export local echo cd exit set source sudo"),
-  c: words("alignas auto bool break case catch char class const constexpr continue default delete do double else enum explicit extern false float for friend if inline int long namespace new noexcept nullptr operator private protected public return short signed sizeof static struct switch template this throw true try typedef typename union unsigned using virtual void volatile while size_t std string vector"),
-  sql: words("select from where and or not in is null as join left right inner outer full on group by order having limit offset insert into values update set delete create table drop alter index primary key foreign references distinct union all case when then else end exists between like count sum avg min max with asc desc"),
-  html: words(""),
+  bash: words(`if then else elif fi for while until do done case esac in function return export local echo cd exit set
+    source sudo`),
+  c: words(`alignas auto bool break case catch char class const constexpr continue default delete do double else enum
+    explicit extern false float for friend if inline int long namespace new noexcept nullptr operator private
+    protected public return short signed sizeof static struct switch template this throw true try typedef
+    typename union unsigned using virtual void volatile while size_t std string vector`),
+  sql: words(`select from where and or not in is null as join left right inner outer full on group by order having limit
+    offset insert into values update set delete create table drop alter index primary key foreign references
+    distinct union all case when then else end exists between like count sum avg min max with asc desc`),
+  html: new Set(),
 };
 
 const DOUBLE = String.raw`"(?:[^"\\\n]|\\.)*"?`;

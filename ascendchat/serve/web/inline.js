@@ -153,7 +153,8 @@ class Inline {
     for (let end = inside.indexOf("$"); end >= 0; end = inside.indexOf("$", end + 1)) {
       if (inside[end - 1] === "\\") continue;
       if (display) {
-        if (end > 0 && inside[end + 1] === "$") return this.add(renderMaths(inside.slice(0, end), true), begin + end + 2);
+        if (end === 0 || inside[end + 1] !== "$") continue;
+        return this.add(renderMaths(inside.slice(0, end), true), begin + end + 2);
       } else {
         // "$5 and $10" is money: maths does not end after a space, nor before a digit.
         if (end === 0 || /\s/.test(inside[end - 1]) || /\d/.test(text[begin + end + 1] ?? "")) return false;

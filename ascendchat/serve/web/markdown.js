@@ -96,7 +96,8 @@ function nextBlock(lines, start, depth) {
   if (heading) {
     const level = Math.min(6, heading[1].length + 2); // the page's own headings are h1 and h2
     const text = (heading[2] ?? "").replace(/[ \t]+#{1,6}[ \t]*$/, "");
-    return block("heading", start + 1, (chip) => make(`h${level}`, { dir: directionOf(text) }, renderInline(text, chip)));
+    const makeIt = (chip) => make(`h${level}`, { dir: directionOf(text) }, renderInline(text, chip));
+    return block("heading", start + 1, makeIt);
   }
   if (RULE.test(line)) return block("rule", start + 1, () => make("hr"));
   if (depth < MOST_DEPTH) {
@@ -116,7 +117,7 @@ function codeBlock(lines, start, [, mark, info]) {
   };
   let end = start + 1;
   while (end < lines.length && !isEnd(lines[end])) end += 1;
-  const body = lines.slice(start + 1, end).map((line) => line.slice(Math.min(indent, Math.max(0, line.search(/\S/)))));
+  const body = lines.slice(start + 1, end).map((line) => line.slice(Math.min(indent, indentOf(line))));
   const text = body.join("\n");
   const language = info.trim().split(/[\s{]/)[0].slice(0, 20).toLowerCase();
   return block("code", Math.min(end + 1, lines.length), () => makeCode(text, language), { text, language });
@@ -127,7 +128,8 @@ function makeCode(text, language) {
   fillCode(code, text, language);
   const copy = label(make("button", { type: "button", class: "quiet copy-code" }, icon("copy")), "copyCode");
   const head = make("div", { class: "code-head" }, make("span", {}, language), copy);
-  return make("div", { class: "code", dir: "ltr" }, head, label(make("pre", { tabindex: "0", role: "group" }, code), "code"));
+  const body = label(make("pre", { tabindex: "0", role: "group" }, code), "code");
+  return make("div", { class: "code", dir: "ltr" }, head, body);
 }
 
 function mathsBlock(lines, start) {
@@ -139,7 +141,8 @@ function mathsBlock(lines, start) {
     const from = end === start ? lines[end].indexOf(opening) + opening.length : 0;
     const close = lines[end].indexOf(closing, from);
     if (close < 0) continue;
-    if (/\S/.test(lines[end].slice(close + closing.length).replace(/[.,;]/, ""))) return null; // text follows: a paragraph
+    const after = lines[end].slice(close + closing.length).replace(/[.,;]/, "");
+    if (/\S/.test(after)) return null; // a paragraph
     const text = lines.slice(start, end + 1).join("\n").trim().replace(/[.,;]$/, "");
     const inside = environment ? text : text.slice(opening.length, -closing.length);
     return block("maths", end + 1, () => make("div", { class: "maths-block" }, renderMaths(inside, true)));
@@ -223,7 +226,8 @@ function cells(line) {
 
 function isTable(lines, start) {
   const next = lines[start + 1];
-  if (next === undefined || !lines[start].includes("|") || !/^[ \t|:-]+$/.test(next) || !next.includes("-")) return false;
+  if (next === undefined || !lines[start].includes("|")) return false;
+  if (!/^[ \t|:-]+$/.test(next) || !next.includes("-")) return false;
   if (next.length > 10_000 || lines[start].length > 100_000) return false;
   const marks = cells(next);
   return marks.length <= MOST_COLUMNS && marks.every((mark) => /^:?-+:?$/.test(mark)) &&

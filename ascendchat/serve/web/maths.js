@@ -7,7 +7,8 @@ const MOST_CHARACTERS = 3000;
 const MOST_DEPTH = 24;
 const LONG = 80; // characters of source: a formula in a line of text that may not fit a phone
 
-const table = (text) => new Map(text.trim().split(/\s+/).map((pair) => pair.split("=")).map(([k, ...v]) => [k, v.join("=")]));
+/** "alpha=α beta=β" -> a Map */
+const table = (text) => new Map(text.trim().split(/\s+/).map((pair) => pair.split("=")));
 
 const IDENTIFIERS = table(`alpha=α beta=β gamma=γ delta=δ epsilon=ϵ varepsilon=ε zeta=ζ eta=η theta=θ vartheta=ϑ iota=ι
   kappa=κ lambda=λ mu=μ nu=ν xi=ξ pi=π varpi=ϖ rho=ρ varrho=ϱ sigma=σ varsigma=ς tau=τ upsilon=υ phi=ϕ varphi=φ chi=χ
@@ -26,16 +27,21 @@ const INTEGRALS = table("int=∫ iint=∬ iiint=∭ oint=∮");
 const NAMED = new Set(`sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp det dim ker deg arg gcd
   hom Pr mod`.split(/\s+/));
 const LIMITS = new Set("lim max min sup inf limsup liminf argmax argmin".split(" "));
-const ACCENTS = table("hat=^ widehat=^ bar=¯ overline=¯ vec=→ overrightarrow=→ tilde=~ widetilde=~ dot=˙ ddot=¨ overbrace=⏞");
+const ACCENTS = table(`hat=^ widehat=^ bar=¯ overline=¯ vec=→ overrightarrow=→ tilde=~ widetilde=~ dot=˙
+  ddot=¨ overbrace=⏞`);
 const BELOW = table("underline=_ underbrace=⏟");
-const SPACES = new Map([[",", ".167em"], [":", ".222em"], [">", ".222em"], [";", ".278em"], ["!", "0em"], [" ", ".25em"],
-  ["quad", "1em"], ["qquad", "2em"], ["enspace", ".5em"], ["thinspace", ".167em"]]);
-const FENCES = { matrix: ["", ""], pmatrix: ["(", ")"], bmatrix: ["[", "]"], vmatrix: ["|", "|"], Bmatrix: ["{", "}"],
-  cases: ["{", ""], smallmatrix: ["", ""], array: ["", ""] };
-const ALIGNED = new Set(["align", "align*", "aligned", "equation", "equation*", "gather", "gather*", "gathered", "split"]);
+const SPACES = new Map([
+  [",", ".167em"], [":", ".222em"], [">", ".222em"], [";", ".278em"], ["!", "0em"], [" ", ".25em"],
+  ["quad", "1em"], ["qquad", "2em"], ["enspace", ".5em"], ["thinspace", ".167em"],
+]);
+const FENCES = {
+  matrix: ["", ""], pmatrix: ["(", ")"], bmatrix: ["[", "]"], vmatrix: ["|", "|"], Bmatrix: ["{", "}"],
+  cases: ["{", ""], smallmatrix: ["", ""], array: ["", ""],
+};
+const ALIGNED = new Set("align align* aligned equation equation* gather gather* gathered split".split(" "));
 const DOUBLED = new Map(Object.entries({ C: "ℂ", H: "ℍ", N: "ℕ", P: "ℙ", Q: "ℚ", R: "ℝ", Z: "ℤ", E: "𝔼", 1: "𝟙" }));
-const NOTHING = new Set(["displaystyle", "textstyle", "limits", "nolimits", "bigl", "bigr", "Bigl", "Bigr", "big", "Big",
-  "bigg", "Bigg", "biggl", "biggr", "nonumber", "notag", "middle"]);
+const NOTHING = new Set(`displaystyle textstyle limits nolimits big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr
+  nonumber notag middle`.split(/\s+/));
 
 /** A formula as a <math> element (in a box of its own that scrolls, where it is long), or its source in <code>. */
 export function renderMaths(source, display) {
@@ -226,8 +232,11 @@ class Parser {
         return element("mrow", { class: /^(mathbf|b)/.test(name) ? "bold" : "" }, this.argument());
       case "mathbb": return this.doubled();
       case "boxed": return element("mrow", { class: "boxed" }, this.argument());
-      case "pmod": return element("mrow", {}, operator("("), element("mi", {}, "mod"), element("mspace", { width: ".3em" }),
-        this.argument(), operator(")"));
+      case "pmod": {
+        const name = element("mi", {}, "mod");
+        const space = element("mspace", { width: ".3em" });
+        return element("mrow", {}, operator("("), name, space, this.argument(), operator(")"));
+      }
       case "left": return this.fenced();
       case "begin": return this.environment();
       default: throw new Error(`\\${name} is not known`);

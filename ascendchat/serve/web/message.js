@@ -19,7 +19,8 @@ export class MessageView {
     this.tools = make("div", { class: "message-tools" });
     const heading = say(make("h2", { class: "sr" }), node.role === "user" ? "you" : "model");
     const kind = `message ${node.role}`;
-    this.element = make("article", { class: kind, "data-node": node.id }, heading, this.content, this.notes, this.tools);
+    const parts = [heading, this.content, this.notes, this.tools];
+    this.element = make("article", { class: kind, "data-node": node.id }, ...parts);
     if (node.role === "assistant") this.markdown = new MarkdownView(this.content, (place) => this.chip(place));
   }
 
@@ -46,7 +47,7 @@ export class MessageView {
     this.draw();
     this.element.classList.toggle("running", running);
     this.element.setAttribute("aria-busy", String(running));
-    this.notes.replaceChildren(...this.makeNotes());
+    this.notes.replaceChildren(...(running ? [] : this.makeNotes()));
     this.tools.replaceChildren(...(running ? [] : this.makeTools()));
   }
 
@@ -58,18 +59,22 @@ export class MessageView {
   }
 
   makeNotes() {
-    const { ended, error } = this.node;
-    if (error) {
-      const values = { message: error.message, seconds: error.wait ?? 0 };
-      const name = { key: "errorKey", network: "errorNetwork", broken: "errorBroken", server: "errorServer" }[error.kind] ??
-        (error.wait === null ? "errorBusy" : "errorBusyWait");
-      const again = say(make("button", { type: "button", class: "plain", on: { click: () => this.actions.retry(this.node) } }), "retry");
-      const enter = say(make("button", { type: "button", class: "plain", on: { click: this.actions.enterKey } }), "enterKey");
-      const text = say(make("p", { dir: "auto" }), name, values);
-      return [make("div", { class: "error", role: "alert" }, text, error.kind === "key" ? enter : again)];
-    }
+    const { role, text, ended } = this.node;
+    // Where the page was closed before the first word, nothing is known but that.
+    const lost = role === "assistant" && !text && !ended;
+    const error = this.node.error ?? (lost ? { kind: "network", message: "", wait: null } : null);
+    if (error) return [this.makeError(error)];
     const name = { stopped: "stopped", length: "cutLength", context: "cutContext", long: "tooLong" }[ended];
     return name ? [say(make("p", { class: "note" }), name)] : [];
+  }
+
+  makeError({ kind, message, wait }) {
+    const busy = wait === null ? "errorBusy" : "errorBusyWait";
+    const names = { key: "errorKey", network: "errorNetwork", broken: "errorBroken", server: "errorServer" };
+    const sentence = say(make("p", { dir: "auto" }), names[kind] ?? busy, { message, seconds: wait ?? 0 });
+    const click = kind === "key" ? this.actions.enterKey : () => this.actions.retry(this.node);
+    const button = make("button", { type: "button", class: "plain", on: { click } });
+    return make("div", { class: "error", role: "alert" }, sentence, say(button, kind === "key" ? "enterKey" : "retry"));
   }
 
   button(name, symbol, click, disabled = false) {
@@ -80,16 +85,18 @@ export class MessageView {
     const { node, actions } = this;
     const tools = [];
     if (this.place.count > 1) tools.push(this.makeVersions());
-    if (plainText(node)) tools.push(this.button("copy", "copy", (event) => copied(event.currentTarget, plainText(node))));
+    const copy = (event) => copied(event.currentTarget, plainText(node));
+    if (plainText(node)) tools.push(this.button("copy", "copy", copy));
     if (node.role === "user") tools.push(this.button("edit", "edit", () => this.edit()));
-    else if (!node.error) tools.push(this.button("regenerate", "again", () => actions.regenerate(node)));
+    else if (node.text || node.ended) tools.push(this.button("regenerate", "again", () => actions.regenerate(node)));
     return tools;
   }
 
   makeVersions() {
     const { number, count } = this.place;
     const step = (by) => () => this.actions.step(this.node, by);
-    const text = make("span", { class: "count", "aria-label": words("version", { number, count }), role: "img" }, `${number}/${count}`);
+    const name = words("version", { number, count });
+    const text = make("span", { role: "img", "aria-label": name }, `${number}/${count}`);
     const back = this.button("earlier", "left", step(-1), number === 1);
     const forth = this.button("later", "right", step(1), number === count);
     return make("span", { class: "versions" }, back, text, forth);

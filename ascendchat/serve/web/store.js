@@ -29,7 +29,7 @@ export function checked(value) {
   return { id: value.id, title, created: time(value.created), changed: time(value.changed), leaf, nodes };
 }
 
-const pick = (from, names) => Object.fromEntries(names.filter((name) => name in from).map((name) => [name, from[name]]));
+const pick = (from, names) => Object.fromEntries(names.flatMap((name) => (name in from ? [[name, from[name]]] : [])));
 
 /** All conversations that can be read, the newest first. */
 export function loadAll() {

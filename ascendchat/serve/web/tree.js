@@ -19,7 +19,10 @@ export function addNode(conversation, parent, role, text) {
   return node;
 }
 
-export const titleFrom = (text) => [...withoutBidi(text.slice(0, 400)).trim().replace(/\s+/g, " ")].slice(0, 60).join("");
+export function titleFrom(text) {
+  const line = withoutBidi(text.slice(0, 400)).trim().replace(/\s+/g, " ");
+  return [...line].slice(0, 60).join("");
+}
 
 /** From the first message to the leaf that is shown. */
 export function pathOf(conversation) {
@@ -61,7 +64,13 @@ export const fullText = (node) =>
 /** What the API is sent: the system prompt and the branch up to a node. */
 export function requestMessages(conversation, upTo, system) {
   const path = pathOf({ ...conversation, leaf: upTo });
-  const said = path.map((node) => ({ role: node.role, content: plainText(node) })).filter(({ content }) => content);
+  const said = [];
+  for (const node of path) {
+    const content = plainText(node);
+    // A question whose answer never came is one with the next: models know only turns that alternate.
+    if (said.at(-1)?.role === node.role) said.at(-1).content += `\n\n${content}`;
+    else if (content) said.push({ role: node.role, content });
+  }
   return system.trim() ? [{ role: "system", content: system }, ...said] : said;
 }
 
