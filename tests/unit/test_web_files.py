@@ -40,3 +40,12 @@ def test_every_file_that_is_named_exists() -> None:
         named |= set(re.findall(r"from \"\./([^\"]+)\"", path.read_text(encoding="utf-8")))
     assert named
     assert named | {"index.html"} == known, "missing, or never used"
+
+
+@pytest.mark.parametrize("path", WEB.glob("*.css"), ids=lambda path: path.name)
+def test_a_style_sheet_is_whole(path: Path) -> None:
+    """A browser passes over what it cannot read and says nothing."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count("{") == text.count("}")
+    for number, line in enumerate(text.splitlines(), 1):
+        assert line.count('"') % 2 == 0, f"line {number} ends inside a string"
