@@ -78,7 +78,8 @@ class Held:
     """What lies in one slot."""
 
     tokens: Tokens  # whose keys and values are there, from position 0 on
-    written: int  # positions that were written at most: also by steps too many, or before the slot was continued
+    written: int  # positions that its rings have seen at most: also by steps too many, and before it was continued
+    newest: int  # positions that its newest tokens in `raw` have seen at most
     marks: frozenset[int] = frozenset()  # borders that have their token in `raw`
     turn: int = 0  # position whose token before is at TURN; 0: none
     used: int = 0  # when: a count, not a time
@@ -87,12 +88,12 @@ class Held:
         """After prefill read these positions of a prompt, the tokens before which are here."""
         marks = frozenset(mark for mark in self.marks if mark <= start) | frozenset(borders(start, end))
         written = max(self.written, end) if start else end
-        return replace(self, tokens=prompt[:end], written=written, marks=marks, turn=end - 1)
+        return replace(self, tokens=prompt[:end], written=written, newest=end, marks=marks, turn=end - 1)
 
     def first(self, length: int) -> Held:
-        """Only the first tokens; the rings are as they are."""
-        marks = frozenset(mark for mark in self.marks if mark <= length)
-        return replace(self, tokens=self.tokens[:length], marks=marks, turn=self.turn if self.turn <= length else 0)
+        """Only the first tokens, behind which the slot will go on; the rings are as they are."""
+        marks, turn = frozenset(mark for mark in self.marks if mark <= length), self.turn if self.turn <= length else 0
+        return replace(self, tokens=self.tokens[:length], newest=length, marks=marks, turn=turn)
 
     def usable(self, prompt: Tokens, ring: int) -> tuple[int, int]:
         """How many tokens of the prompt need not be read again, and their place in `raw`; all but the last at most."""
@@ -106,7 +107,7 @@ class Held:
         choices = [(mark, mark_place(mark))]
         if self.turn <= common:
             choices.append((self.turn, TURN))
-        if end <= common and self.written <= end + 1:
+        if end <= common and self.newest <= end + 1:
             choices.append((end, (end - 1) % 2))
         length, place = max(choices)  # if the rings do not have what the longest needs, then not what others need
         if length < LEAST_REUSE or self.written > max(ring, length + 1):
@@ -114,7 +115,7 @@ class Held:
         return length, place
 
 
-NOTHING = Held(as_tokens([]), 0)
+NOTHING = Held(as_tokens([]), 0, 0)
 
 
 class Prefixes:
@@ -189,15 +190,15 @@ class Prefixes:
         """A running request has written so many positions."""
         held = self.held[slot]
         if held is not None:
-            self.held[slot] = replace(held, written=max(held.written, written))
+            self.held[slot] = replace(held, written=max(held.written, written), newest=written)
 
     def keep(self, slot: int, tokens: Sequence[int], written: int) -> None:
         """A request is over: these tokens of it are in the cache."""
         held = self.held[slot]
         if held is not None:
             self._clock += 1
-            written = max(held.written, written)
-            self.held[slot] = replace(held, tokens=as_tokens(tokens), written=written, used=self._clock)
+            self.wrote(slot, written)
+            self.held[slot] = replace(self.held[slot] or held, tokens=as_tokens(tokens), used=self._clock)
 
     def clear(self) -> None:
         """The weights have changed: nothing that was computed before may be used for a new request."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ascendchat.infer.inputs import padded_length
-from ascendchat.infer.prefix import BLOCK, Copy, Hit, Prefixes, Tokens
+from ascendchat.infer.prefix import BLOCK, LEAST_REUSE, Copy, Hit, Prefixes, Tokens
 
 PASS_TOKENS = 16384  # of one pass over prompts, padding included
 UNDECIDED = -1  # `cached` of a job that waits for another's prompt
@@ -67,7 +67,8 @@ class Reading:
         length = 0 if hit is None else hit.length
         for other in before:
             begun = max(0, other.cached)
-            if self.prefixes.promised(other.slot, begun, other.tokens, job.tokens) >= length + BLOCK:
+            worth = LEAST_REUSE if begun else BLOCK  # tokens that outweigh a pass more
+            if self.prefixes.promised(other.slot, begun, other.tokens, job.tokens) >= length + worth:
                 return
         self._copy(self.prefixes.take(job.slot, hit, free))
         job.begin(length)

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ascendchat.infer.prefix import BLOCK, LEAST_REUSE, TURN, Copy, Held, Hit, Prefixes, as_tokens, mark_place, rounds
+from ascendchat.infer.prefix import (
+    BLOCK,
+    LEAST_REUSE,
+    NOTHING,
+    TURN,
+    Copy,
+    Held,
+    Hit,
+    Prefixes,
+    as_tokens,
+    mark_place,
+    rounds,
+)
 from ascendchat.infer.reading import UNDECIDED, Part, Reading
 
 
@@ -22,7 +34,7 @@ def test_a_slot_can_go_on_exactly_where_its_rings_have_all_that_is_seen(ring: in
         for b in range(LEAST_REUSE, written + 1):
             needed = range(max(0, b - ring + 1), b)
             possible = all(places[position % ring] == position for position in needed)
-            held = Held(as_tokens(range(b)), written=written, turn=b)
+            held = Held(as_tokens(range(b)), written=written, newest=written, turn=b)
             length, _ = held.usable(as_tokens(range(b + 1)), ring)
             assert length == (b if possible else 0), (written, b)
             found.add((possible, b >= ring, written > ring))
@@ -31,7 +43,7 @@ def test_a_slot_can_go_on_exactly_where_its_rings_have_all_that_is_seen(ring: in
 
 def test_a_prompt_goes_on_at_the_end_at_the_last_turn_or_at_the_end_of_a_block() -> None:
     full = 10_000
-    held = Held(as_tokens([]), 0).read(as_tokens(range(200)), 0, 200)
+    held = NOTHING.read(as_tokens(range(200)), 0, 200)
     assert held.marks == {64, 128, 192}
     same, longer = as_tokens(range(200)), as_tokens(range(230))
     other = as_tokens([*range(150), *range(500, 600)])
@@ -41,14 +53,22 @@ def test_a_prompt_goes_on_at_the_end_at_the_last_turn_or_at_the_end_of_a_block()
     assert held.usable(as_tokens(range(130)), full) == (128, mark_place(128))
     assert held.usable(as_tokens([7, *range(1, 200)]), full) == (0, 0)
     assert held.usable(as_tokens(range(BLOCK)), full) == (0, 0), "the last token of the block is the last of the prompt"
-    decoded = Held(as_tokens(range(300)), 300, held.marks, held.turn)
+    decoded = Held(as_tokens(range(300)), 300, 300, held.marks, held.turn)
     assert decoded.usable(as_tokens(range(290)), full) == (199, TURN), "decoding marks nothing"
     assert decoded.usable(as_tokens(range(301)), full) == (300, 299 % 2)
 
 
+def test_a_copy_of_a_part_of_a_longer_slot_can_be_continued_at_its_own_end() -> None:
+    prefixes = filled(range(200), None)
+    assert prefixes.take(1, Hit(0, 128, mark_place(128)), [1]) == [Copy(0, 1, 128, mark_place(128))]
+    prefixes.read(1, as_tokens([*range(128), *range(900, 910)]), 128, 138)
+    prefixes.keep(1, [*range(128), *range(900, 914)], 143)
+    assert prefixes.find(as_tokens([*range(128), *range(900, 920)])) == Hit(1, 142, 1)
+
+
 def test_reading_behind_an_answer_leaves_a_hole_in_the_marks() -> None:
-    held = Held(as_tokens([]), 0).read(as_tokens(range(70)), 0, 70)
-    grown = Held(as_tokens(range(200)), 200, held.marks, held.turn).read(as_tokens(range(300)), 200, 300)
+    held = NOTHING.read(as_tokens(range(70)), 0, 70)
+    grown = Held(as_tokens(range(200)), 200, 200, held.marks, held.turn).read(as_tokens(range(300)), 200, 300)
     assert grown.marks == {64, 256}
     assert grown.first(100).marks == {64}
     assert grown.first(100).turn == 0
@@ -182,6 +202,13 @@ def test_samples_of_a_few_prompts_read_each_prompt_once() -> None:
     assert {(copy.source, copy.target) for group in reading.copies for copy in group} == {
         (leader, leader + more) for leader in (0, 4, 8) for more in (1, 2, 3)
     }
+
+
+def test_samples_of_a_prompt_that_is_read_in_pieces_wait_for_its_end() -> None:
+    jobs = [Asked([*range(100)]) for _ in range(3)]
+    reading, free = admitted(*jobs)
+    made = passes(reading, free, 64)
+    assert [(part.start, part.end) for parts in made for part in parts] == [(0, 64), (64, 100), (99, 100), (99, 100)]
 
 
 def test_a_shared_system_prompt_is_read_once_unless_a_ring_has_turned_by_then() -> None:
