@@ -51,6 +51,11 @@ def borders(start: int, end: int) -> range:
     return range((start // BLOCK + 1) * BLOCK, end + 1, BLOCK)
 
 
+def alike(a: Tokens, b: Tokens) -> bool:
+    """Whether two rows begin with the same tokens, as many as are worth it: most pairs are told apart here, fast."""
+    return len(a) >= LEAST_REUSE and a[:LEAST_REUSE].tobytes() == b[:LEAST_REUSE].tobytes()
+
+
 def as_tokens(tokens: Sequence[int]) -> Tokens:
     return np.asarray(tokens, dtype=np.int32)
 
@@ -97,9 +102,9 @@ class Held:
 
     def usable(self, prompt: Tokens, ring: int) -> tuple[int, int]:
         """How many tokens of the prompt need not be read again, and their place in `raw`; all but the last at most."""
-        most = min(len(self.tokens), len(prompt) - 1)
-        if most < LEAST_REUSE or not np.array_equal(self.tokens[:LEAST_REUSE], prompt[:LEAST_REUSE]):
+        if not alike(self.tokens, prompt):
             return 0, 0
+        most = min(len(self.tokens), len(prompt) - 1)
         different = np.flatnonzero(self.tokens[:most] != prompt[:most])
         common = int(different[0]) if len(different) else most
         end = len(self.tokens)
@@ -138,7 +143,7 @@ class Prefixes:
 
     def promised(self, slot: int, begun: int, coming: Tokens, prompt: Tokens) -> int:
         """Tokens of a prompt that a slot will have when the prompt `coming`, of which it has `begun`, is read."""
-        if not self.enabled:
+        if not self.enabled or not alike(coming, prompt):
             return 0
         held = self.held[slot] if begun else NOTHING
         return 0 if held is None else held.read(coming, begun, len(coming)).usable(prompt, self.ring)[0]

@@ -103,10 +103,10 @@ class Reading:
         job = part.job
         self.prefixes.read(job.slot, job.tokens, part.start, part.end)
         job.cached = part.end
-        if part.end == len(job.tokens):
-            self.jobs.remove(job)
-            return True
-        return False
+        if part.end < len(job.tokens):
+            return False
+        self.leave(job)
+        return True
 
     def leave(self, job: Entrant) -> None:
         """A request that is over, however far it came."""

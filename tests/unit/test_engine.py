@@ -222,7 +222,7 @@ def test_the_cache_is_as_large_as_the_plan_says(sizes: dict[str, object]) -> Non
     cache = Cache(shape, 3, CONTEXT, torch.bfloat16, torch.device("cpu"))
     lists = [kept for kept in vars(cache).values() if isinstance(kept, list)]
     tensors = [tensor for kept in lists for tensor in kept]
-    assert tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
     assert cache.bytes == sum(tensor.nbytes for tensor in tensors) == 4 * 2 * shape.slot_elements(CONTEXT)
 
 

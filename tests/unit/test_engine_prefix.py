@@ -299,7 +299,7 @@ def play(engine: Engine, draw: random.Random, model: GPT, count: int) -> list[Jo
 
 
 def played() -> list[object]:
-    """Every model with the usual kernel and every kernel with one model; when all tests run, all of both, and longer."""
+    """Every model with the usual kernel and every kernel with one model; when all tests run all of both, longer."""
     kernels = (Sdpa(), Reference(), Eager())
     short = [*((name, kernels[0]) for name in MODELS), *(("full", kernel) for kernel in kernels[1:])]
     every = [(name, kernel) for name in MODELS for kernel in kernels]
