@@ -16,6 +16,9 @@ What a request generates does not depend on its neighbours: its noise is a hash 
 Greedy and seeded answers are equal unless two tokens are equal to within the rounding of a matrix product, whose order
 of summation a device may choose by the number of rows.
 
+A prompt that begins as one whose tokens are still in the cache is read behind them (prefix.py, reading.py). While long
+prompts are read, in pieces, the rows that run go on.
+
 Context: prompt and answer together hold at most `context` tokens; an answer that reaches the end finishes with reason
 "length". Callers make a conversation fit first: render_prompt(tokenizer, messages, prompt_room(context, max_tokens)).
 """
@@ -34,14 +37,18 @@ from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.inputs import padded_length
+from ascendchat.infer.prefix import Prefixes, as_tokens, rounds
+from ascendchat.infer.reading import UNDECIDED, Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
 from ascendchat.infer.sampling import Mode, mode_of
+from ascendchat.infer.stream import EngineStream
 from ascendchat.infer.text import TextStream
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 
-PREFILL_TOKENS = 16384  # of one pass over new prompts, padding included
+# Prompt tokens that are read between two decoding steps, where the device works on its own and where it does not
+PREFILL_TOKENS = {True: 16384, False: 512}
 
 __all__ = ["Completion", "Engine", "Job", "Piece", "Request", "Sampling"]
 
@@ -60,6 +67,8 @@ class Job:
         self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
         self.plain = not sampling.stop and not sampling.logprobs  # all others need no look
         self.slot = -1
+        self.tokens = as_tokens(request.prompt)
+        self.cached = UNDECIDED  # tokens of the prompt that are in its slot
         self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
         self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
         self.force_from = 0  # pass whose input is the first of them
@@ -67,6 +76,10 @@ class Job:
         self.done = False
         self._fresh: list[Piece] = []
         self._read = 0  # ids that have become text
+
+    def begin(self, cached: int) -> None:
+        """Its prompt will be read behind so many tokens that the cache has."""
+        self.cached = self.completion.cached_tokens = cached
 
     def take(self) -> list[Piece]:
         """The text that came since the last call."""
@@ -96,6 +109,8 @@ class Engine:
     """Runs requests in `slots` rows of up to `context` tokens. Not for several threads: one thread steps it.
 
     `graphs`: False where nothing can be captured, as in a trainer's process on NPUs. `version`: of the model's weights.
+    `reuse`: False reads every prompt from its beginning, whatever the cache still has of it. `prefill_tokens`: so many
+    tokens of prompts, padding included, are read between two steps of the rows that run; longer prompts are cut.
     """
 
     def __init__(
@@ -111,6 +126,8 @@ class Engine:
         compiled: bool = False,
         graphs: bool = True,
         version: int = 0,
+        reuse: bool = True,
+        prefill_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}
@@ -122,6 +139,10 @@ class Engine:
         self.running: list[Job | None] = [None] * slots  # by slot
         self.ahead = 1 if device.pin else 0  # passes that run while the results of earlier ones are looked at
         self._pending: deque[PendingPass] = deque()
+        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.pin]
+        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse)
+        self.reading = Reading(self.prefixes)
+        self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -150,9 +171,11 @@ class Engine:
                 sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
                 raise ValueError(f"these weights do not fit the model: {name} is {sizes}")
         while any(self.running):
+            self._read()
             self._extend()
         for name, tensor in own.items():
             tensor.copy_(weights[name])
+        self.prefixes.clear()
         self.version = version
 
     # ---- step by step --------------------------------------------------------------------------
@@ -188,32 +211,64 @@ class Engine:
             self._finish(job, "cancelled")
 
     def step(self) -> None:
-        """Let waiting requests in, extend all rows by a token, and look at what has come back."""
-        while self._admit():
-            self._collect(self.ahead)
+        """Let waiting requests in, read prompts, extend all rows by a token, and look at what has come back."""
+        self._enter()
+        self._read()
         self._extend()
 
     # ---- passes --------------------------------------------------------------------------------
 
-    def _admit(self) -> bool:
-        """Read the prompts of the longest waiting requests that fit free slots and one pass."""
-        free = [slot for slot, job in enumerate(self.running) if job is None]  # the lowest first: a step runs a prefix
-        batch: list[Job] = []
-        width = 0
-        while self.waiting and len(batch) < len(free):
-            width = max(width, padded_length(len(self.waiting[0].request.prompt)))
-            if batch and width * (len(batch) + 1) > PREFILL_TOKENS:
-                break
-            batch.append(self.waiting.popleft())
-        if not batch:
-            return False
-        for job, slot in zip(batch, free):
-            job.slot, self.running[slot] = slot, job
+    def _enter(self) -> None:
+        """The longest waiting requests take the free slots."""
+        if not self.waiting:
+            return
+        free = self._free()
+        while self.waiting and free:
+            job = self.waiting.popleft()
+            top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
+            self.reading.enter(job, free, top)
+            free.remove(job.slot)
+            self.running[job.slot] = job
             job.completion.version = self.version  # weights may have come while it waited
-        mode = _together(batch)
-        result = self.decoder.prefill([job.request for job in batch], [job.slot for job in batch], mode)
-        self._await(batch, range(len(batch)), result)
-        return True
+
+    def _free(self) -> list[int]:
+        """The free slots; what the others have written by now is noted."""
+        for job in self.running:
+            if job is not None and job.launched:
+                self.prefixes.wrote(job.slot, self._written(job))
+        return [slot for slot, job in enumerate(self.running) if job is None]
+
+    def _written(self, job: Job) -> int:
+        """Positions that a row has written at most: the token of the newest pass is not in the cache yet. A row that
+        has all its tokens may run once more before that is seen."""
+        return len(job.tokens) + job.launched - 1 + (self.ahead if job.launched >= job.limit else 0)
+
+    def _read(self) -> None:
+        """Read prompts, in as many passes as the rows that run can wait for."""
+        left = self.prefill_tokens
+        while self.reading.jobs:
+            self._dismiss()
+            self.reading.begin(self._free())
+            for copies in rounds(self.reading.copies):
+                self.decoder.copy(copies)
+            self.reading.copies.clear()
+            parts = self.reading.next_pass(left, left == self.prefill_tokens)
+            if not parts:
+                return
+            left -= len(parts) * padded_length(max(part.end - part.start for part in parts))
+            jobs, starts, ends = zip(*parts)
+            requests, slots = [job.request for job in jobs], [job.slot for job in jobs]
+            result = self.decoder.prefill(requests, slots, _together(jobs), starts, ends)
+            whole = [column for column, part in enumerate(parts) if self.reading.done(part)]
+            if whole:
+                self._await([jobs[column] for column in whole], whole, result)
+                self._collect(self.ahead)
+
+    def _dismiss(self) -> None:
+        """Tell the decoder who is over, before the next pass."""
+        if self._left:
+            self.decoder.leave(self._left)
+            self._left = []
 
     def _extend(self) -> None:
         """All rows by a token; when there is nothing more to start, wait for the rest."""
@@ -222,13 +277,14 @@ class Engine:
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
+        self._dismiss()
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
                 self._accept(job, job.forced.popleft(), None)
             if job.forced and job.launched >= job.force_from and not job.done:
                 self.decoder.override[job.slot] = job.forced[0]
                 self._accept(job, job.forced.popleft(), None)
-        jobs = [job for job in self.running if job is not None and job.launched < job.limit]
+        jobs = [job for job in self.running if job is not None and 0 < job.launched < job.limit]
         if not jobs:
             return False
         longest = max(len(job.request.prompt) + job.launched for job in jobs)
@@ -245,7 +301,6 @@ class Engine:
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
-        over: list[Job] = []
         while len(self._pending) > leave:
             rows, fetched = self._pending.popleft()
             result = fetched()  # waits for this pass, not for the one behind it
@@ -262,10 +317,6 @@ class Engine:
                     answer.forced.append(False)
                     continue
                 self._accept(job, token, logprobs[column], number)
-                if job.done:
-                    over.append(job)
-        if over:
-            self.decoder.leave([job.slot for job in over])
 
     # ---- what a token means --------------------------------------------------------------------
 
@@ -301,46 +352,11 @@ class Engine:
         job.finish(reason)
         if job.slot >= 0 and self.running[job.slot] is job:
             self.running[job.slot] = None
-
-
-class EngineStream:
-    """The generator.Stream of one job. A step of the engine is never cut in the middle: a signal handler that closes
-    the stream during one takes effect right behind it."""
-
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self._engine, self._job = engine, job
-        self._pieces: deque[Piece] = deque()
-        self._stepping = self._closed = False
-
-    @property
-    def completion(self) -> Completion:
-        return self._job.completion
-
-    def __iter__(self) -> EngineStream:
-        return self
-
-    def __next__(self) -> Piece:
-        while not self._pieces and not self._job.done:
-            self._stepping = True
-            try:
-                self._engine.step()
-                self._pieces.extend(self._job.take())
-            finally:
-                self._stepping = False
-            if self._closed:
-                self.close()
-        if not self._pieces:
-            raise StopIteration
-        return self._pieces.popleft()
-
-    def close(self) -> None:
-        self._closed = True
-        if not self._stepping:
-            self._engine.cancel(self._job)
-            self._pieces.extend(self._job.take())
-
-    def __del__(self) -> None:  # forgotten, for instance by a loop that was left: nobody can read on
-        self._engine.cancel(self._job)
+            self._left.append(job.slot)
+            self.reading.leave(job)
+            if job.launched:  # what was read and chosen stays, for prompts that begin with it
+                there = [*job.request.prompt, *job.completion.ids][: len(job.tokens) + job.launched - 1]
+                self.prefixes.keep(job.slot, there, self._written(job))
 
 
 def _together(jobs: Sequence[Job]) -> Mode:
