@@ -14,7 +14,8 @@ from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, likeliest
 
 
 def rows(count: int, **values: float) -> Settings:
-    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0, **values}
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0}
+    usual = {**usual, "presence": 0.0, "frequency": 0.0, **values}
     whole = ("top_k", "seed")
     types = {name: torch.int64 if name in whole else torch.float32 for name in usual}
     return Settings(**{name: torch.full((count,), value, dtype=types[name]) for name, value in usual.items()})
