@@ -110,6 +110,12 @@ def running(number: int) -> bool:
         return False
 
 
+def cpu_seconds(number: int) -> float:
+    """Of a process so far."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Server:
     """`ascendchat serve` as a process of its own."""
 
