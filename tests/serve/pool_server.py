@@ -143,7 +143,14 @@ def begin(home: Path, *flags: str, **environment: str) -> Server:
         save(home)
     log = home / f"log{time.monotonic_ns()}"
     env = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "ascendchat", "serve", "--device-type=cpu", "--port=0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "ascendchat",
+        "serve",
+        "--port=0",
+        *(flags if any("device-type" in flag for flag in flags) else ("--device-type=cpu", *flags)),
+    ]
     with log.open("wb") as file:
         return Server(subprocess.Popen(command, env=env, cwd=ROOT, stderr=file, stdout=file), log)
 
