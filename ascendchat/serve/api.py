@@ -21,6 +21,7 @@ from ascendchat.data.chat import render_prompt
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.request import Request as Prompt
 from ascendchat.infer.request import Sampling
+from ascendchat.serve import weights
 from ascendchat.serve.pool import Overloaded, Pool, Ticket
 
 WEB = Path(__file__).parent / "web"
@@ -83,6 +84,9 @@ def application(service: Service) -> FastAPI:
                 "usage": usage(len(ticket.request.prompt), count),
             }
         )
+
+    if service.config.weight_updates:
+        app.include_router(weights.routes(service))
 
     @app.get("/")
     async def index() -> Response:
