@@ -115,8 +115,9 @@ NO_MODEL = "model_not_found"
 
 
 async def prepared(request: Request, make: Callable[[Service, Given], Made], service: Service, body: Given) -> Made:
-    """make(service, body), in a thread when it is long: a large prompt must not hold up the others' answers."""
-    if int(request.headers.get("content-length") or LONG) < LONG:
+    """make(service, body), in a thread when it takes long: large prompts and schemas must not hold up other answers."""
+    compiles = isinstance(body, ChatRequest) and bool(body.tools or body.response_format)
+    if not compiles and int(request.headers.get("content-length") or LONG) < LONG:
         return make(service, body)
     return await asyncio.to_thread(make, service, body)
 
