@@ -142,13 +142,6 @@ class Engine:
         self.waiting.append(job)
         return job
 
-    def pause(self, mode: str) -> None:
-        """Placeholder of the seam: the branch `sampling` has it."""
-        raise ValueError(f"pause {mode!r} is not there yet")
-
-    def resume(self) -> None:
-        """See pause."""
-
     def _job(self, request: Request) -> Job:
         prompt, sampling = request.prompt, request.sampling
         if not prompt or min(prompt) < 0 or max(prompt) >= self.vocab:
@@ -232,7 +225,8 @@ class Engine:
     def _allowed(self, jobs: Sequence[Job]) -> np.ndarray:
         """(jobs, V) bool: what each may choose next, by its grammar and its allowed_tokens."""
         if any(job.matcher is not None for job in jobs):
-            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs])
+            left = [job.limit - len(job.completion.ids) for job in jobs]
+            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs], left)
         else:
             allowed = np.ones((len(jobs), self.vocab), dtype=np.bool_)
         for row, job in zip(allowed, jobs):
