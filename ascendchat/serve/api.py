@@ -131,7 +131,8 @@ def application(service: Service) -> FastAPI:
     app.include_router(completion_routes(service))
     app.include_router(token_routes(service))
     app.include_router(version_routes())
-    app.include_router(page_routes())
+    if service.config.web:
+        app.include_router(page_routes())
     described(app)
     return app
 
@@ -223,16 +224,16 @@ def version_routes() -> APIRouter:
 def page_routes() -> APIRouter:
     """The web page; not part of the API document."""
     router = APIRouter(include_in_schema=False)
+    known = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
 
     @router.get("/")
     async def index() -> Response:
-        return FileResponse(WEB / "index.html")
+        return await page("index.html")
 
     @router.get("/web/{name}")
-    async def web(name: str) -> Response:
-        known = {path.name: path for path in WEB.iterdir() if path.is_file()}
+    async def page(name: str) -> Response:
         if name not in known:
-            raise Problem(404, f"there is nothing at /web/{name}")
+            raise Problem(404, f"there is no page {name}")
         return FileResponse(known[name])
 
     return router
