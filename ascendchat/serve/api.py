@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from ascendchat import __version__
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.serve import errors
+from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
 from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described
 from ascendchat.serve.errors import Problem
@@ -71,7 +71,7 @@ class Service:
     @property
     def version(self) -> int:
         """Of the weights that were loaded last."""
-        return self.pool.last[1] if self.pool.last else 0
+        return self.pool.version
 
     @property
     def fingerprint(self) -> str:
@@ -96,7 +96,7 @@ class Service:
         except Overloaded as error:
             for ticket in tickets:
                 ticket.cancel()
-            raise Problem.of(error, self.pool) from None
+            raise Problem.of(error) from None
         return tickets
 
     def answer_about(self, body: SamplingFields) -> About:
@@ -131,6 +131,8 @@ def application(service: Service) -> FastAPI:
     app.include_router(completion_routes(service))
     app.include_router(token_routes(service))
     app.include_router(version_routes())
+    if service.config.weight_updates:
+        app.include_router(weights.routes(service))
     if service.config.web:
         app.include_router(page_routes())
     described(app)
@@ -146,14 +148,14 @@ def completion_routes(service: Service) -> APIRouter:
         """The assistant's next turn."""
         asked = await prepared(request, chat_prompts, service, body)
         answers, streams = ChatAnswers(service.answer_about(body), asked), bool(body.stream)
-        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+        return Reply(service.submit(asked, streams), answers, streams=streams)
 
     @router.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """A text continued."""
         asked = await prepared(request, completion_prompts, service, body)
         answers, streams = TextAnswers(service.answer_about(body), asked), bool(body.stream)
-        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+        return Reply(service.submit(asked, streams), answers, streams=streams)
 
     @router.post("/v1/responses", responses=RESPONSE)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -161,7 +163,7 @@ def completion_routes(service: Service) -> APIRouter:
         chat = chat_request(body)
         asked = await prepared(request, chat_prompts, service, chat)
         answers, streams = ResponseAnswers(service.answer_about(chat), asked, body), bool(body.stream)
-        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+        return Reply(service.submit(asked, streams), answers, streams=streams)
 
     @router.get("/v1/models", responses=MODELS)
     async def models() -> Response:
