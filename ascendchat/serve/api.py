@@ -46,10 +46,6 @@ def application(service: Service) -> FastAPI:
     """All routes."""
     app = FastAPI(title="ascendchat", docs_url=None, redoc_url=None)
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {"status": "ready" if service.pool.ready else "starting"}
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card(service)]}

@@ -10,6 +10,7 @@ pool.py starts the workers, api.py is the application; uvicorn speaks HTTP.
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import sys
@@ -19,14 +20,28 @@ import uvicorn
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.serve import metrics
 from ascendchat.serve.api import Service, application
+from ascendchat.serve.connection import Limits, protocol
+from ascendchat.serve.guard import AccessLog, Guard
+from ascendchat.serve.keys import Keys, admission
 from ascendchat.serve.pool import Pool
 
 
 def run(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM."""
+    keys, log = admission(config), AccessLog(config.access_log)
     listener = listen(config.host, config.port)
-    return asyncio.run(serve(config, listener))
+    allow_files(config.max_connections)
+    return asyncio.run(serve(config, listener, keys, log))
+
+
+def allow_files(connections: int) -> None:
+    """Each connection is a file to the system, which by default allows 1024 or fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,7 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(config: ServeConfig, listener: socket.socket) -> int:
+async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: the server stops taking requests, answers finish, workers go."""
     pool = Pool(config)
     stopping = asyncio.Event()
@@ -57,8 +72,16 @@ async def serve(config: ServeConfig, listener: socket.socket) -> int:
         return 0
     await starting
     tokenizer = Tokenizer.load(pool.ready[0].model["tokenizer"])
+    app = application(Service(config, pool, tokenizer))
+    app.include_router(metrics.routes(pool))
     settings = uvicorn.Config(
-        application(Service(config, pool, tokenizer)), log_config=None, server_header=False, lifespan="off"
+        Guard(app, config, keys, log),
+        http=protocol(Limits(config.client_timeout, config.max_connections)),
+        ws="none",
+        log_config=None,
+        log_level="critical",  # Guard logs what matters; a client that sends nonsense is not worth a line
+        server_header=False,
+        lifespan="off",
     )
     server = Server(settings)
     host, port = listener.getsockname()[:2]

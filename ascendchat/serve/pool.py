@@ -28,6 +28,7 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Request
+from ascendchat.serve import metrics
 from ascendchat.serve.messages import Ask, Cancel, Done, Load, Part, Pause, PauseMode, Ready, Refused, Resume
 
 BLOCK = 64  # tokens of a prompt that are recognised together
@@ -60,6 +61,7 @@ class Ticket:
         self.attempts = 0
         self.begun = self.over = False  # something was given to the client; the last part was
         self.since = time.monotonic()
+        self.meter = metrics.Meter(len(request.prompt))
         self._parts: deque[Part | Failure] = deque()
         self._arrived = asyncio.Event()
 
@@ -90,6 +92,8 @@ class Ticket:
         return more  # type: ignore[return-value]
 
     def give(self, part: Part | Failure) -> None:
+        if isinstance(part, Part):
+            self.meter.part(part)
         self._parts.append(part)
         self._arrived.set()
 
