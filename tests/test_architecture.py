@@ -38,6 +38,10 @@ TORCH_FREE = [
     "cli",
     "data.fetch",
     "data.prepare",
+    "serve.connection",
+    "serve.guard",
+    "serve.keys",
+    "serve.metrics",
 ]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 

@@ -39,6 +39,10 @@ class ServeConfig(ModelConfig):
     "seconds that an answer may take"
     max_body: int = option(4194304, least=1024, most=1e10)
     "bytes of a request at most"
+    client_timeout: float = option(30.0, above=0, most=1e6)
+    "seconds in which a request must have arrived whole, and in which a client must take what it was sent"
+    max_connections: int = option(1000, least=1, most=1e6)
+    "connections at the same time; beyond it, those that have sent nothing give way, then 503"
     rate_limit: float = option(0.0, least=0, most=1e9)
     "requests per minute for each API key, or address where there are no keys; 0: no limit"
     api_key_file: str = ""
@@ -49,6 +53,8 @@ class ServeConfig(ModelConfig):
     "further names by which browsers may address this server, such as that of a reverse proxy"
     cors_origin: tuple[str, ...] = ()
     "web pages of these origins may use the API, such as https://example.org"
+    access_log: str = ""
+    "file for the access log, one JSON object per request; by default standard error"
     log_messages: bool = False
     "write what was asked and answered into the access log"
     weight_updates: bool = False
