@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
@@ -22,6 +22,7 @@ from ascendchat.nn.gpt import GPT
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_START = 300  # seconds
+SERVE = ("ascendchat", "serve")
 
 
 def save(home: Path, model: GPT, run: str = "tiny", stage: str = "sft") -> Path:
@@ -45,10 +46,10 @@ def listening(url: str) -> bool:
 
 
 @contextlib.contextmanager
-def serving(home: Path, *flags: str, **variables: str) -> Iterator[str]:
+def serving(home: Path, *flags: str, module: Sequence[str] = SERVE, **variables: str) -> Iterator[str]:
     """The address of a server of the model in `home`, on a free port; it ends with SIGTERM."""
     environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "ascendchat", "serve", "--device-type", "cpu", "--port", "0", "--drain", "5"]
+    command = [sys.executable, "-m", *module, "--device-type=cpu", "--port", "0", "--drain", "5"]
     server = subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     guard = threading.Timer(LONGEST_START, server.kill)
     guard.start()
