@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from ascendchat.device import Device
 from ascendchat.infer.cache import Cache
 from ascendchat.infer.inputs import padded_length, stack, to_device
 from ascendchat.infer.request import Request, Sampling
-from ascendchat.infer.sampling import Mode, Settings, sample, settings_row
+from ascendchat.infer.sampling import Mode, Settings, likeliest_tokens, sample, settings_row
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, attention_scale
 from ascendchat.nn.loss import softcap
@@ -67,16 +68,19 @@ class Decoder:
         self.rows = torch.arange(slots, device=place)
         idle = settings_row(Sampling(temperature=0.0))
         self.settings = Settings(*(torch.full((slots,), value, device=place) for value in idle))
-        # (slots, V) bool: tokens of the row so far, and tokens that it must not choose; made when first needed
+        # (slots, V), made when first needed. bool: tokens of the row so far, and tokens that it must not choose;
+        # float32: what is added to each logit, and how often the model has chosen each token
         self.seen: Tensor | None = None
         self.barred: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.counts: Tensor | None = None
         self._steps: dict[tuple[int, int, Mode], Callable[[], Tensor]] = {}
 
     # ---- new prompts ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def prefill(self, requests: Sequence[Request], slots: Sequence[int], mode: Mode) -> Tensor:
-        """Read whole prompts into their slots; the first token of each: (2, R) float32, ids and log probabilities."""
+        """Read whole prompts into their slots; the first token of each as `_choose` reports it, (2 or more, R)."""
         prompts = [request.prompt for request in requests]
         width = min(padded_length(max(map(len, prompts))), self.context)
         tokens, slot = self.put(stack(prompts, width)), self.put(slots)
@@ -96,15 +100,12 @@ class Decoder:
         self._settle(requests, slot)
         if mode.penalised:
             self._remember(slot, tokens, lengths)
-        if mode.restricted or self.barred is not None:  # what the slot's last request barred must not stay
-            self._bar(slot, requests)
-        settings = Settings(*(tensor[slot] for tensor in self.settings))
-        seen = self.seen[slot] if mode.penalised and self.seen is not None else None
-        barred = self.barred[slot] if mode.restricted and self.barred is not None else None
-        chosen, logprob = sample(self.logits(hidden[rows, lengths - 1]), settings, lengths - 1, mode, seen, barred)
+        if mode.biased or self.bias is not None:  # what the slot's last request had must not stay
+            self._weigh(slot, requests)
+        chosen, report = self._choose(hidden[rows, lengths - 1], slot, lengths - 1, mode)
         self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, lengths - 1], chosen, lengths
         self.override[slot] = torch.full_like(chosen, -1)
-        return torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
+        return report
 
     def _settle(self, requests: Sequence[Request], slot: Tensor) -> None:
         """The settings of the new rows."""
@@ -120,21 +121,31 @@ class Decoder:
         known = torch.where(inside, tokens, tokens[:, :1])  # padding counts as the first token
         self.seen[slot] = torch.zeros_like(self.seen[slot]).scatter(1, known, True)
 
-    def _bar(self, slot: Tensor, requests: Sequence[Request]) -> None:
-        """Mark the tokens that the new rows must not choose: none, or all but the allowed ones."""
+    def _weigh(self, slot: Tensor, requests: Sequence[Request]) -> None:
+        """The logit biases of the new rows; nothing has been chosen in them."""
+        if self.bias is None or self.counts is None:
+            self.bias, self.counts = (torch.zeros(self.slots, self.vocab, device=self.place) for _ in range(2))
+        biases = [request.sampling.logit_bias for request in requests]
+        most = max(1, *map(len, biases))
+        padded = [[*row, *[(0, 0.0)] * (most - len(row))] for row in biases]  # (R, most) of token and number
+        ids = self.put([[token for token, _ in row] for row in padded])
+        numbers = self.put([[number for _, number in row] for row in padded], dtype=torch.float32)
+        none = torch.zeros_like(self.bias[slot])
+        self.bias[slot], self.counts[slot] = none.scatter_add(1, ids, numbers), none
+
+    @torch.no_grad()
+    def restrict(self, slots: Sequence[int], barred: np.ndarray) -> None:
+        """What these rows must not choose next, (rows, V) bool: for a new row before its prefill, at the latest before
+        the pass that chooses. It stays until the next call for the slot."""
         if self.barred is None:
             self.barred = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.place)
-        allowed = [request.sampling.allowed_tokens for request in requests]
-        most = max(1, *map(len, allowed))
-        ids = self.put([[*row, *[row[0] if row else 0] * (most - len(row))] for row in allowed])  # (R, most)
-        restricted = self.put([bool(row) for row in allowed], dtype=torch.bool)
-        self.barred[slot] = restricted[:, None].repeat(1, self.vocab).scatter(1, ids, False)
+        self.barred[self.put(slots)] = self.put(barred, dtype=torch.bool)
 
     # ---- the next token of every row -----------------------------------------------------------
 
     @torch.no_grad()
     def step(self, rows: int, longest: int, mode: Mode) -> Tensor:
-        """Extend slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2, at least rows).
+        """Extend slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2 or more, at least rows).
 
         The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen.
         """
@@ -185,18 +196,38 @@ class Decoder:
         cos, sin = self.rope
         rope = cos[position][:, None], sin[position][:, None]  # (B, 1, 1, D)
         hidden = model.layers(model.embedding(token[:, None], before), token[:, None], attend, rope, shift)
-        seen = None
         if mode.penalised and self.seen is not None:
-            seen = self.seen[:count]
-            seen.scatter_(1, token[:, None], True)
-        barred = self.barred[:count] if mode.restricted and self.barred is not None else None
-        chosen, logprob = sample(self.logits(hidden[:, 0]), self.settings.rows(count), position, mode, seen, barred)
+            self.seen[:count].scatter_(1, token[:, None], True)
+        if mode.biased and self.counts is not None:
+            own = (override < 0) * self.advance  # not what a tool put there, and nothing while a graph is recorded
+            self.counts[:count].scatter_add_(1, token[:, None], own[:, None].float())
+        chosen, report = self._choose(hidden[:, 0], slice(count), position, mode)
         moves = self.advance > 0
         self.previous[:count] = torch.where(moves, token, self.previous[:count])
         self.token[:count] = torch.where(moves, chosen, self.token[:count])
         self.override[:count] = override.masked_fill(moves, -1)
         self.length[:count] = length + self.advance
-        return torch.stack((chosen.float(), logprob))
+        return report
+
+    def _choose(self, hidden: Tensor, which: Tensor | slice, position: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        """The next token (B,) of the rows `which`, whose last hidden states are (B, C), and what the host gets of it:
+        (2, B) float32, ids and log probabilities; with mode.tops below them the MOST_TOPS likeliest ids and theirs."""
+        logits = self.logits(hidden)
+        seen, barred, bias, counts = (
+            table[which] if needed and table is not None else None
+            for table, needed in (
+                (self.seen, mode.penalised),
+                (self.barred, mode.restricted),
+                (self.bias, mode.biased),
+                (self.counts, mode.biased),
+            )
+        )
+        chosen, logprob = sample(logits, self.settings.rows(which), position, mode, seen, barred, bias, counts)
+        report = torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
+        if mode.tops:
+            ids, logprobs = likeliest_tokens(logits)
+            report = torch.cat((report, ids.t().float(), logprobs.t()))
+        return chosen, report
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, C) -> (B, V) float32."""

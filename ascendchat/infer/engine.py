@@ -7,10 +7,11 @@
 
 The Generator (generator.py) of a model in this process: `ascendchat chat` and `ascendchat eval chat` generate through
 here. decode.py is what runs on the device; this file is the host's side: who is in which slot, what each sampled token
-means, calculator calls, endings.
+means, calculator calls, endings. job.py is one request on its way, grammar.py what a row with a grammar may say next.
 
 The host reads results one step late where the device works on its own: while it looks at the tokens of step n, step
-n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees.
+n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees. A row with a grammar
+needs its last token before it can choose the next: while there is one, every result is read before the next step.
 
 What a request generates does not depend on its neighbours: its noise is a hash of its seed, the position and the token.
 Greedy and seeded answers are equal unless two tokens are equal to within the rounding of a matrix product, whose order
@@ -23,9 +24,10 @@ Context: prompt and answer together hold at most `context` tokens; an answer tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,63 +35,20 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights
+from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
+from ascendchat.infer.job import Job, PendingPass
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
-from ascendchat.infer.sampling import Mode, mode_of
-from ascendchat.infer.text import TextStream
+from ascendchat.infer.sampling import Mode, ranked
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 
 PREFILL_TOKENS = 16384  # of one pass over new prompts, padding included
 
-__all__ = ["Completion", "Engine", "Job", "Piece", "Request", "Sampling"]
+PauseMode = Literal["wait", "abort", "keep"]
 
-
-class Job:
-    """One request on its way."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer, context: int, version: int) -> None:
-        sampling, special = request.sampling, tokenizer.specials
-        self.request, self.completion = request, Completion(version=version)
-        self.text = TextStream(tokenizer, sampling.stop)
-        self.limit = min(sampling.max_tokens, context - len(request.prompt))  # tokens to generate at most
-        self.mode = mode_of(sampling)
-        usual = (special["<|assistant_end|>"], tokenizer.bos)
-        self.stops = frozenset(usual if sampling.stop_tokens is None else sampling.stop_tokens)
-        self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
-        self.plain = not sampling.stop and not sampling.logprobs  # all others need no look
-        self.slot = -1
-        self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
-        self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
-        self.force_from = 0  # pass whose input is the first of them
-        self.discard = 0  # coming results that forced tokens replace
-        self.done = False
-        self._fresh: list[Piece] = []
-        self._read = 0  # ids that have become text
-
-    def take(self) -> list[Piece]:
-        """The text that came since the last call."""
-        self.read()
-        fresh, self._fresh = self._fresh, []
-        return fresh
-
-    def read(self) -> None:
-        """Turn new ids into text; put off until somebody asks, for a batch of hundreds has microseconds per token."""
-        self._fresh += self.text.feed_all(self.completion.ids[self._read :])
-        self._read = len(self.completion.ids)
-
-    def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
-        self.read()
-        self._fresh += self.text.close()
-        self.completion.text, self.completion.finish_reason, self.done = self.text.text, reason, True
-
-
-class PendingPass(NamedTuple):
-    """A pass whose result has not been looked at: (job, its pass number, column), and how to wait for it."""
-
-    rows: list[tuple[Job, int, int]]
-    result: Callable[[], Tensor]  # (2, columns) on the host: ids and log probabilities
+__all__ = ["Completion", "Engine", "Job", "PauseMode", "Piece", "Request", "Sampling"]
 
 
 class Engine:
@@ -121,12 +80,15 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job | None] = [None] * slots  # by slot
         self.ahead = 1 if device.pin else 0  # passes that run while the results of earlier ones are looked at
+        self.paused: PauseMode | None = None
         self._pending: deque[PendingPass] = deque()
 
     # ---- the Generator -------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers, in the order of the requests."""
+        if self.paused:
+            raise RuntimeError("the engine is paused, and would never answer: resume() it first")
         jobs = [self._job(request) for request in requests]
         self.waiting.extend(jobs)
         while not all(job.done for job in jobs):
@@ -140,7 +102,7 @@ class Engine:
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
-        so that captured graphs stay valid."""
+        so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
         own = self.decoder.model.state_dict()
         if odd := sorted(set(own) ^ set(weights)):
             problem = "missing" if odd[0] in own else "unknown"
@@ -149,11 +111,28 @@ class Engine:
             if weights[name].shape != tensor.shape:
                 sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
                 raise ValueError(f"these weights do not fit the model: {name} is {sizes}")
-        while any(self.running):
+        while any(self.running) and self.paused != "keep":
             self._extend()
         for name, tensor in own.items():
             tensor.copy_(weights[name])
         self.version = version
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let no waiting request in until resume(). Running ones: "wait", they are finished by further steps, or by
+        load(); "abort", they end here, as cancelled; "keep", they stand still with their cache, and after resume() they
+        go on with whatever weights are there: Completion.versions then says which token came from which."""
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"pause by one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+        self.paused = mode
+        if mode != "wait":
+            self._collect(0)
+        for job in self.running if mode == "abort" else ():
+            if job is not None:
+                self.cancel(job)
+
+    def resume(self) -> None:
+        """Go on after pause()."""
+        self.paused = None
 
     # ---- step by step --------------------------------------------------------------------------
 
@@ -171,14 +150,21 @@ class Engine:
         """See pause."""
 
     def _job(self, request: Request) -> Job:
-        prompt, allowed = request.prompt, request.sampling.allowed_tokens
+        prompt, sampling = request.prompt, request.sampling
         if not prompt or min(prompt) < 0 or max(prompt) >= self.vocab:
             raise ValueError(f"a prompt needs at least one token, each between 0 and {self.vocab - 1}")
-        if allowed and not 0 <= min(allowed) <= max(allowed) < self.vocab:
-            raise ValueError(f"allowed_tokens must lie between 0 and {self.vocab - 1}")
+        named = {"allowed_tokens": sampling.allowed_tokens, "logit_bias": [token for token, _ in sampling.logit_bias]}
+        for name, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab:
+                raise ValueError(f"the tokens of {name} must lie between 0 and {self.vocab - 1}")
         if len(prompt) >= self.context:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for an answer in {self.context}")
-        return Job(request, self.tokenizer, self.context, self.version)
+        allowed = np.isin(np.arange(self.vocab), sampling.allowed_tokens) if sampling.allowed_tokens else None
+        matcher = grammars(self.tokenizer).matcher(sampling.grammar) if sampling.grammar else None
+        job = Job(request, self.tokenizer, self.context, self.version, allowed, matcher)
+        if matcher is not None and not self._allowed([job]).any():
+            raise ValueError("allowed_tokens has none with which the grammar can begin")
+        return job
 
     def cancel(self, job: Job) -> None:
         """End a request now; nothing happens if it is over."""
@@ -188,10 +174,11 @@ class Engine:
             self._finish(job, "cancelled")
 
     def step(self) -> None:
-        """Let waiting requests in, extend all rows by a token, and look at what has come back."""
-        while self._admit():
+        """Let waiting requests in, extend all rows by a token, and look at what has come back; see pause()."""
+        while not self.paused and self._admit():
             self._collect(self.ahead)
-        self._extend()
+        if self.paused != "keep":
+            self._extend()
 
     # ---- passes --------------------------------------------------------------------------------
 
@@ -209,8 +196,9 @@ class Engine:
             return False
         for job, slot in zip(batch, free):
             job.slot, self.running[slot] = slot, job
-            job.completion.version = self.version  # weights may have come while it waited
         mode = _together(batch)
+        if mode.restricted or self.decoder.barred is not None:  # what the slot's last request barred must not stay
+            self._restrict(batch)
         result = self.decoder.prefill([job.request for job in batch], [job.slot for job in batch], mode)
         self._await(batch, range(len(batch)), result)
         return True
@@ -222,6 +210,8 @@ class Engine:
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
+        if any(job is not None and job.matcher is not None for job in self.running):
+            self._collect(0)
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
                 self._accept(job, job.forced.popleft(), None)
@@ -229,6 +219,9 @@ class Engine:
                 self.decoder.override[job.slot] = job.forced[0]
                 self._accept(job, job.forced.popleft(), None)
         jobs = [job for job in self.running if job is not None and job.launched < job.limit]
+        if bound := [job for job in jobs if job.matcher is not None]:
+            self._restrict(bound)
+            jobs = [job for job in jobs if not job.done]
         if not jobs:
             return False
         longest = max(len(job.request.prompt) + job.launched for job in jobs)
@@ -236,20 +229,41 @@ class Engine:
         self._await(jobs, [job.slot for job in jobs], result)
         return True
 
+    def _allowed(self, jobs: Sequence[Job]) -> np.ndarray:
+        """(jobs, V) bool: what each may choose next, by its grammar and its allowed_tokens."""
+        if any(job.matcher is not None for job in jobs):
+            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs])
+        else:
+            allowed = np.ones((len(jobs), self.vocab), dtype=np.bool_)
+        for row, job in zip(allowed, jobs):
+            if job.allowed is not None:
+                row &= job.allowed
+        return allowed
+
+    def _restrict(self, jobs: Sequence[Job]) -> None:
+        """Tell the decoder what these rows must not choose next, in one copy. A row that can choose nothing is over."""
+        allowed = self._allowed(jobs)
+        for job, row in zip(jobs, allowed):
+            if not row.any():
+                self._finish(job, "length")
+        self.decoder.restrict([job.slot for job in jobs], ~allowed)
+
     def _await(self, jobs: Sequence[Job], columns: Sequence[int], result: Tensor) -> None:
         """Start the copy of a pass's result to the host; `_collect` will look at it."""
         rows = [(job, job.launched, column) for job, column in zip(jobs, columns)]
         for job in jobs:
+            if not job.launched:
+                job.completion.version = self.version  # weights may have come while it waited
             job.launched += 1
-        self._pending.append(PendingPass(rows, self.device.fetch(result)))
+        self._pending.append(PendingPass(rows, self.device.fetch(result), self.version))
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
         over: list[Job] = []
         while len(self._pending) > leave:
-            rows, fetched = self._pending.popleft()
+            rows, fetched, version = self._pending.popleft()
             result = fetched()  # waits for this pass, not for the one behind it
-            ids, logprobs = result[0].long().tolist(), result[1].tolist()
+            ids, logprobs, tops = result[0].long().tolist(), result[1].tolist(), result[2:].t().tolist()
             for job, number, column in rows:
                 if job.done:
                     continue
@@ -260,8 +274,9 @@ class Engine:
                 if job.plain and token not in job.watched and len(answer.ids) + 1 < job.limit:  # the usual case, fast
                     answer.ids.append(token)
                     answer.forced.append(False)
+                    answer.versions.append(version)
                     continue
-                self._accept(job, token, logprobs[column], number)
+                self._accept(job, token, logprobs[column], number, version, tops[column])
                 if job.done:
                     over.append(job)
         if over:
@@ -269,22 +284,35 @@ class Engine:
 
     # ---- what a token means --------------------------------------------------------------------
 
-    def _accept(self, job: Job, token: int, logprob: float | None, number: int = 0) -> None:
+    def _accept(
+        self,
+        job: Job,
+        token: int,
+        logprob: float | None,
+        number: int = 0,
+        version: int | None = None,
+        tops: Sequence[float] = (),
+    ) -> None:
         """The next token of a row: chosen by the model in pass `number`, or forced (no probability)."""
         forced, answer, sampling = logprob is None, job.completion, job.request.sampling
         if token in job.stops and not forced:
             return self._finish(job, "stop")
         answer.ids.append(token)
         answer.forced.append(forced)
+        answer.versions.append(self.version if version is None else version)
         if sampling.logprobs:
             answer.logprobs.append(logprob)
+        if sampling.top_logprobs:
+            answer.tops.append(ranked(tops, sampling.top_logprobs))
         if sampling.stop:
             job.read()
             if job.text.stopped:
                 return self._finish(job, "stop")
+        if job.matcher is not None and (ending := job.matcher.take(token)):
+            return self._finish(job, ending)
         if len(answer.ids) >= job.limit:
             return self._finish(job, "length")
-        if token == self.tool_end and not forced and sampling.tools:
+        if token == self.tool_end and not forced and job.tools:
             self._call_tool(job, number)
         return None
 
