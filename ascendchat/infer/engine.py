@@ -142,13 +142,6 @@ class Engine:
         self.waiting.append(job)
         return job
 
-    def pause(self, mode: str) -> None:
-        """Placeholder of the seam: the branch `sampling` has it."""
-        raise ValueError(f"pause {mode!r} is not there yet")
-
-    def resume(self) -> None:
-        """See pause."""
-
     def _job(self, request: Request) -> Job:
         prompt, sampling = request.prompt, request.sampling
         if not prompt or min(prompt) < 0 or max(prompt) >= self.vocab:

@@ -301,6 +301,10 @@ def refused(response: httpx.Response) -> Exception:
         return Again(message, float(after) if after.isdigit() else None)
     if status in (400, 413, 422):
         return ValueError(message)
+    if status == 404 and response.request.url.path == "/update_weights":
+        return UserError(
+            f"{response.request.url.host} takes no weights; start it with: ascendchat serve --weight-updates"
+        )
     if status in (401, 403):
         return UserError(f"{response.request.url.host} refuses us: {message}; give an API key that it knows")
     return UserError(f"{response.request.url.host} cannot do this: {message}")
