@@ -225,7 +225,8 @@ class Engine:
     def _allowed(self, jobs: Sequence[Job]) -> np.ndarray:
         """(jobs, V) bool: what each may choose next, by its grammar and its allowed_tokens."""
         if any(job.matcher is not None for job in jobs):
-            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs])
+            left = [job.limit - len(job.completion.ids) for job in jobs]
+            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs], left)
         else:
             allowed = np.ones((len(jobs), self.vocab), dtype=np.bool_)
         for row, job in zip(allowed, jobs):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.infer.landing import Landing
 from ascendchat.infer.request import Grammar
 from ascendchat.infer.trial import Trial
 
@@ -87,6 +88,10 @@ class Matcher:
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
+        self.landing, self.look_at = (
+            False,
+            1 << 60,
+        )  # see landing.py: on the way to the end; tokens left at which to look
 
     def take(self, token: int) -> Literal["stop", "length"] | None:
         """The row has this token now. How the answer ends with it, if it does: complete, or at a limit."""
@@ -102,6 +107,7 @@ class Grammars:
         self.vocab = tokenizer.vocab_size
         self._tokens = vocabulary(tokenizer)
         self._trial = Trial(tokenizer)
+        self._landing = Landing(tokenizer)
         self._known: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()  # or why it cannot be compiled
         self._lock = threading.Lock()  # a server asks from several threads
 
@@ -132,15 +138,20 @@ class Grammars:
         line = " ".join(reason.removesuffix("<non-verbose/>").split())
         return line if len(line) <= MOST_REASON else line[:MOST_REASON] + "..."
 
-    def allowed(self, matchers: Sequence[Matcher | None]) -> np.ndarray:
-        """(rows, V) bool: tokens that may come next; all in a row without a grammar, none where one is at a limit."""
+    def allowed(self, matchers: Sequence[Matcher | None], left: Sequence[int] = ()) -> np.ndarray:
+        """(rows, V) bool: tokens that may come next; all in a row without a grammar, none where one is at a limit.
+        `left`: tokens that each may still write; where they are few, only what leads to the end."""
         bits = np.full((len(matchers), -(-self.vocab // 32)), -1, dtype=np.int32)
         for row, matcher in zip(bits, matchers):
             if matcher is not None:
                 matcher.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
                 if matcher.inner.is_error():
                     row[:] = 0
-        return np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab, bitorder="little").view(np.bool_)
+        rows = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab, bitorder="little").view(np.bool_)
+        for row, matcher, tokens in zip(rows, matchers, left):
+            if matcher is not None and row.any():
+                self._landing.narrow(matcher, row, tokens)
+        return rows
 
 
 _made: dict[str, Grammars] = {}

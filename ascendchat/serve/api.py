@@ -21,7 +21,7 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.serve import errors
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
-from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, TOKENIZED, described
+from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.messages import Ready
 from ascendchat.serve.pool import Overloaded, Pool, Ticket
@@ -34,6 +34,8 @@ from ascendchat.serve.protocol import (
     TokenizeRequest,
 )
 from ascendchat.serve.reply import Reply
+from ascendchat.serve.response_events import ResponseAnswers
+from ascendchat.serve.responses import ResponsesRequest, chat_request
 from ascendchat.serve.tools import Tools
 
 WEB = Path(__file__).parent / "web"
@@ -116,8 +118,9 @@ NO_MODEL = "model_not_found"
 
 
 async def prepared(request: Request, make: Callable[[Service, Given], Made], service: Service, body: Given) -> Made:
-    """make(service, body), in a thread when it is long: a large prompt must not hold up the others' answers."""
-    if int(request.headers.get("content-length") or LONG) < LONG:
+    """make(service, body), in a thread when it takes long: large prompts and schemas must not hold up other answers."""
+    compiles = isinstance(body, ChatRequest) and bool(body.tools or body.response_format)
+    if not compiles and int(request.headers.get("content-length") or LONG) < LONG:
         return make(service, body)
     return await asyncio.to_thread(make, service, body)
 
@@ -128,7 +131,7 @@ def application(service: Service) -> FastAPI:
     errors.install(app)
     app.include_router(completion_routes(service))
     app.include_router(token_routes(service))
-    app.include_router(state_routes(service))
+    app.include_router(version_routes())
     app.include_router(page_routes())
     described(app)
     return app
@@ -150,6 +153,14 @@ def completion_routes(service: Service) -> APIRouter:
         """A text continued."""
         asked = await prepared(request, completion_prompts, service, body)
         answers, streams = TextAnswers(service.answer_about(body), asked), bool(body.stream)
+        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+
+    @router.post("/v1/responses", responses=RESPONSE)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """The same in the form of the Responses API; nothing is stored."""
+        chat = chat_request(body)
+        asked = await prepared(request, chat_prompts, service, chat)
+        answers, streams = ResponseAnswers(service.answer_about(chat), asked, body), bool(body.stream)
         return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
 
     @router.get("/v1/models", responses=MODELS)
@@ -198,21 +209,9 @@ def token_routes(service: Service) -> APIRouter:
     return router
 
 
-def state_routes(service: Service) -> APIRouter:
-    """How the server is."""
+def version_routes() -> APIRouter:
+    """What runs here; /health and /metrics are in metrics.py."""
     router = APIRouter()
-
-    @router.get("/health", responses=errors.documented(503))
-    async def health() -> Response:
-        """200 when requests are answered, 503 while a worker is started."""
-        if not service.pool.ready:
-            raise Problem.busy("no worker answers yet", 1, "starting")
-        return JSONResponse({"status": "ready"})
-
-    @router.get("/health/live")
-    async def live() -> Response:
-        """200 as long as the server runs."""
-        return JSONResponse({"status": "live"})
 
     @router.get("/version")
     async def version() -> Response:

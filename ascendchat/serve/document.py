@@ -40,6 +40,11 @@ ANSWER = of(
     "The answer; with `stream: true` its chunks as server-sent events",
     **EVENTS,
 )
+RESPONSE = of(
+    an_object(id=TEXT, object=TEXT, status=TEXT, model=TEXT, output={"type": "array", "items": OBJECT}),
+    "The answer; with `stream: true` its events",
+    **EVENTS,
+)
 CARD = an_object(id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT, ascendchat=OBJECT)
 MODEL = of(CARD, "The model")
 MODELS = of(an_object(object=TEXT, data={"type": "array", "items": CARD}), "All models")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ascendchat.data import chat
+from ascendchat.infer.grammar import grammars
 from ascendchat.infer.request import Grammar, Request, Sampling
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.protocol import (
@@ -50,6 +51,8 @@ def chat_prompts(service: Service, body: ChatRequest) -> Asked:
     grammar = text_grammar(body.response_format)
     if tools is not None:
         grammar = tools.grammar(service.tokenizer, grammar)
+    if grammar is not None:
+        check_grammar(service, grammar, "tools" if tools else "response_format")
     prompt = rendered(service, body.messages, tools)
     check_room(service, prompt, "messages")
     most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
@@ -129,6 +132,14 @@ def sampling_of(
         frequency_penalty=body.frequency_penalty or 0.0,
         grammar=grammar,
     )
+
+
+def check_grammar(service: Service, grammar: Grammar, param: str) -> None:
+    """A schema that cannot be used is refused here, and not in the queue."""
+    try:
+        grammars(service.tokenizer).matcher(grammar)
+    except ValueError as error:
+        raise Problem(400, f"{param}: {error}", param=param, code="invalid_schema") from None
 
 
 def check_chats(service: Service) -> None:

@@ -21,13 +21,14 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.infer.grammar import JSON_OPTIONS
 from ascendchat.infer.request import Grammar
 from ascendchat.serve.protocol import ChosenTool, Function, ResponseFormat, Tool, ToolCall, ToolChoice
 
 CALCULATOR = "calculator"
 OPENING = re.compile(r'\{"name":"([a-zA-Z0-9_-]+)","arguments":')
 EXPRESSION = r"/[^{\n][^\n]{0,199}/"  # of the calculator; a brace would be JSON
-COMPACT = {"whitespace_flexible": False}  # a small model may lose itself in spaces
+OBJECT = '{"type": "object"}'
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -76,12 +77,16 @@ class Tools:
         names = [f"call_{i}" for i in range(len(self.functions))]
         rules = [f"start: {top}", f"call: {start} ({' | '.join(names)}) {end}"]
         if not self.must:
-            rules.append(r"TEXT: /(.|\n)+/" if text is None else f"json: %json {text.text or OBJECT}")
+            rules.append(
+                r"TEXT: /(.|\n)+/" if text is None else f"json: %json {inline(json.loads(text.text or OBJECT))}"
+            )
         for name, function in zip(names, self.functions):
             opening = json.dumps(f'{{"name":"{function.name}","arguments":')
             plain = f"{EXPRESSION} | " if native(function) else ""
             rules.append(f'{name}: {plain}{opening} {name}_arguments "}}"')
-            rules.append(f"{name}_arguments: %json {json.dumps(arguments_schema(function))}")
+            rules.append(
+                f"{name}_arguments: %json {inline({'type': 'object', **(function.parameters or NO_ARGUMENTS)})}"
+            )
         return Grammar("lark", "\n".join(rules) + "\n")
 
     def described(self) -> str:
@@ -90,12 +95,9 @@ class Tools:
         return "\n".join(["Tools:", *lines]) if lines else ""
 
 
-OBJECT = json.dumps({"type": "object", "x-guidance": COMPACT})
-
-
-def arguments_schema(function: Function) -> dict[str, Any]:
-    """The schema of a tool's arguments; always an object."""
-    return {"type": "object", **(function.parameters or NO_ARGUMENTS), "x-guidance": COMPACT}
+def inline(schema: dict[str, Any]) -> str:
+    """A schema inside a Lark grammar, read as one that stands alone is."""
+    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
 def signature(function: Function) -> str:
