@@ -103,6 +103,15 @@ class Engine:
     def load(self, weights: Weights, version: int) -> None:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
         so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
+        self.fits(weights)
+        while any(self.running) and self.paused != "keep":
+            self._extend()
+        for name, tensor in self.decoder.model.state_dict().items():
+            tensor.copy_(weights[name])
+        self.version = version
+
+    def fits(self, weights: Weights) -> None:
+        """Weights that `load` would not take are a ValueError."""
         own = self.decoder.model.state_dict()
         if odd := sorted(set(own) ^ set(weights)):
             problem = "missing" if odd[0] in own else "unknown"
@@ -111,11 +120,6 @@ class Engine:
             if weights[name].shape != tensor.shape:
                 sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
                 raise ValueError(f"these weights do not fit the model: {name} is {sizes}")
-        while any(self.running) and self.paused != "keep":
-            self._extend()
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        self.version = version
 
     def pause(self, mode: PauseMode) -> None:
         """Let no waiting request in until resume(). Running ones: "wait", they are finished by further steps, or by

@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from ascendchat import __version__
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.serve import errors
+from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
 from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described
 from ascendchat.serve.errors import Problem
@@ -71,7 +71,7 @@ class Service:
     @property
     def version(self) -> int:
         """Of the weights that were loaded last."""
-        return self.pool.last[1] if self.pool.last else 0
+        return self.pool.version
 
     @property
     def fingerprint(self) -> str:
@@ -132,6 +132,8 @@ def application(service: Service) -> FastAPI:
     app.include_router(completion_routes(service))
     app.include_router(token_routes(service))
     app.include_router(version_routes())
+    if service.config.weight_updates:
+        app.include_router(weights.routes(service))
     app.include_router(page_routes())
     described(app)
     return app
