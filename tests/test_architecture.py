@@ -38,6 +38,9 @@ TORCH_FREE = [
     "cli",
     "data.fetch",
     "data.prepare",
+    "serve.bench",
+    "serve.client",
+    "serve.traffic",
 ]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 
