@@ -88,10 +88,9 @@ class Matcher:
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
-        self.landing, self.look_at = (
-            False,
-            1 << 60,
-        )  # see landing.py: on the way to the end; tokens left at which to look
+        # landing.py's: on the way to the end; tokens left at which to look again; tokens of the shortest call
+        self.landing, self.look_at = False, 1 << 60
+        self.call_needs: int | None = None
 
     def take(self, token: int) -> Literal["stop", "length"] | None:
         """The row has this token now. How the answer ends with it, if it does: complete, or at a limit."""

@@ -29,6 +29,8 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.serve.api import Service, application
 from ascendchat.serve.pool import Pool
 
+BACKLOG = 2048  # connections that may wait to be accepted
+
 
 def run(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM."""
@@ -66,10 +68,11 @@ async def serve(config: ServeConfig, listener: socket.socket) -> int:
         await starting
         tokenizer = Tokenizer.load(pool.ready[0].model["tokenizer"])
         app = application(Service(config, pool, tokenizer))
-        server = Server(uvicorn.Config(app, log_config=None, server_header=False, lifespan="off"))
+        server = Server(uvicorn.Config(app, log_config=None, server_header=False, lifespan="off", backlog=BACKLOG))
         host, port = listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        listener.listen(BACKLOG)  # who reads the next line and connects must not come too early
         print(f"ready: {address}  (Ctrl-C ends)", file=sys.stderr, flush=True)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await one_of(serving, signals.first)

@@ -110,6 +110,12 @@ def running(number: int) -> bool:
         return False
 
 
+def cpu_seconds(number: int) -> float:
+    """Of a process so far."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Server:
     """`ascendchat serve` as a process of its own."""
 
@@ -137,7 +143,14 @@ def begin(home: Path, *flags: str, **environment: str) -> Server:
         save(home)
     log = home / f"log{time.monotonic_ns()}"
     env = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-m", "ascendchat", "serve", "--device-type=cpu", "--port=0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "ascendchat",
+        "serve",
+        "--port=0",
+        *(flags if any("device-type" in flag for flag in flags) else ("--device-type=cpu", *flags)),
+    ]
     with log.open("wb") as file:
         return Server(subprocess.Popen(command, env=env, cwd=ROOT, stderr=file, stdout=file), log)
 
