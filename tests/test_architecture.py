@@ -42,6 +42,9 @@ TORCH_FREE = [
     "serve.guard",
     "serve.keys",
     "serve.metrics",
+    "serve.bench",
+    "serve.client",
+    "serve.traffic",
 ]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 
