@@ -133,7 +133,7 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
     if by_document and device.compiles and not kernel.compiles_packed:
         raise UserError(
             f"--attend document: attention kernel {kernel.name} cannot be compiled for documents, whose lengths change "
-            "with every batch; train without compiling: --no-compile"
+            "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
     model = GPT(shape, operators(config, here), checkpoint_activations=config.activation_checkpointing)
