@@ -98,8 +98,16 @@ class Learner:
         """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
         known = self.documents(batch.inputs, batch.lengths)
         hidden = self._forward(batch.inputs, self.attend, self._rope, documents=known)
-        vocab = self.model.shape.vocab
-        return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
+        return head_loss(
+            hidden,
+            self.model.head,
+            batch.targets,
+            self.model.shape.vocab,
+            weight=weight,
+            ahead=ahead,
+            follows=None if known is None else known.follows,
+            scorer=self._score,
+        )
 
     def nats(self, batch: Batch) -> Tensor:
         """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
