@@ -23,7 +23,7 @@ from ascendchat.record import open_run
 from ascendchat.train.loop import Options, fit
 from ascendchat.train.stage import Stage
 
-C = TypeVar("C", bound=TrainConfig)
+_Config = TypeVar("_Config", bound=TrainConfig)
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def training_context(config: StepConfig) -> Iterator[Context]:
         yield here
 
 
-def with_attend(config: C, saved: Checkpoint | None, usual: Literal["row", "document"]) -> C:
+def with_attend(config: _Config, saved: Checkpoint | None, usual: Literal["row", "document"]) -> _Config:
     """The config with what a token sees: as asked for, else as in the run that goes on (`row` in runs older than the
     flag), else as usual in the stage."""
     before = settings_of(saved).get("attend", "row") if saved else usual
