@@ -20,7 +20,7 @@ MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
 HEAD_CHUNK_TOKENS = 4096  # the same for a Hugging Face model, in tokens
-MARGIN = 0.05  # of the device's memory, left to fragmentation
+FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compute_bytes(chip: Chip) -> int:
 
 def usable(chip: Chip) -> int:
     """Bytes a plan may use of one device, its reserve and collective buffers included."""
-    return int(chip.memory * (1 - MARGIN))
+    return int(chip.memory * (1 - FREE_SHARE))
 
 
 def outside(chip: Chip) -> dict[str, int]:
