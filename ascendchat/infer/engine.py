@@ -7,14 +7,18 @@
 
 The Generator (generator.py) of a model in this process: `ascendchat chat` and `ascendchat eval chat` generate through
 here. decode.py is what runs on the device; this file is the host's side: who is in which slot, what each sampled token
-means, calculator calls, endings.
+means, calculator calls, endings. job.py is one request on its way, grammar.py what a row with a grammar may say next.
 
 The host reads results one step late where the device works on its own: while it looks at the tokens of step n, step
-n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees.
+n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees. A row with a grammar
+needs its last token before it can choose the next: while there is one, every result is read before the next step.
 
 What a request generates does not depend on its neighbours: its noise is a hash of its seed, the position and the token.
 Greedy and seeded answers are equal unless two tokens are equal to within the rounding of a matrix product, whose order
 of summation a device may choose by the number of rows.
+
+A prompt that begins as one whose tokens are still in the cache is read behind them (prefix.py, reading.py). While long
+prompts are read, in pieces, the rows that run go on.
 
 Context: prompt and answer together hold at most `context` tokens; an answer that reaches the end finishes with reason
 "length". Callers make a conversation fit first: render_prompt(tokenizer, messages, prompt_room(context, max_tokens)).
@@ -23,9 +27,10 @@ Context: prompt and answer together hold at most `context` tokens; an answer tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,69 +38,32 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights
+from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
+from ascendchat.infer.job import Job, PendingPass
+from ascendchat.infer.prefix import Prefixes, rounds
+from ascendchat.infer.reading import Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
-from ascendchat.infer.sampling import Mode, mode_of
-from ascendchat.infer.text import TextStream
+from ascendchat.infer.sampling import Mode, ranked
+from ascendchat.infer.stream import EngineStream
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 
-PREFILL_TOKENS = 16384  # of one pass over new prompts, padding included
+# Prompt tokens that are read between two decoding steps, where the device works on its own and where it does not
+PREFILL_TOKENS = {True: 16384, False: 512}
 
-__all__ = ["Completion", "Engine", "Job", "Piece", "Request", "Sampling"]
+PauseMode = Literal["wait", "abort", "keep"]
 
-
-class Job:
-    """One request on its way."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer, context: int, version: int) -> None:
-        sampling, special = request.sampling, tokenizer.specials
-        self.request, self.completion = request, Completion(version=version)
-        self.text = TextStream(tokenizer, sampling.stop)
-        self.limit = min(sampling.max_tokens, context - len(request.prompt))  # tokens to generate at most
-        self.mode = mode_of(sampling)
-        usual = (special["<|assistant_end|>"], tokenizer.bos)
-        self.stops = frozenset(usual if sampling.stop_tokens is None else sampling.stop_tokens)
-        self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
-        self.plain = not sampling.stop and not sampling.logprobs  # all others need no look
-        self.slot = -1
-        self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
-        self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
-        self.force_from = 0  # pass whose input is the first of them
-        self.discard = 0  # coming results that forced tokens replace
-        self.done = False
-        self._fresh: list[Piece] = []
-        self._read = 0  # ids that have become text
-
-    def take(self) -> list[Piece]:
-        """The text that came since the last call."""
-        self.read()
-        fresh, self._fresh = self._fresh, []
-        return fresh
-
-    def read(self) -> None:
-        """Turn new ids into text; put off until somebody asks, for a batch of hundreds has microseconds per token."""
-        self._fresh += self.text.feed_all(self.completion.ids[self._read :])
-        self._read = len(self.completion.ids)
-
-    def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
-        self.read()
-        self._fresh += self.text.close()
-        self.completion.text, self.completion.finish_reason, self.done = self.text.text, reason, True
-
-
-class PendingPass(NamedTuple):
-    """A pass whose result has not been looked at: (job, its pass number, column), and how to wait for it."""
-
-    rows: list[tuple[Job, int, int]]
-    result: Callable[[], Tensor]  # (2, columns) on the host: ids and log probabilities
+__all__ = ["Completion", "Engine", "Job", "PauseMode", "Piece", "Request", "Sampling"]
 
 
 class Engine:
     """Runs requests in `slots` rows of up to `context` tokens. Not for several threads: one thread steps it.
 
     `graphs`: False where nothing can be captured, as in a trainer's process on NPUs. `version`: of the model's weights.
+    `reuse`: False reads every prompt from its beginning, whatever the cache still has of it. `prefill_tokens`: so many
+    tokens of prompts, padding included, are read between two steps of the rows that run; longer prompts are cut.
     """
 
     def __init__(
@@ -111,6 +79,8 @@ class Engine:
         compiled: bool = False,
         graphs: bool = True,
         version: int = 0,
+        reuse: bool = True,
+        prefill_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}
@@ -121,12 +91,19 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job | None] = [None] * slots  # by slot
         self.ahead = 1 if device.pin else 0  # passes that run while the results of earlier ones are looked at
+        self.paused: PauseMode | None = None
         self._pending: deque[PendingPass] = deque()
+        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.pin]
+        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse)
+        self.reading = Reading(self.prefixes)
+        self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
 
     # ---- the Generator -------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers, in the order of the requests."""
+        if self.paused:
+            raise RuntimeError("the engine is paused, and would never answer: resume() it first")
         jobs = [self._job(request) for request in requests]
         self.waiting.extend(jobs)
         while not all(job.done for job in jobs):
@@ -140,7 +117,18 @@ class Engine:
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
-        so that captured graphs stay valid."""
+        so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
+        self.fits(weights)
+        while any(self.running) and self.paused != "keep":
+            self._read()
+            self._extend()
+        for name, tensor in self.decoder.model.state_dict().items():
+            tensor.copy_(weights[name])
+        self.prefixes.clear()
+        self.version = version
+
+    def fits(self, weights: Weights) -> None:
+        """Weights that `load` would not take are a ValueError."""
         own = self.decoder.model.state_dict()
         if odd := sorted(set(own) ^ set(weights)):
             problem = "missing" if odd[0] in own else "unknown"
@@ -149,11 +137,23 @@ class Engine:
             if weights[name].shape != tensor.shape:
                 sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
                 raise ValueError(f"these weights do not fit the model: {name} is {sizes}")
-        while any(self.running):
-            self._extend()
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        self.version = version
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let no waiting request in until resume(). Running ones: "wait", they are finished by further steps, or by
+        load(); "abort", they end here, as cancelled; "keep", they stand still with their cache, and after resume() they
+        go on with whatever weights are there: Completion.versions then says which token came from which."""
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"pause by one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+        self.paused = mode
+        if mode != "wait":
+            self._collect(0)
+        for job in self.running if mode == "abort" else ():
+            if job is not None:
+                self.cancel(job)
+
+    def resume(self) -> None:
+        """Go on after pause()."""
+        self.paused = None
 
     # ---- step by step --------------------------------------------------------------------------
 
@@ -163,22 +163,22 @@ class Engine:
         self.waiting.append(job)
         return job
 
-    def pause(self, mode: str) -> None:
-        """Placeholder of the seam: the branch `sampling` has it."""
-        raise ValueError(f"pause {mode!r} is not there yet")
-
-    def resume(self) -> None:
-        """See pause."""
-
     def _job(self, request: Request) -> Job:
-        prompt, allowed = request.prompt, request.sampling.allowed_tokens
+        prompt, sampling = request.prompt, request.sampling
         if not prompt or min(prompt) < 0 or max(prompt) >= self.vocab:
             raise ValueError(f"a prompt needs at least one token, each between 0 and {self.vocab - 1}")
-        if allowed and not 0 <= min(allowed) <= max(allowed) < self.vocab:
-            raise ValueError(f"allowed_tokens must lie between 0 and {self.vocab - 1}")
+        named = {"allowed_tokens": sampling.allowed_tokens, "logit_bias": [token for token, _ in sampling.logit_bias]}
+        for name, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab:
+                raise ValueError(f"the tokens of {name} must lie between 0 and {self.vocab - 1}")
         if len(prompt) >= self.context:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for an answer in {self.context}")
-        return Job(request, self.tokenizer, self.context, self.version)
+        allowed = np.isin(np.arange(self.vocab), sampling.allowed_tokens) if sampling.allowed_tokens else None
+        matcher = grammars(self.tokenizer).matcher(sampling.grammar) if sampling.grammar else None
+        job = Job(request, self.tokenizer, self.context, self.version, allowed, matcher)
+        if matcher is not None and not self._allowed([job]).any():
+            raise ValueError("allowed_tokens has none with which the grammar can begin")
+        return job
 
     def cancel(self, job: Job) -> None:
         """End a request now; nothing happens if it is over."""
@@ -188,32 +188,69 @@ class Engine:
             self._finish(job, "cancelled")
 
     def step(self) -> None:
-        """Let waiting requests in, extend all rows by a token, and look at what has come back."""
-        while self._admit():
-            self._collect(self.ahead)
-        self._extend()
+        """Let waiting requests in, read prompts, extend all rows by a token, and look at what has come back; see
+        pause()."""
+        if not self.paused:
+            self._enter()
+        if self.paused != "keep":
+            self._read()
+            self._extend()
 
     # ---- passes --------------------------------------------------------------------------------
 
-    def _admit(self) -> bool:
-        """Read the prompts of the longest waiting requests that fit free slots and one pass."""
-        free = [slot for slot, job in enumerate(self.running) if job is None]  # the lowest first: a step runs a prefix
-        batch: list[Job] = []
-        width = 0
-        while self.waiting and len(batch) < len(free):
-            width = max(width, padded_length(len(self.waiting[0].request.prompt)))
-            if batch and width * (len(batch) + 1) > PREFILL_TOKENS:
-                break
-            batch.append(self.waiting.popleft())
-        if not batch:
-            return False
-        for job, slot in zip(batch, free):
-            job.slot, self.running[slot] = slot, job
-            job.completion.version = self.version  # weights may have come while it waited
-        mode = _together(batch)
-        result = self.decoder.prefill([job.request for job in batch], [job.slot for job in batch], mode)
-        self._await(batch, range(len(batch)), result)
-        return True
+    def _enter(self) -> None:
+        """The longest waiting requests take the free slots."""
+        if not self.waiting:
+            return
+        free = self._free()
+        while self.waiting and free:
+            job = self.waiting.popleft()
+            top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
+            self.reading.enter(job, free, top)
+            free.remove(job.slot)
+            self.running[job.slot] = job
+
+    def _free(self) -> list[int]:
+        """The free slots; what the others have written by now is noted."""
+        for job in self.running:
+            if job is not None and job.launched:
+                self.prefixes.wrote(job.slot, self._written(job))
+        return [slot for slot, job in enumerate(self.running) if job is None]
+
+    def _written(self, job: Job) -> int:
+        """Positions that a row has written at most: the token of the newest pass is not in the cache yet. A row that
+        has all its tokens may run once more before that is seen."""
+        return len(job.tokens) + job.launched - 1 + (self.ahead if job.launched >= job.limit else 0)
+
+    def _read(self) -> None:
+        """Read prompts, in as many passes as the rows that run can wait for."""
+        left = self.prefill_tokens
+        while self.reading.jobs:
+            self._dismiss()
+            self.reading.begin(self._free())
+            for copies in rounds(self.reading.copies):
+                self.decoder.copy(copies)
+            self.reading.copies.clear()
+            parts = self.reading.next_pass(left, left == self.prefill_tokens)
+            if not parts:
+                return
+            left -= len(parts) * padded_length(max(part.end - part.start for part in parts))
+            jobs, starts, ends = zip(*parts)
+            requests, slots = [job.request for job in jobs], [job.slot for job in jobs]
+            mode = _together(jobs)
+            if mode.restricted or self.decoder.barred is not None:  # what the slot's last request barred must not stay
+                self._restrict(jobs)
+            result = self.decoder.prefill(requests, slots, mode, starts, ends)
+            whole = [column for column, part in enumerate(parts) if self.reading.done(part)]
+            if whole:
+                self._await([jobs[column] for column in whole], whole, result)
+                self._collect(self.ahead)
+
+    def _dismiss(self) -> None:
+        """Tell the decoder who is over, before the next pass."""
+        if self._left:
+            self.decoder.leave(self._left)
+            self._left = []
 
     def _extend(self) -> None:
         """All rows by a token; when there is nothing more to start, wait for the rest."""
@@ -222,13 +259,19 @@ class Engine:
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
+        if any(job is not None and job.matcher is not None for job in self.running):
+            self._collect(0)
+        self._dismiss()
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
                 self._accept(job, job.forced.popleft(), None)
             if job.forced and job.launched >= job.force_from and not job.done:
                 self.decoder.override[job.slot] = job.forced[0]
                 self._accept(job, job.forced.popleft(), None)
-        jobs = [job for job in self.running if job is not None and job.launched < job.limit]
+        jobs = [job for job in self.running if job is not None and 0 < job.launched < job.limit]
+        if bound := [job for job in jobs if job.matcher is not None]:
+            self._restrict(bound)
+            jobs = [job for job in jobs if not job.done]
         if not jobs:
             return False
         longest = max(len(job.request.prompt) + job.launched for job in jobs)
@@ -236,20 +279,41 @@ class Engine:
         self._await(jobs, [job.slot for job in jobs], result)
         return True
 
+    def _allowed(self, jobs: Sequence[Job]) -> np.ndarray:
+        """(jobs, V) bool: what each may choose next, by its grammar and its allowed_tokens."""
+        if any(job.matcher is not None for job in jobs):
+            left = [job.limit - len(job.completion.ids) for job in jobs]
+            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs], left)
+        else:
+            allowed = np.ones((len(jobs), self.vocab), dtype=np.bool_)
+        for row, job in zip(allowed, jobs):
+            if job.allowed is not None:
+                row &= job.allowed
+        return allowed
+
+    def _restrict(self, jobs: Sequence[Job]) -> None:
+        """Tell the decoder what these rows must not choose next, in one copy. A row that can choose nothing is over."""
+        allowed = self._allowed(jobs)
+        for job, row in zip(jobs, allowed):
+            if not row.any():
+                self._finish(job, "length")
+        self.decoder.restrict([job.slot for job in jobs], ~allowed)
+
     def _await(self, jobs: Sequence[Job], columns: Sequence[int], result: Tensor) -> None:
         """Start the copy of a pass's result to the host; `_collect` will look at it."""
         rows = [(job, job.launched, column) for job, column in zip(jobs, columns)]
         for job in jobs:
+            if not job.launched:
+                job.completion.version = self.version  # weights may have come while it waited
             job.launched += 1
-        self._pending.append(PendingPass(rows, self.device.fetch(result)))
+        self._pending.append(PendingPass(rows, self.device.fetch(result), self.version))
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
-        over: list[Job] = []
         while len(self._pending) > leave:
-            rows, fetched = self._pending.popleft()
+            rows, fetched, version = self._pending.popleft()
             result = fetched()  # waits for this pass, not for the one behind it
-            ids, logprobs = result[0].long().tolist(), result[1].tolist()
+            ids, logprobs, tops = result[0].long().tolist(), result[1].tolist(), result[2:].t().tolist()
             for job, number, column in rows:
                 if job.done:
                     continue
@@ -260,31 +324,41 @@ class Engine:
                 if job.plain and token not in job.watched and len(answer.ids) + 1 < job.limit:  # the usual case, fast
                     answer.ids.append(token)
                     answer.forced.append(False)
+                    answer.versions.append(version)
                     continue
-                self._accept(job, token, logprobs[column], number)
-                if job.done:
-                    over.append(job)
-        if over:
-            self.decoder.leave([job.slot for job in over])
+                self._accept(job, token, logprobs[column], number, version, tops[column])
 
     # ---- what a token means --------------------------------------------------------------------
 
-    def _accept(self, job: Job, token: int, logprob: float | None, number: int = 0) -> None:
+    def _accept(
+        self,
+        job: Job,
+        token: int,
+        logprob: float | None,
+        number: int = 0,
+        version: int | None = None,
+        tops: Sequence[float] = (),
+    ) -> None:
         """The next token of a row: chosen by the model in pass `number`, or forced (no probability)."""
         forced, answer, sampling = logprob is None, job.completion, job.request.sampling
         if token in job.stops and not forced:
             return self._finish(job, "stop")
         answer.ids.append(token)
         answer.forced.append(forced)
+        answer.versions.append(self.version if version is None else version)
         if sampling.logprobs:
             answer.logprobs.append(logprob)
+        if sampling.top_logprobs:
+            answer.tops.append(ranked(tops, sampling.top_logprobs))
         if sampling.stop:
             job.read()
             if job.text.stopped:
                 return self._finish(job, "stop")
+        if job.matcher is not None and (ending := job.matcher.take(token)):
+            return self._finish(job, ending)
         if len(answer.ids) >= job.limit:
             return self._finish(job, "length")
-        if token == self.tool_end and not forced and sampling.tools:
+        if token == self.tool_end and not forced and job.tools:
             self._call_tool(job, number)
         return None
 
@@ -301,46 +375,11 @@ class Engine:
         job.finish(reason)
         if job.slot >= 0 and self.running[job.slot] is job:
             self.running[job.slot] = None
-
-
-class EngineStream:
-    """The generator.Stream of one job. A step of the engine is never cut in the middle: a signal handler that closes
-    the stream during one takes effect right behind it."""
-
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self._engine, self._job = engine, job
-        self._pieces: deque[Piece] = deque()
-        self._stepping = self._closed = False
-
-    @property
-    def completion(self) -> Completion:
-        return self._job.completion
-
-    def __iter__(self) -> EngineStream:
-        return self
-
-    def __next__(self) -> Piece:
-        while not self._pieces and not self._job.done:
-            self._stepping = True
-            try:
-                self._engine.step()
-                self._pieces.extend(self._job.take())
-            finally:
-                self._stepping = False
-            if self._closed:
-                self.close()
-        if not self._pieces:
-            raise StopIteration
-        return self._pieces.popleft()
-
-    def close(self) -> None:
-        self._closed = True
-        if not self._stepping:
-            self._engine.cancel(self._job)
-            self._pieces.extend(self._job.take())
-
-    def __del__(self) -> None:  # forgotten, for instance by a loop that was left: nobody can read on
-        self._engine.cancel(self._job)
+            self._left.append(job.slot)
+            self.reading.leave(job)
+            if job.launched:  # what was read and chosen stays, for prompts that begin with it
+                there = [*job.request.prompt, *job.completion.ids][: len(job.tokens) + job.launched - 1]
+                self.prefixes.keep(job.slot, there, self._written(job))
 
 
 def _together(jobs: Sequence[Job]) -> Mode:

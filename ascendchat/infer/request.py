@@ -6,15 +6,33 @@ engine.generate([Request(prompt, Sampling(max_tokens=64, temperature=0.7, seed=1
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+MOST_TOPS = 20  # likeliest tokens that can be reported beside each token
+MOST_BIAS = 100.0  # far beyond what logits differ by: it decides
+GrammarKind = Literal["json_schema", "json", "lark", "regex"]
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must look like; grammar.py reads it."""
+    """What an answer must look like, as a language that all of it belongs to; grammar.py reads it.
 
-    kind: Literal["json_schema", "json", "lark", "regex"]
+    json_schema: JSON of this schema, in one line, at most a space behind a comma or colon. json: any JSON object, no
+    text. lark: a grammar of llguidance, which can name special tokens: `call: <|tool_start|> /[0-9+]+/ <|tool_end|>`.
+    regex: a regular expression of Rust's kind.
+
+    The answer ends ("stop") when nothing can follow, or where the model ends it and the grammar allows. It is cut short
+    ("length") by max_tokens, and where a limit of the grammar's own is reached.
+    """
+
+    kind: GrammarKind
     text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ValueError(f"a grammar is one of {', '.join(get_args(GrammarKind))}, not {self.kind!r}")
+        if self.kind != "json" and not self.text:
+            raise ValueError(f"the grammar of kind {self.kind} is empty")
 
 
 @dataclass(frozen=True)
@@ -31,13 +49,13 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
     stop_tokens: tuple[int, ...] | None = None  # None: <|assistant_end|> and <|bos|>
     logprobs: bool = False  # report the log probability of every token
-    tools: bool = True  # run calculator calls and force their results into the answer
+    tools: bool = True  # run calculator calls and force their results into the answer; never with a grammar
     allowed_tokens: tuple[int, ...] = ()  # only these may be chosen, at every step; (): all
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit); -100 bars it
-    presence_penalty: float = 0.0  # taken off the logit of every token generated before
-    frequency_penalty: float = 0.0  # the same, as often as it was generated
-    top_logprobs: int = 0  # report so many of the likeliest tokens beside each token
-    grammar: Grammar | None = None  # only answers that fit it
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, -100 to 100: added to its logit); -100 bars it
+    presence_penalty: float = 0.0  # -2 to 2, taken off the logit of every token that the model chose before
+    frequency_penalty: float = 0.0  # the same, as often as it was chosen; a tool's result does not count
+    top_logprobs: int = 0  # report so many of the likeliest tokens beside each token, 20 at most
+    grammar: Grammar | None = None  # only answers that fit it; its end is <|assistant_end|>, whatever stop_tokens says
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -50,6 +68,15 @@ class Sampling:
             raise ValueError(f"repetition_penalty must be positive, found {self.repetition_penalty}")
         if "" in self.stop:
             raise ValueError("a stop text must not be empty")
+        if not all(abs(bias) <= MOST_BIAS for _, bias in self.logit_bias):
+            raise ValueError("a logit_bias must lie between -100 and 100")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice")
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not -2 <= penalty <= 2:
+                raise ValueError(f"{name}_penalty must lie between -2 and 2, found {penalty}")
+        if not 0 <= self.top_logprobs <= MOST_TOPS:
+            raise ValueError(f"top_logprobs must lie between 0 and {MOST_TOPS}, found {self.top_logprobs}")
 
 
 @dataclass(frozen=True)
@@ -78,5 +105,6 @@ class Completion:
     finish_reason: Literal["stop", "length", "cancelled"] = "stop"
     version: int = 0  # of the weights that wrote its first token
     versions: list[int] = field(default_factory=list)  # of the weights that wrote each id
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # of each id when asked for: (token, log prob)
+    # of each id when asked for: the likeliest tokens and their log probabilities, best first; none where forced
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
     cached_tokens: int = 0  # tokens of the prompt that were still in the cache

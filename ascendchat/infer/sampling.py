@@ -1,6 +1,6 @@
 """Sampling maths as pure functions over a batch in which every row has its own settings.
 
-    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True), None, None)
+    chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
 
 No generator is kept: the noise of a row is a hash of (its seed, the position, the token), so a row draws the same noise
 whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax of
@@ -10,12 +10,13 @@ copies the number to the device, which a graph under recording does not allow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ascendchat.infer.request import Sampling
+from ascendchat.infer.request import MOST_TOPS, Sampling
 
 MASK = 0xFFFFFFFF  # hashes are 32 bits wide, kept in int64 so that no product overflows
 
@@ -27,6 +28,8 @@ class Mode(NamedTuple):
     filtered: bool = False  # some top_k, top_p or min_p is set
     penalised: bool = False  # some repetition penalty is not 1
     restricted: bool = False  # some row may choose among certain tokens only
+    biased: bool = False  # some row has a logit bias, or a presence or frequency penalty
+    tops: bool = False  # some row reports the likeliest tokens
 
 
 class Settings(NamedTuple):
@@ -38,23 +41,33 @@ class Settings(NamedTuple):
     min_p: Tensor  # float32
     penalty: Tensor  # float32
     seed: Tensor  # int64, 32 bits used
+    presence: Tensor  # float32
+    frequency: Tensor  # float32
 
-    def rows(self, count: int) -> Settings:
-        """The first rows."""
-        return Settings(*(tensor[:count] for tensor in self))
+    def rows(self, which: Tensor | slice) -> Settings:
+        """Some of the rows."""
+        return Settings(*(tensor[which] for tensor in self))
 
 
-def settings_row(sampling: Sampling) -> tuple[float, int, float, float, float, int]:
+def settings_row(sampling: Sampling) -> tuple[float, int, float, float, float, int, float, float]:
     """What one request puts into Settings."""
     s = sampling
-    return s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, fold_seed(s.seed)
+    filters = s.temperature, s.top_k, s.top_p, s.min_p
+    return *filters, s.repetition_penalty, fold_seed(s.seed), s.presence_penalty, s.frequency_penalty
 
 
 def mode_of(sampling: Sampling) -> Mode:
     """What one request needs."""
     s = sampling
     narrow = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-    return Mode(s.temperature > 0, s.temperature > 0 and narrow, s.repetition_penalty != 1.0, bool(s.allowed_tokens))
+    return Mode(
+        random=s.temperature > 0,
+        filtered=s.temperature > 0 and narrow,
+        penalised=s.repetition_penalty != 1.0,
+        restricted=bool(s.allowed_tokens) or s.grammar is not None,
+        biased=bool(s.logit_bias or s.presence_penalty or s.frequency_penalty),
+        tops=s.top_logprobs > 0,
+    )
 
 
 def fold_seed(seed: int) -> int:
@@ -91,6 +104,12 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
+def adjust(logits: Tensor, bias: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Add `bias` (B, V), and take off penalties for tokens that were chosen `counts` (B, V) times, as OpenAI's API."""
+    chosen = (counts > 0).to(logits.dtype)
+    return logits + bias - counts * frequency[:, None] - chosen * presence[:, None]
+
+
 def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """(B, V) bool: tokens that top-k, then top-p among those, then min-p leave. Never none; ties at the border stay.
 
@@ -120,19 +139,45 @@ def likeliest(scores: Tensor) -> Tensor:
     return last - (((rising << 32) | (last - column)).amax(dim=-1) & MASK)
 
 
+def likeliest_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log probabilities (B, MOST_TOPS) of the likeliest tokens, or of all where the vocabulary is smaller."""
+    values, ids = logits.topk(min(MOST_TOPS, logits.size(-1)), dim=-1)
+    return ids, values - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
+def ranked(report: Sequence[float], count: int) -> list[tuple[int, float]]:
+    """The `count` likeliest tokens with their log probabilities, from what the device reported of one row: ids, then
+    log probabilities. Equals come in the order of their ids."""
+    half = len(report) // 2
+    found = zip(map(int, report[:half]), report[half:])
+    return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:count]
+
+
 def sample(
-    logits: Tensor, settings: Settings, position: Tensor, mode: Mode, seen: Tensor | None, barred: Tensor | None
+    logits: Tensor,
+    settings: Settings,
+    position: Tensor,
+    mode: Mode,
+    seen: Tensor | None = None,
+    barred: Tensor | None = None,
+    bias: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The chosen token of every row (B,) and its log probability (B,) float32.
 
-    logits (B, V) float32; `position` (B,) of the token whose successor is chosen; seen, barred (B, V) bool: tokens that
-    the penalty falls on and tokens that must not be chosen, where the mode needs them. The probability is the model's
-    own: before penalty, restriction, temperature and filters.
+    logits (B, V) float32; `position` (B,) of the token whose successor is chosen. Where the mode needs them, (B, V):
+    seen, barred bool: tokens that the repetition penalty falls on, and tokens that must not be chosen; bias, counts
+    float32: what is added to each logit, and how often each token was chosen. The probability is the model's own:
+    before penalties, bias, restriction, temperature and filters.
     """
     scores = logits
     if mode.penalised:
         assert seen is not None
         scores = penalise(scores, seen, settings.penalty)
+    if mode.biased:
+        assert bias is not None
+        assert counts is not None
+        scores = adjust(scores, bias, counts, settings.presence, settings.frequency)
     if mode.restricted:
         assert barred is not None
         scores = scores.masked_fill(barred, float("-inf"))

@@ -15,6 +15,7 @@ import torch
 import cannsim
 from ascendchat.device import Device, pick
 from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.infer.request import Grammar
 from ascendchat.nn.attention import Sdpa, choose
 from ascendchat.nn.gpt import GPT
 
@@ -117,6 +118,53 @@ def test_new_weights_reach_the_graphs_that_were_captured_before(device: Device) 
     expected = [make.greedy(later, request.prompt, request.sampling.max_tokens, CONTEXT) for request in asked]
     assert [answer.ids for answer in after] == expected != [answer.ids for answer in before]
     assert {answer.version for answer in after} == {7}
+
+
+def test_bias_penalties_tops_and_grammars_in_captured_graphs_equal_the_cpu(device: Device) -> None:
+    host, model = make.model(2, seq_len=16), make.model(2, device.operators(), seq_len=16)
+    ways: list[dict[str, Any]] = [
+        {"logit_bias": ((5, 9.0), (70, -100.0)), "top_logprobs": 3},
+        {"frequency_penalty": 2.0, "presence_penalty": 1.0},
+        {"grammar": Grammar("regex", "[a-f]{3}[0-9]{2}"), "temperature": 0.9, "seed": 3},
+        {"grammar": Grammar("json_schema", '{"enum": [1, true, "x"]}'), "frequency_penalty": 1.0, "top_logprobs": 20},
+        {"temperature": 0.8, "top_k": 9, "seed": 4},
+    ]
+    usual = {"max_tokens": 7, "temperature": 0.0, "stop_tokens": (), "logprobs": True}
+    asked = [Request([7, 8, 9 + i], Sampling(**{**usual, **ways[i % 5]})) for i in range(10)]
+    here = make.engine(host, pick("cpu"), Sdpa(), slots=3, context=CONTEXT).generate(asked)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
+    assert engine.ahead == 1
+    there = engine.generate(asked)
+    assert engine.decoder.graphs
+    assert [answer.text for answer in there[3::5]] == [answer.text for answer in here[3::5]]
+    for one, other in zip(there, here):
+        assert (one.ids, one.finish_reason) == (other.ids, other.finish_reason)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        assert [[token for token, _ in tops] for tops in one.tops] == [[t for t, _ in tops] for tops in other.tops]
+
+
+def test_kept_rows_go_on_with_new_weights_in_the_same_graphs(device: Device) -> None:
+    sizes: dict[str, object] = {"seq_len": 16, "dim": 64, "head_dim": 16}
+    engines = [
+        make.engine(make.model(1, device.operators(), **sizes), device, Sdpa(), slots=3, context=CONTEXT),
+        make.engine(make.model(1, **sizes), pick("cpu"), Sdpa(), slots=3, context=CONTEXT),
+    ]
+    found = []
+    for engine in engines:
+        engine.generate(requests(engine.vocab, 4))  # captures
+        captured = dict(engine.decoder._steps)
+        jobs = [engine.add(Request([3, n, 5], Sampling(max_tokens=9, temperature=0.0, stop_tokens=()))) for n in (1, 2)]
+        for _ in range(3):
+            engine.step()
+        engine.pause("keep")
+        engine.load(make.model(2, **sizes).state_dict(), 7)
+        engine.resume()
+        while not all(job.done for job in jobs):
+            engine.step()
+        assert engine.decoder._steps == captured, "nothing was captured again"
+        found.append([(job.completion.ids, job.completion.versions) for job in jobs])
+    assert found[0] == found[1]
+    assert [versions for _, versions in found[0]] == [[0] * 4 + [7] * 5] * 2
 
 
 def test_an_engine_can_do_without_captured_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.infer.request import Sampling
-from ascendchat.infer.sampling import Mode, Settings, fold_seed, keep, likeliest, penalise, sample, uniform
+from ascendchat.infer.request import MOST_TOPS, Grammar, Sampling
+from ascendchat.infer.sampling import (
+    Mode,
+    Settings,
+    adjust,
+    fold_seed,
+    keep,
+    likeliest,
+    likeliest_tokens,
+    penalise,
+    ranked,
+    sample,
+    uniform,
+)
 
 
 def rows(count: int, **values: float) -> Settings:
-    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0, **values}
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0}
+    usual = {**usual, "presence": 0.0, "frequency": 0.0, **values}
     whole = ("top_k", "seed")
     types = {name: torch.int64 if name in whole else torch.float32 for name in usual}
     return Settings(**{name: torch.full((count,), value, dtype=types[name]) for name, value in usual.items()})
@@ -64,6 +77,52 @@ def test_ties_at_the_border_stay() -> None:
 def test_a_penalty_moves_seen_tokens_down_whatever_their_sign() -> None:
     logits, seen = torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
     assert penalise(logits, seen, torch.tensor([2.0])).tolist() == [[1.0, -4.0, 1.0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-300, 300), st.integers(-100, 100), st.integers(0, 40)), min_size=1, max_size=9),
+    st.sampled_from([-2.0, -0.3, 0.0, 0.7, 2.0]),
+    st.sampled_from([-2.0, -0.1, 0.0, 0.25, 2.0]),
+)
+def test_bias_and_penalties_follow_the_formula(
+    tokens: list[tuple[int, int, int]], presence: float, frequency: float
+) -> None:
+    """In float64, token by token, as OpenAI writes it: logit + bias - count * frequency - (count > 0) * presence."""
+    logits, bias, counts = (torch.tensor([column], dtype=torch.float32) for column in zip(*tokens))
+    expected = [
+        logit / 16 + added - count * frequency - (presence if count > 0 else 0.0) for logit, added, count in tokens
+    ]
+    found = adjust(logits / 16, bias, counts, torch.tensor([presence]), torch.tensor([frequency]))
+    torch.testing.assert_close(found[0].double(), torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-6)
+
+
+def test_bias_and_penalties_move_the_choice_and_not_the_probability() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]]).repeat(4, 1)
+    bias = torch.tensor([[0.0, 0, 0], [-100, 0, 0], [0, 0, 100], [0, 0, 0]])
+    counts = torch.tensor([[0.0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 0]])
+    given = rows(4, temperature=0.0)._replace(presence=torch.tensor([0.0, 0, 0, 2]), frequency=torch.zeros(4))
+    given = given._replace(frequency=torch.tensor([0.0, 0, 0, 0.5]))
+    chosen, logprob = sample(logits, given, torch.arange(4), Mode(biased=True), bias=bias, counts=counts)
+    assert chosen.tolist() == [0, 1, 2, 2]
+    torch.testing.assert_close(logprob, logits.log_softmax(-1)[torch.arange(4), chosen])
+
+
+@pytest.mark.parametrize("vocab", [3, MOST_TOPS, 500])
+def test_the_likeliest_tokens_are_those_of_a_plain_sort(vocab: int) -> None:
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64) * 4
+    ids, logprobs = likeliest_tokens(logits.float())
+    for row, report in zip(logits.tolist(), torch.cat((ids.float(), logprobs), dim=1).tolist()):
+        total = math.log(sum(math.exp(value) for value in row))
+        expected = sorted(((i, value - total) for i, value in enumerate(row)), key=lambda pair: -pair[1])
+        for count in (1, 3, MOST_TOPS):
+            found = ranked(report, count)
+            assert [token for token, _ in found] == [token for token, _ in expected[:count]]
+            assert [value for _, value in found] == pytest.approx([value for _, value in expected[:count]], abs=1e-5)
+
+
+def test_equally_likely_tokens_are_reported_in_the_order_of_their_ids() -> None:
+    assert ranked([7.0, 2.0, 5.0, 9.0, -1.0, -1.0, -0.5, -1.0], 3) == [(5, -0.5), (2, -1.0), (7, -1.0)]
 
 
 def test_noise_is_uniform_and_independent_of_neighbours() -> None:
@@ -151,9 +210,23 @@ def test_seeds_of_any_size_and_sign_differ() -> None:
         {"min_p": -0.1},
         {"repetition_penalty": 0.0},
         {"stop": ("a", "")},
+        {"logit_bias": ((3, 100.5),)},
+        {"logit_bias": ((3, math.nan),)},
+        {"logit_bias": ((3, 1.0), (3, 2.0))},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": -2.1},
+        {"top_logprobs": -1},
+        {"top_logprobs": 21},
     ],
     ids=str,
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Sampling(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "text"), [("yaml", "a"), ("lark", ""), ("regex", ""), ("json_schema", "")])
+def test_grammars_that_make_no_sense_are_refused(kind: str, text: str) -> None:
+    with pytest.raises(ValueError, match="grammar"):
+        Grammar(kind, text)  # type: ignore[arg-type]

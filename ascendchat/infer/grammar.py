@@ -1,0 +1,165 @@
+"""Answers that fit a grammar: which tokens may come next, from llguidance; nothing else imports it.
+
+    rows = grammars(tokenizer)
+    matcher = rows.matcher(Grammar("json_schema", '{"type": "object"}'))   # a ValueError says why it cannot be compiled
+    allowed = rows.allowed([matcher])                                       # (1, V) bool: what may be chosen now
+    ending = matcher.take(token)                                            # "stop" when the answer is complete
+
+engine.py asks before every choice of a row whose Sampling has a grammar. A server calls `grammars(tokenizer).matcher`
+in its front, too: a bad grammar is then refused before it stands in a queue.
+
+A grammar comes from a stranger, and llguidance can be killed by one (a chain of a few thousand references overflows the
+stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (trial.py).
+While masks are computed its own limits hold; an answer that reaches one is cut short.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.infer.landing import Landing
+from ascendchat.infer.request import Grammar
+from ascendchat.infer.trial import Trial
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_CHARACTERS = 500_000  # of a grammar's text
+MOST_LEXER_STATES = 50_000  # of one row; 1 to 2 KB each
+MOST_KNOWN = 128  # compiled grammars that are kept
+MOST_REASON = 300  # characters of llguidance's reason that are passed on
+# One line, a space behind commas and colons or none: a model cannot fill its answer with white space. No \uXXXX: with
+# it a key of `properties` can be written a second time as an additional one. What a schema says in "x-guidance" (other
+# white space, unknown keywords ignored) is overruled: an answer that validates is what was asked for.
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "coerce_one_of": False,
+    "lenient": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+    "json_allow_general_unicode_escapes": False,
+}
+
+
+def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    """Our ids as llguidance knows them; <|assistant_end|> is the end of every answer."""
+    from llguidance import LLTokenizer
+
+    made: LLTokenizer = LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
+        encoder={token: number for number, token in enumerate(tokenizer.tokens)},
+        special_tokens=tokenizer.specials,
+        pattern=tokenizer.pattern,
+        eos_token=tokenizer.specials["<|assistant_end|>"],
+        n_vocab=tokenizer.vocab_size,
+    )
+    return made
+
+
+def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """A matcher at the beginning of the grammar; a ValueError with the reason where there is none."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    if grammar.kind == "lark":
+        source = LLMatcher.grammar_from_lark(grammar.text)
+    elif grammar.kind == "regex":
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    else:
+        schema = '{"type": "object"}' if grammar.kind == "json" else grammar.text
+        source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
+    made = LLMatcher(tokens, source, log_level=0, limits=limits)
+    if not made.is_error():
+        made.compute_bitmask()  # finds what no answer fits, and what runs into a limit at once
+    if made.is_error():
+        raise ValueError(made.get_error())
+    return made
+
+
+class Matcher:
+    """How far one row has come in its grammar."""
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+        # landing.py's: on the way to the end; tokens left at which to look again; tokens of the shortest call
+        self.landing, self.look_at = False, 1 << 60
+        self.call_needs: int | None = None
+
+    def take(self, token: int) -> Literal["stop", "length"] | None:
+        """The row has this token now. How the answer ends with it, if it does: complete, or at a limit."""
+        if not self.inner.consume_token(token):
+            return "length"
+        return "stop" if self.inner.is_stopped() else None
+
+
+class Grammars:
+    """The grammars of one tokenizer, compiled once each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab = tokenizer.vocab_size
+        self._tokens = vocabulary(tokenizer)
+        self._trial = Trial(tokenizer)
+        self._landing = Landing(tokenizer)
+        self._known: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()  # or why it cannot be compiled
+        self._lock = threading.Lock()  # a server asks from several threads
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """For a new row; a ValueError of one line where the grammar cannot be used."""
+        with self._lock:
+            if grammar not in self._known:
+                self._known[grammar] = self._compile(grammar)
+                if len(self._known) > MOST_KNOWN:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(grammar)
+            found = self._known[grammar]
+            if isinstance(found, str):
+                raise ValueError(f"the grammar ({grammar.kind}) cannot be used: {found}")
+            return Matcher(found.deep_copy())
+
+    def _compile(self, grammar: Grammar) -> LLMatcher | str:
+        if len(grammar.text) > MOST_CHARACTERS:
+            return f"it has {len(grammar.text)} characters, at most {MOST_CHARACTERS} are read"
+        reason = self._trial.reason(grammar)
+        if not reason:
+            try:
+                return compiled(self._tokens, grammar)
+            except ValueError as error:
+                reason = str(error)
+        if reason.startswith("NoExtension"):
+            reason = "no answer fits it"
+        line = " ".join(reason.removesuffix("<non-verbose/>").split())
+        return line if len(line) <= MOST_REASON else line[:MOST_REASON] + "..."
+
+    def allowed(self, matchers: Sequence[Matcher | None], left: Sequence[int] = ()) -> np.ndarray:
+        """(rows, V) bool: tokens that may come next; all in a row without a grammar, none where one is at a limit.
+        `left`: tokens that each may still write; where they are few, only what leads to the end."""
+        bits = np.full((len(matchers), -(-self.vocab // 32)), -1, dtype=np.int32)
+        for row, matcher in zip(bits, matchers):
+            if matcher is not None:
+                matcher.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                if matcher.inner.is_error():
+                    row[:] = 0
+        rows = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab, bitorder="little").view(np.bool_)
+        for row, matcher, tokens in zip(rows, matchers, left):
+            if matcher is not None and row.any():
+                self._landing.narrow(matcher, row, tokens)
+        return rows
+
+
+_made: dict[str, Grammars] = {}
+_making = threading.Lock()
+
+
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    """Those of a tokenizer: all engines of a process share them."""
+    with _making:
+        if tokenizer.fingerprint not in _made:
+            _made[tokenizer.fingerprint] = Grammars(tokenizer)
+        return _made[tokenizer.fingerprint]

@@ -1,0 +1,282 @@
+"""From what the engine says (messages.Part) to what OpenAI's clients read: chunks of a stream, or one object.
+
+    answers = ChatAnswers(about, asked)                   # or TextAnswers
+    answers.opening(), answers.part(index, part), answers.closing()     # bytes of a stream of events
+    answers.whole(parts)                                                # the object of an answer at once
+
+Tens of thousands of tokens per second go through here: all of a chunk that does not change is made once, and only the
+text is encoded. Text is escaped to ASCII, since some clients take U+2028 for the end of a line.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.infer.request import Piece
+from ascendchat.serve.messages import Part
+from ascendchat.serve.pool import joined
+from ascendchat.serve.prompts import Asked
+from ascendchat.serve.tokens import TokenReport, chat_logprobs, text_logprobs
+from ascendchat.serve.tools import CallReader, whole_calls
+
+REASONS = {"cancelled": "abort"}  # as other servers call an answer that was cut short from outside
+
+
+@dataclass(frozen=True)
+class About:
+    """What all choices of an answer share."""
+
+    model: str
+    fingerprint: str
+    version: int  # of the weights, where an answer has no token that says it
+    tokenizer: Tokenizer
+    n: int  # choices per prompt
+    include_usage: bool = False
+    token_ids: bool = False  # tell them
+    as_ids: bool = False  # log-probabilities name tokens by their ids
+    created: int = field(default_factory=lambda: int(time.time()))
+    key: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+class Choice:
+    """How far one answer is."""
+
+    def __init__(self, about: About, asked: Asked, index: int, everything: bool) -> None:
+        request = asked.requests[index]
+        sampling = request.sampling
+        self.prompt, self.index, self.version = request.prompt, index, about.version
+        self.report = None
+        if sampling.logprobs:
+            self.report = TokenReport(about.tokenizer, everything=everything, held=bool(sampling.stop))
+        self.calls = None if asked.tools is None else CallReader(about.tokenizer)
+        self.plain = self.report is None and self.calls is None and not about.token_ids
+        self.count = self.cached = 0
+
+    def take(self, part: Part) -> None:
+        """Count a part."""
+        self.count += len(part.ids)
+        self.cached = part.cached_tokens
+        if part.versions:
+            self.version = part.versions[-1]
+
+    def finish(self, part: Part) -> str:
+        """The finish reason in OpenAI's words."""
+        if self.calls is not None and self.calls.complete and part.finish_reason == "stop":
+            return "tool_calls"
+        return REASONS.get(part.finish_reason, part.finish_reason)
+
+
+def texts(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one kind as one."""
+    if len(pieces) < 2:
+        return list(pieces)
+    return [
+        Piece(kind, "".join(piece.text for piece in run)) for kind, run in groupby(pieces, lambda piece: piece.kind)
+    ]
+
+
+def versions_of(part: Part, before: int) -> dict[str, Any]:
+    """The weights that wrote these tokens: one version, or one for each where they differ."""
+    versions = part.versions
+    if not versions:
+        return {"weight_version": before}
+    if len(set(versions)) == 1:
+        return {"weight_version": versions[0]}
+    return {"weight_version": versions[0], "weight_versions": versions}
+
+
+class Answers:
+    """What chat and text completions share."""
+
+    object = stream_object = prefix = ""
+    everything = False  # log-probabilities also of tokens that are no text
+
+    def __init__(self, about: About, asked: Asked) -> None:
+        self.about, self.asked = about, asked
+        self.choices = [Choice(about, asked, i, self.everything) for i in range(len(asked.requests))]
+        head = json.dumps(self._head(self.stream_object), separators=(",", ":"))
+        self._event = f'data: {head[:-1]},"choices":['.encode()
+        self._end = b'}],"usage":null}\n\n' if about.include_usage else b"}]}\n\n"
+        self._tails: dict[int, bytes] = {}  # by version
+
+    def _head(self, name: str) -> dict[str, Any]:
+        about = self.about
+        return {
+            "id": f"{self.prefix}-{about.key}",
+            "object": name,
+            "created": about.created,
+            "model": about.model,
+            "system_fingerprint": about.fingerprint,
+        }
+
+    def event(self, choice: Choice, inner: bytes, part: Part, finish: str | None = None, extra: bytes = b"") -> bytes:
+        """One chunk; `inner` is what its choice says, `extra` further fields of it."""
+        head = b'%b{"index":%d,%b' % (self._event, choice.index, inner)
+        if finish is None and not extra and (not part.versions or part.versions[0] == part.versions[-1]):
+            return head + self._tail(choice.version) + self._end
+        own = json.dumps({"finish_reason": finish, "ascendchat": versions_of(part, choice.version)})
+        return b"%b,%b%b%b" % (head, own[1:-1].encode(), extra or b',"logprobs":null', self._end)
+
+    def _tail(self, version: int) -> bytes:
+        if version not in self._tails:
+            own = f'"logprobs":null,"finish_reason":null,"ascendchat":{{"weight_version":{version}}}'
+            self._tails[version] = f",{own}".encode()
+        return self._tails[version]
+
+    def extras(self, choice: Choice, part: Part) -> dict[str, Any]:
+        """Log-probabilities and ids of the tokens in a part."""
+        found: dict[str, Any] = {}
+        if choice.report is not None:
+            rows = choice.report.feed(part)
+            found["logprobs"] = self.logprobs(rows) if rows else None
+        if self.about.token_ids:
+            found["token_ids"] = part.ids
+            if choice.count == len(part.ids):  # the first one
+                found["prompt_token_ids"] = choice.prompt
+        return found
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens; a prompt counts once, however many answers it has."""
+        first = self.choices[:: self.about.n]
+        prompt, completion = sum(len(choice.prompt) for choice in first), sum(choice.count for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in first)},
+        }
+
+    def opening(self) -> bytes:
+        """What is sent before anything else."""
+        return b""
+
+    def closing(self) -> bytes:
+        """The end of a stream."""
+        if not self.about.include_usage:
+            return b"data: [DONE]\n\n"
+        usage = json.dumps(self.usage(), separators=(",", ":")).encode()
+        return b'%b],"usage":%b}\n\ndata: [DONE]\n\n' % (self._event, usage)
+
+    def part(self, index: int, part: Part) -> bytes:
+        """The chunks that say what a part says."""
+        choice = self.choices[index]
+        choice.take(part)
+        inners = self.inners(choice, part)
+        if choice.plain:
+            out = [self.event(choice, inner, part) for inner in inners]
+        else:
+            extras = self.extras(choice, part)
+            if not inners and (extras.get("logprobs") or extras.get("token_ids")):
+                inners = [self.empty]
+            extra = (", " + json.dumps(extras)[1:-1]).encode() if extras else b""
+            if extra and "logprobs" not in extras:
+                extra += b',"logprobs":null'
+            out = [self.event(choice, inner, part, extra=extra if at == 0 else b"") for at, inner in enumerate(inners)]
+        if part.finish_reason:
+            nothing = part._replace(versions=[])
+            out.append(self.event(choice, self.empty, nothing, finish=choice.finish(part)))
+        return b"".join(out)
+
+    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
+        """The object of an answer at once."""
+        found = []
+        for choice, given in zip(self.choices, parts):
+            part = joined(given)
+            choice.take(part)
+            one = self.message(choice, part)
+            one["finish_reason"] = choice.finish(part)
+            one["logprobs"] = None
+            one.update(self.extras(choice, part))
+            calculations = [{"kind": p.kind, "text": p.text} for p in texts(part.pieces) if p.kind != "text"]
+            own = versions_of(part, choice.version)
+            one["ascendchat"] = {**own, "tool": calculations} if calculations and not choice.calls else own
+            found.append(one)
+        return {**self._head(self.object), "choices": found, "usage": self.usage()}
+
+    # ---- what differs --------------------------------------------------------------------------
+
+    empty = b""
+
+    def inners(self, choice: Choice, part: Part) -> list[bytes]:
+        """What the chunks of a part say, as JSON without braces."""
+        raise NotImplementedError
+
+    def message(self, choice: Choice, part: Part) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        raise NotImplementedError
+
+    def logprobs(self, rows: Any) -> dict[str, Any]:
+        """In the form of this API."""
+        raise NotImplementedError
+
+
+class ChatAnswers(Answers):
+    """Of /v1/chat/completions."""
+
+    object, stream_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    empty = b'"delta":{}'
+
+    def opening(self) -> bytes:
+        """Every choice says first who speaks."""
+        nothing = Part(0, [], [], [], [], [])
+        inner = b'"delta":{"role":"assistant","content":"","refusal":null}'
+        return b"".join(self.event(choice, inner, nothing) for choice in self.choices)
+
+    def inners(self, choice: Choice, part: Part) -> list[bytes]:
+        found = []
+        for kind, text in texts(part.pieces):
+            if kind == "text":
+                found.append(b'"delta":{"content":%b}' % quoted(text).encode())
+            elif choice.calls is None:
+                own = {"tool": {"kind": kind, "text": text}}
+                found.append(f'"delta":{{"content":"","ascendchat":{json.dumps(own)}}}'.encode())
+        if choice.calls is not None:
+            for delta in choice.calls.feed(part.ids, over=bool(part.finish_reason)):
+                found.append(f'"delta":{{"tool_calls":[{json.dumps(delta.json)}]}}'.encode())
+        return found
+
+    def message(self, choice: Choice, part: Part) -> dict[str, Any]:
+        text = "".join(piece.text for piece in part.pieces if piece.kind == "text")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls is not None:
+            calls = whole_calls(choice.calls.feed(part.ids, over=True))
+            if calls:
+                message["tool_calls"] = calls
+                message["content"] = text or None
+        return {"index": choice.index, "message": message}
+
+    def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
+        answer = super().whole(parts)
+        if self.about.token_ids:  # vLLM's clients look for it here
+            answer["prompt_token_ids"] = self.choices[0].prompt
+        return answer
+
+    def logprobs(self, rows: Any) -> dict[str, Any]:
+        return chat_logprobs(self.about.tokenizer, rows)
+
+
+class TextAnswers(Answers):
+    """Of /v1/completions."""
+
+    object = stream_object = "text_completion"
+    prefix = "cmpl"
+    everything = True
+    empty = b'"text":""'
+
+    def inners(self, choice: Choice, part: Part) -> list[bytes]:
+        text = "".join(piece.text for piece in part.pieces if piece.kind == "text")
+        return [b'"text":%b' % quoted(text).encode()] if text else []
+
+    def message(self, choice: Choice, part: Part) -> dict[str, Any]:
+        return {"index": choice.index, "text": "".join(p.text for p in part.pieces if p.kind == "text")}
+
+    def logprobs(self, rows: Any) -> dict[str, Any]:
+        return text_logprobs(self.about.tokenizer, rows, self.about.as_ids)

@@ -1,0 +1,178 @@
+"""What a client hears when something is wrong: OpenAI's envelope, for every status.
+
+    raise Problem(404, "there is no such model", code="model_not_found", param="model")
+    install(app)                     # every exception becomes {"error": {"message", "type", "param", "code"}}
+
+No stack trace reaches a client; an error of ours is answered with 500, and uvicorn logs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from ascendchat.serve.pool import Failure, Overloaded
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+SHOWN = 80  # characters of a wrong value that are repeated to the client
+
+
+class Problem(Exception):
+    """A request that is answered with an error; `param` names the field that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The envelope."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        """The whole answer; ASCII escapes, since a wrong value may hold what is no text."""
+        content = json.dumps(self.body).encode()
+        return Response(content, self.status, self.headers, media_type="application/json")
+
+    @classmethod
+    def busy(cls, reason: str, retry_after: int, code: str = "overloaded") -> Problem:
+        """Not now: the client may try again after so many seconds."""
+        return cls(503, reason, code=code, headers={"Retry-After": str(retry_after)})
+
+    @classmethod
+    def of(cls, error: Failure | Overloaded) -> Problem:
+        """What the pool could not do."""
+        if isinstance(error, Overloaded):
+            return cls.busy(str(error), error.retry_after)
+        if error.refused:
+            return cls(400, str(error))
+        return cls.busy(str(error), error.retry_after, "not_finished")
+
+
+ENVELOPE = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+MEANINGS = {
+    400: "The request is wrong, or asks for what this server does not do; `param` names the field.",
+    401: "A valid API key is needed.",
+    403: "Refused.",
+    404: "There is no such thing here.",
+    405: "Another method is needed.",
+    413: "The request is too large.",
+    429: "Too many requests; `Retry-After` says when to come again.",
+    503: "Busy or starting; `Retry-After` says when to come again.",
+}
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document."""
+    return {
+        status: {"description": MEANINGS[status], "content": {"application/json": {"schema": ENVELOPE}}}
+        for status in statuses
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of the application in the envelope."""
+
+    @app.exception_handler(Problem)
+    async def problem(request: Request, error: Problem) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return explained(error.errors(), error.body).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        known = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} has no {request.method}"}
+        message = known.get(error.status_code, str(error.detail))
+        headers = dict(error.headers) if error.headers else None
+        return Problem(error.status_code, message, headers=headers).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return Problem(500, "the server made a mistake; its log says more").response()
+
+
+def explained(errors: Sequence[Any], body: Any) -> Problem:
+    """The error that is nearest to what the client meant: the one deepest in the body."""
+    places = [place(error["loc"][1:], body, error["type"]) for error in errors]
+    best = max(range(len(errors)), key=lambda i: (len(places[i]), -i))
+    error, path = errors[best], places[best]
+    name = written(path)
+    if error["type"] == "value_error":  # of a rule in protocol.py: it begins with the field's name
+        message = error["msg"].partition(", ")[2]
+        return Problem(400, message, param=message.split()[0].rstrip(":"), code="invalid_value")
+    if not path:
+        return Problem(400, f"the body must be a JSON object (Content-Type: application/json): {error['msg']}")
+    if error["type"] == "extra_forbidden":
+        return Problem(400, f"unknown field: {name}", param=name, code="unknown_parameter")
+    if error["type"] == "missing":
+        return Problem(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    if error["type"] == "none_required":
+        return Problem(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+    message = error["msg"]
+    if "expected_tags" in error.get("ctx", {}):
+        tag = str(error["ctx"]["discriminator"]).strip("'")
+        name = f"{name}.{tag}"
+        message = f"expected one of {error['ctx']['expected_tags']}"
+    return Problem(400, f"{name}: {message}, found {shown(error.get('input'))}", param=name, code="invalid_value")
+
+
+def shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def place(location: Sequence[Any], body: Any, kind: str) -> list[Any]:
+    """The part of pydantic's location that is in the body; the names of union members are not."""
+    path: list[Any] = []
+    for at, step in enumerate(location):
+        missing = kind == "missing" and at == len(location) - 1
+        if isinstance(body, dict) and (step in body or missing):
+            path.append(step)
+            body = body.get(step)
+        elif isinstance(body, list) and isinstance(step, int) and step < len(body):
+            path.append(step)
+            body = body[step]
+    return path
+
+
+def written(path: Sequence[Any]) -> str:
+    """messages[0].content"""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+
+
+def error_event(problem: Problem) -> bytes:
+    """Inside a stream."""
+    return b"data: " + json.dumps(problem.body).encode() + b"\n\n"

@@ -1,0 +1,313 @@
+"""The requests of the API, field by field: OpenAI's, and those of vLLM that RL clients use.
+
+What is listed here is honoured or harmless. A known field that this server cannot honour may only be null, and
+every other name is refused: a client never believes in something that did not happen. api.py names these models in
+its routes; prompts.py makes engine requests of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MOST_CHOICES = 128  # `n`
+MOST_PROMPTS = 2048  # of one request to /v1/completions
+MOST_TOOLS = 128
+MOST_TOPS = 20
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Metadata = dict[str, str]
+
+
+class Model(BaseModel):
+    """Exact: "1" is no number, 1 is no boolean, and no name goes unread."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+
+class TextPart(Model):
+    """Some text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Model):
+    """What an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class CalculatorPart(Model):
+    """A call of the built-in calculator, or its result: how an answer of this server can be sent back whole."""
+
+    type: Literal["tool", "output"]
+    text: str
+
+
+AssistantPart = Annotated[TextPart | RefusalPart | CalculatorPart, Field(discriminator="type")]
+Parts = Annotated[list[Annotated[TextPart, Field()]], Field(min_length=1)]
+
+
+class CalledFunction(Model):
+    """Name and arguments; the arguments are JSON in a string."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(Model):
+    """A call in an earlier answer; `index` is what a streaming client leaves behind."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class SystemMessage(Model):
+    """Who the assistant is; the newer role `developer` is the same."""
+
+    role: Literal["system", "developer"]
+    content: str | Parts
+    name: str | None = None
+
+
+class UserMessage(Model):
+    """What a person says."""
+
+    role: Literal["user"]
+    content: str | Parts
+    name: str | None = None
+
+
+class AssistantMessage(Model):
+    """An earlier answer, as this server gave it."""
+
+    role: Literal["assistant"]
+    content: str | list[AssistantPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    annotations: list[Any] | None = None
+    ascendchat: dict[str, Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(Model):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: str | Parts
+    tool_call_id: Text
+    name: str | None = None
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+# ---- tools and formats -------------------------------------------------------------------------
+
+
+class Function(Model):
+    """A function that the client runs."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    """A tool; its arguments fit the schema whether `strict` or not."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Model):
+    """The tool that must be called."""
+
+    name: ToolName
+
+
+class ChosenTool(Model):
+    """A call of this tool."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+
+
+class TextFormat(Model):
+    """No limits."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Model):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Model):
+    """A schema with its name; the answer fits it whether `strict` or not."""
+
+    name: ToolName
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Model):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StreamOptions(Model):
+    """`include_usage`: a last chunk counts the tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+class SamplingFields(Model):
+    """How tokens are chosen: what chat and text completions share."""
+
+    model: str | None = Field(None, description="the served model; there is one")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    user: str | None = None
+    # vLLM's
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 and -1: all tokens")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for stream: true")
+        return self
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # harmless
+    metadata: Metadata | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # not supported
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_each_other(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only for logprobs: true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice is only for tools")
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have the same name")
+        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name}")
+        return self
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # the first error is enough of a long list
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    | Ids
+    | Annotated[list[Ids], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+)
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions; a text gets <|bos|> in front, token ids are taken as they are."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
+    add_special_tokens: bool = True
+    return_tokens_as_token_ids: Annotated[bool, Field(description="log-probabilities name tokens token_id:7")] = False
+    calculator: Annotated[bool, Field(description="ours: run the calls of a chat model, as by default")] | None = None
+    # not supported, unless it changes nothing
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class TokenizeRequest(Model):
+    """POST /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages is needed, not both")
+        return self
+
+
+class DetokenizeRequest(Model):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,0 +1,298 @@
+"""Bias, penalties and likeliest tokens in the engine equal a plain decoder that counts for itself; pauses."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import engine_models as make
+import pytest
+import torch
+
+from ascendchat.device import Device, pick
+from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.infer.sampling import Mode
+from ascendchat.nn.attention import Sdpa
+from ascendchat.nn.gpt import GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONTEXT = 48
+TEXT = make.tokenizer()
+START = TEXT.specials["<|assistant_start|>"]
+
+
+@pytest.fixture
+def device() -> Device:
+    return pick("cpu", dtype="fp32", compiled=False)
+
+
+def prompts(vocab: int, count: int, seed: int = 3) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab) for _ in range(draw.randint(1, 20))] for _ in range(count)]
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 2.0},
+    {"presence_penalty": 2.0, "frequency_penalty": -0.5},
+    {"logit_bias": ((5, 12.0), (70, -100.0), (11, 9.0))},
+    {"presence_penalty": -2.0, "logit_bias": ((9, 4.0),), "repetition_penalty": 1.3},
+    {"logit_bias": tuple((token, -100.0) for token in range(200))},
+    {"frequency_penalty": 1.5, "allowed_tokens": (7, 8, 9, 10, 11)},
+]
+
+
+def mixed(vocab: int, count: int, tokens: int = 14) -> list[Request]:
+    usual = {"max_tokens": tokens, "temperature": 0.0, "stop_tokens": (), "tools": False}
+    ways = [Sampling(**{**usual, **WAYS[i % len(WAYS)]}) for i in range(count)]
+    return [Request(prompt, way) for prompt, way in zip(prompts(vocab, count), ways)]
+
+
+def plain_greedy(model: GPT, request: Request) -> list[int]:
+    """No cache, alone, in float64 and Python: the formula of each penalty as it is written in the documentation."""
+    said: list[int] = []
+    s = request.sampling
+    for _ in range(min(s.max_tokens, CONTEXT - len(request.prompt))):
+        logits = make.logits_of(model, [*request.prompt, *said], CONTEXT).double().tolist()
+        times = Counter(said)
+        for token in {*request.prompt, *said}:
+            factor = s.repetition_penalty
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        for token, number in s.logit_bias:
+            logits[token] += number
+        for token, count in times.items():
+            logits[token] -= count * s.frequency_penalty + s.presence_penalty
+        allowed = s.allowed_tokens or range(len(logits))
+        said.append(max(allowed, key=lambda token: logits[token]))
+    return said
+
+
+def test_bias_and_penalties_equal_the_plain_decoder_whoever_shares_the_batch(device: Device) -> None:
+    """More requests than slots: rows with and without follow each other in a slot."""
+    model = make.model(6, seq_len=16)
+    asked = mixed(model.shape.vocab, 21)
+    expected = [plain_greedy(model, request) for request in asked]
+    for slots in (1, 3, 8):
+        engine = make.engine(model, device, Sdpa(), slots=slots, context=CONTEXT)
+        assert [answer.ids for answer in engine.generate(asked)] == expected
+    plain = [plain_greedy(model, Request(request.prompt, mixed(1, 1)[0].sampling)) for request in asked]
+    changed = {i % len(WAYS) for i, (one, other) in enumerate(zip(expected, plain)) if one != other}
+    assert changed == {1, 2, 3, 4, 5, 6}, "every way but the first says something else than no way at all"
+
+
+def test_nothing_is_made_and_nothing_is_done_where_nobody_asks(device: Device) -> None:
+    model = make.model(6, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), context=CONTEXT)
+    engine.generate([Request(prompt, Sampling(max_tokens=4)) for prompt in prompts(model.shape.vocab, 5)])
+    decoder = engine.decoder
+    assert (decoder.bias, decoder.counts, decoder.barred, decoder.seen) == (None, None, None, None)
+    assert {mode for *_, mode in decoder._steps} == {Mode(random=True)}
+
+
+def test_a_tools_result_is_not_penalised(device: Device) -> None:
+    """Only what the model chose itself is counted."""
+    special = TEXT.specials
+    call = [special["<|tool_start|>"], *TEXT.encode("17+25"), special["<|tool_end|>"]]
+    follows = make.script([START, *call], [special["<|output_end|>"], ord("!")])
+    engine = make.engine(make.scripted(follows), device, slots=1)
+    sampling = Sampling(temperature=0.0, max_tokens=12, frequency_penalty=1.0)
+    for late in (0, 1):
+        engine.ahead = late
+        (found,) = engine.generate([Request([START], sampling)])
+        forced = [token for token, flag in zip(found.ids, found.forced) if flag]
+        assert TEXT.decode(forced) == "<|output_start|>42<|output_end|>"
+        assert engine.decoder.counts is not None
+        chosen = Counter(
+            token for token, flag in zip(found.ids[:-1], found.forced) if not flag
+        )  # the last was not read
+        counted = {token: int(count) for token, count in enumerate(engine.decoder.counts[0].tolist()) if count}
+        assert counted == chosen
+
+
+def test_a_step_that_does_not_advance_counts_nothing(device: Device) -> None:
+    """As while a graph is recorded."""
+    decoder = make.engine(make.model(6, seq_len=16), device, Sdpa(), slots=2, context=CONTEXT).decoder
+    mode = Mode(biased=True)
+    decoder.prefill([Request([1, 2, 3], Sampling(frequency_penalty=1.0))] * 2, [0, 1], mode)
+    decoder.advance.zero_()
+    with torch.no_grad():
+        for _ in range(3):
+            decoder._extend(2, CONTEXT, mode)
+        assert decoder.counts is not None
+        assert decoder.counts.sum() == 0
+        decoder.advance.fill_(1)
+        decoder._extend(2, CONTEXT, mode)
+    assert decoder.counts.sum(dim=1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_likeliest_tokens_are_reported_beside_each_token(device: Device, late: int) -> None:
+    model = make.model(6, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
+    engine.ahead = late
+    usual = Sampling(max_tokens=7, temperature=0.8, stop_tokens=(), logprobs=True, frequency_penalty=1.0)
+    counts = [0, 3, 20, 1, 0, 5]
+    asked = [
+        Request(prompt, replace(usual, top_logprobs=count, seed=i))
+        for i, (prompt, count) in enumerate(zip(prompts(model.shape.vocab, 6), counts))
+    ]
+    without = engine.generate([replace(one, sampling=replace(one.sampling, top_logprobs=0)) for one in asked])
+    for request, answer, count, same in zip(asked, engine.generate(asked), counts, without):
+        assert answer.ids == same.ids, "to report is not to change"
+        assert len(answer.tops) == (len(answer.ids) if count else 0)
+        row = list(request.prompt)
+        for token, logprob, tops in zip(answer.ids, answer.logprobs, answer.tops):
+            expected = make.logits_of(model, row, CONTEXT).log_softmax(-1)
+            best = expected.topk(count)
+            assert [top for top, _ in tops] == best.indices.tolist(), "the model's own, before penalties"
+            assert [value for _, value in tops] == pytest.approx(best.values.tolist(), abs=1e-4)
+            assert logprob == pytest.approx(dict(tops).get(token, logprob), abs=1e-5)
+            row.append(token)
+
+
+def test_forced_tokens_have_no_likeliest_tokens(device: Device) -> None:
+    follows, answer = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device, slots=1)
+    (found,) = engine.generate([Request([START], Sampling(temperature=0.0, top_logprobs=2))])
+    assert found.ids == answer
+    assert [len(tops) for tops in found.tops] == [0 if flag else 2 for flag in found.forced]
+    assert all(tops[0][0] == token for token, tops in zip(found.ids, found.tops) if tops)
+
+
+@pytest.mark.parametrize("name", ["allowed_tokens", "logit_bias"])
+def test_tokens_outside_the_vocabulary_are_refused(device: Device, name: str) -> None:
+    engine = make.engine(make.model(), device)
+    for token in (-1, TEXT.vocab_size):
+        value = (token,) if name == "allowed_tokens" else ((token, 1.0),)
+        with pytest.raises(ValueError, match=f"{name} must lie between 0 and {TEXT.vocab_size - 1}"):
+            engine.add(Request([0], Sampling(**{name: value})))
+
+
+# ---- versions, and engines that stand still -----------------------------------------------------
+
+
+def paused_engine(device: Device, late: int, slots: int = 3) -> tuple[Engine, GPT, GPT]:
+    old, new = make.model(5, seq_len=16), make.model(6, seq_len=16)
+    engine = make.engine(make.model(5, seq_len=16), device, Sdpa(), slots=slots, context=CONTEXT)
+    engine.ahead = late
+    return engine, old, new
+
+
+def greedy_requests(vocab: int, count: int, tokens: int = 12) -> list[Request]:
+    usual = Sampling(max_tokens=tokens, temperature=0.0, stop_tokens=(), tools=False)
+    return [Request(prompt, usual) for prompt in prompts(vocab, count)]
+
+
+def finish(engine: Engine, jobs: list[Any]) -> None:
+    for _ in range(500):
+        if all(job.done for job in jobs):
+            return
+        engine.step()
+    pytest.fail("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_rows_that_were_kept_go_on_with_the_new_weights(device: Device, late: int) -> None:
+    engine, old, new = paused_engine(device, late)
+    asked = greedy_requests(old.shape.vocab, 5)
+    jobs = [engine.add(request) for request in asked]
+    for _ in range(4):
+        engine.step()
+    engine.pause("keep")
+    held = [list(job.completion.ids) for job in jobs]
+    assert [len(ids) for ids in held] == [5, 5, 5, 0, 0]
+    for _ in range(3):
+        engine.step()
+    engine.load(new.state_dict(), 9)
+    engine.step()
+    assert [job.completion.ids for job in jobs] == held, "nothing moves while the engine is paused"
+    engine.resume()
+    finish(engine, jobs)
+    for request, job, ids in zip(asked, jobs, held):
+        answer = job.completion
+        assert answer.versions == [0] * len(ids) + [9] * (12 - len(ids)), "exactly at the point of the load"
+        assert answer.version == answer.versions[0]
+        assert ids == make.greedy(old, request.prompt, len(ids), CONTEXT)
+        if not ids:
+            assert answer.ids == make.greedy(new, request.prompt, 12, CONTEXT)
+    assert any(
+        job.completion.ids != make.greedy(old, one.prompt, 12, CONTEXT) for one, job in zip(asked[:3], jobs[:3])
+    ), "the new weights say something else in the kept rows"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_rows_that_are_waited_for_end_with_the_old_weights(device: Device, late: int) -> None:
+    engine, old, new = paused_engine(device, late, slots=2)
+    asked = greedy_requests(old.shape.vocab, 4)
+    jobs = [engine.add(request) for request in asked]
+    engine.step()
+    engine.pause("wait")
+    finish(engine, jobs[:2])
+    for _ in range(3):
+        engine.step()
+    assert [job.slot for job in jobs[2:]] == [-1, -1], "nothing new enters"
+    engine.load(new.state_dict(), 4)
+    engine.resume()
+    finish(engine, jobs)
+    for request, job, model, version in zip(asked, jobs, (old, old, new, new), (0, 0, 4, 4)):
+        assert job.completion.ids == make.greedy(model, request.prompt, 12, CONTEXT)
+        assert job.completion.versions == [version] * 12
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_rows_that_are_aborted_end_cancelled_and_waiting_ones_come_later(device: Device, late: int) -> None:
+    engine, old, new = paused_engine(device, late, slots=2)
+    asked = greedy_requests(old.shape.vocab, 3)
+    jobs = [engine.add(request) for request in asked]
+    for _ in range(3):
+        engine.step()
+    engine.pause("abort")
+    assert [(job.done, job.completion.finish_reason) for job in jobs[:2]] == [(True, "cancelled")] * 2
+    assert [job.completion.ids for job in jobs[:2]] == [make.greedy(old, one.prompt, 4, CONTEXT) for one in asked[:2]]
+    assert engine.running == [None, None]
+    engine.step()
+    assert not jobs[2].completion.ids
+    engine.load(new.state_dict(), 2)
+    engine.resume()
+    finish(engine, jobs)
+    assert jobs[2].completion.ids == make.greedy(new, asked[2].prompt, 12, CONTEXT)
+
+
+def test_requests_can_be_cancelled_while_the_engine_is_paused(device: Device) -> None:
+    engine, old, _ = paused_engine(device, 0, slots=2)
+    asked = greedy_requests(old.shape.vocab, 4)
+    jobs = [engine.add(request) for request in asked]
+    engine.step()
+    engine.pause("keep")
+    engine.cancel(jobs[0])
+    engine.cancel(jobs[2])
+    assert engine.running == [None, jobs[1]]
+    engine.step()
+    assert engine.running == [None, jobs[1]], "a freed slot stays free"
+    engine.resume()
+    finish(engine, jobs)
+    assert [job.completion.finish_reason for job in jobs] == ["cancelled", "length", "cancelled", "length"]
+    assert jobs[1].completion.ids == make.greedy(old, asked[1].prompt, 12, CONTEXT)
+
+
+def test_a_paused_engine_does_not_wait_for_itself(device: Device) -> None:
+    engine, _, _ = paused_engine(device, 0)
+    engine.pause("wait")
+    with pytest.raises(RuntimeError, match="resume"):
+        engine.generate([Request([0])])
+    with pytest.raises(ValueError, match="wait, abort, keep"):
+        engine.pause("sleep")  # type: ignore[arg-type]
+    engine.resume()
+    assert engine.generate([Request([0], Sampling(max_tokens=3, stop_tokens=()))])[0].versions == [0, 0, 0]
+
+
+def test_every_token_has_a_version(device: Device) -> None:
+    """Those of a tool's result, too."""
+    follows, answer = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device, slots=1)
+    engine.version = 3
+    (found,) = engine.generate([Request([START], Sampling(temperature=0.0))])
+    assert (found.ids, found.versions, found.version) == (answer, [3] * len(answer), 3)

@@ -1,0 +1,235 @@
+"""Grammars alone: ids are ours, special tokens can be named, what cannot be compiled says why and harms nobody."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import engine_models as make
+import numpy as np
+import pytest
+
+from ascendchat.infer import grammar as module
+from ascendchat.infer.grammar import Grammars, Matcher, grammars, vocabulary
+from ascendchat.infer.request import Grammar
+from ascendchat.infer.trial import TOO_MUCH
+
+TEXT = make.tokenizer()
+SPECIAL = TEXT.specials
+END = SPECIAL["<|assistant_end|>"]
+
+
+def schema(**content: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(content))
+
+
+def follow(matcher: Matcher, tokens: list[int]) -> str | None:
+    """Every token must be allowed; how the last one ends the answer."""
+    ending = None
+    for token in tokens:
+        assert ending is None, "the answer is over"
+        assert grammars(TEXT).allowed([matcher])[0, token], f"{TEXT.decode([token])!r} is barred"
+        ending = matcher.take(token)
+    return ending
+
+
+def next_tokens(matcher: Matcher) -> set[int]:
+    return set(np.flatnonzero(grammars(TEXT).allowed([matcher])[0]).tolist())
+
+
+def test_ids_are_those_of_our_tokenizer() -> None:
+    theirs = vocabulary(TEXT)
+    assert (theirs.vocab_size, theirs.eos_token) == (TEXT.vocab_size, END)
+    ordinary = [number for number in range(len(TEXT.tokens)) if number != 255]  # a byte that no text has
+    assert [theirs.decode_bytes([number]) for number in ordinary] == [TEXT.tokens[number] for number in ordinary]
+    assert not any(theirs.is_special_token(number) for number in ordinary)
+    assert all(theirs.is_special_token(number) for number in SPECIAL.values())
+    for text in ("hello, hell", '{"a": "你好"}', "é 🙂\n\n  x"):
+        assert theirs.tokenize_str(text) == TEXT.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "answer", "ending"),
+    [
+        (schema(type="object", properties={"hello": {"const": "好"}}, required=["hello"]), '{"hello": "好"}', "stop"),
+        (schema(type="object", properties={"a": {"type": "integer"}}), '{"a":1,"b":[null, 2]}', "stop"),
+        (schema(enum=["hell", "hello"]), '"hello"', "stop"),
+        (schema(type="integer", minimum=10, maximum=20), "17", "stop"),
+        (schema(type="integer", minimum=10), "17", None),
+        (Grammar("json"), '{"x": {"y": []}}', "stop"),
+        (Grammar("regex", "[a-c]+!"), "abc!", "stop"),
+        (Grammar("regex", "(?:ab)*"), "abab", None),
+        (Grammar("lark", 'start: "he" ("l" | "ll") NAME\nNAME: /[a-z]{2}/'), "hellxy", "stop"),
+    ],
+)
+def test_answers_that_fit_are_allowed_and_end(grammar: Grammar, answer: str, ending: str | None) -> None:
+    matcher = grammars(TEXT).matcher(grammar)
+    assert follow(matcher, TEXT.encode(answer)) == ending
+    if ending is None:
+        assert END in next_tokens(matcher)
+
+
+def test_the_end_is_allowed_only_where_the_answer_may_end() -> None:
+    matcher = grammars(TEXT).matcher(Grammar("regex", "ab?"))
+    assert next_tokens(matcher) == {ord("a")}
+    matcher.take(ord("a"))
+    assert next_tokens(matcher) == {ord("b"), END}
+
+
+def test_json_cannot_be_stretched_with_white_space() -> None:
+    matcher = grammars(TEXT).matcher(schema(type="array", items={"type": "integer", "maximum": 9, "minimum": 0}))
+    spaces = {ord(letter) for letter in " \t\r\n"}
+    seen = []
+    for letter in "[1, 2]":
+        seen.append(next_tokens(matcher) & spaces)
+        matcher.take(ord(letter))
+    assert seen == [set(), set(), set(), {ord(" ")}, set(), set()], "one, behind a comma"
+
+
+def test_what_a_schema_says_to_the_library_is_overruled() -> None:
+    matcher = grammars(TEXT).matcher(schema(type="array", **{"x-guidance": {"whitespace_pattern": "[ ]+"}}))
+    matcher.take(ord("["))
+    assert ord(" ") not in next_tokens(matcher)
+    with pytest.raises(ValueError, match="uniqueItems"):
+        grammars(TEXT).matcher(schema(type="array", uniqueItems=True, **{"x-guidance": {"lenient": True}}))
+
+
+def test_a_key_cannot_be_written_a_second_time_by_escapes() -> None:
+    r"""{"a": 1, "\u0061": "x"} has the key a twice, and a reader keeps the second."""
+    grammar = schema(type="object", properties={"a": {"type": "integer"}}, additionalProperties={"type": "string"})
+    matcher = grammars(TEXT).matcher(grammar)
+    follow(matcher, TEXT.encode('{"a":1,"\\'))
+    assert ord("n") in next_tokens(matcher)
+    assert ord("u") not in next_tokens(matcher)
+
+
+TOOLS = """
+    start: TEXT | call
+    TEXT: /(.|\\n)+/
+    call: <|tool_start|> %json {
+        "x-guidance": {"whitespace_flexible": false},
+        "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": false
+    } <|tool_end|>
+"""
+
+
+def test_a_tool_call_between_special_tokens_or_free_text() -> None:
+    rows = grammars(TEXT)
+    matcher = rows.matcher(Grammar("lark", TOOLS))
+    first = next_tokens(matcher)
+    assert first & set(SPECIAL.values()) == {SPECIAL["<|tool_start|>"]}
+    call = [SPECIAL["<|tool_start|>"], *TEXT.encode('{"x":-7}'), SPECIAL["<|tool_end|>"]]
+    assert follow(matcher, call) == "stop"
+    matcher = rows.matcher(Grammar("lark", TOOLS))
+    assert follow(matcher, TEXT.encode("hello <|tool_start|> as text")) is None
+    assert next_tokens(matcher) & set(SPECIAL.values()) == {END}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (schema(type="objec"), "Invalid type: objec"),
+        (Grammar("json_schema", '{"type"'), "EOF while parsing"),
+        (Grammar("json_schema", "[]"), "object schema"),
+        (schema(type="string", pattern="(?=a)"), "look-ahead"),
+        (schema(type="integer", minimum=5, maximum=3), "Unsatisfiable schema: minimum"),
+        (schema(**{"$ref": "#/$defs/nothing"}), "does not exist"),
+        (schema(**{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no answer fits it"),
+        (schema(**{"not": {}}), "not"),
+        (Grammar("lark", "start: foo"), "foo"),
+        (Grammar("lark", "start: <|nothing|>"), "unknown special token"),
+        (Grammar("regex", "("), "unclosed group"),
+        (Grammar("regex", "x" * (module.MOST_CHARACTERS + 1)), "characters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.kind,
+)
+def test_what_cannot_be_compiled_says_why_in_one_line(grammar: Grammar, says: str) -> None:
+    for _ in range(2):  # compiled, and remembered
+        with pytest.raises(ValueError, match=rf"^the grammar \({grammar.kind}\) cannot be used: .") as caught:
+            grammars(TEXT).matcher(grammar)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def chain(length: int) -> Grammar:
+    steps = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}}]}
+        for i in range(length)
+    }
+    return schema(**{"$defs": {**steps, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"})
+
+
+HOSTILE = {
+    "stack": chain(3000),  # kills a process that compiles it
+    "rules": Grammar("lark", "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000)) + '\nr3000: "a"\nstart: r0'),
+    "time": schema(type="integer", multipleOf=100_000_007),  # runs for minutes
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_works(name: str) -> None:
+    rows = grammars(TEXT)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=TOO_MUCH):
+            rows.matcher(HOSTILE[name])
+    assert follow(rows.matcher(Grammar("regex", name)), TEXT.encode(name)) == "stop"
+
+
+def test_a_chain_of_references_that_is_not_hostile_is_compiled() -> None:
+    matcher = grammars(TEXT).matcher(chain(40))
+    assert follow(matcher, TEXT.encode("[[null]]")) == "stop"
+
+
+def test_a_limit_while_masks_are_computed_bars_everything() -> None:
+    """A list of lists without end is compiled quickly; what must follow its first bracket has no end."""
+    rows = grammars(TEXT)
+    endless = {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}
+    matcher = rows.matcher(schema(**{"$defs": {"a": endless}, "$ref": "#/$defs/a"}))
+    other = rows.matcher(Grammar("regex", "ab"))
+    assert rows.allowed([matcher]).sum() == 1
+    ending = matcher.take(ord("["))
+    allowed = rows.allowed([other, matcher, None])
+    assert ending == "length" or not allowed[1].any()
+    assert allowed[0].sum() == 1
+    assert allowed[2].all()
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, tried = Grammars(TEXT), []
+    ask = rows._trial.reason
+    monkeypatch.setattr(rows._trial, "reason", lambda grammar: tried.append(grammar.text) or ask(grammar))
+    monkeypatch.setattr(module, "MOST_KNOWN", 2)
+    for text in ("a", "b", "a", "c", "a", "b", "("):
+        try:
+            matcher = rows.matcher(Grammar("regex", text))
+        except ValueError:
+            continue
+        assert matcher.take(ord(text)) == "stop", "a new row begins at the beginning"
+    assert tried == ["a", "b", "c", "b", "("]
+    assert len(rows._known) == 2
+
+
+def test_the_trial_runs_without_torch_and_ends_with_its_parent() -> None:
+    script = (
+        "import sys, engine_models\n"
+        "from ascendchat.infer.trial import Trial\n"
+        "from ascendchat.infer.request import Grammar\n"
+        "trial = Trial(engine_models.tokenizer())\n"
+        "assert trial.reason(Grammar('regex', 'a')) == ''\n"
+        "maps = open(f'/proc/{trial.process.pid}/maps').read()\n"
+        "assert 'llguidance' in maps and 'libtorch' not in maps\n"
+        "print(trial.process.pid, flush=True)\n"
+        "import os; os._exit(0)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": ":".join(sys.path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )  # returns when everybody has closed its output: the trial's process, too
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip().isdigit()
