@@ -46,6 +46,11 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """A safetensors file with these weights alone, to be sent over a connection."""
+    save_file(host_copy(weights), path)
+
+
 class Writer:
     """Saves checkpoints from a background thread; at most one is under way, and an error in it is raised here."""
 

@@ -38,6 +38,13 @@ TORCH_FREE = [
     "cli",
     "data.fetch",
     "data.prepare",
+    "serve.connection",
+    "serve.guard",
+    "serve.keys",
+    "serve.metrics",
+    "serve.bench",
+    "serve.client",
+    "serve.traffic",
 ]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 

@@ -110,6 +110,7 @@ class Service:
             body.n or 1,
             include_usage=bool(options and options.include_usage),
             token_ids=bool(body.return_token_ids),
+            as_ids=isinstance(body, CompletionRequest) and body.return_tokens_as_token_ids,
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
+import resource
 import signal
 import socket
 import sys
@@ -26,7 +26,11 @@ import uvloop
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.serve import metrics
 from ascendchat.serve.api import Service, application
+from ascendchat.serve.connection import Limits, protocol
+from ascendchat.serve.guard import AccessLog, Guard
+from ascendchat.serve.keys import Keys, admission
 from ascendchat.serve.pool import Pool
 
 BACKLOG = 2048  # connections that may wait to be accepted
@@ -34,10 +38,20 @@ BACKLOG = 2048  # connections that may wait to be accepted
 
 def run(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM."""
-    if config.weight_updates and not (config.api_key_file or os.environ.get("ASCENDCHAT_API_KEYS", "").strip(" ,")):
+    keys, log = admission(config), AccessLog(config.access_log)
+    if config.weight_updates and not keys:
         raise UserError("--weight-updates needs an API key, in --api-key-file FILE or $ASCENDCHAT_API_KEYS")
     listener = listen(config.host, config.port)
-    return int(uvloop.run(serve(config, listener)))
+    allow_files(config.max_connections)
+    return int(uvloop.run(serve(config, listener, keys, log)))
+
+
+def allow_files(connections: int) -> None:
+    """Each connection is a file to the system, which by default allows 1024 or fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -55,7 +69,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(config: ServeConfig, listener: socket.socket) -> int:
+async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
     at once."""
     pool, signals = Pool(config), Signals()
@@ -68,7 +82,18 @@ async def serve(config: ServeConfig, listener: socket.socket) -> int:
         await starting
         tokenizer = Tokenizer.load(pool.ready[0].model["tokenizer"])
         app = application(Service(config, pool, tokenizer))
-        server = Server(uvicorn.Config(app, log_config=None, server_header=False, lifespan="off", backlog=BACKLOG))
+        app.include_router(metrics.routes(pool))
+        settings = uvicorn.Config(
+            Guard(app, config, keys, log),
+            http=protocol(Limits(config.client_timeout, config.max_connections)),
+            ws="none",
+            log_config=None,
+            log_level="critical",  # Guard logs what matters; a client that sends nonsense is not worth a line
+            server_header=False,
+            lifespan="off",
+            backlog=BACKLOG,
+        )
+        server = Server(settings)
         host, port = listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ascendchat.infer.request import Request
+from ascendchat.serve import metrics
 from ascendchat.serve.messages import Part
 
 MOST_PARTS = 64  # that lie unread before they are put together, as for a client that does not read
@@ -48,6 +49,7 @@ class Ticket:
         self.over = False  # the client has the last part, or wants no more
         self.closed = False  # nothing more will come
         self.since = time.monotonic()
+        self.meter = metrics.Meter(len(request.prompt))
         self.first_token: float | None = None  # when it was there, by the same clock
         self.timer: asyncio.TimerHandle | None = None  # of the pool
         self._cancel = cancel
@@ -87,6 +89,8 @@ class Ticket:
         """The next part; after the last one, or a failure, nothing is taken any more."""
         if self.closed:
             return
+        if isinstance(part, Part):
+            self.meter.part(part)
         if len(self._parts) >= MOST_PARTS:
             self._parts = deque([joined(self._parts)])  # type: ignore[arg-type]  # a failure would have closed it
         self._parts.append(part)
