@@ -76,8 +76,8 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """Equal weights have equal fingerprints."""
-        ready = self.pool.ready
-        return f"fp_{(ready[0] if ready else self.about).checksum}"
+        known = (process.checksum for process in self.pool.processes if process.checksum)
+        return f"fp_{next(known, self.about.checksum)}"
 
     def check_model(self, name: str | None) -> None:
         """There is one; nothing or its name must be asked for."""
