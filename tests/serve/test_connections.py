@@ -175,7 +175,12 @@ class Small:
     def __init__(self, seconds: float, connections: int) -> None:
         self.go, self.flooded = threading.Event(), threading.Event()
         settings = uvicorn.Config(
-            self.answer, http=protocol(Limits(seconds, connections)), lifespan="off", log_config=None, ws="none"
+            self.answer,
+            interface="asgi3",
+            http=protocol(Limits(seconds, connections)),
+            lifespan="off",
+            log_config=None,
+            ws="none",
         )
         self.server = uvicorn.Server(settings)
         self.listener = socket.create_server(("127.0.0.1", 0))
