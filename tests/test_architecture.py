@@ -38,6 +38,14 @@ TORCH_FREE = [
     "cli",
     "data.fetch",
     "data.prepare",
+    "serve.child",
+    "serve.command",
+    "serve.messages",
+    "serve.pool",
+    "serve.process",
+    "serve.routing",
+    "serve.ticket",
+    "serve.weights",
 ]
 NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
 
