@@ -38,26 +38,9 @@ TORCH_FREE = [
     "cli",
     "data.fetch",
     "data.prepare",
-    "serve.answers",
-    "serve.api",
-    "serve.document",
-    "serve.errors",
-    "serve.prompts",
-    "serve.protocol",
-    "serve.reply",
-    "serve.response_events",
-    "serve.responses",
-    "serve.tokens",
-    "serve.tools",
-    "serve.connection",
-    "serve.guard",
-    "serve.keys",
-    "serve.metrics",
-    "serve.bench",
-    "serve.client",
-    "serve.traffic",
+    "serve",
 ]
-NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
+NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}, "serve": {"terminal", "worker"}}
 
 
 # The one module that imports an optional or heavy dependency.

@@ -58,7 +58,7 @@ class Pool:
         self.closing = False
         self.paused: PauseMode | None = None  # by request
         self.loading = False  # weights are being replaced
-        self.current: Load | None = None  # the weights loaded last, for a worker that starts anew
+        self.last: Load | None = None  # the weights loaded last, for a worker that starts anew
         self._idle = asyncio.Event()
         self._load = asyncio.Lock()
         self._spare: Child | None = None
@@ -91,7 +91,7 @@ class Pool:
     @property
     def version(self) -> int:
         """Of the weights that answer the next request."""
-        return self.current.version if self.current else 0
+        return self.last.version if self.last else 0
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -210,8 +210,8 @@ class Pool:
         assert child is not None
         if ready.model["checkpoint"] != first:
             return child.kill()
-        while process.loaded is not self.current:
-            wanted = self.current
+        while process.loaded is not self.last:
+            wanted = self.last
             assert wanted is not None
             done = await process.change(wanted)
             if done.problem:
@@ -300,7 +300,7 @@ class Pool:
             try:
                 if not self.paused:
                     await self._change(Pause("wait"))
-                self.current = load = Load(source, version)
+                self.last = load = Load(source, version)
                 takers = [process for process in self.processes if process.ready]
                 for process, done in zip(takers, await self._change(load)):
                     if not done.problem:

@@ -63,8 +63,7 @@ class Process:
             if not self.pool.lost(self, how):
                 return
             self.restarts += 1
-            if self.early_deaths:
-                await asyncio.sleep(min(LONGEST_PAUSE, 2.0 ** (self.early_deaths - 2)))
+            await asyncio.sleep(pause_after(self.early_deaths))
 
     def send(self, message: Any) -> None:
         assert self.child is not None
@@ -85,7 +84,9 @@ class Process:
     @property
     def room(self) -> int:
         """Requests it can take now: a few more than it has slots, so that the next is at hand when one ends."""
-        return 0 if self.ready is None else self.ready.slots + max(1, self.ready.slots // 8) - len(self.tickets)
+        if self.ready is None or self.child is None or self.child.gone.is_set():
+            return 0
+        return self.ready.slots + max(1, self.ready.slots // 8) - len(self.tickets)
 
     # ---- does it hang? -------------------------------------------------------------------------
 
@@ -119,3 +120,8 @@ def ended(status: int | None) -> str:
     if status is None:
         return "it cannot be ended"
     return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def pause_after(early_deaths: int) -> float:
+    """Seconds before a worker is started again that has died so many times without an answer in between."""
+    return min(LONGEST_PAUSE, 2.0 ** min(early_deaths - 2, 10)) if early_deaths else 0.0

@@ -78,12 +78,12 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pool(home: Path, patience: float | None = None, **settings: Any) -> AsyncIterator[Pool]:
+async def pool(home: Path, **settings: Any) -> AsyncIterator[Pool]:
     """A pool whose workers answer; $ASCENDCHAT_HOME must be `home`."""
     if not (home / "runs").exists():
         save(home)
     config = ServeConfig(device_type="cpu", run="tiny", stage="sft", **{"slots": 4, **settings})
-    made = Pool(config) if patience is None else Pool(config, patience)
+    made = Pool(config)
     try:
         await made.start()
         yield made
@@ -142,7 +142,7 @@ def begin(home: Path, *flags: str, **environment: str) -> Server:
     if not (home / "runs").exists():
         save(home)
     log = home / f"log{time.monotonic_ns()}"
-    env = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", **environment}
+    env = {**os.environ, **environment, "OMP_NUM_THREADS": "1", "ASCENDCHAT_HOME": str(home)}
     command = [
         sys.executable,
         "-m",

@@ -74,7 +74,9 @@ def test_a_killed_worker_is_replaced_and_nothing_that_waited_is_lost(shared: Sha
             unseen = [pool.submit(real.request(40), streams=bool(n % 2)) for n in range(6)]
             await real.until(lambda: pool.processes[0].room <= 0)
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
+            began = time.monotonic()
             answers = await real.gather(*(real.whole(ticket) for ticket in unseen))
+            print(f"all that waited answered {time.monotonic() - began:.2f} s after the end of their worker")
             assert [answer.ids for answer in answers] == [expected] * 6
             with pytest.raises(Failure, match="the worker that wrote this answer has died; please ask again"):
                 await real.whole(seen)
@@ -130,7 +132,7 @@ def test_a_request_that_kills_workers_is_given_up(shared: Shared) -> None:
     shared.run(test)
 
 
-def test_a_worker_that_dies_at_every_start_is_tried_less_and_less_often(
+def test_a_worker_that_dies_at_every_start_is_tried_until_it_lives(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def test() -> None:
@@ -141,10 +143,7 @@ def test_a_worker_that_dies_at_every_start_is_tried_less_and_less_often(
             answer = await real.outcome(pool.submit(real.request(), streams=False))
             assert isinstance(answer, Failure)
             assert "no answer could begin within 3 s" in str(answer)
-            await real.until(lambda: pool.processes[0].early_deaths >= 3)
-            began, deaths = time.monotonic(), pool.processes[0].early_deaths
-            await real.until(lambda: pool.processes[0].early_deaths > deaths)
-            assert time.monotonic() - began > 1.0
+            await real.until(lambda: pool.processes[0].early_deaths >= 2)
             (home / "runs" / "gone").rename(home / "runs" / "tiny")
             await real.until(lambda: bool(pool.ready))
             assert (await real.whole(pool.submit(real.request(), streams=False))).ids
@@ -155,19 +154,33 @@ def test_a_worker_that_dies_at_every_start_is_tried_less_and_less_often(
     assert f"worker 0: {home}" in said
 
 
-def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(home: Path) -> None:
-    async def test() -> None:
-        async with real.pool(home, patience=3.0) as pool:
-            expected = (await real.whole(pool.submit(real.request(20), streams=False))).ids
-            hanging = real.pid(pool.processes[0])
-            os.kill(hanging, signal.SIGSTOP)
-            answer = await real.whole(pool.submit(real.request(20), streams=False))
-            assert (answer.ids, pool.processes[0].restarts) == (expected, 1)
-            assert not real.running(hanging)
-            await asyncio.sleep(4.0)
-            assert pool.processes[0].restarts == 1, "a worker without work may be silent"
+def be_patient(pool: Pool, seconds: float) -> None:
+    """From now on; the start of a worker may take longer on a busy machine."""
+    pool.patience = seconds
+    for process in pool.processes:
+        if process.timer is not None:
+            process.timer.cancel()
+            process.timer = None
 
-    real.run(test)
+
+def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(shared: Shared) -> None:
+    async def test(pool: Pool) -> None:
+        expected = (await real.whole(pool.submit(real.request(20), streams=False))).ids
+        worker, hanging = pool.processes[0], real.pid(pool.processes[0])
+        usual, before = pool.patience, worker.restarts
+        be_patient(pool, 1.0)
+        worker.watch()
+        await asyncio.sleep(3.0)
+        assert worker.restarts == before, "a worker without work may be silent"
+        be_patient(pool, 3.0)
+        os.kill(hanging, signal.SIGSTOP)
+        answer = asyncio.ensure_future(real.whole(pool.submit(real.request(20), streams=False)))
+        await real.until(lambda: not real.running(hanging))
+        be_patient(pool, usual)
+        assert (await answer).ids == expected
+        assert worker.restarts == before + 1
+
+    shared.run(test)
 
 
 def test_too_many_requests_are_turned_away_and_none_hang(shared: Shared) -> None:
@@ -280,8 +293,9 @@ def test_a_model_that_cannot_be_opened_is_one_sentence(home: Path) -> None:
             async with real.pool(home, devices=2):
                 raise AssertionError
 
+    others = real.children(os.getpid())
     real.run(test)
-    assert not real.children(os.getpid())
+    assert set(real.children(os.getpid())) <= set(others)
 
 
 def test_restarted_workers_open_the_checkpoint_of_the_others(home: Path) -> None:

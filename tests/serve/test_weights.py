@@ -236,13 +236,7 @@ def ask(server: real.Server, method: str, path: str, body: Any = None) -> tuple[
     return response.status, json.loads(response.read() or "null")
 
 
-ROUTES = [
-    ("POST", "/pause"),
-    ("POST", "/resume"),
-    ("GET", "/is_paused"),
-    ("POST", "/update_weights"),
-    ("GET", "/weights"),
-]
+ROUTES = ["POST /pause", "POST /resume", "GET /is_paused", "POST /update_weights", "GET /weights"]
 
 
 def test_without_the_flag_there_are_no_such_routes(home: Path) -> None:

@@ -1,9 +1,10 @@
-"""Which worker answers what, as pure functions."""
+"""Which worker answers what, and how soon a worker that dies is started again, as pure functions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
+from ascendchat.serve.process import LONGEST_PAUSE, pause_after
 from ascendchat.serve.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
 
 LONG = list(range(5 * BLOCK))
@@ -31,7 +32,8 @@ def test_only_so_many_blocks_are_remembered_the_newest_ones() -> None:
     assert not set(blocks_of(LONG)) & set(blocks)
     remember(blocks, [0])
     remember(blocks, [-1])
-    assert 0 in blocks and 1 not in blocks, "what was used again is new again"
+    assert 0 in blocks, "what was used again is new again"
+    assert 1 not in blocks
 
 
 def test_the_least_loaded_answers_what_nobody_knows() -> None:
@@ -55,3 +57,8 @@ def test_an_overloaded_favourite_is_left() -> None:
 def test_of_two_that_know_the_same_the_one_with_less_to_do_answers() -> None:
     workers = [Candidate(2, 16, known(LONG)), Candidate(1, 16, known(LONG)), Candidate(0, 16, {})]
     assert choose(workers, blocks_of(LONG)) == 1
+
+
+def test_a_worker_that_dies_without_an_answer_is_started_less_and_less_often() -> None:
+    assert [pause_after(deaths) for deaths in range(5)] == [0, 0.5, 1, 2, 4]
+    assert pause_after(10**6) == LONGEST_PAUSE
