@@ -12,8 +12,9 @@ A grammar comes from a stranger, and llguidance can be killed by one (a chain of
 stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (trial.py).
 While masks are computed its own limits hold; an answer that reaches one is cut short.
 
-Cost, 16 rows of the toy world's model (depth 4, 128 wide, 1,536 ids) on one CPU core: a step of 17 to 19 ms takes 0.7
-ms (4 %) more, of which 0.25 to 0.4 ms are the masks. In two threads of llguidance's executor they took as long.
+Cost, 16 rows of the toy world's model (depth 4, 128 wide, 1,536 ids) on one CPU core: a step of 15.3 ms takes 0.7 ms
+(4 %) more, of which 0.2 to 0.4 ms are the masks. llguidance's executor with two threads was no faster on two busy cores
+(a median of 0.16 ms instead of 0.21, a mean of 1.2 instead of 0.8); large vocabularies were not measured.
 """
 
 from __future__ import annotations
