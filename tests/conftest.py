@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 # torch_npu may be installed here without a CANN; only the tests under tests/npu load it.
 if "CANNSIM_HOME" not in os.environ:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: six files took 37 s of CPU time, 51 s with two
 # Texts are compared in English, whatever the developer's shell speaks; tests of Chinese set these themselves.
 for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
     os.environ.pop(name, None)
@@ -32,10 +33,19 @@ def real_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """New folders. pytest's own would be searched for a free number at every test, among thousands."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has its own $ASCENDCHAT_HOME."""
-    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path_factory.mktemp("home")))
+    folder = next(_homes)
+    folder.mkdir()
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(folder))
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def weights(home: Path) -> bytes:
     return (home / "runs" / "r" / "sft" / "step_000003" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("stage", ["mid", "sft"])
+@pytest.mark.parametrize("stage", [pytest.param("mid", marks=pytest.mark.slow), "sft"])
 def test_conversations_see_only_themselves_unless_rows_are_asked_for(
     home: Path, stage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +70,9 @@ def test_conversations_see_only_themselves_unless_rows_are_asked_for(
     assert SEES["row"] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("had", ["row", "document", "nothing: it is older than the flag"])
+@pytest.mark.parametrize(
+    "had", ["row", *[pytest.param(had, marks=pytest.mark.slow) for had in ("document", "nothing: an older run")]]
+)
 def test_a_run_that_goes_on_sees_what_it_saw(home: Path, had: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = had if had in SEES else "row"
     assert train(home, "sft", "--attend", before) == 0
@@ -89,6 +91,7 @@ def test_a_run_that_goes_on_sees_what_it_saw(home: Path, had: str, capsys: pytes
     assert attend_of(home, "sft") == before
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_because_it_was_asked_to_says_so(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -48,27 +50,28 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+QUIET = ["--device-type", "cpu", "--sample-every", "0", "--log-every", "1"]
+
+
 def start(home: Path, words: list[str]) -> subprocess.Popen[str]:
+    """In a process of its own, to be killed or compared with one that was."""
     environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "ascendchat",
-        *words,
-        "--device-type",
-        "cpu",
-        "--sample-every",
-        "0",
-        "--log-every",
-        "1",
-    ]
+    command = [sys.executable, "-m", "ascendchat", *words, *QUIET]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(home: Path, words: list[str], status: int = 0) -> str:
+    """In this process, which has torch already; what was printed."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
+        patch.setenv("ASCENDCHAT_HOME", str(home))
+        assert main([*words, *QUIET]) == status, output.getvalue()
+    return output.getvalue()
+
+
+def finish_apart(home: Path, words: list[str]) -> None:
     output, _ = (process := start(home, words)).communicate()
-    assert process.returncode == status, output
-    return output
+    assert process.returncode == 0, output
 
 
 def stage(home: Path, name: str, start_from: str, *more: str) -> list[str]:
@@ -100,7 +103,7 @@ def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mid", "sft"])
 def test_a_killed_stage_ends_with_the_same_weights(home: Path, name: str) -> None:
-    finish(home, stage(home, name, "tiny", "--run", f"whole_{name}"))
+    finish_apart(home, stage(home, name, "tiny", "--run", f"whole_{name}"))
     rng, kills = random.Random(0), 0
     while kills < 4:
         process = start(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
@@ -112,7 +115,7 @@ def test_a_killed_stage_ends_with_the_same_weights(home: Path, name: str) -> Non
         process.kill()
         kills += 1
         process.wait()
-    finish(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
+    finish_apart(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
     assert final(home, f"killed_{name}", name) == final(home, f"whole_{name}", name)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
@@ -97,6 +98,7 @@ def test_thirty_kills_at_random_moments_change_nothing(home: Path, undisturbed: 
     assert run >= 3
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_once_ends_with_the_same_weights(home: Path, undisturbed: dict[str, bytes]) -> None:
     assert kill_at(home, "once", 0.02)
     finish(home, "once")
@@ -132,14 +134,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(home: Path, undis
     assert final(home, "flip") == undisturbed
 
 
-def test_other_settings_are_refused_with_the_way_out(home: Path, undisturbed: dict[str, bytes]) -> None:
-    result = subprocess.run(
-        command(home, "whole", "--seed", "5"), env=environment(home), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 2
-    assert "seed 0, this command has 5" in result.stderr
-    assert "--resume never" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_other_settings_are_refused_with_the_way_out(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
+    words = [*command(home, "other")[3:], "--num-iterations", "2", "--eval-every", "-1"]
+    assert main(words) == 0
+    assert main([*words, "--seed", "5"]) == 2
+    said = capsys.readouterr().err
+    assert "seed 0, this command has 5" in said
+    assert "--resume never" in said
+    assert "Traceback" not in said
 
 
 def interrupt(home: Path, run: str, line: str, number: signal.Signals, *more: str) -> tuple[int, str]:
@@ -264,13 +269,10 @@ def test_corpora_in_folders_of_one_name_are_told_apart_and_found_from_any_direct
     assert [one["bits_per_byte"] for one in found.values()] == pytest.approx([last["bpb"]] * 2, rel=1e-4)
 
 
-def test_base_without_a_tokenizer_is_refused_before_anything_is_made(home: Path, tmp_path: Path) -> None:
-    shown = subprocess.run(
-        command(home, "mute"),
-        env={**environment(home), "ASCENDCHAT_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert shown.returncode == 2
-    assert "no tokenizer in" in shown.stderr
+def test_base_without_a_tokenizer_is_refused_before_anything_is_made(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    assert main(command(home, "mute")[3:]) == 2
+    assert "no tokenizer in" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -48,6 +48,7 @@ def test_doctor_runs_where_import_torch_fails_and_names_the_way_out() -> None:
     assert report["next"].split()[0] in ("ascendchat", "source", "export")
 
 
+@pytest.mark.slow
 def test_failed_check_gives_exit_status_one_and_its_fix_as_the_next_command() -> None:
     folder = home() / "tokenizer"
     folder.mkdir(parents=True)

@@ -25,14 +25,16 @@ from ascendchat.train.rows import build as build_learner
 
 KERNELS = [Reference(), Sdpa(), Eager()]
 LENGTHS = np.array([40, 1, 2, 85, 100, 28], np.int32)  # two rows of 128; the last stands for padding
-SIZES = [{}, {"kv_heads": 2}, {"window_pattern": "SSSL", "seq_len": 512}]  # windows of 128 in rows of 512
-LONG = np.array([300, 2, 210, 512], np.int32)
+SMALL = {"dim": 32}  # two heads
+SIZES = [SMALL, {**SMALL, "kv_heads": 1}, {**SMALL, "window_pattern": "SSSL", "seq_len": 512}]  # windows of 128 there
+LONG = np.array([300, 2, 210], np.int32)  # one row of 512
 
 
 def batch_of(model: GPT) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    length = model.shape.seq_len
-    both = torch.randint(0, 60, (2, 2, length), generator=torch.Generator().manual_seed(3))
-    return both[0], both[1], LENGTHS if length == 128 else LONG
+    lengths = LENGTHS if model.shape.seq_len == 128 else LONG
+    size = (2, int(lengths.sum()) // model.shape.seq_len, model.shape.seq_len)
+    inputs, targets = torch.randint(0, 60, size, generator=torch.Generator().manual_seed(3))
+    return inputs, targets, lengths
 
 
 def documents_of(kernel: Attention, lengths: np.ndarray, inputs: torch.Tensor, masked: bool) -> Documents:
@@ -107,7 +109,9 @@ def test_the_token_after_next_is_guessed_within_what_a_token_sees(attend: str) -
     torch.testing.assert_close(learner.model.head.grad, apart.head.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kept", "checkpointed"]
+)
 def test_a_compiled_model_is_traced_once_for_all_batches(checkpointed: bool) -> None:
     """As in training: one graph, static shapes. The lengths of the documents change, the shapes of what is passed do
     not."""
