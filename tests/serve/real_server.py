@@ -85,13 +85,11 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
-    def raw(self, data: bytes, *, end: bool = False) -> bytes:
+    def raw(self, data: bytes) -> bytes:
         """Send bytes, read until the server closes. A reset is an end, too."""
         with self.connect() as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(data)
-                if end:
-                    connection.shutdown(socket.SHUT_WR)
             return drain(connection)
 
     def metric(self, name: str, **headers: str) -> float:

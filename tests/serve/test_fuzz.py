@@ -122,7 +122,8 @@ def exchange(server: Server, data: bytes, chance: random.Random) -> bytes:
         if chance.random() < 0.05:
             return b""  # gone without waiting
         if incomplete(data) or chance.random() < 0.03:
-            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it was refused and closed already
+                connection.shutdown(socket.SHUT_WR)
         seen = b""
         while chunk := connection.recv(65536):
             seen += chunk
