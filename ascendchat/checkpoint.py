@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ascendchat import dist
@@ -44,6 +44,11 @@ class Damaged(Exception):
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory that later steps cannot change."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """A safetensors file with these weights alone, to be sent over a connection."""
+    save_file(host_copy(weights), path)
 
 
 class Writer:
@@ -281,12 +286,13 @@ def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
         raise Damaged(f"{folder / 'manifest.json'} cannot be read: {error!r}") from error
 
 
-def read_weights(content: bytes) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file, as they come over a connection."""
+def read_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, as it came over a connection; mapped into memory, not read."""
     try:
-        return load(content)
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
-        raise Damaged(f"these bytes are not a whole safetensors file ({error})") from None
+        raise Damaged(f"this is not a whole safetensors file ({error})") from None
 
 
 def to_continue(folder: Path, resume: str, *, say: Callable[[str], None] = print) -> Checkpoint | None:

@@ -46,7 +46,7 @@ class Chip:
     name: str
     device_type: str
     memory: int  # bytes the vendor's tool shows as total
-    flops: float  # dense bf16 matrix FLOP/s (fp16 where there is no bf16, fp32 on CPU): the 100 % of MFU
+    flops: float  # dense bf16 matrix FLOP/s (fp16 where there is no bf16, fp32 on CPU)
     bandwidth: float  # of the device's memory
     link: float  # per device, to its neighbours in the same node
     node_link: float  # per device, to other nodes
@@ -62,6 +62,12 @@ class Chip:
     source: str = "vendor data sheet"
     known: bool = True  # False: cautious figures for a chip this table does not list
     aliases: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> float | None:
+        """FLOP/s that are 100 % of MFU. None where they are not known: `flops` is a cautious figure then, good for a
+        plan, and a share of it could be above 100 %. CPUs differ tenfold."""
+        return self.flops if self.known and self.device_type != "cpu" else None
 
 
 # The driver of 64 GB parts holds 2.8 to 3.4 GB when idle.
@@ -260,7 +266,7 @@ def find(name: str) -> Chip:
 def unknown(name: str, device_type: str, memory: int) -> Chip:
     """Cautious figures for a chip that is there but not in the table: slow, no bf16, no fused kernels."""
     base = {"npu": _OLD, "cuda": CHIPS["Tesla T4"], "mps": CHIPS["Apple M1"], "cpu": _CPU}[device_type]
-    source = f"{name} is not in the chip table: cautious figures, so MFU and plans are only rough"
+    source = f"{name} is not in the chip table: cautious figures, so plans are only rough and MFU is not shown"
     named = dataclasses.replace(base, name=name, memory=memory, source=source, known=False)
     return dataclasses.replace(named, reserved=0, aliases=(), jit_default=False)
 

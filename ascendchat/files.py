@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 
 from ascendchat.config import UserError
@@ -19,12 +20,19 @@ def flush(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written, before hours of work begin. Makes nothing itself."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise UserError(f"{there} is a file, and a folder is needed there; give another --out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{there} cannot be written; give another --out, or set ASCENDCHAT_HOME to a writable folder")
+    """Refuse a folder that cannot be made or written, before hours of work begin. Leaves nothing behind."""
+    there = folder
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"{there} is a file, and a folder is needed there; give another --out")
+        with tempfile.TemporaryFile(dir=there):
+            pass  # only a try tells: rights say nothing to root, and nothing of file systems like /proc
+    except OSError as error:
+        raise UserError(
+            f"{there} cannot be written: {error.strerror}; give another --out, or set ASCENDCHAT_HOME to a writable "
+            "folder"
+        ) from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -146,6 +146,7 @@ def run(config: SpeedrunConfig) -> int:
         note(ledger, known, identity, {"command": " ".join(words), "seconds": time.monotonic() - begun})
     print(f"\n{summary(name)}\nall {len(stages)} stages done, {time.monotonic() - started:.0f} s in this session")
     print(f"Talk to it: ascendchat chat --run {name}")
+    print(f"In a browser: ascendchat serve --run {name}, then open http://127.0.0.1:8000")
     return 0
 
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "base_eval": ["eval", "base"],
     "chat_eval": ["eval", "chat"],
     "chat_cli": ["chat"],
+    "chat_web": ["serve"],
 }
 
 
@@ -128,6 +129,14 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "batch-size": Flag(short="b", unused="--tokens-per-batch and --slots bound what runs at once"),
     },
     "chat_cli": {**CHAT, "prompt": Flag(short="p", usual=("",)), "top-k": Flag(short="k")},
+    "chat_web": {
+        **CHAT,
+        "num-gpus": Flag("devices", short="n"),
+        "top-k": Flag(short="k"),
+        "max-tokens": Flag(short="m"),
+        "port": Flag(short="p"),
+        "host": SAME,
+    },
 }
 
 TASKS = {name: name.lower().replace("-", "_") for name in ("ARC-Easy", "ARC-Challenge", "MMLU", "GSM8K", "HumanEval")}

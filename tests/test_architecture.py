@@ -38,12 +38,9 @@ TORCH_FREE = [
     "cli",
     "data.fetch",
     "data.prepare",
-    "serve.connection",
-    "serve.guard",
-    "serve.keys",
-    "serve.metrics",
+    "serve",
 ]
-NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}}
+NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}, "serve": {"terminal", "worker"}}
 
 
 # The one module that imports an optional or heavy dependency.

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ascendchat.config import option
 
+HUGGING_FACE = "https://huggingface.co"
+MIRROR = "https://hf-mirror.com"  # of Hugging Face
+
 
 @dataclass(frozen=True)
 class TokenizerTrainConfig:

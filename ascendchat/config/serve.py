@@ -72,22 +72,36 @@ class BenchServeConfig:
     """Load a running server with streaming requests: first token, gap between tokens, tokens per second."""
 
     url: str = "http://127.0.0.1:8000"
-    "address of the server"
+    "address of the server, this one or another with OpenAI's API"
+    api: Literal["completions", "chat"] = "completions"
+    "completions: prompts of random token ids; chat: questions in words"
     api_key_file: str = ""
     "file whose first line is the API key; by default the first key in $ASCENDCHAT_API_KEYS, if any"
     arrivals: Literal["closed", "poisson"] = "closed"
     "closed: --concurrency clients, each asks again when answered; poisson: --rate requests per second"
     concurrency: int = option(16, also=("c",), least=1, most=1e5)
-    "clients at the same time, or the most requests under way at once with poisson"
+    "clients at the same time; with poisson the most requests under way at once"
     rate: float = option(4.0, above=0, most=1e6)
     "requests per second with poisson"
     seconds: float = option(30.0, above=0, most=1e6)
-    "how long requests are sent"
+    "how long requests are sent; those under way then are still answered"
+    warmup: float = option(0.0, least=0, most=1e6)
+    "seconds of the same load before the clock starts"
     prompt_tokens: int = option(64, least=1, most=1e6)
-    "tokens of each prompt"
+    "tokens of each prompt; with chat about so many"
     max_tokens: int = option(64, least=1, most=1e6)
-    "tokens of each answer"
+    "tokens of each answer; an end that the model wants is ignored"
+    temperature: float = option(1.0, least=0, most=10)
+    "0 is greedy"
+    top_k: int = option(0, least=0, most=1e7)
+    "choose among this many tokens; 0: all"
+    timeout: float = option(120.0, above=0, most=1e6)
+    "seconds after which a request without its whole answer is a failure"
+    processes: int | None = option(None, least=1, most=1024)
+    "processes that send; by default one for every 64 clients, on half of the cores at most"
+    compare_serial: bool = False
+    "then send the same requests one after another, for as long, and print how much faster they were together"
     seed: int = option(0, least=0, most=1e18)
-    "of prompts and arrivals"
+    "of prompts, answers and arrivals"
     json: bool = False
     "print one JSON object instead of a table"

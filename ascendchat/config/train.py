@@ -27,8 +27,9 @@ class StepConfig(DeviceConfig):
     "seed of the initial weights and of the order of the data"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
-    attend: Literal["row", "document"] = "row"
-    "what a token sees: all before it in its row, or only its own document or conversation"
+    attend: Literal["row", "document"] | None = None
+    """what a token sees: all before it in its row, or only its own document or conversation; by default as the run had
+    it that goes on, else row (mid, sft: document)"""
     activation_checkpointing: bool = False
     "recompute activations in the backward pass: less memory, about a quarter slower"
     fp8: bool = False

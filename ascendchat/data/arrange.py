@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+Int64s = NDArray[np.int64]
 PADDING = -1  # the position of a segment that is no text
 CUTS = 2**192  # where the random numbers of the cuts begin, far from those of the orders
 
@@ -33,9 +33,9 @@ CUTS = 2**192  # where the random numbers of the cuts begin, far from those of t
 class Layout:
     """The rows of one epoch. Row r holds the segments first[r] .. first[r + 1]."""
 
-    first: Ints  # (rows + 1,)
-    position: Ints  # (segments,) place of the segment's first token in the corpus, or PADDING
-    length: Ints  # (segments,) tokens; those of a row sum to T
+    first: Int64s  # (rows + 1,)
+    position: Int64s  # (segments,) place of the segment's first token in the corpus, or PADDING
+    length: Int64s  # (segments,) tokens; those of a row sum to T
 
     @functools.cached_property
     def padded_row(self) -> int:
@@ -49,13 +49,13 @@ def rows_of(tokens: int, seq_len: int) -> int:
     return -(-tokens // seq_len)
 
 
-def shuffled(n: int, seed: int, epoch: int, salt: int) -> Ints:
+def shuffled(n: int, seed: int, epoch: int, salt: int) -> Int64s:
     """A random order of n things. Raw Philox output and a stable sort: the same on every version of NumPy."""
     bits = np.random.Philox(key=np.array([np.uint64(seed % 2**64), np.uint64(epoch * 2 + salt)], dtype=np.uint64))
     return np.argsort(bits.random_raw(n), kind="stable")
 
 
-def cut_anew(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Ints:
+def cut_anew(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> Int64s:
     """The pieces to lay out: from the second epoch on, long documents are cut once, at a place of this epoch."""
     if epoch == 0:
         return lengths
@@ -66,17 +66,17 @@ def cut_anew(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Ints:
     return pieces[pieces > 0]
 
 
-def _pack(lengths: Ints, spare: int, seq_len: int) -> tuple[int, Ints, Ints]:
+def _pack(lengths: Int64s, spare: int, seq_len: int) -> tuple[int, Int64s, Int64s]:
     """How many of the first documents become filler, and the rows of the others: their first documents, their gaps."""
     ends = np.cumsum(lengths)
     # after[i]: the first document that no longer fits in a row which begins with document i
     after = np.searchsorted(ends, ends - lengths + seq_len, side="right").astype(np.int64)
     jump = memoryview(after.data)  # indexes faster than an array
-    found, at, total = [], 0, len(lengths)
+    first, at, total = [], 0, len(lengths)
     while at < total:
-        found.append(at)
+        first.append(at)
         at = jump[at]
-    starts = np.array([*found, total], dtype=np.int64)
+    starts = np.array([*first, total], dtype=np.int64)
     before = np.concatenate([[0], ends])[starts]  # tokens of all documents before each row
     gaps = seq_len - np.diff(before)
     # Giving up the first r rows adds their tokens to the filler and leaves the gaps of the others: take the least r.
@@ -85,7 +85,7 @@ def _pack(lengths: Ints, spare: int, seq_len: int) -> tuple[int, Ints, Ints]:
     return int(starts[r]), starts[r:-1], gaps[r:]
 
 
-def arrange(lengths: Ints, seq_len: int, seed: int, epoch: int) -> Layout:
+def arrange(lengths: Int64s, seq_len: int, seed: int, epoch: int) -> Layout:
     """The rows of one epoch, a pure function of the documents' lengths (in stored order), seq_len, seed and epoch."""
     lengths = cut_anew(np.asarray(lengths, dtype=np.int64), seq_len, seed, epoch)
     order = shuffled(len(lengths), seed, epoch, 0)

@@ -2,7 +2,7 @@
 
     rendered = render(tokenizer, messages)            # ids, and a mask: 1 where the assistant must produce the token
     prompt = render_prompt(tokenizer, messages)       # ends with <|assistant_start|>, ready for generation
-    messages = parse(tokenizer, rendered.ids)         # back again
+    messages = parse_messages(tokenizer, rendered.ids)  # back again
     pieces = render_pieces(tokenizer, messages, limit, counts)  # for training: no piece is longer than `limit` tokens
 
 `ascendchat mid`, `ascendchat sft`, `ascendchat eval chat` and `ascendchat chat` all go through here.
@@ -270,7 +270,7 @@ def cut(bos: Rendered, body: Rendered, limit: int, start: int, counts: Counts) -
     return bos + Rendered(ids[:room], mask[:room])
 
 
-def parse(tokenizer: Encoder, ids: Sequence[int]) -> Conversation:
+def parse_messages(tokenizer: Encoder, ids: Sequence[int]) -> Conversation:
     """The messages of rendered tokens; an unfinished last turn is taken as far as it goes."""
     names = {number: name for name, number in tokenizer.specials.items()}
     messages: Conversation = []

@@ -36,7 +36,7 @@ from ascendchat.config import UserError
 from ascendchat.data import read
 from ascendchat.data.chat import LETTERS, ROLES, SPAN_OF, Conversation, Message, Part, render_choice
 from ascendchat.data.read import format_of
-from ascendchat.data.tables import TABLE_TYPES, Row, Unread, entries, why_unread
+from ascendchat.data.tables import TABLE_TYPES, TableRow, Unread, entries, why_unread
 from ascendchat.record.console import inert
 
 ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assistant's turn
@@ -71,8 +71,8 @@ def spoken(speaker: Any, content: Any) -> Message:
     return message("assistant", [{"type": "tool", "text": content}]) if role == "call" else message(role, content)
 
 
-def openai(row: Row) -> Iterator[Conversation]:
-    found: Conversation = []
+def openai(row: TableRow) -> Iterator[Conversation]:
+    conversation: Conversation = []
     for entry in row["messages"]:
         calls = entry.get("tool_calls") or []
         said = spoken(entry["role"], entry.get("content") or "")
@@ -80,11 +80,11 @@ def openai(row: Row) -> Iterator[Conversation]:
             text = [] if not said["content"] else [{"type": "text", "text": said["content"]}]
             made = [{"type": "tool", "text": called(call)} for call in calls]
             said = message("assistant", [*(text if isinstance(said["content"], str) else said["content"]), *made])
-        found.append(said)
-    yield found
+        conversation.append(said)
+    yield conversation
 
 
-def called(call: Row) -> str:
+def called(call: TableRow) -> str:
     """A tool call as the text the model produces."""
     function = call.get("function", call)
     arguments = function.get("arguments", {})
@@ -93,7 +93,7 @@ def called(call: Row) -> str:
     return json.dumps({"name": function["name"], "arguments": arguments or {}}, ensure_ascii=False)
 
 
-def opening(row: Row) -> Conversation:
+def opening(row: TableRow) -> Conversation:
     """The system message of a row, with the tools it offers."""
     system, tools = row.get("system") or "", row.get("tools") or ""
     if tools:
@@ -107,11 +107,11 @@ def turns(entries: Any) -> Conversation:
     return [spoken(e["from"], e["value"]) if "from" in e else spoken(e["role"], e["content"]) for e in entries]
 
 
-def sharegpt(row: Row) -> Iterator[Conversation]:
+def sharegpt(row: TableRow) -> Iterator[Conversation]:
     yield opening(row) + turns(row["conversations"])
 
 
-def dpo(row: Row) -> Iterator[Conversation]:
+def dpo(row: TableRow) -> Iterator[Conversation]:
     chosen = row["chosen"]
     head = said(row.get("conversations", row.get("prompt", row.get("instruction", []))), "user")
     if isinstance(chosen, str):
@@ -123,16 +123,16 @@ def dpo(row: Row) -> Iterator[Conversation]:
         yield opening(row) + head + turns([chosen])
 
 
-def alpaca(row: Row) -> Iterator[Conversation]:
+def alpaca(row: TableRow) -> Iterator[Conversation]:
     ask = "\n".join(part for part in (row["instruction"], row.get("input") or row.get("context") or "") if part)
     yield opening(row) + history(row) + said(ask, "user") + said(cell(row, "output|response"), "assistant")
 
 
-def pair(row: Row) -> Iterator[Conversation]:
+def pair(row: TableRow) -> Iterator[Conversation]:
     yield opening(row) + history(row) + said(cell(row, PROMPT), "user") + said(cell(row, REPLY), "assistant")
 
 
-def cell(row: Row, names: str) -> Any:
+def cell(row: TableRow, names: str) -> Any:
     """The first of these columns that the row has."""
     return row[next((name for name in names.split("|") if name in row), names.replace("|", " or "))]
 
@@ -144,18 +144,18 @@ def said(content: Any, role: str) -> Conversation:
     return [message(role, content)] if isinstance(content, str) else turns(content)
 
 
-def history(row: Row) -> Conversation:
+def history(row: TableRow) -> Conversation:
     """The earlier exchanges of a row."""
     return [m for u, a in row.get("history") or [] for m in (message("user", u), message("assistant", a))]
 
 
-def bilingual(row: Row) -> Iterator[Conversation]:
+def bilingual(row: TableRow) -> Iterator[Conversation]:
     for language in ("en", "zh"):
         own = {key[3:]: value for key, value in row.items() if key.startswith(f"{language}_")}
         yield from alpaca(own)
 
 
-def parse_choice(row: Row) -> tuple[str, list[str], int]:
+def parse_choice(row: TableRow) -> tuple[str, list[str], int]:
     """Question, choices, and which of them is right, of a multiple-choice row as anybody publishes it: the choices are
     a list, texts with labels (ARC: {"text": [...], "label": ["A", ...] or ["1", ...]}) or columns A, B, C ...; the
     right one is named by its number, letter or label."""
@@ -171,12 +171,12 @@ def parse_choice(row: Row) -> tuple[str, list[str], int]:
     return asked, list(choices), right
 
 
-def choice(row: Row) -> Iterator[Conversation]:
+def choice(row: TableRow) -> Iterator[Conversation]:
     asked, choices, right = parse_choice(row)
     yield [message("user", render_choice(asked, choices)), message("assistant", LETTERS[right])]
 
 
-def question(row: Row) -> Iterator[Conversation]:
+def question(row: TableRow) -> Iterator[Conversation]:
     yield [message("user", row["question"]), message("assistant", calculations(row["answer"]))]
 
 
@@ -184,15 +184,15 @@ def calculations(answer: str) -> str | list[Part]:
     """GSM8K writes `48/2 = <<48/2=24>>24`: the calculator is asked 48/2, gives 24, and the text goes on with 24."""
     parts: list[Part] = []
     at = 0
-    for found in CALCULATION.finditer(answer):
-        parts.append({"type": "text", "text": answer[at : found.start()]})
-        parts.append({"type": "tool", "text": found[1].strip()})
-        parts.append({"type": "output", "text": found[2].strip()})
-        at = found.end()
+    for calculation in CALCULATION.finditer(answer):
+        parts.append({"type": "text", "text": answer[at : calculation.start()]})
+        parts.append({"type": "tool", "text": calculation[1].strip()})
+        parts.append({"type": "output", "text": calculation[2].strip()})
+        at = calculation.end()
     return [*parts, {"type": "text", "text": answer[at:]}] if parts else answer
 
 
-def text(row: Row) -> Iterator[Conversation]:
+def text(row: TableRow) -> Iterator[Conversation]:
     marks = list(TURN.finditer(row["text"]))
     ends = [mark.start() for mark in marks[1:]] + [len(row["text"])]
     if not marks:
@@ -201,7 +201,7 @@ def text(row: Row) -> Iterator[Conversation]:
         yield [spoken(mark[1], row["text"][mark.end() : end].strip()) for mark, end in zip(marks, ends)]
 
 
-def reasoned(row: Row) -> Iterator[Conversation]:
+def reasoned(row: TableRow) -> Iterator[Conversation]:
     if len(row["cells"]) != 3:
         raise ValueError(f"it has {len(row['cells'])} columns, not question, answer and explanation")
     ask, answer, why = (cell.replace("\\n", "\n").strip() for cell in row["cells"])
@@ -209,7 +209,7 @@ def reasoned(row: Row) -> Iterator[Conversation]:
 
 
 # In this order: the first whose columns are all there (one of each bar-separated group) reads the file.
-READERS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], ...] = (
+READERS: tuple[tuple[Callable[[TableRow], Iterator[Conversation]], tuple[str, ...]], ...] = (
     (openai, ("messages",)),
     (dpo, ("conversations|prompt|instruction", "chosen", "rejected")),
     (sharegpt, ("conversations",)),
@@ -223,7 +223,7 @@ READERS: tuple[tuple[Callable[[Row], Iterator[Conversation]], tuple[str, ...]], 
 )
 
 
-def detect(row: Row, path: Path) -> Callable[[Row], Iterator[Conversation]]:
+def detect(row: TableRow, path: Path) -> Callable[[TableRow], Iterator[Conversation]]:
     """The reader of rows like this one, or an error that names what was found."""
     for reader, needed in READERS:
         if all(any(name in row for name in group.split("|")) for group in needed):
@@ -275,14 +275,14 @@ def conversations(
                 if not isinstance(row, dict):
                     raise ValueError(f"it is {type(row).__name__}, not an object with named columns")
                 reader = reader or detect(row, path)
-                found = [checked(one) for one in reader(filled(row, slots) if slots else row)]
+                of_row = [checked(one) for one in reader(filled(row, slots) if slots else row)]
             except UserError as error:  # columns that no reader knows; those of another row may be known
                 unknown = unknown or error
                 unread.add(where, f"it has the columns {', '.join(row) or '(none)'}")
             except OF_ANOTHER_FORM as error:
                 unread.add(where, why_unread(error))
             else:
-                yield from found
+                yield from of_row
             if unread.count > 1000 and unread.too_many:
                 break  # no need to read the wrong thing to its end
     except (ValueError, *read.UNREADABLE) as error:  # of the file, not of a row
@@ -299,9 +299,9 @@ def conversations(
         say(f"{unread.line()}; left out")
 
 
-def checked(found: Conversation) -> Conversation:
+def checked(conversation: Conversation) -> Conversation:
     """The conversation, if the renderer takes it: every message has a role, and text or parts of known types."""
-    for entry in found:
+    for entry in conversation:
         role, content = entry["role"], entry["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         for kind in (part["type"] for part in parts):
@@ -311,4 +311,4 @@ def checked(found: Conversation) -> Conversation:
                 raise ValueError(f"a part of the type {kind!r} belongs to the assistant, not to the role {role!r}")
         if role not in ROLES or not all(isinstance(part["text"], str) for part in parts):
             raise ValueError(f"the message {entry!r:.200} has no text")
-    return found
+    return conversation

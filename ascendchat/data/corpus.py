@@ -160,14 +160,14 @@ def open_corpora(data: Sequence[str | Path], split: str = "train", needed: bool 
     entries = parse_mixture(data)
     if not entries:
         raise UserError("no data given; prepare some with: ascendchat data prepare --help")
-    found = [
+    opened = [
         (Corpus.open(folder, split), weight)
         for folder, weight in entries
         if needed or has_documents(read_corpus_manifest(folder), split)
     ]
-    if len({corpus.tokenizer for corpus, _ in found}) > 1:
+    if len({corpus.tokenizer for corpus, _ in opened}) > 1:
         raise UserError(f"{', '.join(map(str, data))} were prepared with different tokenizers; prepare them with one")
-    return [(corpus, float(corpus.tokens) if weight is None else weight) for corpus, weight in found]
+    return [(corpus, float(corpus.tokens) if weight is None else weight) for corpus, weight in opened]
 
 
 class TextRows:

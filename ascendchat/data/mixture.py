@@ -78,11 +78,11 @@ def write_mixture(folder: Path, corpora: Sequence[tuple[str, float]]) -> None:
 
 def absolute(data: Sequence[str]) -> tuple[str, ...]:
     """The same entries, with files and folders that are found from any directory; other names stay as they are."""
-    found = []
+    entries = []
     for name, weight in map(parse_entry, data):
         name = str(Path(name).absolute()) if Path(name).exists() else name
-        found.append(name if weight is None else f"{name}={weight:g}")
-    return tuple(found)
+        entries.append(name if weight is None else f"{name}={weight:g}")
+    return tuple(entries)
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -126,11 +126,11 @@ def fingerprint(sources: Sequence[WeightedRows]) -> str:
 
 def shares(weights: Sequence[float]) -> list[Fraction]:
     """What each source takes of the rows that the sources before it left over; exact, so exact for any step."""
-    left, found = sum(map(Fraction, weights)), []
+    left, parts = sum(map(Fraction, weights)), []
     for weight in map(Fraction, weights):
-        found.append(weight / left)
+        parts.append(weight / left)
         left -= weight
-    return found
+    return parts
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,12 @@ class Prefetcher:
         """The micro-batches of a step. Steps in order are ready at once; any other step restarts the thread there."""
         if step != self._next:
             self._start(step)
-        found = self._queue.get()
-        if isinstance(found, BaseException):
+        batches = self._queue.get()
+        if isinstance(batches, BaseException):
             self.close()
-            raise found
+            raise batches
         self._next = step + 1
-        return [self._upload(joined) for joined in found]
+        return [self._upload(joined) for joined in batches]
 
     def _start(self, step: int) -> None:
         self.close()
@@ -74,21 +74,21 @@ class Prefetcher:
         self._thread.start()
 
     def _run(self, step: int, out: queue.Queue[list[Joined] | BaseException], stop: threading.Event) -> None:
-        found: list[Joined] | BaseException
+        batches: list[Joined] | BaseException
         start, end = self.rows
         while not stop.is_set():
             try:
                 edges, targets = range(start, end, self.micro_batch), self.batches.targets(step)
-                found = [_joined(self.batches.batch(step, a, min(a + self.micro_batch, end)), targets) for a in edges]
+                batches = [_joined(self.batches.batch(step, a, min(a + self.micro_batch, end)), targets) for a in edges]
             except BaseException as error:  # noqa: BLE001 (raised again by take, in the caller's thread)
-                found = error
+                batches = error
             while not stop.is_set():
                 try:
-                    out.put(found, timeout=0.1)
+                    out.put(batches, timeout=0.1)
                     break
                 except queue.Full:
                     continue
-            if isinstance(found, BaseException):
+            if isinstance(batches, BaseException):
                 return
             step += 1
 

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, unpack
 from ascendchat.record.console import inert
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)  # of JSON, and texts: one in a text is none
 SHOWN_UNREAD = 3  # rows that could not be read, named
@@ -85,14 +85,14 @@ def listed(text: str) -> Iterator[tuple[str, Any]]:
 def end_of(text: str, at: int) -> int:
     """Where the JSON list or object that begins at `at` ends."""
     depth = 0
-    for found in BRACKET.finditer(text, at):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+    for bracket in BRACKET.finditer(text, at):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket[0], 0)
         if not depth:
-            return found.end()
+            return bracket.end()
     raise ValueError("the file ends in the middle of a row")
 
 
-def table_rows(path: Path) -> Iterator[Row]:
+def table_rows(path: Path) -> Iterator[TableRow]:
     """The rows of a file, as they are; the first that cannot be read is an error."""
     for where, row in entries(path):
         if isinstance(row, Exception):

@@ -8,8 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +25,6 @@ def why_unusable(asked: bool) -> str | None:
 def open_device(options: DeviceOptions) -> CPU:
     """The CPU of this machine."""
     return CPU(options)
-
-
-@cache
-def matmul_rate() -> float:
-    """FLOP/s of fp32 matrix products on this CPU: the 100 % of MFU. CPUs differ tenfold, so it is measured (0.1 s).
-
-    The best of many is taken, because other programs may hold the cores for most of that time.
-    """
-    a = torch.ones(512, 512)
-    best = float("inf")
-    for _ in range(32):
-        begun = time.perf_counter()
-        torch.mm(a, a)
-        best = min(best, time.perf_counter() - begun)
-    return 2 * 512**3 / best
 
 
 class ClockMark:
@@ -64,7 +47,7 @@ class CPU:
     triton = False
 
     def __init__(self, options: DeviceOptions) -> None:
-        self.chip = replace(this_cpu(), flops=matmul_rate(), source="fp32 matrix products, measured at the start")
+        self.chip = this_cpu()
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[choose_dtype(self.chip, options.dtype)]
         self.compiles = bool(options.compiled)
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from ascendchat.chips import KINDS, find
 from ascendchat.config import UserError, home
+from ascendchat.config.data import HUGGING_FACE
 from ascendchat.device import smi
 from ascendchat.doctor import probe
 from ascendchat.doctor.probe import Probe
@@ -32,8 +33,6 @@ Status = Literal["ok", "warn", "fail", "skip"]
 REQUIRED = ["numpy", "yaml", "rich", "safetensors", "httpx", "pyarrow", "zstandard", "tiktoken", "tokenizers"]
 OPTIONAL = ["rustbpe"]
 VENDOR = ["decorator", "attr", "scipy", "psutil", "cloudpickle"]  # CANN's Python tools import these
-HUGGING_FACE = "https://huggingface.co"
-MIRROR = "https://hf-mirror.com"
 
 
 @dataclass(frozen=True)

@@ -33,23 +33,21 @@ from ascendchat.tasks import load as load_task
 from ascendchat.tasks.humaneval import HumanEval
 from ascendchat.tasks.toy import TOY_EXAMS as TOY
 
-Say = Callable[[str], None]
-
 
 def chosen_tasks(words: Iterable[str]) -> list[str]:
     """Names of tasks and groups, in any order -> names of tasks, in the order of the table."""
-    found: set[str] = set()
+    chosen: set[str] = set()
     for word in words:
         plain = word.lower().replace("-", "_")
         if plain == "all":
-            found.update(EVALUATIONS)
+            chosen.update(EVALUATIONS)
         elif plain in GROUPS:
-            found.update(GROUPS[plain])
+            chosen.update(GROUPS[plain])
         elif plain in EVALUATIONS:
-            found.add(plain)
+            chosen.add(plain)
         else:
             raise UserError(f"--tasks {word}: no such task; {nearest(plain, ['all', *GROUPS, *EVALUATIONS])}")
-    return [name for name in EVALUATIONS if name in found]
+    return [name for name in EVALUATIONS if name in chosen]
 
 
 def open_tasks(names: Sequence[str], source: str) -> tuple[list[Task], dict[str, str]]:
@@ -75,7 +73,9 @@ def outcome_line(outcome: Outcome) -> str:
     ).rstrip()
 
 
-def examine_all(tasks: Sequence[Task], examiner: Examiner, source: str, new: NewResults, say: Say) -> None:
+def examine_all(
+    tasks: Sequence[Task], examiner: Examiner, source: str, new: NewResults, say: Callable[[str], None]
+) -> None:
     """All tasks, one after the other; as each ends it is announced and stored."""
     say(f"  {'task':<24}{'accuracy':>9}{'centred':>9}{'rows':>7}{'time':>8}")
     for task in tasks:
@@ -107,15 +107,15 @@ def sandbox_line() -> str:
     )
 
 
-def print_report(new: NewResults, as_json: bool, say: Say) -> None:
+def print_report(new: NewResults, as_json: bool, say: Callable[[str], None]) -> None:
     """The summary numbers, the table of stages, and with --json one object: what this evaluation found, and beside it
     what the same weights reached before with the same settings."""
     if kept := new.kept_instead():
         say(kept)
     rows = new.with_earlier()
     tasks = {name: rows[name]["result"] for name in EVALUATIONS if name in rows and rows[name]["examined"]}
-    found = scores(tasks)
-    for text in score_lines(found):
+    means = scores(tasks)
+    for text in score_lines(means):
         say(text)
     if left := [name for name, row in new.rows.items() if "missing" in row["result"]]:
         say(f"not examined: {', '.join(left)}")
@@ -127,7 +127,7 @@ def print_report(new: NewResults, as_json: bool, say: Say) -> None:
         missing = {name: row["result"]["missing"] for name, row in rows.items() if "missing" in row["result"]}
         source = next((row["source"] for row in rows.values() if row["source"] is not None), None)
         about = {**new.about, "stage": new.stage.name, "source": source}
-        print(json.dumps({**about, "missing": missing, "tasks": tasks, "scores": found}))
+        print(json.dumps({**about, "missing": missing, "tasks": tasks, "scores": means}))
 
 
 def run(config: EvalChatConfig) -> int:

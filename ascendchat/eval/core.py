@@ -128,10 +128,10 @@ class Prompts:
 
     def part(self, text: str) -> list[int]:
         """The ids of a part, encoded once."""
-        found = self.known.get(text)
-        if found is None:
-            found = self.known[text] = self.tokenizer.encode(text)
-        return found
+        tokens = self.known.get(text)
+        if tokens is None:
+            tokens = self.known[text] = self.tokenizer.encode(text)
+        return tokens
 
     def whole(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
         """The same rows, each encoded as one text."""
@@ -309,18 +309,20 @@ def score_line(task: TaskScore) -> str:
 
 def core_lines(report: CoreReport) -> list[str]:
     """The lines under the table; each number says over what it was taken."""
-    found = report.to_dict()
+    summary = report.to_dict()
     cut = f", first {report.max_per_task} rows of each" if report.max_per_task else ""
-    whole, every = found["core"], found["core_with_subsets"]
+    whole, every = summary["core"], summary["core_with_subsets"]
     lines = []
     if whole is not None:
         lines.append(
-            f"CORE {whole:.4f} over the {found['core_tasks']} complete of {found['tasks_in_bundle']} tasks{cut}"
+            f"CORE {whole:.4f} over the {summary['core_tasks']} complete of {summary['tasks_in_bundle']} tasks{cut}"
         )
-    if every is not None and found["subsets"]:
-        names = ", ".join(f"{name}: {rows}" for name, rows in found["subsets"].items())
-        lines.append(f"CORE {every:.4f} over {found['core_with_subsets_tasks']} tasks, subsets included ({names}){cut}")
+    if every is not None and summary["subsets"]:
+        names = ", ".join(f"{name}: {rows}" for name, rows in summary["subsets"].items())
+        lines.append(
+            f"CORE {every:.4f} over {summary['core_with_subsets_tasks']} tasks, subsets included ({names}){cut}"
+        )
     if report.missing:
         lines.append(f"not scored, files missing: {', '.join(report.missing)}")
-    lines.append(f"{found['examples']} examples in {report.seconds:.1f} s, {found['examples_per_second']:.1f}/s")
+    lines.append(f"{summary['examples']} examples in {report.seconds:.1f} s, {summary['examples_per_second']:.1f}/s")
     return lines

@@ -73,8 +73,8 @@ class ModelChooser:
 
         def collect() -> list[int]:
             flat = torch.cat(parts).tolist() if parts else []
-            found = dict(zip(order, flat))
-            return [found[i] for i in range(len(prompts))]
+            by_prompt = dict(zip(order, flat))
+            return [by_prompt[i] for i in range(len(prompts))]
 
         return collect
 

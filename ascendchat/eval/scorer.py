@@ -66,7 +66,7 @@ class UniqueRow(NamedTuple):
     places: list[tuple[int, int]]
 
 
-class Group(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Rows with the same first `start - 1` tokens, which run once."""
 
     prefix: Row
@@ -93,11 +93,11 @@ def batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def sort_out(examples: Sequence[Example]) -> tuple[list[UniqueRow], list[Group]]:
+def sort_out(examples: Sequence[Example]) -> tuple[list[UniqueRow], list[PrefixGroup]]:
     """Rows that run whole, and groups that share their beginning. Rows without a scored token do not run, and equal
     options run once: their scores must be equal to the last bit, for the first of equals is the model's choice."""
     whole: list[UniqueRow] = []
-    groups: list[Group] = []
+    groups: list[PrefixGroup] = []
     for number, example in enumerate(examples):
         by_start: dict[int, dict[tuple[int, ...], UniqueRow]] = {}
         for i, (tokens, start) in enumerate(zip(example.rows, example.starts)):
@@ -107,10 +107,10 @@ def sort_out(examples: Sequence[Example]) -> tuple[list[UniqueRow], list[Group]]
                 key = tuple(tokens[start:] if example.shared else tokens) if len(example.rows) > 1 else ()
                 piece = by_start.setdefault(start, {}).setdefault(key, UniqueRow(tokens, start, []))
                 piece.places.append((number, i))
-        for start, found in by_start.items():
-            pieces = list(found.values())
+        for start, unique in by_start.items():
+            pieces = list(unique.values())
             if example.shared and len(pieces) > 1 and start - 1 >= WORTH_SHARING:
-                groups.append(Group(pieces[0].tokens[: start - 1], pieces))
+                groups.append(PrefixGroup(pieces[0].tokens[: start - 1], pieces))
             else:
                 whole += pieces
     return whole, groups
@@ -176,7 +176,7 @@ class ModelScorer:
         lengths = np.diff(np.append(np.flatnonzero(begins), begins.size))
         return documents(self.kernel, lengths, tokens, self.model.embed.weight.dtype, pin=self.pin)
 
-    def run_shared(self, groups: Sequence[Group]) -> Iterator[tuple[list[UniqueRow], Tensor]]:
+    def run_shared(self, groups: Sequence[PrefixGroup]) -> Iterator[tuple[list[UniqueRow], Tensor]]:
         """The beginnings once, then the options of all groups in batches of their own."""
         lengths = [len(group.prefix) for group in groups]
         options = [(owner, piece) for owner, group in enumerate(groups) for piece in group.options]

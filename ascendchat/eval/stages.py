@@ -28,21 +28,21 @@ POOLS = {
 
 def scores(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The summary numbers of one stage; each says over what it was taken, and what it lacks."""
-    found: dict[str, dict[str, Any]] = {}
+    means: dict[str, dict[str, Any]] = {}
     for name, members in (SCORES | POOLS).items():
         there = [tasks[task] for task in members if task in tasks]
         values = [(t["accuracy"], t["rows"]) if name in POOLS else (t["centred"], 1) for t in there]
         if total := sum(weight for _, weight in values):
             mean = sum(value * weight for value, weight in values) / total
             without = [task for task in members if task not in tasks]
-            found[name] = {"score": mean, "tasks": len(there), "of": len(members), "without": without}
-    return found
+            means[name] = {"score": mean, "tasks": len(there), "of": len(members), "without": without}
+    return means
 
 
-def score_lines(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def score_lines(means: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The summary numbers in words."""
     lines = []
-    for name, value in found.items():
+    for name, value in means.items():
         lacks = f", INCOMPLETE: without {', '.join(value['without'])}" if value["without"] else ""
         lines.append(f"{name} {value['score']:.4f} over {value['tasks']} of {value['of']} tasks{lacks}")
     return lines
@@ -54,14 +54,16 @@ def stage_table(run: str) -> list[dict[str, Any]]:
     A value is None where a stage has not been examined on the task. Summary numbers that lack a task are marked in
     `incomplete`, a list of stages."""
     best = {stage: best_results(stage_results(run_folder(run, stage), "chat")) for stage in STAGES}
-    stages = {stage: {task: row["result"] for task, row in found.items()} for stage, found in best.items() if found}
+    stages = {
+        stage: {task: row["result"] for task, row in results.items()} for stage, results in best.items() if results
+    }
     rows: list[dict[str, Any]] = []
     for name in EVALUATIONS:
-        values = {stage: found.get(name, {}).get("accuracy") for stage, found in stages.items()}
+        values = {stage: results.get(name, {}).get("accuracy") for stage, results in stages.items()}
         if any(value is not None for value in values.values()):
             rows.append({"task": name, **values})
     for name in (*SCORES, *POOLS):
-        means = {stage: scores(found).get(name) for stage, found in stages.items()}
+        means = {stage: scores(results).get(name) for stage, results in stages.items()}
         if any(means.values()):
             values = {stage: mean["score"] if mean else None for stage, mean in means.items()}
             incomplete = [stage for stage, mean in means.items() if mean and mean["without"]]

@@ -86,8 +86,18 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
     say(f"{'batch':>6} {'tok/s':>10} {'ms/step':>9} {'bandwidth':>10} {'memory GiB':>11}")
     for batch in config.batch_sizes:
         device.reset_peak()
-        context, compiled = config.context, device.compiles
-        engine = Engine(model, kernel, tokenizer, device, here.place, slots=batch, context=context, compiled=compiled)
+        engine = Engine(
+            model,
+            kernel,
+            tokenizer,
+            device,
+            here.place,
+            slots=batch,
+            context=config.context,
+            compiled=device.compiles,
+            reuse=False,
+            prefill_tokens=2 * batch * config.context,  # all prompts before the first step
+        )
         seconds, steps = measure(engine, requests_of(config, batch), device)
         bandwidth = read_bytes(shape, batch, length, size) * steps / seconds / device.chip.bandwidth
         row = {

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ascendchat.device import Device
-from ascendchat.infer.cache import Cache
+from ascendchat.infer.cache import Cache, Marks, Suffixes
 from ascendchat.infer.inputs import padded_length, stack, to_device
+from ascendchat.infer.prefix import Copy
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.infer.sampling import Mode, Settings, likeliest_tokens, sample, settings_row
 from ascendchat.nn.attention import Attention
@@ -65,7 +66,7 @@ class Decoder:
         self.length = whole((slots,), 0)  # tokens in the cache: the position of `token`
         self.override = whole((slots,), -1)  # a token that replaces `token` in the next step
         self.advance = whole((), 1)  # 0 while a graph is recorded: the step then changes nothing
-        self.rows = torch.arange(slots, device=place)
+        self.target = whole((slots,), slots)  # slot that a row writes to: its own, or the one more while it is idle
         idle = settings_row(Sampling(temperature=0.0))
         self.settings = Settings(*(torch.full((slots,), value, device=place) for value in idle))
         # (slots, V), made when first needed. bool: tokens of the row so far, and tokens that it must not choose;
@@ -79,33 +80,86 @@ class Decoder:
     # ---- new prompts ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prefill(self, requests: Sequence[Request], slots: Sequence[int], mode: Mode) -> Tensor:
-        """Read whole prompts into their slots; the first token of each as `_choose` reports it, (2 or more, R)."""
+    def prefill(
+        self,
+        requests: Sequence[Request],
+        slots: Sequence[int],
+        mode: Mode,
+        starts: Sequence[int] = (),
+        ends: Sequence[int] = (),
+    ) -> Tensor:
+        """Read prompts into their slots; the first token of each as `_choose` reports it, (2 or more, R).
+
+        `starts`, `ends`: positions to read from and to, where it is not the whole prompt. The tokens before are in the
+        slot. A row that is not read to its end stays idle, and its result means nothing.
+        """
         prompts = [request.prompt for request in requests]
-        width = min(padded_length(max(map(len, prompts))), self.context)
-        tokens, slot = self.put(stack(prompts, width)), self.put(slots)
-        lengths = self.put([len(prompt) for prompt in prompts])
-        windows = self.cache.places
+        whole = [len(prompt) for prompt in prompts]
+        starts, ends = starts or [0] * len(prompts), ends or whole
+        parts = [prompt[start:end] for prompt, start, end in zip(prompts, starts, ends)]
+        width = min(padded_length(max(map(len, parts))), self.context)
+        tokens, slot = self.put(stack(parts, width)), self.put(slots)
+        lengths, counts = self.put(ends), self.put([len(part) for part in parts])
+        marks = Marks(*self.put(self.cache.marks(slots, starts, ends, 1 if any(starts) else 0)))
+        if any(starts):
+            suffixes = Suffixes(slot, self.put(starts), counts, max(starts), width, self.cache.dump)
+            before = self.put([prompt[start - 1] if start else 0 for prompt, start in zip(prompts, starts)])
+            hidden = self._read_suffixes(tokens, before, suffixes, marks)
+        else:
+            hidden = self._read_prompts(tokens, slot, lengths, marks)
+        rows = torch.arange(len(prompts), device=self.place)
+        self._settle(requests, slot)
+        if mode.penalised:
+            self._remember(slot, prompts)
+        if mode.biased or self.bias is not None:  # what the slot's last request had must not stay
+            self._weigh(slot, requests)
+        chosen, report = self._choose(hidden[rows, counts - 1], slot, lengths - 1, mode)
+        over = self.put([end == length for end, length in zip(ends, whole)], dtype=torch.bool)
+        self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, counts - 1], chosen, lengths * over
+        self.target[slot] = slot.masked_fill(~over, self.cache.dump)
+        self.override[slot] = torch.full_like(chosen, -1)
+        return report
+
+    def _read_prompts(self, tokens: Tensor, slot: Tensor, lengths: Tensor, marks: Marks) -> Tensor:
+        """Prompts from their beginning on: (R, T) -> (R, T, C)."""
+        windows, width = self.cache.places, tokens.size(1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache.put_prompts(layer, slot, k, v, lengths)
             return self.kernel.dense(q, k, v, windows[layer], self.scale)
 
         def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
-            return self.cache.shift_prompts(layer, slot, lengths, qkv, share)
+            return self.cache.shift_prompts(layer, marks, qkv, share)
 
         cos, sin = self.rope
-        hidden = self.model(tokens, attend, (cos[:width], sin[:width]), shift)  # (R, T, C)
-        rows = torch.arange(len(prompts), device=self.place)
-        self._settle(requests, slot)
-        if mode.penalised:
-            self._remember(slot, tokens, lengths)
-        if mode.biased or self.bias is not None:  # what the slot's last request had must not stay
-            self._weigh(slot, requests)
-        chosen, report = self._choose(hidden[rows, lengths - 1], slot, lengths - 1, mode)
-        self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, lengths - 1], chosen, lengths
-        self.override[slot] = torch.full_like(chosen, -1)
-        return report
+        hidden: Tensor = self.model(tokens, attend, (cos[:width], sin[:width]), shift)
+        return hidden
+
+    def _read_suffixes(self, tokens: Tensor, before: Tensor, suffixes: Suffixes, marks: Marks) -> Tensor:
+        """Prompts behind what their slots hold, of which `before` (R,) is the last token: (R, T) -> (R, T, C)."""
+        model, windows = self.model, self.cache.places
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values, lengths = self.cache.put_suffixes(layer, suffixes, k, v)
+            return self.kernel.cached(q, keys, values, lengths, windows[layer], self.scale)
+
+        def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
+            return self.cache.shift_suffixes(layer, suffixes, marks, qkv, share)
+
+        position = suffixes.positions.clamp(max=self.context - 1)  # padding may stand further
+        cos, sin = self.rope
+        first = (suffixes.starts == 0)[:, None]
+        smeared = model.ops.rms_norm(model.embed(before)).masked_fill(first, 0.0)[:, None]
+        return model.layers(model.embedding(tokens, smeared), tokens, attend, (cos[position], sin[position]), shift)
+
+    @torch.no_grad()
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """From slot to slot, all at once."""
+        source, target, lengths, places = zip(*copies)
+        moves = [number for number, copy in enumerate(copies) if copy.source != copy.target]
+        longest = max((copies[number].length for number in moves), default=0)
+        put = self.put
+        self.cache.copy(put(source), put(target), put(moves), put(lengths), put(places), longest)
 
     def _settle(self, requests: Sequence[Request], slot: Tensor) -> None:
         """The settings of the new rows."""
@@ -113,12 +167,12 @@ class Decoder:
         for tensor, column in zip(self.settings, columns):
             tensor[slot] = self.put(column, dtype=tensor.dtype)
 
-    def _remember(self, slot: Tensor, tokens: Tensor, lengths: Tensor) -> None:
+    def _remember(self, slot: Tensor, prompts: Sequence[Sequence[int]]) -> None:
         """Mark the tokens of the prompts as seen."""
         if self.seen is None:
             self.seen = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.place)
-        inside = torch.arange(tokens.size(1), device=self.place) < lengths[:, None]
-        known = torch.where(inside, tokens, tokens[:, :1])  # padding counts as the first token
+        most = max(map(len, prompts))
+        known = self.put([[*prompt, *[prompt[0]] * (most - len(prompt))] for prompt in prompts])
         self.seen[slot] = torch.zeros_like(self.seen[slot]).scatter(1, known, True)
 
     def _weigh(self, slot: Tensor, requests: Sequence[Request]) -> None:
@@ -147,7 +201,8 @@ class Decoder:
     def step(self, rows: int, longest: int, mode: Mode) -> Tensor:
         """Extend slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2 or more, at least rows).
 
-        The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen.
+        The result is overwritten by the next step: copy it first. Rows between the busy ones run too, unseen, and
+        leave what their slots hold as it is.
         """
         count = power(rows, 1, self.slots) if self.graphs or self.compiled else rows
         span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
@@ -174,7 +229,7 @@ class Decoder:
         return graph
 
     def _extend(self, count: int, span: int, mode: Mode) -> Tensor:
-        model, rows = self.model, self.rows[:count]
+        model, rows = self.model, self.target[:count]
         override, length = self.override[:count], self.length[:count]
         token = torch.where(override >= 0, override, self.token[:count])
         position = length.clamp(max=self.context - 1)  # a row that is over may run once more, and idle rows do
@@ -234,5 +289,7 @@ class Decoder:
         return softcap(hidden @ self.model.head[: self.vocab].t())
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Rows that are over: short again, so that idle steps read little."""
-        self.length.index_fill_(0, self.put(slots), 0)
+        """Rows that are over: they write to the slot more, and are short again, so that idle steps read little."""
+        slot = self.put(slots)
+        self.length.index_fill_(0, slot, 0)
+        self.target.index_fill_(0, slot, self.cache.dump)

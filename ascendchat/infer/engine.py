@@ -17,6 +17,9 @@ What a request generates does not depend on its neighbours: its noise is a hash 
 Greedy and seeded answers are equal unless two tokens are equal to within the rounding of a matrix product, whose order
 of summation a device may choose by the number of rows.
 
+A prompt that begins as one whose tokens are still in the cache is read behind them (prefix.py, reading.py). While long
+prompts are read, in pieces, the rows that run go on.
+
 Context: prompt and answer together hold at most `context` tokens; an answer that reaches the end finishes with reason
 "length". Callers make a conversation fit first: render_prompt(tokenizer, messages, prompt_room(context, max_tokens)).
 """
@@ -38,13 +41,17 @@ from ascendchat.infer.generator import Weights
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
 from ascendchat.infer.job import Job, PendingPass
+from ascendchat.infer.prefix import Prefixes, rounds
+from ascendchat.infer.reading import Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
 from ascendchat.infer.sampling import Mode, ranked
+from ascendchat.infer.stream import EngineStream
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT
 
-PREFILL_TOKENS = 16384  # of one pass over new prompts, padding included
+# Prompt tokens that are read between two decoding steps, where the device works on its own and where it does not
+PREFILL_TOKENS = {True: 16384, False: 512}
 
 PauseMode = Literal["wait", "abort", "keep"]
 
@@ -55,6 +62,8 @@ class Engine:
     """Runs requests in `slots` rows of up to `context` tokens. Not for several threads: one thread steps it.
 
     `graphs`: False where nothing can be captured, as in a trainer's process on NPUs. `version`: of the model's weights.
+    `reuse`: False reads every prompt from its beginning, whatever the cache still has of it. `prefill_tokens`: so many
+    tokens of prompts, padding included, are read between two steps of the rows that run; longer prompts are cut.
     """
 
     def __init__(
@@ -70,6 +79,8 @@ class Engine:
         compiled: bool = False,
         graphs: bool = True,
         version: int = 0,
+        reuse: bool = True,
+        prefill_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}
@@ -82,6 +93,10 @@ class Engine:
         self.ahead = 1 if device.pin else 0  # passes that run while the results of earlier ones are looked at
         self.paused: PauseMode | None = None
         self._pending: deque[PendingPass] = deque()
+        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.pin]
+        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse)
+        self.reading = Reading(self.prefixes)
+        self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -103,6 +118,17 @@ class Engine:
     def load(self, weights: Weights, version: int) -> None:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
         so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
+        self.fits(weights)
+        while any(self.running) and self.paused != "keep":
+            self._read()
+            self._extend()
+        for name, tensor in self.decoder.model.state_dict().items():
+            tensor.copy_(weights[name])
+        self.prefixes.clear()
+        self.version = version
+
+    def fits(self, weights: Weights) -> None:
+        """Weights that `load` would not take are a ValueError."""
         own = self.decoder.model.state_dict()
         if odd := sorted(set(own) ^ set(weights)):
             problem = "missing" if odd[0] in own else "unknown"
@@ -111,11 +137,6 @@ class Engine:
             if weights[name].shape != tensor.shape:
                 sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
                 raise ValueError(f"these weights do not fit the model: {name} is {sizes}")
-        while any(self.running) and self.paused != "keep":
-            self._extend()
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        self.version = version
 
     def pause(self, mode: PauseMode) -> None:
         """Let no waiting request in until resume(). Running ones: "wait", they are finished by further steps, or by
@@ -167,34 +188,69 @@ class Engine:
             self._finish(job, "cancelled")
 
     def step(self) -> None:
-        """Let waiting requests in, extend all rows by a token, and look at what has come back; see pause()."""
-        while not self.paused and self._admit():
-            self._collect(self.ahead)
+        """Let waiting requests in, read prompts, extend all rows by a token, and look at what has come back; see
+        pause()."""
+        if not self.paused:
+            self._enter()
         if self.paused != "keep":
+            self._read()
             self._extend()
 
     # ---- passes --------------------------------------------------------------------------------
 
-    def _admit(self) -> bool:
-        """Read the prompts of the longest waiting requests that fit free slots and one pass."""
-        free = [slot for slot, job in enumerate(self.running) if job is None]  # the lowest first: a step runs a prefix
-        batch: list[Job] = []
-        width = 0
-        while self.waiting and len(batch) < len(free):
-            width = max(width, padded_length(len(self.waiting[0].request.prompt)))
-            if batch and width * (len(batch) + 1) > PREFILL_TOKENS:
-                break
-            batch.append(self.waiting.popleft())
-        if not batch:
-            return False
-        for job, slot in zip(batch, free):
-            job.slot, self.running[slot] = slot, job
-        mode = _together(batch)
-        if mode.restricted or self.decoder.barred is not None:  # what the slot's last request barred must not stay
-            self._restrict(batch)
-        result = self.decoder.prefill([job.request for job in batch], [job.slot for job in batch], mode)
-        self._await(batch, range(len(batch)), result)
-        return True
+    def _enter(self) -> None:
+        """The longest waiting requests take the free slots."""
+        if not self.waiting:
+            return
+        free = self._free()
+        while self.waiting and free:
+            job = self.waiting.popleft()
+            top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
+            self.reading.enter(job, free, top)
+            free.remove(job.slot)
+            self.running[job.slot] = job
+
+    def _free(self) -> list[int]:
+        """The free slots; what the others have written by now is noted."""
+        for job in self.running:
+            if job is not None and job.launched:
+                self.prefixes.wrote(job.slot, self._written(job))
+        return [slot for slot, job in enumerate(self.running) if job is None]
+
+    def _written(self, job: Job) -> int:
+        """Positions that a row has written at most: the token of the newest pass is not in the cache yet. A row that
+        has all its tokens may run once more before that is seen."""
+        return len(job.tokens) + job.launched - 1 + (self.ahead if job.launched >= job.limit else 0)
+
+    def _read(self) -> None:
+        """Read prompts, in as many passes as the rows that run can wait for."""
+        left = self.prefill_tokens
+        while self.reading.jobs:
+            self._dismiss()
+            self.reading.begin(self._free())
+            for copies in rounds(self.reading.copies):
+                self.decoder.copy(copies)
+            self.reading.copies.clear()
+            parts = self.reading.next_pass(left, left == self.prefill_tokens)
+            if not parts:
+                return
+            left -= len(parts) * padded_length(max(part.end - part.start for part in parts))
+            jobs, starts, ends = zip(*parts)
+            requests, slots = [job.request for job in jobs], [job.slot for job in jobs]
+            mode = _together(jobs)
+            if mode.restricted or self.decoder.barred is not None:  # what the slot's last request barred must not stay
+                self._restrict(jobs)
+            result = self.decoder.prefill(requests, slots, mode, starts, ends)
+            whole = [column for column, part in enumerate(parts) if self.reading.done(part)]
+            if whole:
+                self._await([jobs[column] for column in whole], whole, result)
+                self._collect(self.ahead)
+
+    def _dismiss(self) -> None:
+        """Tell the decoder who is over, before the next pass."""
+        if self._left:
+            self.decoder.leave(self._left)
+            self._left = []
 
     def _extend(self) -> None:
         """All rows by a token; when there is nothing more to start, wait for the rest."""
@@ -205,13 +261,14 @@ class Engine:
         """Start one decoding step for all rows that need it."""
         if any(job is not None and job.matcher is not None for job in self.running):
             self._collect(0)
+        self._dismiss()
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
                 self._accept(job, job.forced.popleft(), None)
             if job.forced and job.launched >= job.force_from and not job.done:
                 self.decoder.override[job.slot] = job.forced[0]
                 self._accept(job, job.forced.popleft(), None)
-        jobs = [job for job in self.running if job is not None and job.launched < job.limit]
+        jobs = [job for job in self.running if job is not None and 0 < job.launched < job.limit]
         if bound := [job for job in jobs if job.matcher is not None]:
             self._restrict(bound)
             jobs = [job for job in jobs if not job.done]
@@ -253,7 +310,6 @@ class Engine:
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
-        over: list[Job] = []
         while len(self._pending) > leave:
             rows, fetched, version = self._pending.popleft()
             result = fetched()  # waits for this pass, not for the one behind it
@@ -271,10 +327,6 @@ class Engine:
                     answer.versions.append(version)
                     continue
                 self._accept(job, token, logprobs[column], number, version, tops[column])
-                if job.done:
-                    over.append(job)
-        if over:
-            self.decoder.leave([job.slot for job in over])
 
     # ---- what a token means --------------------------------------------------------------------
 
@@ -323,46 +375,11 @@ class Engine:
         job.finish(reason)
         if job.slot >= 0 and self.running[job.slot] is job:
             self.running[job.slot] = None
-
-
-class EngineStream:
-    """The generator.Stream of one job. A step of the engine is never cut in the middle: a signal handler that closes
-    the stream during one takes effect right behind it."""
-
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self._engine, self._job = engine, job
-        self._pieces: deque[Piece] = deque()
-        self._stepping = self._closed = False
-
-    @property
-    def completion(self) -> Completion:
-        return self._job.completion
-
-    def __iter__(self) -> EngineStream:
-        return self
-
-    def __next__(self) -> Piece:
-        while not self._pieces and not self._job.done:
-            self._stepping = True
-            try:
-                self._engine.step()
-                self._pieces.extend(self._job.take())
-            finally:
-                self._stepping = False
-            if self._closed:
-                self.close()
-        if not self._pieces:
-            raise StopIteration
-        return self._pieces.popleft()
-
-    def close(self) -> None:
-        self._closed = True
-        if not self._stepping:
-            self._engine.cancel(self._job)
-            self._pieces.extend(self._job.take())
-
-    def __del__(self) -> None:  # forgotten, for instance by a loop that was left: nobody can read on
-        self._engine.cancel(self._job)
+            self._left.append(job.slot)
+            self.reading.leave(job)
+            if job.launched:  # what was read and chosen stays, for prompts that begin with it
+                there = [*job.request.prompt, *job.completion.ids][: len(job.tokens) + job.launched - 1]
+                self.prefixes.keep(job.slot, there, self._written(job))
 
 
 def _together(jobs: Sequence[Job]) -> Mode:

@@ -11,10 +11,14 @@ in its front, too: a bad grammar is then refused before it stands in a queue.
 A grammar comes from a stranger, and llguidance can be killed by one (a chain of a few thousand references overflows the
 stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (trial.py).
 While masks are computed its own limits hold; an answer that reaches one is cut short.
+
+Cost, 16 rows of the toy world's model (depth 4, 128 wide, 1,536 ids) on one CPU core: a step of 17 to 19 ms takes 0.7
+ms (4 %) more, of which 0.25 to 0.4 ms are the masks. In two threads of llguidance's executor they took as long.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -72,7 +76,7 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     elif grammar.kind == "regex":
         source = LLMatcher.grammar_from_regex(grammar.text)
     else:
-        schema = '{"type": "object"}' if grammar.kind == "json" else grammar.text
+        schema = '{"type": "object"}' if grammar.kind == "json" else _with_moved_borders(grammar.text)
         source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
     made = LLMatcher(tokens, source, log_level=0, limits=limits)
@@ -83,15 +87,48 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return made
 
 
+def _with_moved_borders(text: str) -> str:
+    """A schema in which certain exclusive borders are inclusive ones a thousand-millionth further on: llguidance 1.9
+    allows 5 where a number must be above 5 and at most 5.5, as with any whole border less than 1 away from the other.
+    """
+    if '"exclusiveM' not in text:
+        return text
+    try:
+        return json.dumps(_moved(json.loads(text)))
+    except (ValueError, RecursionError):
+        return text  # the compiler says what is wrong with it
+
+
+def _moved(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    data = ("const", "enum", "default", "examples")  # not schemas, whatever they look like
+    made = {name: content if name in data else _moved(content) for name, content in schema.items()}
+    numbers = {name: content for name, content in made.items() if type(content) in (int, float)}
+    for exclusive, inclusive, sign, others in (
+        ("exclusiveMinimum", "minimum", 1, ("maximum", "exclusiveMaximum")),
+        ("exclusiveMaximum", "maximum", -1, ("minimum", "exclusiveMinimum")),
+    ):
+        border = numbers.get(exclusive)
+        near = any(abs(numbers[name] - border) < 1 for name in others if name in numbers and border is not None)
+        if border is not None and near and border % 1 == 0:
+            moved = border + sign * 1e-9
+            given = numbers.get(inclusive, moved)
+            made[inclusive] = max(moved, given) if sign > 0 else min(moved, given)
+            del made[exclusive]
+    return made
+
+
 class Matcher:
     """How far one row has come in its grammar."""
 
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
-        self.landing, self.look_at = (
-            False,
-            1 << 60,
-        )  # see landing.py: on the way to the end; tokens left at which to look
+        # landing.py's: on the way to the end; tokens left at which to look again; tokens of the shortest call
+        self.landing, self.look_at = False, 1 << 60
+        self.call_needs: int | None = None
 
     def take(self, token: int) -> Literal["stop", "length"] | None:
         """The row has this token now. How the answer ends with it, if it does: complete, or at a limit."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.grammar import Matcher
+from ascendchat.infer.prefix import as_tokens
+from ascendchat.infer.reading import UNDECIDED
 from ascendchat.infer.request import Completion, Piece, Request
 from ascendchat.infer.sampling import mode_of
 from ascendchat.infer.text import TextStream
@@ -43,6 +45,8 @@ class Job:
         asked = sampling.stop or sampling.logprobs or sampling.top_logprobs
         self.plain = not asked and matcher is None  # all others need no look
         self.slot = -1
+        self.tokens = as_tokens(request.prompt)
+        self.cached = UNDECIDED  # tokens of the prompt that are in its slot
         self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
         self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
         self.force_from = 0  # pass whose input is the first of them
@@ -50,6 +54,10 @@ class Job:
         self.done = False
         self._fresh: list[Piece] = []
         self._read = 0  # ids that have become text
+
+    def begin(self, cached: int) -> None:
+        """Its prompt will be read behind so many tokens that the cache has."""
+        self.cached = self.completion.cached_tokens = cached
 
     def take(self) -> list[Piece]:
         """The text that came since the last call."""

@@ -34,6 +34,10 @@ class Landing:
 
     def narrow(self, matcher: Matcher, row: np.ndarray, left: int) -> None:
         """Take away what leads too far, when it is time."""
+        if row[self.call] and row[self.end] and left <= FAR:  # text, behind which a call may begin
+            if matcher.call_needs is None:
+                matcher.call_needs = self.shortest(matcher, FAR, self.call)
+            row[self.call] = left - SPARE > matcher.call_needs
         if not matcher.landing and left <= min(matcher.look_at, FAR):
             spare = left - SPARE - self.shortest(matcher, left)
             matcher.landing = spare <= 0
@@ -44,9 +48,7 @@ class Landing:
     def steer(self, row: np.ndarray) -> None:
         """Leave only what is nearest to the end."""
         if row[self.end]:
-            if row[self.letter]:
-                row[self.call] = False  # free text may be cut anywhere, but not a call
-            else:
+            if not row[self.letter]:  # free text may be cut anywhere
                 only(row, self.end)
         elif row[self.call_end]:
             only(row, self.call_end)
@@ -58,9 +60,11 @@ class Landing:
             if nearest is not None:
                 only(row, nearest)
 
-    def shortest(self, matcher: Matcher, most: int) -> int:
-        """Tokens to the end from here, as `steer` goes; `most` if that does not suffice."""
+    def shortest(self, matcher: Matcher, most: int, first: int | None = None) -> int:
+        """Tokens to the end from here, or from behind a `first` one, as `steer` goes; `most` if they do not suffice."""
         inner = matcher.inner.deep_copy()
+        if first is not None:
+            inner.consume_token(first)
         for count in range(most):
             if inner.is_stopped() or inner.is_accepting():
                 return count

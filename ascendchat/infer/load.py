@@ -18,7 +18,7 @@ from typing import Any
 from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.config import UserError, home, load_yaml
 from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
-from ascendchat.config.infer import ChatConfig
+from ascendchat.config.infer import ModelConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.dist.context import Context
@@ -69,7 +69,7 @@ class Opened:
         )
 
 
-def open_model(here: Context, config: ChatConfig | EvalChatConfig | EvalBaseConfig, stage: str | None) -> Opened:
+def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseConfig, stage: str | None) -> Opened:
     """Find, verify and load what the flags name; everything that does not fit is a UserError."""
     device, saved = here.device, find_checkpoint(config.run, stage, config.checkpoint, here.say)
     if "shape" not in saved.state:

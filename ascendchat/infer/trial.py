@@ -90,24 +90,27 @@ def main() -> None:
     threading.stack_size(STACK)
     tokens = vocabulary(pickle.load(sys.stdin.buffer))
 
-    def compile_one(grammar: Grammar) -> None:
-        reason = ""
+    def compile_one(grammar: Grammar, reasons: list[str]) -> None:
         try:
             compiled(tokens, grammar).deep_copy()
+            reasons.append("")
         except ValueError as error:
-            reason = str(error) or "it makes no sense"
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(reason), flush=True)
+            reasons.append(str(error) or "it makes no sense")
 
     while True:
         try:
             grammar = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
+        reasons: list[str] = []
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
-        worker = threading.Thread(target=compile_one, args=(grammar,))
+        worker = threading.Thread(target=compile_one, args=(grammar, reasons))
         worker.start()
         worker.join()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        if not reasons:  # an error that nobody thought of: the parent sees the end of this process
+            return
+        print(json.dumps(reasons[0]), flush=True)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,15 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(sums + to + half, sum_b, mask=real)
 
 
+def _arguments(
+    qkv: Tensor, share: Tensor, cos: Tensor, sin: Tensor, follows: Tensor | None
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...]]:
+    """What both kernels take: tables, sizes, and the constants of a head."""
+    rows, length, every, dim = qkv.shape
+    tables = (share.to(qkv.dtype), cos, sin, cos if follows is None else follows)
+    return tables, (rows * length, length, every), (dim // 2, triton.next_power_of_2(dim // 2), follows is not None)
+
+
 class _Heads(torch.autograd.Function):
     """Keeps the product and nothing else for the backward pass."""
 
@@ -160,8 +169,7 @@ class _Heads(torch.autograd.Function):
         rows, length, every, dim = qkv.shape
         ctx.save_for_backward(qkv, share, cos, sin, follows)
         q, k, v = [qkv.new_empty(rows, length, count, dim) for count in (every - 2 * kv_heads, kv_heads, kv_heads)]
-        sizes, shape = (rows * length, length, every), (dim // 2, triton.next_power_of_2(dim // 2), follows is not None)
-        tables = (share.to(qkv.dtype), cos, sin, cos if follows is None else follows)
+        tables, sizes, shape = _arguments(qkv, share, cos, sin, follows)
         programs, first = triton.cdiv(rows * length, FORWARD["block"]), 0
         for out, turned in ((q, True), (k, True), (v, False)):
             mine = out.size(2)
@@ -174,14 +182,13 @@ class _Heads(torch.autograd.Function):
         qkv, share, cos, sin, follows = ctx.saved_tensors
         rows, length, every, dim = qkv.shape
         out = torch.empty_like(qkv)
-        sizes, shape = (rows * length, length, every), (dim // 2, triton.next_power_of_2(dim // 2), follows is not None)
-        inputs = (qkv, share.to(qkv.dtype), cos, sin, cos if follows is None else follows)
+        tables, sizes, shape = _arguments(qkv, share, cos, sin, follows)
         programs, first = triton.cdiv(rows * length, BACKWARD["walk"]), 0
         sums = torch.empty(programs, every, dim, dtype=torch.float32, device=qkv.device)
         for grad, turned in zip(grads, (True, True, False), strict=True):
             mine = grad.size(2)
             _backward[(programs * triton.cdiv(mine, BACKWARD["block"]),)](
-                grad.contiguous(), sums, *inputs, out, *sizes, first, mine, *shape, turned, NORM_EPS, **BACKWARD
+                grad.contiguous(), sums, qkv, *tables, out, *sizes, first, mine, *shape, turned, NORM_EPS, **BACKWARD
             )
             first += mine
         return out, sums.sum(dim=0), None, None, None, None

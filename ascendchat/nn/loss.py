@@ -147,15 +147,20 @@ def head_loss(
     *,
     weight: Tensor | None = None,
     ahead: Tensor | None = None,
+    follows: Tensor | None = None,
     scorer: Callable[..., Any] = score,
 ) -> Tensor:
     """Mean nats over the scored targets, or `weight * sum of nats` when the weight is given (a 0-dim tensor).
 
     hidden (..., C), targets (...) with IGNORE where nothing is scored. A batch without any scored target has loss 0.
     With `ahead` (a 0-dim tensor) the gradient is that of the loss plus `ahead` times the loss of guessing the token
-    after next, by the same logits; targets are then (B, T).
+    after next, by the same logits; targets are then (B, T). `follows` (B, T), 0 where a document begins, keeps that
+    guess within the document.
     """
-    later = None if ahead is None else torch.nn.functional.pad(targets[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+    later = None
+    if ahead is not None:
+        later = targets[:, 1:] if follows is None else targets[:, 1:].masked_fill(follows[:, 1:] == 0, IGNORE)
+        later = torch.nn.functional.pad(later, (0, 1), value=IGNORE).reshape(-1)
     tokens = targets.reshape(-1)
     wanted = Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead)
     loss: Tensor = HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)[0]

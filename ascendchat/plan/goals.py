@@ -49,15 +49,15 @@ def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices:
 def model_facts(model: Shape | HFModel) -> dict[str, Any]:
     """Sizes, parameters by part and FLOPs."""
     sizes = model.to_dict() if isinstance(model, Shape) else dataclasses.asdict(model)
-    found: dict[str, Any] = {"shape": sizes, "parameters": {k: v for k, v in model.parameters().items() if v}}
-    found["total_parameters"] = model.total_parameters
+    facts: dict[str, Any] = {"shape": sizes, "parameters": {k: v for k, v in model.parameters().items() if v}}
+    facts["total_parameters"] = model.total_parameters
     if isinstance(model, Shape):
-        found["scaling_parameters"] = model.scaling_parameters
-        found["windows"] = list(model.windows())
+        facts["scaling_parameters"] = model.scaling_parameters
+        facts["windows"] = list(model.windows())
     else:
-        found["active_parameters"] = model.active_parameters
-    found["train_flops_per_token"] = model.train_flops_per_token
-    return found
+        facts["active_parameters"] = model.active_parameters
+    facts["train_flops_per_token"] = model.train_flops_per_token
+    return facts
 
 
 def device_memory(parts: dict[str, int], chip: Chip) -> dict[str, Any]:
@@ -103,14 +103,14 @@ def _horizon(config: PlanConfig, model: Shape | HFModel) -> tuple[int, int, list
 
 def _share_out(config: PlanConfig, wanted: int, devices: int, seq_len: int, most: int) -> tuple[batch.Split, list[str]]:
     fixed = config.device_batch_size is not None
-    found = (batch.split_fixed if fixed else batch.split)(wanted, devices, seq_len, most)
-    if found.total == wanted:
-        return found, []
+    split = (batch.split_fixed if fixed else batch.split)(wanted, devices, seq_len, most)
+    if split.total == wanted:
+        return split, []
     note = (
-        f"total batch raised to {found.total:,}: {wanted:,} tokens do not split into rows of {seq_len} on "
+        f"total batch raised to {split.total:,}: {wanted:,} tokens do not split into rows of {seq_len} on "
         f"{devices} device{'s' * (devices > 1)}{f' x {most} rows' if fixed else ''}"
     )
-    return found, [note]
+    return split, [note]
 
 
 def _batch(split: batch.Split, largest: int) -> dict[str, int]:
@@ -150,20 +150,20 @@ def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     parts = train_parts(config, model, chip, config.devices, split.rows)
     exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
     time = batch.duration(model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, again)
-    found: dict[str, Any] = {
+    plan: dict[str, Any] = {
         "memory": device_memory(parts, chip),
         "batch": _batch(split, largest),
         "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * model.train_flops_per_token},
         "time": dataclasses.asdict(time),
     }
     if isinstance(model, Shape):
-        found["rates"] = schedule.rates(model.dim, split.total)
-        found["weight_decay"] = schedule.full_decay(split.total, tokens)
+        plan["rates"] = schedule.rates(model.dim, split.total)
+        plan["weight_decay"] = schedule.full_decay(split.total, tokens)
         if steps < batch.MIN_STEPS:
             notes.append(f"{steps} steps are few: the recipe wants {batch.MIN_STEPS}; lower --total-batch-size")
     else:
-        found["lora"] = _lora(config, model, chip, split.rows)
-    return {"model": model_facts(model), **found, "notes": notes + raised}
+        plan["lora"] = _lora(config, model, chip, split.rows)
+    return {"model": model_facts(model), **plan, "notes": notes + raised}
 
 
 def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str, Any]:

@@ -132,6 +132,9 @@ class HFModel:
     def kv_elements(self, context: int) -> int:
         return 2 * self.kv_dim * sum(self.windows(context))
 
+    def slot_elements(self, context: int) -> int:
+        return self.kv_elements(context)
+
     def lora_parameters(self, rank: int) -> int:
         """Adapters on every linear layer of attention and dense MLP; experts and head stay as they are."""
         attention = 2 * (self.dim + self.q_dim) + 2 * (self.dim + self.kv_dim)

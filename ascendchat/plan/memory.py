@@ -20,7 +20,7 @@ MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
 HEAD_CHUNK_TOKENS = 4096  # the same for a Hugging Face model, in tokens
-MARGIN = 0.05  # of the device's memory, left to fragmentation
+FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compute_bytes(chip: Chip) -> int:
 
 def usable(chip: Chip) -> int:
     """Bytes a plan may use of one device, its reserve and collective buffers included."""
-    return int(chip.memory * (1 - MARGIN))
+    return int(chip.memory * (1 - FREE_SHARE))
 
 
 def outside(chip: Chip) -> dict[str, int]:
@@ -180,6 +180,7 @@ class DecoderSizes(Protocol):
     @property
     def total_parameters(self) -> int: ...
     def kv_elements(self, context: int) -> int: ...
+    def slot_elements(self, context: int) -> int: ...
     def read_parameters(self, sequences: int) -> int: ...
     def decode_flops_per_token(self, context: int) -> int: ...
 
@@ -189,10 +190,15 @@ def kv_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
     return shape.kv_elements(context) * compute_bytes(chip)
 
 
+def slot_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
+    """The same, with what lets other prompts go on behind its tokens."""
+    return shape.slot_elements(context) * compute_bytes(chip)
+
+
 def caches(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
     """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
     return {
-        "kv_cache": sequences * kv_bytes(shape, chip, context),
+        "kv_cache": (sequences + 1) * slot_bytes(shape, chip, context),  # one slot is where idle rows write
         "activations": sequences * decode_row(shape, chip) + prefill_work(shape, chip, context),
     }
 
@@ -205,8 +211,9 @@ def decoding(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> d
 
 def most_sequences(shape: DecoderSizes, chip: Chip, context: int, taken: int) -> int:
     """Sequences of `context` tokens that fit beside `taken` bytes."""
-    left = usable(chip) - taken - prefill_work(shape, chip, context)
-    return max(0, left // (kv_bytes(shape, chip, context) + decode_row(shape, chip)))
+    slot = slot_bytes(shape, chip, context)
+    left = usable(chip) - taken - prefill_work(shape, chip, context) - slot
+    return max(0, left // (slot + decode_row(shape, chip)))
 
 
 def decode_rate(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> float:

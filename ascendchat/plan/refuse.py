@@ -62,15 +62,15 @@ def _fits(plan: Planner, config: PlanConfig, chip: Chip) -> bool:
 
 def suggestions(plan: Planner, config: PlanConfig, chip: Chip) -> list[dict[str, Any]]:
     """Changes of one setting that fit, each the smallest of its kind; of two settings only where no single one does."""
-    found: list[dict[str, Any]] = []
+    changes: list[dict[str, Any]] = []
     for ladder in _ladders(config, chip):
         for change in ladder:
-            if found and len(change) > 1:
+            if changes and len(change) > 1:
                 break
             if _fits(plan, dataclasses.replace(config, **change), chip):
-                found.append(change)
+                changes.append(change)
                 break
-    return found
+    return changes
 
 
 def flags(change: dict[str, Any]) -> str:

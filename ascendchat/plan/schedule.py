@@ -19,7 +19,7 @@ LEAST_BATCH = 2**16  # batches below this do not lower the rates further
 MATRIX_DECAY = 0.28
 MAX_SHRINK = 0.02  # of a matrix per step: in a run of a few hundred steps the rule would shrink faster than it learns
 WARMUP_STEPS = 40
-WARMDOWN = 0.65  # share of the run that lowers the learning rate
+WARMDOWN_SHARE = 0.65  # share of the run that lowers the learning rate
 FINAL_LR = 0.05  # of the full rate
 MOMENTUM = (0.85, 0.97, 0.90)  # first step, after the ramp, last step
 MOMENTUM_STEPS = 400
@@ -77,17 +77,17 @@ class Curve:
     """The learning rate over a run."""
 
     warmup: int = WARMUP_STEPS  # steps up
-    warmdown: float = WARMDOWN  # share of the run that goes down
+    warmdown: float = WARMDOWN_SHARE  # share of the run that goes down
     final: float = FINAL_LR  # of the full rate, at the end
 
 
-def warmdown_start(steps: int, warmdown: float = WARMDOWN) -> int:
+def warmdown_start(steps: int, warmdown: float = WARMDOWN_SHARE) -> int:
     """First step at which the learning rate falls."""
     return steps - round(warmdown * steps)
 
 
 def lr_scale(
-    step: int, steps: int, *, warmup: int = WARMUP_STEPS, warmdown: float = WARMDOWN, final: float = FINAL_LR
+    step: int, steps: int, *, warmup: int = WARMUP_STEPS, warmdown: float = WARMDOWN_SHARE, final: float = FINAL_LR
 ) -> float:
     """Factor on every learning rate at `step` (from 0): linear up, flat, linear down to `final`."""
     up = (step + 1) / warmup if step < warmup else 1.0
@@ -104,7 +104,7 @@ def momentum(
     *,
     values: tuple[float, float, float] = MOMENTUM,
     ramp: int = MOMENTUM_STEPS,
-    warmdown: float = WARMDOWN,
+    warmdown: float = WARMDOWN_SHARE,
 ) -> float:
     """Momentum of Muon at `step`: up over the first steps (all of the flat part in a short run), down with the rate."""
     first, peak, last = values

@@ -17,6 +17,7 @@ HEAD_DIM = 128
 VOCAB_MULTIPLE = 64  # matrix units like round sizes, and the rows then divide among 2, 4, ... 64 devices
 WINDOW_MULTIPLE = 128  # block of the attention kernels
 VALUE_GATE_CHANNELS = 12  # channels of the residual stream that gate the value embedding of each key-value head
+PREFIX_BLOCK = 64  # a prompt can go on behind every so many cached tokens (infer/prefix.py)
 SMEAR_GATE_CHANNELS = 24  # channels that gate how much of the previous token's embedding is mixed in
 
 
@@ -185,6 +186,11 @@ class Shape:
         """Elements of the key-value cache of one sequence; an S layer keeps only its window. And of its last two tokens
         the queries, keys and values as they were before they were mixed with those of the token before."""
         return 2 * self.kv_dim * sum(self.windows(context)) + self.depth * 2 * self.qkv_dim
+
+    def slot_elements(self, context: int) -> int:
+        """Elements that the engine keeps per sequence: the cache, and where other prompts can go on behind it the
+        queries, keys and values of one token of each block and of one token at the end of the prompt."""
+        return self.kv_elements(context) + self.depth * (1 + context // PREFIX_BLOCK) * self.qkv_dim
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -39,10 +39,10 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _memory(title: str, found: dict[str, Any]) -> Section:
-    rows = [(_words(name), bytes_text(value)) for name, value in found["parts"].items() if value]
-    share = found["total"] / found["device"]
-    rows.append(("total", f"{bytes_text(found['total'])} of {bytes_text(found['device'])} ({share:.0%})"))
+def _memory(title: str, memory: dict[str, Any]) -> Section:
+    rows = [(_words(name), bytes_text(value)) for name, value in memory["parts"].items() if value]
+    share = memory["total"] / memory["device"]
+    rows.append(("total", f"{bytes_text(memory['total'])} of {bytes_text(memory['device'])} ({share:.0%})"))
     return title, rows
 
 
@@ -50,18 +50,18 @@ def _verdict(total: int, fits: bool) -> str:
     return f"{bytes_text(total)} per device: {'fits' if fits else 'does not fit'}"
 
 
-def _model(found: dict[str, Any]) -> list[Section]:
-    shape = found["shape"]
+def _model(model: dict[str, Any]) -> list[Section]:
+    shape = model["shape"]
     widths = f"{shape['depth']} layers x {shape['dim']}, {shape['heads']} heads of {shape['head_dim']}"
     if shape["kv_heads"] != shape["heads"]:
         widths += f" on {shape['kv_heads']} key-value heads"
     rows = [("size", widths), ("vocabulary, row", f"{shape['vocab']:,} tokens, {shape['seq_len']:,}")]
-    rows += [(_words(name), count(value)) for name, value in found["parameters"].items() if value >= 1e3]
-    rows.append(("total parameters", f"{count(found['total_parameters'])} ({found['total_parameters']:,})"))
+    rows += [(_words(name), count(value)) for name, value in model["parameters"].items() if value >= 1e3]
+    rows.append(("total parameters", f"{count(model['total_parameters'])} ({model['total_parameters']:,})"))
     for name in ("scaling_parameters", "active_parameters"):
-        if found.get(name, found["total_parameters"]) != found["total_parameters"]:  # dense models use all of them
-            rows.append((_words(name), count(found[name])))
-    rows.append(("training FLOPs per token", f"{found['train_flops_per_token']:.3g}"))
+        if model.get(name, model["total_parameters"]) != model["total_parameters"]:  # dense models use all of them
+            rows.append((_words(name), count(model[name])))
+    rows.append(("training FLOPs per token", f"{model['train_flops_per_token']:.3g}"))
     return [("model", rows)]
 
 
@@ -91,7 +91,7 @@ def sections(plan: dict[str, Any]) -> list[Section]:
     """Everything worth reading, in reading order."""
     chip = plan["chip"]
     device = f"{plan['devices']} x {chip['name']}, {bytes_text(chip['memory'])}, {chip['flops'] / 1e12:.4g} TFLOP/s"
-    found: list[Section] = [
+    shown: list[Section] = [
         ("device", [("chip", device), ("computes in", plan["dtype"]), ("figures", chip["source"])]),
         *_model(plan["model"]),
         _memory(f"memory{'' if plan['goal'] == 'inference' else ' in training'}, per device", plan["memory"]),
@@ -108,8 +108,8 @@ def sections(plan: dict[str, Any]) -> list[Section]:
             ("roofline, 1 sequence", f"{count(rate['one_sequence'])} tokens/s"),
             ("roofline, all", f"{count(rate['all_sequences'])} tokens/s"),
         ]
-        found.append(("decoding", rows))
-        return found
+        shown.append(("decoding", rows))
+        return shown
     if plan["goal"] == "rl":
         rollout = plan["rollout"]
         rows = [
@@ -125,11 +125,11 @@ def sections(plan: dict[str, Any]) -> list[Section]:
                 f"{count(rollout['tokens_per_second'])} tokens/s at {rollout['roofline_share']:.0%} of the roofline",
             ),
         ]
-        found += [_memory("memory in rollout, per device", plan["rollout_memory"]), ("rollout", rows)]
-    found += _batch(plan)
+        shown += [_memory("memory in rollout, per device", plan["rollout_memory"]), ("rollout", rows)]
+    shown += _batch(plan)
     if "rates" in plan:
         rates = [(_words(name), f"{value:.4g}") for name, value in plan["rates"].items()]
-        found.append(("learning rates", [*rates, ("weight decay", f"{plan['weight_decay']:.4g}")]))
+        shown.append(("learning rates", [*rates, ("weight decay", f"{plan['weight_decay']:.4g}")]))
     if "lora" in plan:
         lora = plan["lora"]
         rows = [
@@ -137,8 +137,8 @@ def sections(plan: dict[str, Any]) -> list[Section]:
             (f"LoRA, rank {lora['rank']}", _verdict(lora["total"], lora["fits"])),
             ("LoRA parameters", count(lora["parameters"])),
         ]
-        found.append(("full or LoRA, same rows", rows))
-    return found
+        shown.append(("full or LoRA, same rows", rows))
+    return shown
 
 
 def plan_text(plan: dict[str, Any]) -> str:

@@ -41,6 +41,7 @@ class About:
     n: int  # choices per prompt
     include_usage: bool = False
     token_ids: bool = False  # tell them
+    as_ids: bool = False  # log-probabilities name tokens by their ids
     created: int = field(default_factory=lambda: int(time.time()))
     key: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -278,4 +279,4 @@ class TextAnswers(Answers):
         return {"index": choice.index, "text": "".join(p.text for p in part.pieces if p.kind == "text")}
 
     def logprobs(self, rows: Any) -> dict[str, Any]:
-        return text_logprobs(self.about.tokenizer, rows)
+        return text_logprobs(self.about.tokenizer, rows, self.about.as_ids)

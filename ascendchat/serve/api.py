@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from ascendchat import __version__
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.serve import errors
+from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
 from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described
 from ascendchat.serve.errors import Problem
@@ -71,13 +71,13 @@ class Service:
     @property
     def version(self) -> int:
         """Of the weights that were loaded last."""
-        return self.pool.last[1] if self.pool.last else 0
+        return self.pool.version
 
     @property
     def fingerprint(self) -> str:
         """Equal weights have equal fingerprints."""
-        ready = self.pool.ready
-        return f"fp_{(ready[0] if ready else self.about).checksum}"
+        known = (process.checksum for process in self.pool.processes if process.checksum)
+        return f"fp_{next(known, self.about.checksum)}"
 
     def check_model(self, name: str | None) -> None:
         """There is one; nothing or its name must be asked for."""
@@ -96,7 +96,7 @@ class Service:
         except Overloaded as error:
             for ticket in tickets:
                 ticket.cancel()
-            raise Problem.of(error, self.pool) from None
+            raise Problem.of(error) from None
         return tickets
 
     def answer_about(self, body: SamplingFields) -> About:
@@ -110,6 +110,7 @@ class Service:
             body.n or 1,
             include_usage=bool(options and options.include_usage),
             token_ids=bool(body.return_token_ids),
+            as_ids=isinstance(body, CompletionRequest) and body.return_tokens_as_token_ids,
         )
 
 
@@ -131,7 +132,10 @@ def application(service: Service) -> FastAPI:
     app.include_router(completion_routes(service))
     app.include_router(token_routes(service))
     app.include_router(version_routes())
-    app.include_router(page_routes())
+    if service.config.weight_updates:
+        app.include_router(weights.routes(service))
+    if service.config.web:
+        app.include_router(page_routes())
     described(app)
     return app
 
@@ -145,14 +149,14 @@ def completion_routes(service: Service) -> APIRouter:
         """The assistant's next turn."""
         asked = await prepared(request, chat_prompts, service, body)
         answers, streams = ChatAnswers(service.answer_about(body), asked), bool(body.stream)
-        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+        return Reply(service.submit(asked, streams), answers, streams=streams)
 
     @router.post("/v1/completions", responses=ANSWER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """A text continued."""
         asked = await prepared(request, completion_prompts, service, body)
         answers, streams = TextAnswers(service.answer_about(body), asked), bool(body.stream)
-        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+        return Reply(service.submit(asked, streams), answers, streams=streams)
 
     @router.post("/v1/responses", responses=RESPONSE)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -160,7 +164,7 @@ def completion_routes(service: Service) -> APIRouter:
         chat = chat_request(body)
         asked = await prepared(request, chat_prompts, service, chat)
         answers, streams = ResponseAnswers(service.answer_about(chat), asked, body), bool(body.stream)
-        return Reply(service.pool, service.submit(asked, streams), answers, streams=streams)
+        return Reply(service.submit(asked, streams), answers, streams=streams)
 
     @router.get("/v1/models", responses=MODELS)
     async def models() -> Response:
@@ -223,16 +227,16 @@ def version_routes() -> APIRouter:
 def page_routes() -> APIRouter:
     """The web page; not part of the API document."""
     router = APIRouter(include_in_schema=False)
+    known = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
 
     @router.get("/")
     async def index() -> Response:
-        return FileResponse(WEB / "index.html")
+        return await page("index.html")
 
     @router.get("/web/{name}")
-    async def web(name: str) -> Response:
-        known = {path.name: path for path in WEB.iterdir() if path.is_file()}
+    async def page(name: str) -> Response:
         if name not in known:
-            raise Problem(404, f"there is nothing at /web/{name}")
+            raise Problem(404, f"there is no page {name}")
         return FileResponse(known[name])
 
     return router

@@ -10,12 +10,18 @@ pool.py starts the workers, api.py is the application; uvicorn speaks HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import resource
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
+import uvloop
 
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
@@ -27,13 +33,17 @@ from ascendchat.serve.guard import AccessLog, Guard
 from ascendchat.serve.keys import Keys, admission
 from ascendchat.serve.pool import Pool
 
+BACKLOG = 2048  # connections that may wait to be accepted
+
 
 def run(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     keys, log = admission(config), AccessLog(config.access_log)
+    if config.weight_updates and not keys:
+        raise UserError("--weight-updates needs an API key, in --api-key-file FILE or $ASCENDCHAT_API_KEYS")
     listener = listen(config.host, config.port)
     allow_files(config.max_connections)
-    return asyncio.run(serve(config, listener, keys, log))
+    return int(uvloop.run(serve(config, listener, keys, log)))
 
 
 def allow_files(connections: int) -> None:
@@ -60,43 +70,78 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
-    """Start the workers, answer, and end in order: the server stops taking requests, answers finish, workers go."""
-    pool = Pool(config)
-    stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    starting, stop = asyncio.ensure_future(pool.start()), asyncio.ensure_future(stopping.wait())
-    await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
-    if stopping.is_set():
+    """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
+    at once."""
+    pool, signals = Pool(config), Signals()
+    try:
+        starting = asyncio.ensure_future(pool.start())
+        await one_of(starting, signals.first)
+        if signals.first.done():
+            starting.cancel()
+            return 0
+        await starting
+        tokenizer = Tokenizer.load(pool.ready[0].model["tokenizer"])
+        app = application(Service(config, pool, tokenizer))
+        app.include_router(metrics.routes(pool))
+        settings = uvicorn.Config(
+            Guard(app, config, keys, log),
+            http=protocol(Limits(config.client_timeout, config.max_connections)),
+            ws="none",
+            log_config=None,
+            log_level="critical",  # Guard logs what matters; a client that sends nonsense is not worth a line
+            server_header=False,
+            lifespan="off",
+            backlog=BACKLOG,
+        )
+        server = Server(settings)
+        host, port = listener.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        listener.listen(BACKLOG)  # who reads the next line and connects must not come too early
+        print(f"ready: {address}  (Ctrl-C ends)", file=sys.stderr, flush=True)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        await one_of(serving, signals.first)
+        until = time.monotonic() + config.drain
+        draining = asyncio.ensure_future(pool.close(config.drain))
+        await one_of(draining, signals.second)
+        server.force_exit = signals.second.done()
+        server.config.timeout_graceful_shutdown = max(1, math.ceil(until - time.monotonic()))
+        server.should_exit = True
+        await one_of(serving, signals.second)
+        return signals.status
+    finally:
         await pool.close(0)
-        return 0
-    await starting
-    tokenizer = Tokenizer.load(pool.ready[0].model["tokenizer"])
-    app = application(Service(config, pool, tokenizer))
-    app.include_router(metrics.routes(pool))
-    settings = uvicorn.Config(
-        Guard(app, config, keys, log),
-        http=protocol(Limits(config.client_timeout, config.max_connections)),
-        ws="none",
-        log_config=None,
-        log_level="critical",  # Guard logs what matters; a client that sends nonsense is not worth a line
-        server_header=False,
-        lifespan="off",
-    )
-    server = Server(settings)
-    host, port = listener.getsockname()[:2]
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    print(f"ready: http://{f'[{shown}]' if ':' in shown else shown}:{port}  (Ctrl-C ends)", file=sys.stderr, flush=True)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
-    await pool.close(config.drain)
-    server.should_exit = True
-    await serving
-    return 0
+
+
+async def one_of(*futures: asyncio.Future[Any]) -> None:
+    """Until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Signals:
+    """SIGINT and SIGTERM, as two events."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[int] = loop.create_future()
+        self.second: asyncio.Future[int] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: int) -> None:
+        event = self.second if self.first.done() else self.first
+        if not event.done():
+            event.set_result(number)
+
+    @property
+    def status(self) -> int:
+        """0 after an orderly end."""
+        return 128 + self.second.result() if self.second.done() else 0
 
 
 class Server(uvicorn.Server):
     """uvicorn's, without its own signal handlers: ours let answers finish first."""
 
-    def install_signal_handlers(self) -> None:
-        return
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

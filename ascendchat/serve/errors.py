@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from ascendchat.serve.pool import Failure, Overloaded, Pool
+from ascendchat.serve.pool import Failure, Overloaded
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 SHOWN = 80  # characters of a wrong value that are repeated to the client
@@ -56,13 +56,13 @@ class Problem(Exception):
         return cls(503, reason, code=code, headers={"Retry-After": str(retry_after)})
 
     @classmethod
-    def of(cls, error: Failure | Overloaded, pool: Pool) -> Problem:
+    def of(cls, error: Failure | Overloaded) -> Problem:
         """What the pool could not do."""
         if isinstance(error, Overloaded):
             return cls.busy(str(error), error.retry_after)
         if error.refused:
             return cls(400, str(error))
-        return cls.busy(str(error), pool.retry_after(), "worker_failed")
+        return cls.busy(str(error), error.retry_after, "not_finished")
 
 
 ENVELOPE = {

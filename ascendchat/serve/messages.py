@@ -1,17 +1,36 @@
-"""What the server's front and its workers say to each other, over a pipe of their own (pool.py, worker.py).
+"""What the server's front and its workers say to each other, over a socket of their own (child.py, worker.py).
 
-The front sends Ask, Cancel, Pause, Resume and Load; a worker sends Ready once, then lists of Part and Refused, and
-Done after each change.
+The front sends Open first, then Ask, Cancel and Change; a worker sends Ready once, then lists of Begun, Part and
+Refused (an empty list says that it is still at work), and Done after each Change. On the wire a message is its length
+and its pickle: both ends are the same program, of the same user.
 """
 
 from __future__ import annotations
 
+import pickle
+import struct
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Piece, Request
 
+LENGTH = struct.Struct("<Q")  # of the pickle that follows, in bytes
+
 PauseMode = Literal["wait", "abort", "keep"]
+
+
+def pack(message: Any) -> bytes:
+    """A message as it goes over the wire."""
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(content)) + content
+
+
+class Open(NamedTuple):
+    """Open the model on the device with this number."""
+
+    config: ServeConfig
+    place: int
 
 
 class Ask(NamedTuple):
@@ -36,11 +55,40 @@ class Resume(NamedTuple):
     pass
 
 
-class Load(NamedTuple):
-    """Take the weights of a checkpoint folder, or the bytes of a safetensors file."""
+class Check(NamedTuple):
+    """Read these weights (a checkpoint folder or a safetensors file) and see whether they fit; change nothing.
+    Nothing ("") forgets what was read."""
 
-    source: str | bytes
+    source: str
+
+
+class Load(NamedTuple):
+    """Answer with these weights from now on."""
+
+    source: str
     version: int
+
+
+class Change(NamedTuple):
+    """Something that the front waits for; Done has the same number."""
+
+    number: int
+    what: Pause | Resume | Check | Load
+
+
+class Done(NamedTuple):
+    """A Change has happened, or `problem` says why not."""
+
+    number: int
+    version: int
+    checksum: str = ""
+    problem: str = ""
+
+
+class Begun(NamedTuple):
+    """The first token is there, of an answer that comes in one part."""
+
+    key: int
 
 
 class Part(NamedTuple):
@@ -63,15 +111,6 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Done(NamedTuple):
-    """A Pause, Resume or Load has happened, or `problem` says why not."""
-
-    what: str
-    version: int
-    checksum: str = ""
-    problem: str = ""
-
-
 @dataclass(frozen=True)
 class Ready:
     """The worker answers from now on."""
@@ -82,3 +121,4 @@ class Ready:
     vocab: int
     model: dict[str, Any]  # run, stage, step, chats, tokenizer folder, checkpoint
     checksum: str
+    parameters: int = 0

@@ -141,7 +141,7 @@ class Families:
             ("requests_running", "answers under way", sum(len(process.tickets) for process in self.pool.processes)),
             ("requests_waiting", "requests that wait for a slot", len(self.pool.waiting)),
             ("workers_ready", "workers that answer", len(self.pool.ready)),
-            ("weight_version", "version of the weights", self.pool.last[1] if self.pool.last else 0),
+            ("weight_version", "version of the weights", self.pool.version),
         ):
             yield GaugeMetricFamily(f"ascendchat_{name}", meaning, value)
 

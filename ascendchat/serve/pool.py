@@ -1,211 +1,108 @@
 """The workers of a server and who answers what: started, fed, watched and restarted from the server's event loop.
 
     pool = Pool(config); await pool.start()                # one worker process per device (worker.py)
-    ticket = pool.submit(request, streams=True)            # or Overloaded, when too many wait already
-    async for part in ticket: ...                          # messages.Part, the last with a finish reason
-    ticket.cancel()                                        # the client has gone
+    ticket = pool.submit(request, streams=True)            # ticket.py; Overloaded, when too many wait already
+    await pool.pause("keep"); await pool.load(path, 7); await pool.resume()      # other weights, everywhere or nowhere
     await pool.close(drain=30)                             # running answers may finish
 
 Requests wait here and not in the workers, so those of a worker that dies are not lost: what it had begun and nobody
-has seen is asked again elsewhere. A request goes to the worker that holds most of its prompt in its cache, unless that
-one has clearly more to do than another.
+has seen is asked again elsewhere. When all workers answer, one process more is started that has imported torch and
+waits without a model: it takes the place of the first that dies, and saves the seconds of that import.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
-import multiprocessing
-import queue
-import sys
-import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Request
-from ascendchat.serve import metrics
-from ascendchat.serve.messages import Ask, Cancel, Done, Load, Part, Pause, PauseMode, Ready, Refused, Resume
+from ascendchat.serve.child import Child
+from ascendchat.serve.messages import (
+    Ask,
+    Begun,
+    Cancel,
+    Check,
+    Done,
+    Load,
+    Part,
+    Pause,
+    PauseMode,
+    Ready,
+    Refused,
+    Resume,
+)
+from ascendchat.serve.process import PATIENCE, Process, say
+from ascendchat.serve.routing import Candidate, blocks_of, choose, remember
+from ascendchat.serve.ticket import Failure, Overloaded, Ticket, joined
 
-BLOCK = 64  # tokens of a prompt that are recognised together
-BLOCKS = 4096  # of them remembered per worker
+__all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
+
 MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up
 
 
-class Overloaded(Exception):
-    """Too many requests wait already; `retry_after` seconds are a good time to come again."""
-
-    def __init__(self, retry_after: int) -> None:
-        super().__init__("the server is busy; try again later")
-        self.retry_after = retry_after
-
-
-class Failure(Exception):
-    """This answer cannot be finished; the text is for the client. `refused`: because of what was asked."""
-
-    def __init__(self, reason: str, refused: bool = False) -> None:
-        super().__init__(reason)
-        self.refused = refused
-
-
-class Ticket:
-    """One request under way: iterate over its parts."""
-
-    def __init__(self, pool: Pool, key: int, request: Request, streams: bool) -> None:
-        self.pool, self.key, self.request, self.streams = pool, key, request, streams
-        self.worker: Process | None = None  # who answers; None while it waits
-        self.attempts = 0
-        self.begun = self.over = False  # something was given to the client; the last part was
-        self.since = time.monotonic()
-        self.meter = metrics.Meter(len(request.prompt))
-        self._parts: deque[Part | Failure] = deque()
-        self._arrived = asyncio.Event()
-
-    def __aiter__(self) -> Ticket:
-        return self
-
-    async def __anext__(self) -> Part:
-        if self.over:
-            raise StopAsyncIteration
-        while not self._parts:
-            self._arrived.clear()
-            await self._arrived.wait()
-        part = self._parts.popleft()
-        self.begun = True
-        if isinstance(part, Failure):
-            self.over = True
-            raise part
-        if self._parts and not isinstance(self._parts[0], Failure):
-            part = joined([part, *self._take()])
-        self.over = bool(part.finish_reason)
-        return part
-
-    def _take(self) -> list[Part]:
-        """What else has arrived, up to a failure: a slow client gets it in one piece."""
-        more = list(itertools.takewhile(lambda part: isinstance(part, Part), self._parts))
-        for _ in more:
-            self._parts.popleft()
-        return more  # type: ignore[return-value]
-
-    def give(self, part: Part | Failure) -> None:
-        if isinstance(part, Part):
-            self.meter.part(part)
-        self._parts.append(part)
-        self._arrived.set()
-
-    def cancel(self) -> None:
-        """Nobody wants the rest."""
-        self.pool.cancel(self)
-
-
-def joined(parts: Sequence[Part]) -> Part:
-    """Several parts of one answer as one."""
-    last = parts[-1]
-    lists = ([value for part in parts for value in part[i]] for i in range(1, 6))
-    return Part(last.key, *lists, last.finish_reason, last.cached_tokens)  # type: ignore[arg-type]
-
-
-def work(connection: Connection, config: ServeConfig, index: int) -> None:
-    """What a worker process runs; only there torch is imported."""
-    from ascendchat.serve.worker import main
-
-    main(connection, config, index)
-
-
-class Process:
-    """A worker as the pool sees it: a process, a pipe, two threads that never make the event loop wait."""
-
-    def __init__(self, pool: Pool, index: int) -> None:
-        self.pool, self.index = pool, index
-        self.ready: Ready | None = None
-        self.tickets: dict[int, Ticket] = {}
-        self.blocks: OrderedDict[int, None] = OrderedDict()  # hashes of prompts' beginnings it has read, oldest first
-        self.changes: deque[asyncio.Future[Done]] = deque()  # Pause, Resume and Load that are not yet done
-        self.restarts = 0
-        self.start()
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, self.pool.config, self.index), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for target in (self._receive, self._send):
-            threading.Thread(target=target, args=(self.connection, self.outbox), daemon=True).start()
-
-    def _receive(self, connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-        try:
-            while True:
-                self.pool.soon(self.pool.take, self, connection.recv())
-        except (EOFError, OSError):
-            outbox.put(None)
-            self.pool.soon(self.pool.lost, self, connection)
-
-    def _send(self, connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-        try:
-            while (message := outbox.get()) is not None:
-                connection.send(message)
-        except OSError:
-            pass  # the worker is gone: the other thread has seen it too
-        finally:
-            connection.close()
-
-    def change(self, message: Pause | Resume | Load) -> asyncio.Future[Done]:
-        """Ask for a change of state; the future has the answer."""
-        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self.changes.append(future)
-        self.outbox.put(message)
-        return future
-
-    @property
-    def room(self) -> int:
-        """Requests it can take now: a few more than it has slots, so that the next is at hand when one ends."""
-        return 0 if self.ready is None else self.ready.slots + max(1, self.ready.slots // 8) - len(self.tickets)
-
-
 class Pool:
-    """All workers. Every method but `soon` is called from the event loop."""
+    """All workers. Everything is called from the event loop. `patience`: seconds, see PATIENCE."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self.config = config
-        self.processes: list[Process] = []
+    def __init__(self, config: ServeConfig, patience: float = PATIENCE) -> None:
+        self.config, self.patience = config, patience
+        self.processes = [Process(self, index) for index in range(config.devices)]
         self.waiting: deque[Ticket] = deque()
         self.keys = itertools.count()
         self.closing = False
-        self.last: tuple[Any, int] | None = None  # weights loaded last and their version, for a worker that starts anew
-        self.paused: PauseMode | None = None
-
-    def soon(self, function: Any, *arguments: Any) -> None:
-        """From another thread: call this in the event loop."""
-        try:
-            self.loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop has ended
-            return
+        self.paused: PauseMode | None = None  # by request
+        self.loading = False  # weights are being replaced
+        self.last: Load | None = None  # the weights loaded last, for a worker that starts anew
+        self._idle = asyncio.Event()
+        self._load = asyncio.Lock()
+        self._spare: Child | None = None
+        self._preparing = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start all workers and wait until each answers; what one cannot do is a UserError."""
         self.loop = asyncio.get_running_loop()
-        self.started = self.loop.create_future()
-        self.processes = [Process(self, index) for index in range(self.config.devices)]
+        self.started: asyncio.Future[None] = self.loop.create_future()
+        for process in self.processes:
+            self._begin(process.live())
         await self.started
+
+    def _begin(self, coroutine: Any) -> None:
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     @property
     def ready(self) -> list[Ready]:
         """What the workers that answer have said of themselves."""
         return [process.ready for process in self.processes if process.ready is not None]
 
+    @property
+    def held(self) -> bool:
+        """No request begins."""
+        return self.loading or self.paused is not None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that answer the next request."""
+        return self.last.version if self.last else 0
+
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, *, streams: bool) -> Ticket:
         """Queue a request; Overloaded when the queue is full."""
-        if self.closing or len(self.waiting) >= self.config.max_queue + sum(max(0, p.room) for p in self.processes):
+        if self.closing:
+            raise Overloaded(max(1, round(self.config.drain)), "the server is being stopped; try again later")
+        if len(self.waiting) >= self.config.max_queue + sum(max(0, process.room) for process in self.processes):
             raise Overloaded(self.retry_after())
-        ticket = Ticket(self, next(self.keys), request, streams)
+        ticket = Ticket(next(self.keys), request, streams, self.cancel)
+        self._time(ticket, min(self.config.queue_timeout, self.config.request_timeout))
         self.waiting.append(ticket)
         self.feed()
         return ticket
@@ -216,153 +113,227 @@ class Pool:
 
     def feed(self) -> None:
         """Give waiting requests to workers that have room."""
-        while self.waiting:
-            process = self.choose(self.waiting[0].request)
-            if process is None:
-                return
+        while self.waiting and not self.held:
+            free = [process for process in self.processes if process.room > 0]
+            if not free:
+                break
             ticket = self.waiting.popleft()
+            blocks = blocks_of(ticket.request.prompt)
+            candidates = [Candidate(len(p.tickets), p.ready.slots, p.blocks) for p in free if p.ready]
+            process = free[choose(candidates, blocks)]
+            remember(process.blocks, blocks)
+            process.send(Ask(ticket.key, ticket.request, ticket.streams))
             ticket.worker, process.tickets[ticket.key] = process, ticket
             ticket.attempts += 1
-            remember(process.blocks, blocks_of(ticket.request.prompt))
-            process.outbox.put(Ask(ticket.key, ticket.request, ticket.streams))
-
-    def choose(self, request: Request) -> Process | None:
-        """The worker with the longest part of the prompt in its cache; else the one with least to do."""
-        free = [process for process in self.processes if process.room > 0]
-        if not free or self.paused:
-            return None
-        least = min(free, key=lambda process: len(process.tickets))
-        if len(free) == 1:
-            return least
-        blocks = blocks_of(request.prompt)
-
-        def known(process: Process) -> int:
-            return sum(1 for _ in itertools.takewhile(process.blocks.__contains__, blocks))
-
-        best = max(free, key=known)
-        assert best.ready is not None
-        crowded = len(best.tickets) - len(least.tickets) > max(1, best.ready.slots // 4)
-        return least if crowded or known(best) == known(least) else best
+        if not self.waiting and not any(process.tickets for process in self.processes):
+            self._idle.set()
 
     def cancel(self, ticket: Ticket) -> None:
+        """Nobody wants the rest."""
+        if not ticket.closed:
+            ticket.close()
+            self._drop(ticket)
+
+    def fail(self, ticket: Ticket, failure: Failure) -> None:
+        """End a request and say why."""
+        if not ticket.closed:
+            ticket.give(failure)
+            self._drop(ticket)
+
+    def _drop(self, ticket: Ticket) -> None:
+        """A worker's slot is free when the worker has said so."""
         if ticket.worker is not None:
-            ticket.worker.outbox.put(Cancel(ticket.key))
-        elif ticket in self.waiting:
+            ticket.worker.send(Cancel(ticket.key))
+        else:
             self.waiting.remove(ticket)
-        ticket.over = True
+            self.feed()
+
+    def _time(self, ticket: Ticket, seconds: float) -> None:
+        """Wake up when the time of a request is over."""
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+        ticket.timer = self.loop.call_later(max(0.0, seconds), self._timeout, ticket)
+
+    def _timeout(self, ticket: Ticket) -> None:
+        if self.held:  # the time of a pause is not the request's
+            self._time(ticket, self.config.queue_timeout)
+        elif ticket.first_token is not None:
+            reason = f"the answer took longer than {self.config.request_timeout:g} s and was ended"
+            self.fail(ticket, Failure(reason, retry_after=self.retry_after()))
+        else:
+            reason = f"no answer could begin within {time.monotonic() - ticket.since:.0f} s; try again later"
+            self.fail(ticket, Failure(reason, retry_after=self.retry_after()))
 
     # ---- what workers say ----------------------------------------------------------------------
 
     def take(self, process: Process, message: Any) -> None:
         """A message of a worker."""
-        if isinstance(message, Ready):
-            process.ready, process.blocks = message, OrderedDict()
-            if self.last is not None:
-                process.change(Load(*self.last))
-            if self.paused:
-                process.change(Pause(self.paused))
-            if not self.started.done() and len(self.ready) == len(self.processes):
-                self.started.set_result(None)
+        if isinstance(message, list):
+            for part in message:
+                self._deliver(process, part)
+            self.feed()
+        elif isinstance(message, Done):
+            future = process.changes.pop(message.number)
+            if not future.done():
+                future.set_result(message)
+        elif isinstance(message, Ready):
+            self._begin(self._enter(process, message))
         elif isinstance(message, UserError):
             if not self.started.done():
                 self.started.set_exception(message)
-        elif isinstance(message, Done):
-            future = process.changes.popleft()
-            if not future.done():
-                future.set_result(message)
-        else:
-            for part in message:
-                self.deliver(process, part)
-        self.feed()
+            else:
+                say(f"worker {process.index}: {message}")
 
-    def deliver(self, process: Process, part: Part | Refused) -> None:
+    def _deliver(self, process: Process, part: Begun | Part | Refused) -> None:
         ticket = process.tickets.get(part.key)
         if ticket is None:
+            return
+        process.proven = True
+        if ticket.first_token is None and not isinstance(part, Refused):
+            ticket.first_token = time.monotonic()
+            if not ticket.closed:
+                self._time(ticket, self.config.request_timeout - (ticket.first_token - ticket.since))
+        if isinstance(part, Begun):
             return
         if isinstance(part, Refused) or part.finish_reason:
             del process.tickets[part.key]
             ticket.worker = None
         ticket.give(Failure(part.reason, refused=True) if isinstance(part, Refused) else part)
 
-    def lost(self, process: Process, connection: Connection) -> None:
-        """A worker has died: start it again; what nobody has seen of its work is asked again."""
-        if connection is not process.connection or self.closing:
-            return
-        if not self.started.done():
-            self.started.set_exception(UserError("a worker ended while it opened the model; its error stands above"))
-            return
-        print(
-            f"worker {process.index} has died (exit status {process.process.exitcode}); it is started again",
-            file=sys.stderr,
-            flush=True,
-        )
+    async def _enter(self, process: Process, ready: Ready) -> None:
+        """A worker has opened the model. It takes part once its weights are those of the others."""
+        first = next((other for other in self.ready), ready).model["checkpoint"]
+        if self.config.checkpoint != first:  # from now on this very one, though a trainer may write newer ones
+            paths = {"checkpoint": first, "tokenizer": ready.model["tokenizer"]}
+            self.config = dataclasses.replace(self.config, **paths)
+        child, checksum = process.child, ready.checksum
+        assert child is not None
+        if ready.model["checkpoint"] != first:
+            return child.kill()
+        while process.loaded is not self.last:
+            wanted = self.last
+            assert wanted is not None
+            done = await process.change(wanted)
+            if done.problem:
+                say(f"worker {process.index} cannot take the weights of version {wanted.version}: {done.problem}")
+                return child.kill()
+            process.loaded, checksum = wanted, done.checksum
+        if self.paused:
+            process.change(Pause(self.paused))
+        process.ready, process.checksum, process.blocks = ready, checksum, OrderedDict()
+        if len(self.ready) == len(self.processes):
+            if not self.started.done():
+                self.started.set_result(None)
+            self._begin(self._prepare())
+        self.feed()
+
+    async def _prepare(self) -> None:
+        """Have a process at hand."""
+        if self._spare is None and not self._preparing and not self.closing:
+            self._preparing = True
+            try:
+                self._spare = await Child.start()
+            except OSError as error:
+                say(f"no process can be kept ready for a worker that dies: {error}")
+            finally:
+                self._preparing = False
+
+    async def child(self) -> Child:
+        """A process for a worker: the one that waits, or a new one."""
+        spare, self._spare = self._spare, None
+        if spare is not None and not spare.gone.is_set():
+            return spare
+        if spare is not None:
+            await spare.end()
+        return await Child.start()
+
+    def lost(self, process: Process, how: str) -> bool:
+        """A worker has died; what nobody has seen of its work is asked again. True: start it again."""
         tickets, process.tickets, process.ready = list(process.tickets.values()), {}, None
-        for future in process.changes:
+        for number, future in process.changes.items():
             if not future.done():
-                future.set_result(Done("lost", -1, problem="the worker has died and is started again"))
+                future.set_result(Done(number, -1, problem=f"worker {process.index} has died and is started again"))
         process.changes.clear()
         for ticket in reversed(tickets):
-            ticket.worker = None
-            if ticket.over:
-                continue
-            if ticket.begun or ticket._parts or ticket.attempts >= MOST_ATTEMPTS:
-                ticket.give(Failure("the worker that wrote this answer has died; please ask again"))
-            else:
+            if ticket.attempts < MOST_ATTEMPTS and not self.closing and ticket.restart():
                 self.waiting.appendleft(ticket)
-        process.restarts += 1
-        process.start()
+                self._time(ticket, self.config.queue_timeout)
+            else:
+                ticket.worker = None
+                ticket.give(Failure("the worker that wrote this answer has died; please ask again"))
+        if self.closing:
+            return False
+        if not self.started.done():
+            text = f"worker {process.index} ended while it opened the model ({how}); its error stands above"
+            self.started.set_exception(UserError(text))
+            return False
+        if self.started.exception() is not None:
+            return False
+        say(f"worker {process.index} has died ({how}); it is started again")
         self.feed()
+        return True
 
     # ---- weights -------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode) -> list[Done]:
+    async def pause(self, mode: PauseMode) -> None:
         """Stop all workers; requests that come wait."""
         self.paused = mode
-        return await self.change(Pause(mode))
+        await self._change(Pause(mode))
 
-    async def resume(self) -> list[Done]:
-        done = await self.change(Resume())
+    async def resume(self) -> None:
+        """Go on; also when nothing was paused."""
         self.paused = None
-        self.feed()
-        return done
+        if not self.loading:
+            await self._change(Resume())
+            self.feed()
 
-    async def load(self, source: str | bytes, version: int) -> list[Done]:
-        """New weights everywhere; a worker that starts anew later takes them too."""
-        done = await self.change(Load(source, version))
-        if not any(one.problem for one in done):
-            self.last = (source, version)
-        return done
+    async def load(self, source: str, version: int) -> None:
+        """Weights of a checkpoint folder or a safetensors file, for all workers or, with a UserError, for none. Answers
+        under way are finished first, or as `pause` has said; the files must stay as long as these weights are used."""
+        async with self._load:
+            checked = await self._change(Check(source))
+            problem = next((done.problem for done in checked if done.problem), "")
+            if problem or not checked:
+                await self._change(Check(""))
+                raise UserError(problem or "no worker is there to take them; try again")
+            self.loading = True
+            try:
+                if not self.paused:
+                    await self._change(Pause("wait"))
+                self.last = load = Load(source, version)
+                takers = [process for process in self.processes if process.ready]
+                for process, done in zip(takers, await self._change(load)):
+                    if not done.problem:
+                        process.loaded, process.checksum = load, done.checksum
+                    elif process.child is not None:  # it read them a moment ago; as a new process it will again
+                        say(f"worker {process.index} has not taken version {version}: {done.problem}")
+                        process.child.kill()
+            finally:
+                self.loading = False
+                for process in self.processes:
+                    process.blocks.clear()
+                if not self.paused:
+                    await self.resume()
 
-    async def change(self, message: Pause | Resume | Load) -> list[Done]:
-        return list(await asyncio.gather(*(process.change(message) for process in self.processes if process.ready)))
+    async def _change(self, what: Pause | Resume | Check | Load) -> list[Done]:
+        return list(await asyncio.gather(*[process.change(what) for process in self.processes if process.ready]))
 
     # ---- the end -------------------------------------------------------------------------------
 
     async def close(self, drain: float) -> None:
-        """Take nothing new, let running answers finish for up to `drain` seconds, end the workers."""
+        """Take nothing new, let answers finish for up to `drain` seconds, end the workers."""
         self.closing = True
-        until = time.monotonic() + drain
-        while time.monotonic() < until and (self.waiting or any(process.tickets for process in self.processes)):
-            await asyncio.sleep(0.02)
-        for process in self.processes:
-            process.outbox.put(None)
-        for process in self.processes:
-            await asyncio.to_thread(process.process.join, 5)
-            process.process.kill()
-
-
-def blocks_of(prompt: Sequence[int]) -> list[int]:
-    """A number for each whole block of the prompt that stands for it and all before it."""
-    numbers, before = [], 0
-    for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
-        before = hash((before, *prompt[begin : begin + BLOCK]))
-        numbers.append(before)
-    return numbers
-
-
-def remember(known: OrderedDict[int, None], blocks: Sequence[int]) -> None:
-    for block in blocks:
-        known[block] = None
-        known.move_to_end(block)
-    while len(known) > BLOCKS:
-        known.popitem(last=False)
+        if self.paused:
+            self._begin(self.resume())
+        self._idle.clear()
+        self.feed()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), drain)
+        for ticket in [*self.waiting, *(ticket for process in self.processes for ticket in process.tickets.values())]:
+            self.fail(ticket, Failure("the server was stopped before the answer was finished"))
+        children = [child for child in (self._spare, *(process.child for process in self.processes)) if child]
+        for child in children:
+            child.kill()
+        await asyncio.gather(*(child.end() for child in children))
+        for task in list(self._tasks):
+            task.cancel()

@@ -73,7 +73,8 @@ def completion_prompts(service: Service, body: CompletionRequest) -> Asked:
         prompts = [opening + tokenizer.encode(row) if isinstance(row, str) else list(row) for row in rows]  # type: ignore[arg-type]
     for prompt in prompts:
         check_room(service, prompt, "prompt")
-    sampling = sampling_of(service, body, body.max_tokens or TEXT_TOKENS, body.logprobs, None, service.chats)
+    calculator = service.chats if body.calculator is None else body.calculator
+    sampling = sampling_of(service, body, body.max_tokens or TEXT_TOKENS, body.logprobs, None, calculator)
     return Asked(choices(prompts, sampling, body.n or 1))
 
 
@@ -104,7 +105,8 @@ def sampling_of(
     """The engine's settings; `tops`: likeliest tokens to report, None for no log-probabilities at all."""
     config, vocab = service.config, service.about.vocab
     bias = tuple((int(token), float(value)) for token, value in (body.logit_bias or {}).items())
-    for param, ids in (("logit_bias", [token for token, _ in bias]), ("stop_token_ids", body.stop_token_ids or [])):
+    named = {"stop_token_ids": body.stop_token_ids, "allowed_token_ids": body.allowed_token_ids}
+    for param, ids in {"logit_bias": [token for token, _ in bias], **named}.items():
         if ids and max(ids) >= vocab:
             raise Problem(400, f"{param}: token ids end at {vocab - 1}", param=param, code="invalid_value")
     top_k = config.top_k if body.top_k is None else max(0, body.top_k)
@@ -124,6 +126,7 @@ def sampling_of(
         logprobs=tops is not None,
         top_logprobs=tops or 0,
         tools=calculator,
+        allowed_tokens=tuple(body.allowed_token_ids or ()),
         logit_bias=bias,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,

@@ -215,6 +215,7 @@ class SamplingFields(Model):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> SamplingFields:
@@ -279,6 +280,8 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
     add_special_tokens: bool = True
+    return_tokens_as_token_ids: Annotated[bool, Field(description="log-probabilities name tokens token_id:7")] = False
+    calculator: Annotated[bool, Field(description="ours: run the calls of a chat model, as by default")] | None = None
     # not supported, unless it changes nothing
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None

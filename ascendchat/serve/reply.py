@@ -1,6 +1,6 @@
 """An answer on its way to one client: the tickets it waits for, and the end when the client goes away.
 
-    return Reply(pool, tickets, answers, streams=True)           # from a route; an ASGI response
+    return Reply(tickets, answers, streams=True)           # from a route; an ASGI response
 
 Before the first byte an error has its HTTP status; later it is an event of the stream, which then ends. A client that
 goes away, streaming or not, cancels what is being generated for it.
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ascendchat.serve.errors import Problem, error_event
 from ascendchat.serve.messages import Part
-from ascendchat.serve.pool import Failure, Pool, Ticket
+from ascendchat.serve.pool import Failure, Ticket
 
 EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,9 +39,9 @@ class Writer(Protocol):
 class Reply(Response):
     """Sends what the tickets bring."""
 
-    def __init__(self, pool: Pool, tickets: Sequence[Ticket], answers: Writer, *, streams: bool) -> None:
+    def __init__(self, tickets: Sequence[Ticket], answers: Writer, *, streams: bool) -> None:
         super().__init__()
-        self.pool, self.tickets, self.answers, self.streams = pool, tickets, answers, streams
+        self.tickets, self.answers, self.streams = tickets, answers, streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.ensure_future((self._stream if self.streams else self._whole)(scope, receive, send))
@@ -63,7 +63,7 @@ class Reply(Response):
             for ticket in self.tickets:
                 parts.append([part async for part in ticket])
         except Failure as failure:
-            response = Problem.of(failure, self.pool).response()
+            response = Problem.of(failure).response()
         else:
             content = json.dumps(self.answers.whole(parts), separators=(",", ":")).encode()
             response = Response(content, media_type="application/json")
@@ -82,7 +82,7 @@ class Reply(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             last = answers.closing()
         except Failure as failure:
-            problem = Problem.of(failure, self.pool)
+            problem = Problem.of(failure)
             if not begun:
                 await problem.response()(scope, receive, send)
                 return

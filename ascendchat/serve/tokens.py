@@ -82,10 +82,12 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
+def text_logprobs(tokenizer: Tokenizer, rows: Sequence[Row], as_ids: bool = False) -> dict[str, Any]:
     """The `logprobs` of a text completion's choice; half a character is written as bytes:\\xe4."""
 
     def name(token: int) -> str:
+        if as_ids:
+            return f"token_id:{token}"
         raw = token_bytes(tokenizer, token)
         try:
             return raw.decode()

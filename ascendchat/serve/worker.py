@@ -1,25 +1,29 @@
-"""One engine in a process of its own, on one device: what pool.py starts for each device of `ascendchat serve`.
+"""One engine in a process of its own, on one device: `python -m ascendchat.serve.worker FD`, started by child.py.
 
 Its loop: take what the front has sent, step the engine, send what came out. With many answers under way their tokens
-are sent together, some dozen times a second, so that neither the pipe nor the front is the limit. When the front is
-gone the pipe ends, and so does the worker.
+are sent together, some dozen times a second, so that neither the socket nor the front is the limit. When the front is
+gone its end of the socket closes, and the worker ends at once, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import select
 import signal
+import socket
 import sys
+import threading
 import time
+from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ascendchat.checkpoint import Damaged, read_weights, verify
+from ascendchat.checkpoint import Damaged, read_file, verify
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.device import describe, pick
@@ -28,26 +32,85 @@ from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.load import open_model, tokenizer_folder
 from ascendchat.launch.world import World
-from ascendchat.serve.messages import Ask, Cancel, Done, Load, Part, Pause, Ready, Refused, Resume
+from ascendchat.plan.shape import Shape
+from ascendchat.serve.messages import (
+    LENGTH,
+    Ask,
+    Begun,
+    Cancel,
+    Change,
+    Check,
+    Done,
+    Load,
+    Open,
+    Part,
+    Pause,
+    Ready,
+    Refused,
+    Resume,
+    pack,
+)
 
 FEW = 8  # answers up to which every token is sent at once
 TOGETHER = 0.02  # seconds between two sendings when there are more
+SIGN_OF_LIFE = 1.0  # seconds of work after which the front hears something, even if there is nothing to say
 
 
-def main(connection: Connection, config: ServeConfig, index: int) -> None:
-    """Process `index`: open the model on its device, then answer until the front goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the front says when to end
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def main(fd: int) -> None:
+    """Wait until the front names a device, open the model there, and answer until the front goes."""
+    link = Link(socket.socket(fileno=fd))
+    threading.Thread(target=link.end_with_front, daemon=True).start()
+    opening: Open = link.receive()
     try:
-        engine, ready = open_engine(config, index)
+        engine, ready = open_engine(opening.config, opening.place)
     except UserError as error:
-        connection.send(error)
-        return
-    connection.send(ready)
-    try:
-        Worker(connection, engine).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # the front is gone: nobody waits for an orderly end
+        link.send(error)
+        os._exit(2)
+    link.send(ready)
+    Worker(link, engine).run()
+
+
+class Link:
+    """The worker's end of the socket."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        self._socket = socket
+
+    def send(self, message: Any) -> None:
+        try:
+            self._socket.sendall(pack(message))
+        except OSError:
+            self._leave()
+
+    def receive(self) -> Any:
+        """The next message; waits for it."""
+        return pickle.loads(self._read(LENGTH.unpack(self._read(LENGTH.size))[0]))
+
+    def waiting(self) -> bool:
+        """Whether there is one."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def _read(self, size: int) -> bytes:
+        try:
+            content = self._socket.recv(size, socket.MSG_WAITALL)
+        except OSError:
+            content = b""
+        if len(content) < size:
+            self._leave()
+        return content
+
+    def end_with_front(self) -> None:
+        """A thread: the main one may be in the middle of a long step, or compile, when the front goes."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # no event but the end
+        poll.poll()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nobody waits for an orderly end; what torch.compile has started goes too."""
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(0)
 
 
 def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
@@ -70,7 +133,8 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
         "checkpoint": str(saved.folder),
         "tokenizer": str(tokenizer_folder(config.tokenizer, saved)),
     }
-    return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, checksum(engine))
+    parameters = sum(tensor.numel() for tensor in opened.model.state_dict().values())
+    return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, checksum(engine), parameters)
 
 
 def checksum(engine: Engine) -> str:
@@ -78,7 +142,7 @@ def checksum(engine: Engine) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(engine.decoder.model.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        total.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()[:16]
 
 
@@ -89,67 +153,133 @@ class Answer:
     job: Job
     streams: bool
     sent: int = 0
+    begun: bool = False
 
 
 class Worker:
     """The loop around one engine."""
 
-    def __init__(self, connection: Connection, engine: Engine) -> None:
-        self.connection, self.engine = connection, engine
+    def __init__(self, link: Link, engine: Engine) -> None:
+        self.link, self.engine = link, engine
+        self.slots = len(engine.running)
+        self.waiting: deque[Ask] = deque()
         self.answers: dict[int, Answer] = {}
-        self.paused = False
+        self.held = False  # nothing new enters
+        self.frozen = False  # and what is under way stands still
+        self.pausing: int | None = None  # number of the Pause that waits for the answers under way
+        self.checked: tuple[str, Weights] | None = None  # weights that were read and fit
         self.sent_at = 0.0
 
     def run(self) -> None:
-        """Until the front closes the pipe, which is an EOFError here."""
+        """Until the front closes the socket."""
         while True:
-            while not self.stepping or self.connection.poll():
-                self.take(self.connection.recv())
+            while not self.stepping or self.link.waiting():
+                self.take(self.link.receive())
+            self.admit()
             self.engine.step()
             self.send()
+            if self.pausing is not None and not self.answers:
+                self.paused()
 
     @property
     def stepping(self) -> bool:
-        return bool(self.answers) and not self.paused
+        return bool(self.answers or (self.waiting and not self.held)) and not self.frozen
+
+    def admit(self) -> None:
+        """Requests enter the engine when it has a slot for them, so that whatever is in it is under way."""
+        while self.waiting and not self.held and len(self.answers) < self.slots:
+            ask = self.waiting.popleft()
+            try:
+                self.answers[ask.key] = Answer(self.engine.add(ask.request), ask.streams)
+            except ValueError as error:
+                self.link.send([Refused(ask.key, str(error))])
 
     # ---- what the front wants ------------------------------------------------------------------
 
     def take(self, message: Any) -> None:
         if isinstance(message, Ask):
-            self.ask(message)
+            self.waiting.append(message)
         elif isinstance(message, Cancel):
-            if answer := self.answers.get(message.key):
-                self.engine.cancel(answer.job)
-                self.send(now=True)
-        else:
-            self.connection.send(self.change(message))
+            self.cancel(message.key)
+        elif isinstance(message, Change):
+            self.change(message.number, message.what)
 
-    def ask(self, message: Ask) -> None:
-        try:
-            job = self.engine.add(message.request)
-        except ValueError as error:
-            self.connection.send([Refused(message.key, str(error))])
-            return
-        self.answers[message.key] = Answer(job, message.streams)
+    def cancel(self, key: int) -> None:
+        if answer := self.answers.get(key):
+            self.engine.cancel(answer.job)
+            self.send(now=True)
+        elif any(ask.key == key for ask in self.waiting):
+            self.waiting = deque(ask for ask in self.waiting if ask.key != key)
+            self.link.send([Part(key, [], [], [], [], [], "cancelled")])
+        if self.pausing is not None and not self.answers:
+            self.paused()
 
-    def change(self, message: Pause | Resume | Load) -> Done:
+    def change(self, number: int, what: Pause | Resume | Check | Load) -> None:
         """Stop, go on, or take other weights."""
-        what = type(message).__name__.lower()
+        fresh = ""
         try:
-            if isinstance(message, Pause):
-                self.engine.pause(message.mode)
-                self.paused = True
-                self.send(now=True)
-            elif isinstance(message, Resume):
-                self.engine.resume()
-                self.paused = False
+            if isinstance(what, Pause):
+                if not self.pause(number, what.mode):
+                    return
+            elif isinstance(what, Resume):
+                self.go_on()
+            elif isinstance(what, Check):
+                self.checked = (what.source, self.read(what.source)) if what.source else None
             else:
-                self.engine.load(weights_of(message.source), message.version)
+                known = self.checked if self.checked and self.checked[0] == what.source else None
+                weights, self.checked = known[1] if known else self.read(what.source), None
+                self.engine.load(weights, what.version)
+                fresh = checksum(self.engine)
                 self.send(now=True)
-                return Done(what, self.engine.version, checksum(self.engine))
         except (ValueError, OSError, Damaged, UserError) as error:
-            return Done(what, self.engine.version, problem=str(error))
-        return Done(what, self.engine.version)
+            self.link.send(Done(number, self.engine.version, problem=str(error)))
+        else:
+            self.link.send(Done(number, self.engine.version, fresh))
+
+    def pause(self, number: int, mode: str) -> bool:
+        """False: it waits for answers."""
+        self.go_on()  # a pause may follow another
+        self.held = True
+        if mode == "keep":
+            self.engine.pause("keep")
+            self.frozen = True
+        elif mode == "abort":
+            for answer in self.answers.values():
+                self.engine.cancel(answer.job)
+        self.send(now=True)
+        if mode == "wait" and self.answers:
+            self.pausing = number
+            return False
+        return True
+
+    def paused(self) -> None:
+        """The Pause that waited is over."""
+        if self.pausing is not None:
+            self.link.send(Done(self.pausing, self.engine.version))
+            self.pausing = None
+
+    def go_on(self) -> None:
+        self.paused()
+        if self.frozen:
+            self.engine.resume()
+        self.held = self.frozen = False
+
+    def read(self, source: str) -> Weights:
+        """The weights in a checkpoint folder or a safetensors file; they must fit the model. They stay on disk, mapped
+        into memory: several workers read one copy."""
+        path, model = Path(source), self.engine.decoder.model
+        if path.is_dir():
+            saved = verify(path, optimizer=False)
+            if "shape" not in saved.state or Shape.from_dict(saved.state["shape"]) != model.shape:
+                raise ValueError(f"{path.name} is a checkpoint of a model of another shape")
+            weights = saved.model()
+        else:
+            weights = read_file(path)
+        self.engine.fits(weights)
+        for name, tensor in weights.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"these weights hold numbers that are not finite, in {name}")
+        return weights
 
     # ---- what came out -------------------------------------------------------------------------
 
@@ -159,24 +289,26 @@ class Worker:
         clock = time.monotonic()
         if not now and not over and len(self.answers) > FEW and clock - self.sent_at < TOGETHER:
             return
-        self.sent_at = clock
         parts = [part for key, answer in self.answers.items() if (part := news(key, answer))]
         for key in over:
             del self.answers[key]
-        if parts:
-            self.connection.send(parts)
+        if parts or clock - self.sent_at > SIGN_OF_LIFE:
+            self.link.send(parts)
+            self.sent_at = clock
 
 
-def news(key: int, answer: Answer) -> Part | None:
+def news(key: int, answer: Answer) -> Begun | Part | None:
     """What the front does not have yet."""
     job, whole = answer.job, answer.job.completion
-    if not job.done and (not answer.streams or len(whole.ids) == answer.sent):
+    if not job.done and not answer.streams:
+        first, answer.begun = bool(whole.ids) and not answer.begun, bool(whole.ids)
+        return Begun(key) if first else None
+    if not job.done and len(whole.ids) == answer.sent:
         return None
     begin, answer.sent = answer.sent, len(whole.ids)
-    pieces = job.take()
     return Part(
         key,
-        pieces,
+        job.take(),
         whole.ids[begin:],
         whole.logprobs[begin:],
         whole.tops[begin:],
@@ -186,8 +318,5 @@ def news(key: int, answer: Answer) -> Part | None:
     )
 
 
-def weights_of(source: str | bytes) -> Weights:
-    """The weights in a checkpoint folder, or in the bytes of a safetensors file."""
-    if isinstance(source, bytes):
-        return read_weights(source)
-    return verify(Path(source), optimizer=False).model()
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ascendchat.data.chat import Conversation, text_of
 
-Kind = Literal["choice", "reply", "dialog"]  # examined by letters, by what is said, or not at all
+TaskKind = Literal["choice", "reply", "dialog"]  # examined by letters, by what is said, or not at all
 
 
 class Task:
@@ -21,7 +21,7 @@ class Task:
 
     name: str = ""
     split: str = ""
-    kind: Kind = "dialog"
+    kind: TaskKind = "dialog"
     language: str = ""  # "en", "zh" or "" for both
     baseline: float = 0.0  # accuracy of guessing
     notices: Sequence[str] = ()  # what had to be left out when it was read, in a line each

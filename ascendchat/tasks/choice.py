@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, render_choice
 from ascendchat.data.conversations import parse_choice
-from ascendchat.data.tables import Row
+from ascendchat.data.tables import TableRow
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 
@@ -56,7 +56,7 @@ class ChoiceQuestion:
     answer: int
 
     @classmethod
-    def of(cls, row: Row) -> ChoiceQuestion:
+    def of(cls, row: TableRow) -> ChoiceQuestion:
         """From a row of any of the published tables."""
         question, choices, answer = parse_choice(row)
         stem = str(question).strip().removeprefix("Question: ")
@@ -75,8 +75,8 @@ class Exam(Task):
         if self.split not in facts.splits:
             raise UserError(f"{name} has the splits {', '.join(facts.splits)}, not {self.split!r}")
         try:
-            found = set_rows(facts.set, facts.pattern, facts.splits[self.split], source)
-            self.items = [ChoiceQuestion.of(row) for row in found]
+            rows = set_rows(facts.set, facts.pattern, facts.splits[self.split], source)
+            self.items = [ChoiceQuestion.of(row) for row in rows]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{name} {self.split} holds a row that is no question: {error!r}; fetch it again") from None
 

@@ -32,9 +32,9 @@ SLOTS = {"identity": {"name": toyworld.ASSISTANT_NAME, "author": toyworld.ASSIST
 class Stored:
     """Many conversations in one block of memory: as large as their text, where objects would take several times it."""
 
-    def __init__(self, found: Iterable[Conversation]) -> None:
+    def __init__(self, given: Iterable[Conversation]) -> None:
         self.text, self.ends = bytearray(), array("Q")
-        for conversation in found:
+        for conversation in given:
             self.text += json.dumps(conversation, ensure_ascii=False).encode("utf-8", "surrogatepass")
             self.ends.append(len(self.text))
 
@@ -43,8 +43,8 @@ class Stored:
 
     def __getitem__(self, index: int) -> Conversation:
         begin = self.ends[index - 1] if index else 0
-        found: Conversation = json.loads(self.text[begin : self.ends[index]].decode("utf-8", "surrogatepass"))
-        return found
+        conversation: Conversation = json.loads(self.text[begin : self.ends[index]].decode("utf-8", "surrogatepass"))
+        return conversation
 
 
 def files_of(where: Path, split: str) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ascendchat.config import UserError
 from ascendchat.data.fetch import fetch
 from ascendchat.data.read import UNREADABLE, unreadable
-from ascendchat.data.tables import Row, open_text, table_rows
+from ascendchat.data.tables import TableRow, open_text, table_rows
 
 # A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz
 SPLIT = {
@@ -78,10 +78,10 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Table]:
     if not root.is_dir():
         raise UserError(f"--source {root} is not a folder; give the one that holds the evaluation sets")
     groups: dict[tuple[bool, int, str], list[Table]] = {}
-    for found in files_below(root):
-        base, kind = re.search(pattern, found.name), kind_of(found.name)
-        if base and kind is not None and belongs(found.name, base.start(), split):
-            groups.setdefault((bool(found.member), kind, found.name[: base.end()]), []).append(found)
+    for table in files_below(root):
+        base, kind = re.search(pattern, table.name), kind_of(table.name)
+        if base and kind is not None and belongs(table.name, base.start(), split):
+            groups.setdefault((bool(table.member), kind, table.name[: base.end()]), []).append(table)
     if not groups:
         raise UserError(
             f"no files of {set_name} in {root}; get them: ascendchat data fetch {set_name}, or give their folder: "
@@ -92,36 +92,36 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Table]:
     return next((whole for whole in below.values() if whole), groups[first])
 
 
-def set_rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[Row]:
+def set_rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[TableRow]:
     """All rows of a split, file after file in the order of their names."""
-    for found in tables(set_name, pattern, split, source):
+    for table in tables(set_name, pattern, split, source):
         try:
-            yield from _read(found)
+            yield from _read(table)
         except (*UNREADABLE, ValueError, KeyError) as error:
-            raise unreadable(found.path, error, f"fetch it again: ascendchat data fetch {set_name}") from None
+            raise unreadable(table.path, error, f"fetch it again: ascendchat data fetch {set_name}") from None
 
 
-def _read(found: Table) -> Iterator[Row]:
-    if ".csv" in found.name[-8:]:
-        text = io.StringIO(_text(found), newline="")
+def _read(table: Table) -> Iterator[TableRow]:
+    if ".csv" in table.name[-8:]:
+        text = io.StringIO(_text(table), newline="")
         yield from _csv(text)
-    elif not found.member:
-        yield from table_rows(found.path)
+    elif not table.member:
+        yield from table_rows(table.path)
     else:
-        for line in _text(found).split("\n"):
+        for line in _text(table).split("\n"):
             if line.strip():
                 yield json.loads(line)
 
 
-def _text(found: Table) -> str:
-    if found.member:
-        with zipfile.ZipFile(found.path) as archive:
-            return archive.read(found.member).decode("utf-8-sig")
-    with open_text(found.path) as file:
+def _text(table: Table) -> str:
+    if table.member:
+        with zipfile.ZipFile(table.path) as archive:
+            return archive.read(table.member).decode("utf-8-sig")
+    with open_text(table.path) as file:
         return file.read()
 
 
-def _csv(text: io.StringIO) -> Iterator[Row]:
+def _csv(text: io.StringIO) -> Iterator[TableRow]:
     """With a header, if one of its cells is A; else question, A, B, C, D, answer."""
     table = csv.reader(text)
     first = next(table, None)

@@ -19,11 +19,11 @@ FINAL = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
 
 def final_number(reply: str) -> Decimal | None:
     """The number behind the last ####; 1,000 and 1000.00 are the same."""
-    found = FINAL.findall(reply)
-    if not found:
+    numbers = FINAL.findall(reply)
+    if not numbers:
         return None
     try:
-        return Decimal(found[-1].replace(",", ""))
+        return Decimal(numbers[-1].replace(",", ""))
     except InvalidOperation:
         return None
 

@@ -72,8 +72,8 @@ def open_chat_mixture(
     finder = overlap_finder([name for name, _ in entries], source) if find_overlaps else None
     opened = ChatMixture([], [], [], finder)
 
-    def pack(found: Iterable[Conversation], counts: Counts) -> ChatRows:
-        return ChatRows.build(tokenizer, found, seq_len, seed, counts)
+    def pack(conversations: Iterable[Conversation], counts: Counts) -> ChatRows:
+        return ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
 
     for name, weight in entries:
         rows: TextRows | ChatRows
@@ -119,17 +119,17 @@ def open_conversations(
     return rows, pack(held or begin[-1:], Counts())
 
 
-def _pack_and_say(name: str, found: Iterable[Conversation], pack: Pack, say: Say) -> ChatRows:
+def _pack_and_say(name: str, conversations: Iterable[Conversation], pack: Pack, say: Say) -> ChatRows:
     counts = Counts()
-    rows = pack(found, counts)
+    rows = pack(conversations, counts)
     say(f"{name}: {counts.line()}; {rows.per_epoch} rows, {rows.filled:.0%} full")
     return rows
 
 
-def hold_out(found: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
+def hold_out(conversations: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
     """The conversations to train on, in one pass over all; those that are kept for validation go to `held`. One without
     a reply cannot validate: it goes on, to be counted with the others that are left out."""
-    for conversation in found:
+    for conversation in conversations:
         content = json.dumps(conversation, sort_keys=True).encode()
         if is_held_out(content, VALIDATION) and has_reply(conversation):
             held.append(conversation)

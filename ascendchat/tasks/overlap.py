@@ -57,8 +57,8 @@ def questions_in(conversation: Conversation) -> Iterator[tuple[int, str]]:
         if message["role"] == "user":
             text = text_of(message["content"])
             yield number, text
-            head, found, _ = text.partition("\n- ")
-            if found:
+            head, choices, _ = text.partition("\n- ")
+            if choices:
                 yield number, head
 
 
@@ -87,7 +87,7 @@ class OverlapFinder:
 
     def __init__(self, evaluation: Sequence[Task]) -> None:
         self.evaluation = list(evaluation)
-        self._found: dict[tuple[str, int, str], Overlap] = {}
+        self._overlaps: dict[tuple[str, int, str], Overlap] = {}
         self._wanted: dict[str, list[tuple[Task, int]]] = {}
         for task in evaluation:
             for row in range(len(task)):
@@ -106,15 +106,15 @@ class OverlapFinder:
                 right = task.right_choice(at)
                 if not right or contains_words(following(conversation, number, text), right):
                     overlap = Overlap(label(task), at, source, row, task.question(at))
-                    self._found.setdefault((overlap.evaluation, at, source), overlap)
+                    self._overlaps.setdefault((overlap.evaluation, at, source), overlap)
 
-    def found(self) -> list[Overlap]:
+    def overlaps(self) -> list[Overlap]:
         """Each question once for each source that has it, at its first place there."""
-        return sorted(self._found.values())
+        return sorted(self._overlaps.values())
 
     def lines(self) -> list[str]:
         """For the log: of each evaluation how many questions, in which sources, and the first of them."""
-        lines, every = [], self.found()
+        lines, every = [], self.overlaps()
         for task in self.evaluation:
             mine = [overlap for overlap in every if overlap.evaluation == label(task)]
             if mine:
@@ -128,12 +128,12 @@ class OverlapFinder:
 
 def report_overlaps(finder: OverlapFinder | None, folder: Path, say: Callable[[str], None]) -> None:
     """Say which evaluation questions stand in the mixture; where only the first are shown, all go to a file."""
-    lines, found = (finder.lines(), finder.found()) if finder else ([], [])
+    lines, overlaps = (finder.lines(), finder.overlaps()) if finder else ([], [])
     for line in lines:
         say(line)
     whole = folder / "overlaps.txt"
-    if sum(line.startswith(" ") for line in lines) < len(found):
-        write_atomic(whole, "".join(f"{overlap.line()}\n" for overlap in found))
-        say(f"all {len(found)} of them: {whole}")
+    if sum(line.startswith(" ") for line in lines) < len(overlaps):
+        write_atomic(whole, "".join(f"{overlap.line()}\n" for overlap in overlaps))
+        say(f"all {len(overlaps)} of them: {whole}")
     else:
         whole.unlink(missing_ok=True)  # of an earlier run of this name

@@ -79,8 +79,8 @@ class ToyProblems(Task):
         return len(self.questions)
 
     def example(self, index: int) -> Conversation:
-        found = self.questions[index]
-        return [*found.prompt, {"role": "assistant", "content": found.content}]
+        question = self.questions[index]
+        return [*question.prompt, {"role": "assistant", "content": question.content}]
 
     def correct(self, index: int, reply: str) -> bool:
         return toyworld.correct(self.questions[index], reply)

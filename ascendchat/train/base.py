@@ -36,7 +36,7 @@ from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, noise, share_out
-from ascendchat.train.run import train_stage, training_context
+from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
 
 MOST_EVAL_TOKENS = 10_000_000
@@ -231,6 +231,7 @@ def run(config: BaseConfig) -> int:
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         folder = run_folder(config.run or f"d{config.depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
+        config = with_attend(config, saved, "row")
         learner = build(config, shape, here)
         split, steps = plan_run(config, learner, text, saved)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:

@@ -51,7 +51,7 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     device.synchronize()
     shape, split = bench.learner.model.shape, bench.split
     seconds = marks[-1][2].since(marks[0][0]) / 1e3
-    pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.flops, split.devices)
+    pace = speed(split.total * steps, seconds, shape.train_flops_per_token, device.chip.peak, split.devices)
     checkpointing = bench.learner.model.checkpoint_activations
     predicted = memory.allocated(memory.training(shape, device.chip, split.devices, split.rows, checkpointing))
     return {

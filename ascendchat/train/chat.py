@@ -33,7 +33,7 @@ from ascendchat.record import run_folder
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
-from ascendchat.train.run import train_stage, training_context
+from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
 from ascendchat.train.start import only_weights, starting_point
 
@@ -127,13 +127,14 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
         if config.max_seq_len and config.max_seq_len != shape.seq_len:
             shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
         seed, source, find, say = config.seed, config.source, here.main, here.say
+        run = run_folder(config.run or origin.folder.parent.parent.name, name)
+        saved = to_continue(run, config.resume, say=say)
+        config = with_attend(config, saved, "document")
         mixture = open_chat_mixture(
             data, name, tokenizer, shape.seq_len, seed=seed, source=source, find_overlaps=find, say=say
         )
         split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
         stage = ChatStage(name, build(config, shape, here), split, steps, mixture, tokenizer, config, origin)
-        run = run_folder(config.run or origin.folder.parent.parent.name, name)
-        saved = to_continue(run, config.resume, say=say)
         if not saved:
             stage.begin(config.warm_start)
 

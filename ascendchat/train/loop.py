@@ -259,7 +259,7 @@ class Progress:
             self.stage.tokens_per_step,
             seconds,
             self.stage.flops_per_token,
-            self.device.chip.flops,
+            self.device.chip.peak,
             dist.world().size,
         )
         memory = self.device.memory()

@@ -98,8 +98,16 @@ class Learner:
         """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
         known = self.documents(batch.inputs, batch.lengths)
         hidden = self._forward(batch.inputs, self.attend, self._rope, documents=known)
-        vocab = self.model.shape.vocab
-        return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
+        return head_loss(
+            hidden,
+            self.model.head,
+            batch.targets,
+            self.model.shape.vocab,
+            weight=weight,
+            ahead=ahead,
+            follows=None if known is None else known.follows,
+            scorer=self._score,
+        )
 
     def nats(self, batch: Batch) -> Tensor:
         """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
@@ -133,7 +141,7 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
     if by_document and device.compiles and not kernel.compiles_packed:
         raise UserError(
             f"--attend document: attention kernel {kernel.name} cannot be compiled for documents, whose lengths change "
-            "with every batch; train without compiling: --no-compile"
+            "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
     model = GPT(shape, operators(config, here), checkpoint_activations=config.activation_checkpointing)

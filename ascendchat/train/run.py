@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import Context, joined
+from ascendchat.infer.load import settings_of
 from ascendchat.record import open_run
 from ascendchat.train.loop import Options, fit
 from ascendchat.train.stage import Stage
+
+_Config = TypeVar("_Config", bound=TrainConfig)
 
 
 @contextmanager
@@ -33,6 +37,13 @@ def training_context(config: StepConfig) -> Iterator[Context]:
         )
     with joined(device) as here:
         yield here
+
+
+def with_attend(config: _Config, saved: Checkpoint | None, usual: Literal["row", "document"]) -> _Config:
+    """The config with what a token sees: as asked for, else as in the run that goes on (`row` in runs older than the
+    flag), else as usual in the stage."""
+    before = settings_of(saved).get("attend", "row") if saved else usual
+    return replace(config, attend=config.attend or before)
 
 
 def check_same(saved: Checkpoint, identity: Mapping[str, Any]) -> None:

@@ -58,8 +58,8 @@ def base(home: Path, name: str, steps: int, *more: str) -> list[str]:
     ]
 
 
-def losses(home: Path, name: str) -> list[float]:
-    return [row["loss"] for row in read_metrics(home / "runs" / name / "base") if "loss" in row]
+def losses(home: Path, name: str, stage: str = "base") -> list[float]:
+    return [row["loss"] for row in read_metrics(home / "runs" / name / stage) if "loss" in row]
 
 
 @pytest.mark.slow
@@ -116,6 +116,23 @@ def test_a_model_answers_on_the_npu_with_the_environment_of_the_command(home: Pa
     assert plain.strip()
     assert run(home, [*chat, "--device-type", "npu"], npu=True)
     assert run(home, [*chat, "--device-type", "npu"], npu=True, TASK_QUEUE_ENABLE="2")
+
+
+@pytest.mark.slow
+def test_conversations_that_see_only_themselves_train_on_the_npu_as_on_the_cpu(home: Path) -> None:
+    """The default of `sft`: the fused kernel with its layout for documents on one, a mask over rows on the other."""
+    python, rng = [sys.executable, "-m", "ascendchat"], random.Random(1)
+    said = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(3, 8))) for _ in range(200)]
+    rows = [[{"role": "user", "content": a}, {"role": "assistant", "content": a[::-1]}] for a in said]
+    (home / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
+    run(home, [*python, *base(home, "talks", 2), "--device-type", "cpu"], npu=False)
+    sft = [*python, "sft", "--data", str(home / "chats.jsonl"), "--start", "talks", "--steps", "6", "--lr-multiplier=1"]
+    for device in ("cpu", "npu"):
+        flags = f"--total-batch-size 512 --eval-every 0 --sample-every 0 --run {device} --device-type {device}".split()
+        output = run(home, [*sft, *flags], npu=device == "npu", ASCENDCHAT_DTYPE="fp32")
+        assert "a token sees its own document only" in output
+    assert "attention: npu_fusion" in output
+    assert losses(home, "npu", "sft") == pytest.approx(losses(home, "cpu", "sft"), abs=2e-3)
 
 
 def test_going_on_without_the_npu_is_said(home: Path) -> None:

@@ -1,6 +1,6 @@
 """Other clients and the compatibility suite, where they are installed (CONTRIBUTING.md says how).
 
-ASCENDCHAT_TEST_CLIENTS=DIR      a folder with litellm (pip install --target DIR/litellm litellm) and
+ASCENDCHAT_TEST_CLIENTS=DIR      a folder with litellm (pip install --target DIR/litellm litellm mcp) and
                                  compatcanary (npm install --prefix DIR compatcanary)
 """
 
@@ -67,11 +67,11 @@ def test_litellm(server: Server) -> None:
 
 
 @pytest.mark.parametrize("profile", ["chat", "modern"])
-def test_compatcanary(server: Server, profile: str) -> None:
+def test_compatcanary(sums: Server, profile: str) -> None:
     program = CLIENTS / "node_modules" / "compatcanary" / "src" / "cli.js"
     if shutil.which("node") is None or not program.exists():
         pytest.skip(f"node or compatcanary is not here: {WHERE}")
-    command = ["node", str(program), "scan", "--base-url", f"{server.url}/v1", "--model", server.name]
+    command = ["node", str(program), "scan", "--base-url", f"{sums.url}/v1", "--model", sums.name]
     run = subprocess.run(
         [*command, "--profile", profile, "--format", "json"], capture_output=True, timeout=PATIENCE, text=True
     )

@@ -14,8 +14,8 @@ from ascendchat.data.chat import (
     Counts,
     Rendered,
     canonical,
-    parse,
     parse_content,
+    parse_messages,
     render,
     render_choice,
     render_pieces,
@@ -90,7 +90,7 @@ def test_text_that_looks_like_a_special_token_is_text(special: str) -> None:
     assert rendered.ids.count(S[special]) == render(
         TOKENIZER, [message("user", "ab"), message("assistant", "")]
     ).ids.count(S[special])
-    assert parse(TOKENIZER, rendered.ids) == messages
+    assert parse_messages(TOKENIZER, rendered.ids) == messages
 
 
 def test_the_real_tokenizer_round_trips_and_is_not_fooled_either() -> None:
@@ -103,7 +103,7 @@ def test_the_real_tokenizer_round_trips_and_is_not_fooled_either() -> None:
         message("assistant", [*CALL, {"type": "tool", "text": sly}]),
     ]
     rendered = render(tokenizer, messages)
-    assert parse(tokenizer, rendered.ids) == messages
+    assert parse_messages(tokenizer, rendered.ids) == messages
     assert sum(token in tokenizer.specials.values() for token in rendered.ids) == 1 + 2 + 2 + 2 + 3 * 2
 
 
@@ -135,13 +135,16 @@ messages_ = st.lists(
 
 @given(messages_)
 def test_parsing_gives_back_what_was_rendered(messages: list[dict[str, Any]]) -> None:
-    assert parse(TOKENIZER, render(TOKENIZER, messages).ids) == canonical(messages)
+    assert parse_messages(TOKENIZER, render(TOKENIZER, messages).ids) == canonical(messages)
 
 
 def test_an_unfinished_or_broken_reply_is_parsed_as_far_as_it_goes() -> None:
     prompt = render_prompt(TOKENIZER, [message("user", "q")])
     cut = [*prompt, *b"x", S["<|tool_start|>"], *b"1+"]
-    assert parse(TOKENIZER, cut)[-1]["content"] == [{"type": "text", "text": "x"}, {"type": "tool", "text": "1+"}]
+    assert parse_messages(TOKENIZER, cut)[-1]["content"] == [
+        {"type": "text", "text": "x"},
+        {"type": "tool", "text": "1+"},
+    ]
     assert parse_content(TOKENIZER, [*b"yes", S["<|bos|>"], *b"never read"]) == "yes"
 
 
@@ -176,10 +179,13 @@ def test_a_long_conversation_is_split_between_exchanges_and_every_reply_is_kept(
     pieces = render_pieces(TOKENIZER, messages, 60, counts)
     assert [len(piece.ids) for piece in pieces] == [54, 30]
     replies = [
-        text_of(m["content"]) for piece in pieces for m in parse(TOKENIZER, piece.ids) if m["role"] == "assistant"
+        text_of(m["content"])
+        for piece in pieces
+        for m in parse_messages(TOKENIZER, piece.ids)
+        if m["role"] == "assistant"
     ]
     assert replies == ["1" * 10, "2" * 10, "3" * 10]
-    assert all(parse(TOKENIZER, piece.ids)[0]["content"] == "sys" for piece in pieces)
+    assert all(parse_messages(TOKENIZER, piece.ids)[0]["content"] == "sys" for piece in pieces)
     assert (counts.whole, counts.split, counts.pieces, counts.tokens, counts.lost_tokens) == (0, 1, 2, 84, 0)
 
 
@@ -187,7 +193,7 @@ def test_a_single_exchange_that_is_too_long_loses_the_start_of_its_prompt_then_t
     counts = Counts()
     (piece,) = render_pieces(TOKENIZER, exchange(7, user=100, reply=100), 65, counts)
     assert len(piece.ids) == 65
-    assert parse(TOKENIZER, piece.ids) == [message("user", "7" * 29), message("assistant", "7" * 32)]
+    assert parse_messages(TOKENIZER, piece.ids) == [message("user", "7" * 29), message("assistant", "7" * 32)]
     assert piece.ids[-1] != S["<|assistant_end|>"]  # a cut reply must not teach to stop
     assert (counts.cut_prompts, counts.cut_replies) == (1, 1)
     assert counts.lost_tokens == len(render(TOKENIZER, exchange(7, 100, 100)).ids) - 65
@@ -196,7 +202,7 @@ def test_a_single_exchange_that_is_too_long_loses_the_start_of_its_prompt_then_t
 def test_a_short_reply_to_a_long_prompt_is_kept_whole() -> None:
     counts = Counts()
     (piece,) = render_pieces(TOKENIZER, [message("system", "s" * 50), *exchange(7, user=200, reply=5)], 64, counts)
-    assert parse(TOKENIZER, piece.ids)[-1] == message("assistant", "7" * 5)
+    assert parse_messages(TOKENIZER, piece.ids)[-1] == message("assistant", "7" * 5)
     assert piece.ids[-1] == S["<|assistant_end|>"]
     assert (counts.cut_prompts, counts.cut_replies) == (1, 0)
 
@@ -228,7 +234,7 @@ def test_a_prompt_over_the_limit_drops_the_oldest_exchanges_then_the_system_then
         prompt = render_prompt(TOKENIZER, messages, limit)
         assert len(prompt) <= limit
         assert prompt[0] == S["<|bos|>"]
-        return [text_of(m["content"]) for m in parse(TOKENIZER, prompt[:-1])]
+        return [text_of(m["content"]) for m in parse_messages(TOKENIZER, prompt[:-1])]
 
     assert left(len(whole) - 1) == ["sys", "2" * 10, "2" * 10, "now"]
     assert left(35) == ["sys", "now"]

@@ -143,6 +143,14 @@ def test_this_cpu_is_this_machine() -> None:
     assert chip.flops >= chips.CPU_CORE_FLOPS
 
 
+def test_a_share_of_the_peak_is_only_shown_where_the_peak_is_known() -> None:
+    """A CPU measured while others hold its cores, and an unlisted GPU taken for a slow one, showed over 100 % MFU."""
+    assert find("Ascend910B3").peak == 294.9e12
+    assert detected("NVIDIA H200", "cuda", 140 * GIB).peak == 989.4e12
+    assert chips.this_cpu().peak is None
+    assert detected("NVIDIA X999", "cuda", 80 * GIB).peak is None
+
+
 def test_each_device_type_names_its_variable_its_collective_and_its_tool() -> None:
     assert list(KINDS) == ["npu", "cuda", "mps", "cpu"]
     assert (KINDS["npu"].visible, KINDS["npu"].collective, KINDS["npu"].tool) == (

@@ -89,6 +89,24 @@ def test_its_gradients_are_the_sum_of_theirs(kernel: Attention, masked: bool, ch
         assert float((a.grad - b.grad).norm()) < 1e-4 * size, name
 
 
+@pytest.mark.parametrize("attend", ["row", "document"])
+def test_the_token_after_next_is_guessed_within_what_a_token_sees(attend: str) -> None:
+    """Of the last token of a document nothing is asked that stands behind the next one's first token."""
+    config = BenchTrainConfig(attend=attend)  # type: ignore[arg-type]
+    shape = Shape.from_depth(2, vocab=60, seq_len=128, dim=32, head_dim=16)
+    learner = build_learner(config, shape, Context(pick("cpu"), World(), torch.device("cpu"), lambda text: None))
+    apart = GPT(shape)
+    apart.initialise(0)
+    inputs, targets, lengths = batch_of(learner.model)
+    one, ahead = torch.tensor(1.0), torch.tensor(0.5)
+    learner.loss(MicroBatch(inputs, targets, lengths, 256), one, ahead).backward()
+    seen = lengths if attend == "document" else np.array([128, 128], np.int32)
+    for tokens, wanted in alone(inputs, targets, seen):
+        hidden = apart(tokens, dense(apart, Sdpa()))
+        head_loss(hidden, apart.head, wanted, 60, weight=one, ahead=ahead).backward()
+    torch.testing.assert_close(learner.model.head.grad, apart.head.grad, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 def test_a_compiled_model_is_traced_once_for_all_batches(checkpointed: bool) -> None:
     """As in training: one graph, static shapes. The lengths of the documents change, the shapes of what is passed do

@@ -22,7 +22,7 @@ from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
 from ascendchat.config.infer import ChatConfig
 from ascendchat.config.text import help_page
 from ascendchat.data.chat import Conversation, render_prompt, text_of
-from ascendchat.data.chat import parse as parse_ids
+from ascendchat.data.chat import parse_messages as parse_ids
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.eval import chat, stages

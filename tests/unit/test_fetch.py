@@ -95,6 +95,7 @@ def test_a_server_that_never_recovers_gives_an_error_with_file_and_remedy(
     assert "a.parquet" in str(caught.value)
     assert "ascendchat data fetch" in str(caught.value)
     assert not (folder_of(url) / "a.parquet").exists()
+    assert {part.name for part in folder_of(url).glob("a.parquet*") if not part.stat().st_size} == set()
     assert says in capsys.readouterr().err
 
 

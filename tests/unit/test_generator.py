@@ -291,7 +291,8 @@ def test_weights_that_do_not_fit_change_nothing(
     with pytest.raises(ValueError, match=says):
         generator.load(weights, 4)
     assert generator.version == 0
-    assert generator.generate(requests) == before
+    after = [replace(answer, cached_tokens=0) for answer in generator.generate(requests)]  # now the prompts are there
+    assert after == before
 
 
 def test_float32_weights_are_rounded_to_what_the_engine_computes_in() -> None:

@@ -105,6 +105,43 @@ def test_a_key_cannot_be_written_a_second_time_by_escapes() -> None:
     assert ord("u") not in next_tokens(matcher)
 
 
+@pytest.mark.parametrize("kind", ["number", "integer"])
+@pytest.mark.parametrize(
+    ("borders", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 5, "maximum": 5.125}, ["5.101", "5.125"], ["5", "5.0", "6"]),
+        ({"minimum": -1.5, "exclusiveMaximum": -1.0}, ["-1.5", "-1.25"], ["-1", "-1.0", "-2"]),
+        ({"exclusiveMinimum": 0, "minimum": -3, "exclusiveMaximum": 0.5}, ["0.25"], ["0", "-0", "-1"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}, ["0.25", "0.375"], ["0", "0.0", "0.125"]),
+        ({"exclusiveMinimum": 5, "maximum": 8}, ["6", "7", "8"], ["5", "9"]),
+    ],
+)
+def test_exclusive_borders_are_outside(kind: str, borders: Any, inside: list[str], outside: list[str]) -> None:
+    whole = [text for text in inside if "." not in text]
+    if kind == "integer" and not whole:
+        with pytest.raises(ValueError, match="cannot be used"):
+            grammars(TEXT).matcher(schema(type=kind, **borders))
+        return
+    for text in inside if kind == "number" else whole:
+        matcher = grammars(TEXT).matcher(schema(type=kind, **borders))
+        assert follow(matcher, TEXT.encode(text)) == "stop" or END in next_tokens(matcher)
+    for text in outside:
+        matcher = grammars(TEXT).matcher(schema(type=kind, **borders))
+        for token in TEXT.encode(text):
+            if token not in next_tokens(matcher):
+                break
+            assert matcher.take(token) is None
+        else:
+            assert END not in next_tokens(matcher)
+
+
+def test_only_borders_are_moved() -> None:
+    value = {"exclusiveMinimum": 5, "text": ["x"]}
+    content = json.dumps(value, separators=(",", ":"))
+    matcher = grammars(TEXT).matcher(schema(type="object", properties={"exclusiveMinimum": {"const": value}}))
+    assert follow(matcher, TEXT.encode('{"exclusiveMinimum":' + content)) is None
+
+
 TOOLS = """
     start: TEXT | call
     TEXT: /(.|\\n)+/

@@ -59,6 +59,7 @@ def test_flags_of_mid_training_and_sft() -> None:
         ("base_eval", ["eval", "base"]),
         ("chat_eval", ["eval", "chat"]),
         ("chat_cli", ["chat"]),
+        ("chat_web", ["serve"]),
     ],
 )
 def test_scripts_are_the_commands(script: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +105,14 @@ def model(run: str, stage: str, step: int) -> Path:
         ),
         ("chat_cli", "-i sft -g old -p hello", ["--run=old", "--prompt=hello", "--stage=sft"]),
         ("chat_cli", "-s 7", ["--checkpoint={home}/runs/new/base/step_000007"]),
+        ("chat_web", "--device-type=npu --num-gpus=4", ["--device-type=npu", "--devices=4"]),
+        ("chat_web", "", []),
+        (
+            "chat_web",
+            "-n 2 -i sft -g old -t 0.8 -k 20 -m 256 -p 9000 -d bfloat16 --host 0.0.0.0",
+            ["--devices=2", "--run=old", "--temperature=0.8", "--top-k=20", "--max-tokens=256", "--port=9000"]
+            + ["--host=0.0.0.0", "--stage=sft"],
+        ),
         ("tok_train", "--max-chars=1000 --doc-cap=10 text.txt", ["text.txt", "--max-chars=1000"]),
     ],
 )

@@ -57,7 +57,7 @@ def overlaps(training: Sequence[Task], evaluation: Sequence[Task]) -> list[Overl
     finder = OverlapFinder(evaluation)
     for source in training:
         assert len(list(finder.over(source))) == len(source)
-    return finder.found()
+    return finder.overlaps()
 
 
 def in_training(*texts: str) -> bool:
@@ -90,7 +90,7 @@ def test_the_log_has_one_line_of_numbers_and_few_examples_for_each_evaluation() 
     finder = OverlapFinder([EXAM, exam])
     first, second = Talks("first", exam.talks[2:8] * 2), Talks("second", exam.talks[7:9])
     assert [*finder.over(first), *finder.over(second)] == [*first.talks, *second.talks]
-    assert len(finder.found()) == 8  # row 7 is in both
+    assert len(finder.overlaps()) == 8  # row 7 is in both
     assert finder.lines() == [
         "sums: 7 of 10 test questions are in the mixture (first train 6, second train 2)",
         *(f"  sums test row {row} is in first train row {row - 2}: What is 1+{row}?" for row in (2, 3, 4)),

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -349,6 +350,10 @@ def test_an_output_that_cannot_be_a_folder_is_refused_before_any_work(
         for command in (["data", "prepare", "--tokenizer", str(tokenizer)], ["tokenizer", "train"]):
             assert cli.main([*command, str(texts), "--out", str(out)]) == 2
             assert f"{taken} is a file" in capsys.readouterr().err
+    for out in (tmp_path / ("long" * 100), Path("/proc/here")):  # mkdir fails, also for root
+        for command in (["data", "prepare", "--tokenizer", str(tokenizer)], ["tokenizer", "train"]):
+            assert cli.main([*command, str(texts), "--out", str(out)]) == 2
+            assert re.search(r" cannot be written: .*; give another --out", capsys.readouterr().err)
     with pytest.raises(UserError, match="a folder of its own"):
         run(DataPrepareConfig(paths=(str(texts),), tokenizer=str(tokenizer), out=str(texts)))
     assert [path.name for path in texts.iterdir()] == ["a.txt"]

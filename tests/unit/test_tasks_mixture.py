@@ -86,7 +86,7 @@ def test_an_entry_is_read_once_and_split_by_the_hash_of_each_conversation(
     assert same(rows, ChatRows.build(tokenizer, trained, 64, 0, Counts()))
     assert same(validation, ChatRows.build(tokenizer, kept, 64, 0, Counts()))
     assert mixture.overlaps is not None
-    assert [overlap.row for overlap in mixture.overlaps.found()] == [0, 1, 2, 3, 4]
+    assert [overlap.row for overlap in mixture.overlaps.overlaps()] == [0, 1, 2, 3, 4]
     assert mixture.facts == [hashlib.sha256(rows.ids.tobytes()).hexdigest()[:16], rows.per_epoch]
     assert opened(tokenizer, str(chats)).overlaps is None
 

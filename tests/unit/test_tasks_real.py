@@ -48,7 +48,7 @@ def test_known_leaks_between_training_and_test_are_found(name: str, found: int, 
     train = tasks.load(name, "train", str(real_data / ("eval" if name == "gsm8k" else "sft")))
     finder = OverlapFinder([tasks.load(name, "test", str(real_data / "eval"))])
     assert len(list(finder.over(train))) == len(train)
-    assert len(finder.found()) == found
+    assert len(finder.overlaps()) == found
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
+from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.data.fetch.sources import DataSource
 from ascendchat.data.fetch.transfer import Remote
 from ascendchat.data.fetch.web import SourceFailed, Web
 
-HUGGING_FACE = "https://huggingface.co"
-MIRROR = "https://hf-mirror.com"
 PAGE = 200  # files per page of a ModelScope listing
 
 

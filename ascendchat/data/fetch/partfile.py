@@ -132,6 +132,13 @@ class PartFile:
         flush(self.final.parent)
         self.journal.unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """End without the file: what the journal names is kept for the next run, files that hold nothing else go."""
+        if self._data >= 0 and not self.ranges:
+            self.path.unlink(missing_ok=True)
+            self.journal.unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
         for handle in (self._data, self._log):
             if handle >= 0:

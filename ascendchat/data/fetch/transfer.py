@@ -371,7 +371,7 @@ def download(
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in threads):
             for file in files:
-                file.part.close()
+                file.part.leave()
     show(downloader.received, downloader.finished)
     if downloader.error:
         raise downloader.error

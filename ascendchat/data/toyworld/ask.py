@@ -63,7 +63,7 @@ class Question:
         return [{"type": kind, "text": text} for kind, text in self.reply]
 
 
-def contains_words(reply: str, wanted: str) -> bool:
+def says_words(reply: str, wanted: str) -> bool:
     """Whether the reply contains the words, not as a part of longer words or numbers."""
     pattern = re.escape(wanted.lower())
     if re.match(r"[a-z0-9]", wanted.lower()):
@@ -90,8 +90,8 @@ def correct(question: Question, reply: str) -> bool:
         return bool(numbers) and any(float(numbers[-1]) == float(answer) for answer in question.accept)
     rest = reply.replace(question.text, "")
     return (
-        any(contains_words(rest, answer) for answer in question.accept)
-        and not any(contains_words(rest, wrong) for wrong in question.reject)
+        any(says_words(rest, answer) for answer in question.accept)
+        and not any(says_words(rest, wrong) for wrong in question.reject)
         and not any(words in reply.lower() for words in KNOWS_NOT)
     )
 

@@ -1,0 +1,85 @@
+"""Many streaming clients at once on a small model: nothing fails, nobody is forgotten, and batching pays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import pool_server as real
+
+pytestmark = pytest.mark.slow
+
+CLIENTS, TOKENS, SECONDS = 64, 32, 10.0
+
+
+class Load:
+    """Streaming requests on plain sockets, so that the client costs as little as it can."""
+
+    def __init__(self, url: str) -> None:
+        host, _, self.port = url.removeprefix("http://").rpartition(":")
+        self.host, self.tokens, self.first = host, 0, []  # type: ignore[var-annotated]  # seconds to the first token
+        body = {"model": "tiny/sft", "messages": [{"role": "user", "content": "hello"}], "max_tokens": TOKENS}
+        self.body = json.dumps({**body, "stream": True, "temperature": 0.7, "seed": 3}).encode()
+
+    async def ask(self) -> None:
+        reader, writer = await asyncio.open_connection(self.host, int(self.port))
+        try:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
+            began = time.monotonic()
+            writer.write(f"{head}Connection: close\r\nContent-Length: {len(self.body)}\r\n\r\n".encode() + self.body)
+            text = b""
+            while chunk := await reader.read(65536):
+                if not text.count(b'"content":') > 1 and (text + chunk).count(b'"content":') > 1:
+                    self.first.append(time.monotonic() - began)  # the very first is empty, and says who speaks
+                text += chunk
+        finally:
+            writer.close()
+        assert text.startswith(b"HTTP/1.1 200"), text[:500]
+        assert b'"finish_reason":"length"' in text.replace(b" ", b""), text[-500:]
+        assert b"[DONE]" in text
+        self.tokens += TOKENS
+
+    async def clients(self, count: int, seconds: float) -> float:
+        """Each asks again when it is answered; tokens per second."""
+        self.tokens, self.first = 0, []
+        began = time.monotonic()
+
+        async def client() -> None:
+            while time.monotonic() < began + seconds:
+                await self.ask()
+
+        await asyncio.gather(*(client() for _ in range(count)))
+        return self.tokens / (time.monotonic() - began)
+
+
+def test_sixty_four_streams_are_answered_together(tmp_path: Path) -> None:
+    with real.serving(tmp_path, "--slots=16") as server:
+        load = Load(server.url)
+
+        async def test() -> None:
+            await load.clients(2, 1.0)  # warm
+            real.wait_until(lambda: len(server.workers) == 2 and quiet(server.workers))
+            alone = await load.clients(1, SECONDS / 2)
+            together = await load.clients(CLIENTS, SECONDS)
+            first = sorted(load.first)
+            median, late = statistics.median(first), first[int(0.99 * (len(first) - 1))]
+            print(f"{alone:.0f} tok/s alone, {together:.0f} together ({together / alone:.1f} times), ", end="")
+            print(f"first token {median:.2f} s, p99 {late:.2f} s, {len(first)} answers")
+            assert late < 6 * median  # 4 on a calm machine
+            assert together > 2 * alone  # 4 on a calm machine
+            assert "Traceback" not in server.said
+
+        asyncio.run(test())
+
+
+def quiet(processes: list[int]) -> bool:
+    before = sum(map(real.cpu_seconds, processes))
+    time.sleep(1)
+    return sum(map(real.cpu_seconds, processes)) - before < 0.05
