@@ -97,6 +97,12 @@ class Server:
         text = self.ask("GET", "/metrics", **headers).body.decode()
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.M))
 
+    def logged(self, answer: Answer, log: Path | None = None) -> dict[str, Any]:
+        """Its line of the access log, which is written when the client has its answer already."""
+        file, name = log or self.log, answer.headers["x-request-id"]
+        wait_until(lambda: f'"id": "{name}"' in file.read_text())
+        return next(json.loads(line) for line in file.read_text().splitlines() if f'"id": "{name}"' in line)
+
     def answers(self, **headers: str) -> bool:
         return self.ask("POST", CHAT, question(), **headers).status == 200
 
