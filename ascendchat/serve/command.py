@@ -39,8 +39,6 @@ BACKLOG = 2048  # connections that may wait to be accepted
 def run(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     keys, log = admission(config), AccessLog(config.access_log)
-    if config.weight_updates and not keys:
-        raise UserError("--weight-updates needs an API key, in --api-key-file FILE or $ASCENDCHAT_API_KEYS")
     listener = listen(config.host, config.port)
     allow_files(config.max_connections)
     return int(uvloop.run(serve(config, listener, keys, log)))

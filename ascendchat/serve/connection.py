@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import socket
 from asyncio import TimerHandle, Transport
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ascendchat.serve import metrics
 
 MOST_HEADER_BYTES = 32768
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 CHUNK_OVERHEAD = 8  # bytes on the wire for each byte of a body: enough for chunks of one byte
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
@@ -67,6 +70,15 @@ async def full(scope: Any, receive: Any, send: Any) -> None:
     metrics.request("other", 503, 0.0)
 
 
+def without_upgrade(data: bytes) -> bytes:
+    """The beginning of a request without offers to speak another protocol: the parser would skip its body.
+
+    Java's client offers HTTP/2 with each first request.
+    """
+    head, blank, rest = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"", head) + blank + rest if UPGRADE.search(head) else data
+
+
 class Connection(HttpToolsProtocol):
     """The callbacks of uvicorn's protocol, each with its check."""
 
@@ -83,6 +95,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio does so only for sockets made with proto=IPPROTO_TCP; else each token waits for the ACK of the last.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.limits.connections:
             if self.limits.arriving:
                 next(iter(self.limits.arriving)).give_way()
@@ -130,6 +144,8 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self.received += len(data)
+        if not self.begun:
+            data = without_upgrade(data)
         super().data_received(data)
         # Everything but the body counts: endless headers, trailers and chunk extensions.
         if self.begun and self.received > MOST_HEADER_BYTES + CHUNK_OVERHEAD * self.body_bytes:

@@ -85,19 +85,23 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
-    def raw(self, data: bytes, *, end: bool = False) -> bytes:
+    def raw(self, data: bytes) -> bytes:
         """Send bytes, read until the server closes. A reset is an end, too."""
         with self.connect() as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(data)
-                if end:
-                    connection.shutdown(socket.SHUT_WR)
             return drain(connection)
 
     def metric(self, name: str, **headers: str) -> float:
         """Sum over its labels."""
         text = self.ask("GET", "/metrics", **headers).body.decode()
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.M))
+
+    def logged(self, answer: Answer, log: Path | None = None) -> dict[str, Any]:
+        """Its line of the access log, which is written when the client has its answer already."""
+        file, name = log or self.log, answer.headers["x-request-id"]
+        wait_until(lambda: f'"id": "{name}"' in file.read_text())
+        return next(json.loads(line) for line in file.read_text().splitlines() if f'"id": "{name}"' in line)
 
     def answers(self, **headers: str) -> bool:
         return self.ask("POST", CHAT, question(), **headers).status == 200

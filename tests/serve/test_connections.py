@@ -166,6 +166,16 @@ def test_a_connection_can_be_used_again_and_an_answered_body_may_still_arrive(se
         assert drain(connection).endswith(b'{"status":"live"}')
 
 
+def test_an_offer_of_http2_does_not_cost_the_body(server: Server) -> None:
+    """As Java's HttpClient makes it; uvicorn's parser would take the rest for another protocol."""
+    body = json.dumps(question()).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    with server.connect() as connection:
+        connection.sendall(HEAD + offer + f"Content-Length: {len(body)}\r\n\r\n".encode())
+        connection.sendall(body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
 # ---- connections around an application of our own: events say when, not the clock ----
 
 
@@ -228,6 +238,15 @@ def test_beyond_the_most_connections_that_are_being_answered_there_is_503() -> N
         small.go.set()
         assert all(drain(connection).endswith(b"done\r\n0\r\n\r\n") for connection in waiting)
         assert drain(stack.enter_context(small.ask("/quick"))).startswith(b"HTTP/1.1 200 ")
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """With Nagle's algorithm the second of two small writes waits for the client's delayed ACK, 40 ms per token."""
+    with Small(seconds=60, connections=3) as small, small.ask("/wait"):
+        wait_until(lambda: bool(small.server.server_state.connections))
+        for connection in small.server.server_state.connections:
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_an_answer_that_takes_longer_than_a_request_may_is_not_cut() -> None:

@@ -111,22 +111,24 @@ def test_malformed_requests_and_streams_have_the_security_headers_too(server: Se
 
 
 def test_a_request_id_is_kept_when_it_is_harmless_and_made_otherwise(server: Server) -> None:
-    assert server.ask("GET", "/health", X_Request_Id="my-id.7").headers["x-request-id"] == "my-id.7"
+    named = server.ask("GET", "/health", X_Request_Id="my-id.7")
+    assert named.headers["x-request-id"] == "my-id.7"
+    assert server.logged(named)["path"] == "/health"
     for bad in ("a b", "x" * 65, "<script>", "é", '"'):
         assert server.ask("GET", "/health", X_Request_Id=bad).headers["x-request-id"].startswith("req_")
-    log = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-    assert [line["path"] for line in log if line["id"] == "my-id.7"] == ["/health"]
 
 
 def test_nothing_that_a_client_sends_becomes_a_header_or_a_line_of_the_log(server: Server) -> None:
+    server.logged(server.ask("GET", "/health"))  # so that the lines of all tests before are there
     lines = len(server.log.read_text().splitlines())
     for path in (b"/a%0d%0aSet-Cookie:%20x=1", b"/web/%0d%0aSet-Cookie:%20x=1", b"/a%0a%7b%22id%22:%22forged%22%7d"):
         answer = server.raw(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         status, head, _ = head_and_body(answer)
         assert status == 404
         assert b"set-cookie" not in head.lower()
+    server.logged(server.ask("GET", "/nowhere"))
     added = server.log.read_text().splitlines()[lines:]
-    assert len(added) == 3
+    assert len(added) == 4
     assert all(json.loads(line)["status"] == 404 for line in added)
 
 
@@ -169,13 +171,12 @@ def test_a_request_that_is_nested_without_end_or_has_endless_numbers_is_400(serv
 def test_the_access_log_counts_tokens_and_keeps_no_contents(server: Server) -> None:
     answer = server.ask("POST", CHAT, question(5, messages=[{"role": "user", "content": "my-secret"}]))
     assert answer.json["usage"]["completion_tokens"] == 5
-    text = server.log.read_text()
-    line = next(json.loads(one) for one in text.splitlines() if answer.headers["x-request-id"] in one)
+    line = server.logged(answer)
     assert line["completion_tokens"] == 5
     assert line["prompt_tokens"] == answer.json["usage"]["prompt_tokens"]
     assert (line["method"], line["path"], line["status"], line["client"]) == ("POST", CHAT, 200, "127.0.0.1")
     assert line["ms"] > 0
-    assert "my-secret" not in text
+    assert "my-secret" not in server.log.read_text()
 
 
 def test_metrics_count_requests_tokens_and_times(server: Server) -> None:

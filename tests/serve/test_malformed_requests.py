@@ -122,7 +122,8 @@ def exchange(server: Server, data: bytes, chance: random.Random) -> bytes:
         if chance.random() < 0.05:
             return b""  # gone without waiting
         if incomplete(data) or chance.random() < 0.03:
-            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it was refused and closed already
+                connection.shutdown(socket.SHUT_WR)
         seen = b""
         while chunk := connection.recv(65536):
             seen += chunk
@@ -185,19 +186,21 @@ def schemathesis(server: Server, folder: Path, examples: int, phases: str) -> No
     command += ["--mode", "all", "--request-timeout", "60", "--no-color", "--suppress-health-check=all"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "0 generated" not in done.stdout
+    made = re.search(r"(\d+) generated", done.stdout)
+    assert made, done.stdout[-2000:]
+    assert int(made[1]) > 10
     assert server.answers()
     assert not faults(server)
 
 
 def test_requests_made_from_the_openapi_document(server: Server, tmp_path: Path) -> None:
-    schemathesis(server, tmp_path, examples=5, phases="fuzzing")
+    schemathesis(server, tmp_path, examples=2, phases="fuzzing")
 
 
 @pytest.mark.slow
 def test_many_requests_made_from_the_openapi_document(server: Server, tmp_path: Path) -> None:
     before = server.metric("ascendchat_requests_total")
     memory = server.resident()
-    schemathesis(server, tmp_path, examples=200, phases="coverage,fuzzing")
+    schemathesis(server, tmp_path, examples=60, phases="coverage,fuzzing")
     assert server.metric("ascendchat_requests_total") - before > 2000
     assert server.resident() - memory < 4 * GROWTH
