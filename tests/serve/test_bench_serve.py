@@ -304,7 +304,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatc
     assert first_key("") == ""
     monkeypatch.setenv("ASCENDCHAT_API_KEYS", "sk-a, sk-b")
     assert first_key("") == "sk-a"
-    (tmp_path / "keys").write_text("sk-c\nsk-d\n")
+    (tmp_path / "keys").write_text("# of the tests\n\nsk-c\nsk-d\n")
     assert first_key(str(tmp_path / "keys")) == "sk-c"
     (tmp_path / "empty").write_text("\n")
     for name, said in (("empty", "is empty"), ("none", "cannot read the API key")):

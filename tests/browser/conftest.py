@@ -1,0 +1,39 @@
+"""A real Chromium for the web page: the distribution's, driven by Playwright; tests skip where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser_visit import PATIENCE, Visit, visit
+from stand_in import StandIn
+
+FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """The browser, started once."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
+    found = [path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))]
+    if not found:
+        pytest.skip("no Chromium found: install the package chromium to run the tests of the web page")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found[0], args=FLAGS, timeout=PATIENCE)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with StandIn() as running:
+        yield running
+
+
+@pytest.fixture
+def chat(chromium: Any, server: StandIn) -> Iterator[Visit]:
+    with visit(chromium, server.url) as seen:
+        yield seen
