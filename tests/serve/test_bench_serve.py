@@ -248,10 +248,9 @@ def test_with_poisson_the_time_counts_from_the_arrival_while_others_are_answered
 
     samples = against(script, ask)
     assert most == 1
-    assert 20 < len(samples) < 90
-    waits = [one.first - one.arrived for one in sorted(samples)]
-    assert waits[-1] > 0.02 * len(samples) - 0.5 - 0.1, "what stood in the queue is counted"
-    assert waits[-1] > 5 * waits[0]
+    assert len(samples) > 30
+    last = max(samples, key=lambda one: one.first)
+    assert last.first - last.arrived > 0.02 * len(samples) - 0.5, "what stood in the queue is counted"
 
 
 @pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
