@@ -209,12 +209,13 @@ def first_key(file: str) -> str:
     if not file:
         return os.environ.get("ASCENDCHAT_API_KEYS", "").split(",")[0].strip()
     try:
-        lines = Path(file).read_text(encoding="utf-8").split()
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the API key in {file}: {getattr(error, 'strerror', None) or error}") from None
-    if not lines:
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
         raise UserError(f"{file} is empty; its first line is the API key")
-    return lines[0]
+    return keys[0]
 
 
 async def connect(address: Address) -> Connection:

@@ -248,10 +248,9 @@ def test_with_poisson_the_time_counts_from_the_arrival_while_others_are_answered
 
     samples = against(script, ask)
     assert most == 1
-    assert 20 < len(samples) < 90
-    waits = [one.first - one.arrived for one in sorted(samples)]
-    assert waits[-1] > 0.02 * len(samples) - 0.5 - 0.1, "what stood in the queue is counted"
-    assert waits[-1] > 5 * waits[0]
+    assert len(samples) > 30
+    last = max(samples, key=lambda one: one.first)
+    assert last.first - last.arrived > 0.02 * len(samples) - 0.5, "what stood in the queue is counted"
 
 
 @pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
@@ -304,7 +303,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatc
     assert first_key("") == ""
     monkeypatch.setenv("ASCENDCHAT_API_KEYS", "sk-a, sk-b")
     assert first_key("") == "sk-a"
-    (tmp_path / "keys").write_text("sk-c\nsk-d\n")
+    (tmp_path / "keys").write_text("# of the tests\n\nsk-c\nsk-d\n")
     assert first_key(str(tmp_path / "keys")) == "sk-c"
     (tmp_path / "empty").write_text("\n")
     for name, said in (("empty", "is empty"), ("none", "cannot read the API key")):
