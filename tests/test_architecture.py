@@ -41,7 +41,11 @@ TORCH_FREE = [
     "data.prepare",
     "serve",
 ]
-NEEDS_TORCH = {"device": {"npu", "cuda", "mps", "cpu", "accelerator"}, "doctor": {"collective"}, "serve": {"terminal", "worker"}}
+NEEDS_TORCH = {
+    "device": {"npu", "cuda", "mps", "cpu", "accelerator"},
+    "doctor": {"collective"},
+    "serve": {"terminal", "worker"},
+}
 
 
 # The one module that imports an optional or heavy dependency.

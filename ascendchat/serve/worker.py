@@ -27,6 +27,7 @@ from ascendchat.checkpoint import Damaged, read_file, verify
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.device import describe, pick
+from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
@@ -117,7 +118,9 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     """The model on device `index` with an engine around it, and what the front must know of them."""
     device = pick(config.device_type, compiled=config.compile)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.devices))
+        torch.set_num_threads(threads(torch.get_num_threads(), config.devices, "OMP_NUM_THREADS" in os.environ))
+        if device.dtype == torch.float32:
+            prefer_plain_products()
     elif config.devices > device.count():
         raise UserError(f"--devices {config.devices}: this machine has {device.count()}")
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))
@@ -135,6 +138,12 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     }
     parameters = sum(tensor.numel() for tensor in opened.model.state_dict().values())
     return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, checksum(engine), parameters)
+
+
+def threads(cores: int, workers: int, named: bool) -> int:
+    """Of each worker on a CPU. One core is left to the front: a thread that waits for another, which has no core at the
+    moment, keeps the whole step waiting. A number that the user has named is shared out as it is."""
+    return max(1, (cores if named else cores - 1) // workers)
 
 
 def checksum(engine: Engine) -> str:
