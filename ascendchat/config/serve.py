@@ -63,8 +63,8 @@ class ServeConfig(ModelConfig):
     "serve the web page at /"
     drain: float = option(30.0, least=0, most=1e6)
     "seconds that running answers get to finish when the server is stopped"
-    compile: bool | None = None
-    "torch.compile of the decoding steps on or off; by default on where it is sound"
+    compile: bool = False
+    "compile the decoding steps before the server is ready: some minutes, then two to three times the speed on CUDA"
 
 
 @dataclass(frozen=True)

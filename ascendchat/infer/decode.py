@@ -36,6 +36,14 @@ def power(value: int, least: int, most: int) -> int:
     return min(size, most)
 
 
+StepKey = tuple[int, int, Mode]  # rows, keys that each may see, what sampling needs
+
+
+def covers(key: StepKey, rows: int, longest: int, mode: Mode) -> bool:
+    """Whether a step that was made for `key` can do this one."""
+    return key[0] >= rows and key[1] >= longest and key[2] == mode
+
+
 class Decoder:
     """A model with `slots` rows of up to `context` tokens under way. `graphs`: record steps where the chip can."""
 
@@ -75,7 +83,8 @@ class Decoder:
         self.barred: Tensor | None = None
         self.bias: Tensor | None = None
         self.counts: Tensor | None = None
-        self._steps: dict[tuple[int, int, Mode], Callable[[], Tensor]] = {}
+        self._steps: dict[StepKey, Callable[[], Tensor]] = {}
+        self._prepared: list[StepKey] = []  # the cheapest first; see prepare
 
     # ---- new prompts ---------------------------------------------------------------------------
 
@@ -206,25 +215,37 @@ class Decoder:
         """
         count = power(rows, 1, self.slots) if self.graphs or self.compiled else rows
         span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
-        key = (count, span, mode)
+        key = next((key for key in self._prepared if covers(key, rows, longest, mode)), (count, span, mode))
         if key not in self._steps:
-            self._steps[key] = self._record(*key)
+            self._steps[key] = self._record(*key, compiled=self.compiled and not self._prepared)
         result: Tensor = self._steps[key]()
         return result
 
-    def _record(self, count: int, span: int, mode: Mode) -> Callable[[], Tensor]:
+    @torch.no_grad()
+    def prepare(self, counts: Sequence[int], modes: Sequence[Mode], say: Callable[[str], None]) -> None:
+        """Compile the steps for these numbers of rows, all lengths and these modes now, which takes minutes. No other
+        step is compiled from then on, so that no request ever waits for the compiler."""
+        spans = sorted({power(least, LEAST_SPAN, self.context) for least in (2 * LEAST_SPAN, 1024, self.context)})
+        keys = sorted((count, span, mode) for count in counts for span in spans for mode in modes)
+        for number, key in enumerate(keys):
+            say(f"compiling {number + 1} of {len(keys)}: {key[0]} row(s), {key[1]} keys")
+            self._steps[key] = self._record(*key, compiled=self.compiled)
+            self._steps[key]()
+        self._prepared = keys
+
+    def _record(self, count: int, span: int, mode: Mode, compiled: bool) -> Callable[[], Tensor]:
         def run() -> Tensor:
             return self._extend(count, span, mode)
 
-        if self.compiled:
+        if compiled:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_RECOMPILES)
         # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
         tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
-        compiled = self.device.compile(run, dynamic=False, fullgraph=True, **tuned) if self.compiled else run
+        made = self.device.compile(run, dynamic=False, fullgraph=True, **tuned) if compiled else run
         if not self.graphs:
-            return compiled
+            return made
         self.advance.zero_()  # recording runs the step several times, and rows are under way
-        graph = self.device.graph(compiled)
+        graph = self.device.graph(made)
         self.advance.fill_(1)
         return graph
 

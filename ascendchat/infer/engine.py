@@ -27,7 +27,7 @@ Context: prompt and answer together hold at most `context` tokens; an answer tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -154,6 +154,12 @@ class Engine:
     def resume(self) -> None:
         """Go on after pause()."""
         self.paused = None
+
+    def prepare(self, say: Callable[[str], None] = print) -> None:
+        """Compile what most requests need, before any of them comes: one answer alone and all slots together, with a
+        temperature, with and without top-k and the like."""
+        modes = [Mode(random=True), Mode(random=True, filtered=True)]
+        self.decoder.prepare(sorted({1, len(self.running)}), modes, say)
 
     # ---- step by step --------------------------------------------------------------------------
 

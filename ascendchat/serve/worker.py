@@ -117,6 +117,8 @@ class Link:
 def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     """The model on device `index` with an engine around it, and what the front must know of them."""
     device = pick(config.device_type, compiled=config.compile)
+    if config.compile and not device.compiles:
+        raise UserError(f"--compile: nothing is compiled on {device.chip.name}; leave it out")
     if device.type == "cpu":
         torch.set_num_threads(threads(torch.get_num_threads(), config.devices, "OMP_NUM_THREADS" in os.environ))
         if device.dtype == torch.float32:
@@ -126,7 +128,9 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))
     opened = open_model(here, config, config.stage)
     slots = config.slots or (16 if device.type == "cpu" else 64)
-    engine = opened.engine(slots, config.context, compiled=device.compiles)
+    engine = opened.engine(slots, config.context, compiled=config.compile)
+    if config.compile:
+        engine.prepare(here.say)
     saved = opened.checkpoint
     model = {
         "run": saved.folder.parent.parent.name,

@@ -1,0 +1,55 @@
+"""A server compiles before its first request, and never while somebody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import engine_models as make
+import pytest
+
+from ascendchat.device import pick
+from ascendchat.infer.engine import Engine
+from ascendchat.infer.request import Request, Sampling
+from ascendchat.nn.attention import Sdpa
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[Callable[..., Any]]]:
+    """An engine that thinks it compiles, and what it compiled."""
+    device, done = pick("cpu", dtype="fp32", compiled=False), list[Callable[..., Any]]()
+    monkeypatch.setattr(device, "compiles", True)
+
+    def compile_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        done.append(function)
+        return function
+
+    monkeypatch.setattr(device, "compile", compile_function)
+    place = device.bind(0)
+    engine = Engine(make.model(), Sdpa(), make.tokenizer(), device, place, slots=4, context=256, compiled=True)
+    return engine, done
+
+
+def test_after_preparing_nothing_is_compiled_and_answers_are_the_same(
+    compiled: tuple[Engine, list[Callable[..., Any]]],
+) -> None:
+    engine, done = compiled
+    requests = [
+        Request(list(range(5, 5 + length)), Sampling(12, temperature=heat, top_k=top_k, seed=length))
+        for length, heat, top_k in [(3, 1.0, 0), (40, 0.7, 5), (150, 0.0, 0), (7, 1.0, 3), (90, 0.5, 0), (4, 0.0, 0)]
+    ]
+    wanted = make.engine(make.model(), pick("cpu", dtype="fp32", compiled=False), Sdpa(), context=256)
+    expected = [answer.ids for answer in wanted.generate(requests)]
+    said: list[str] = []
+    engine.prepare(said.append)
+    count = len(done)
+    assert count == len(said) == 2 * 1 * 2, "one row and all rows, one length, two modes"
+    assert [answer.ids for answer in engine.generate(requests)] == expected
+    assert engine.generate(requests[3:4])[0].ids == expected[3]
+    assert len(done) == count
+
+
+def test_without_preparing_every_new_shape_is_compiled(compiled: tuple[Engine, list[Callable[..., Any]]]) -> None:
+    engine, done = compiled
+    engine.generate([Request([5, 6, 7], Sampling(4, temperature=1.0))])
+    assert len(done) == 1
