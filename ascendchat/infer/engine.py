@@ -272,12 +272,14 @@ class Engine:
     def _accept(self, job: Job, token: int, logprob: float | None, number: int = 0) -> None:
         """The next token of a row: chosen by the model in pass `number`, or forced (no probability)."""
         forced, answer, sampling = logprob is None, job.completion, job.request.sampling
-        if token in job.stops and not forced:
+        stops = token in job.stops and not forced
+        if not stops or sampling.keep_stop:
+            answer.ids.append(token)
+            answer.forced.append(forced)
+            if sampling.logprobs:
+                answer.logprobs.append(logprob)
+        if stops:
             return self._finish(job, "stop")
-        answer.ids.append(token)
-        answer.forced.append(forced)
-        if sampling.logprobs:
-            answer.logprobs.append(logprob)
         if sampling.stop:
             job.read()
             if job.text.stopped:

@@ -94,10 +94,15 @@ class Learner:
         device = self.device
         return documents(self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin)
 
+    def hidden(self, inputs: Tensor, lengths: NDArray[np.int32]) -> Tensor:
+        """(B, T, C) of a batch whose documents have these lengths, compiled where that is sound."""
+        known = self.documents(inputs, lengths)
+        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=known)
+        return hidden
+
     def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
         """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
-        known = self.documents(batch.inputs, batch.lengths)
-        hidden = self._forward(batch.inputs, self.attend, self._rope, documents=known)
+        hidden = self.hidden(batch.inputs, batch.lengths)
         vocab = self.model.shape.vocab
         return head_loss(hidden, self.model.head, batch.targets, vocab, weight=weight, ahead=ahead, scorer=self._score)
 
