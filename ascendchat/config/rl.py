@@ -18,6 +18,8 @@ class RlConfig(ChatTrainConfig):
     default toy_problems for a model of the embedded corpus, else gsm8k"""
     reward: str = ""
     "function that judges an answer, as module:function; by default whether the task calls it right"
+    reward_timeout: float = option(15.0, above=0, most=1e6)
+    "seconds after which such a function is given up"
     preset: Literal["default", "grpo", "drgrpo", "dapo", "gspo", "cispo", "reinforce"] = "default"
     "how rewards become a loss"
     prompts_per_step: int = option(16, also=("examples_per_step",), least=1, most=1e6)

@@ -9,16 +9,18 @@ A reward that raises, hangs or kills its process is tried again, then counts as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import math
 import multiprocessing
 import os
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ascendchat.config import UserError
@@ -28,6 +30,7 @@ from ascendchat.tasks.base import Task
 Asked = tuple[Task, int, str]  # task, row, reply
 WORKERS = 4
 ATTEMPTS = 2
+START_TIMEOUT = 120.0  # seconds until a process must have begun
 
 
 def find_function(path: str) -> Callable[..., Any]:
@@ -70,13 +73,42 @@ async def _wait(value: Any) -> Any:
     return await value
 
 
+def work(connection: Connection, path: str) -> None:
+    """A process that judges one answer at a time until its pipe is closed."""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            prompt, completion, row = connection.recv()
+            connection.send(None)  # from now on the time counts, not while Python starts
+            try:
+                connection.send(call(path, prompt, completion, row))
+            except Exception as error:  # noqa: BLE001 (whatever a user's function raises)
+                connection.send(f"{type(error).__name__}: {error}")
+
+
+class Judging:
+    """One such process, and the answer that it is judging."""
+
+    def __init__(self, path: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, path), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.number, self.deadline = -1, math.inf
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
 class Judge:
-    """Turns answers into rewards."""
+    """Turns answers into rewards. `timeout`: seconds for one answer."""
 
     def __init__(self, path: str = "", timeout: float = 15.0, say: Callable[[str], None] = print) -> None:
         self.path, self.timeout, self.say = path, timeout, say
-        self.failures = 0
-        self._pool: ProcessPoolExecutor | None = None
+        self._said = False
+        self._free: list[Judging] = []
         if path:
             find_function(path)  # an error now, not in an hour
 
@@ -86,46 +118,67 @@ class Judge:
             with ThreadPoolExecutor(WORKERS) as threads:
                 return [float(right) for right in threads.map(_right, answers)]
         rewards: list[float | None] = [None] * len(answers)
-        left = list(range(len(answers)))
-        for _ in range(ATTEMPTS):
-            left = self._round(answers, left, rewards)
-            if not left:
-                break
-        self.failures += len(left)
+        left = deque((number, ATTEMPTS) for number in range(len(answers)))
+        busy: dict[Any, tuple[Judging, int]] = {}
+        while left or busy:
+            while left and len(busy) < WORKERS:
+                number, attempts = left.popleft()
+                judging = self._begin(answers[number], number)
+                busy[judging.connection] = judging, attempts
+            soonest = min(judging.deadline for judging, _ in busy.values())
+            ready = wait(list(busy), max(0.0, soonest - time.monotonic()))
+            late = [connection for connection, (judging, _) in busy.items() if judging.deadline <= time.monotonic()]
+            for connection, (judging, attempts) in list(busy.items()):
+                if connection not in ready and connection not in late:
+                    continue
+                reward, problem = self._result(judging, connection in ready)
+                if reward is None and not problem:
+                    continue  # it has only begun
+                del busy[connection]
+                rewards[judging.number] = reward
+                if problem:
+                    self._say_once(f"--reward {self.path} failed: {problem}")
+                if problem and attempts > 1:
+                    left.append((judging.number, attempts - 1))
         return rewards
 
-    def _round(self, answers: Sequence[Asked], numbers: list[int], rewards: list[float | None]) -> list[int]:
-        """Try these once; those that failed. One that hangs or dies takes its pool with it, not the others' chance."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
-        pool, failed = self._pool, list[int]()
-        futures = {}
-        for number in numbers:
-            task, index, reply = answers[number]
-            futures[number] = pool.submit(call, self.path, task.question(index), reply, row_of(task, index))
-        broken = False
-        for number, future in futures.items():
-            try:
-                rewards[number] = future.result(0.1 if broken else self.timeout)
-            except (Late, BrokenProcessPool):
-                failed.append(number)
-                broken = True
-            except Exception as error:  # noqa: BLE001 (whatever a user's function raises)
-                failed.append(number)
-                if self.failures == 0 and len(failed) == 1:
-                    self.say(f"--reward {self.path} failed: {type(error).__name__}: {error}")
-        if broken:
-            self.close()
-        return failed
+    def _begin(self, asked: Asked, number: int) -> Judging:
+        task, index, reply = asked
+        judging = self._free.pop() if self._free else Judging(self.path)
+        judging.number, judging.deadline = number, time.monotonic() + START_TIMEOUT
+        if not judging.process.is_alive():  # died while it had nothing to do
+            judging.end()
+            return self._begin(asked, number)
+        judging.connection.send((task.question(index), reply, row_of(task, index)))
+        return judging
+
+    def _result(self, judging: Judging, ready: bool) -> tuple[float | None, str]:
+        """What came of it: a reward, or why there is none; neither when it has just begun. A process that hangs or died
+        is not used again."""
+        try:
+            if ready:
+                value = judging.connection.recv()
+                if value is None:
+                    judging.deadline = time.monotonic() + self.timeout
+                    return None, ""
+                self._free.append(judging)
+                return (value, "") if isinstance(value, float) else (None, str(value))
+            problem = f"it took longer than {self.timeout:g} s"
+        except (EOFError, OSError):
+            problem = "its process died"
+        judging.end()
+        return None, problem
+
+    def _say_once(self, text: str) -> None:
+        if not self._said:
+            self.say(f"{text}; answers that cannot be judged count as the worst of their group")
+        self._said = True
 
     def close(self) -> None:
-        """End the processes, also those that hang."""
-        if self._pool is not None:
-            processes = list((self._pool._processes or {}).values())
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.kill()
-            self._pool = None
+        """End the processes."""
+        for judging in self._free:
+            judging.end()
+        self._free = []
 
 
 def _right(asked: Asked) -> bool:

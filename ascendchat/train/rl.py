@@ -321,7 +321,7 @@ def run(config: RlConfig) -> int:
             return reward + length_penalty(len(answer.ids), most, method.soft_length)
 
         sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
-        judge = Judge(config.reward, say=here.say)
+        judge = Judge(config.reward, config.reward_timeout, say=here.say)
         rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
         steps = config.num_iterations or max(1, questions.per_epoch // config.prompts_per_step)
         folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
