@@ -23,6 +23,7 @@ COMMANDS = {
     "base_train": ["base"],
     "mid_train": ["mid"],
     "chat_sft": ["sft"],
+    "chat_rl": ["rl"],
     "base_eval": ["eval", "base"],
     "chat_eval": ["eval", "chat"],
     "chat_cli": ["chat"],
@@ -109,6 +110,13 @@ FLAGS: dict[str, dict[str, Flag]] = {
         **each("mmlu-epochs gsm8k-epochs", Flag(special="mixture")),
         **each("chatcore-every chatcore-max-cat chatcore-max-sample", EXAMS),
         **each("eval-metrics-every eval-metrics-max-problems", EXAMS),
+    },
+    "chat_rl": {
+        **{name: flag for name, flag in CHAT_TRAIN.items() if name not in ("max-seq-len", "total-batch-size")},
+        **each("weight-decay", Flag(usual=("0", "0.0"), unused="RL has no weight decay")),
+        **each("examples-per-step num-samples max-new-tokens temperature top-k save-every eval-examples"),
+        "num-epochs": Flag("epochs"),
+        "source": START,
     },
     "base_eval": {
         "eval": Flag(special="scores"),

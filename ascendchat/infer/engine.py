@@ -124,8 +124,7 @@ class Engine:
             self._extend()
         for name, tensor in self.decoder.model.state_dict().items():
             tensor.copy_(weights[name])
-        self.prefixes.clear()
-        self.version = version
+        self.renew(version)
 
     def fits(self, weights: Weights) -> None:
         """Weights that `load` would not take are a ValueError."""
@@ -155,9 +154,13 @@ class Engine:
         """Go on after pause()."""
         self.paused = None
 
+    def renew(self, version: int) -> None:
+        """Somebody has changed the model's own tensors, as a trainer does in its process: forget what the old wrote."""
+        self.prefixes.clear()
+        self.version = version
+
     def prepare(self, say: Callable[[str], None] = print) -> None:
-        """Compile what most requests need, before any of them comes: one answer alone and all slots together, with a
-        temperature, with and without top-k and the like."""
+        """Compile what most requests need, before any comes: one row and all slots; a temperature, top-k or none."""
         modes = [Mode(random=True), Mode(random=True, filtered=True)]
         self.decoder.prepare(sorted({1, len(self.running)}), modes, say)
 
@@ -347,15 +350,17 @@ class Engine:
     ) -> None:
         """The next token of a row: chosen by the model in pass `number`, or forced (no probability)."""
         forced, answer, sampling = logprob is None, job.completion, job.request.sampling
-        if token in job.stops and not forced:
+        stops = token in job.stops and not forced
+        if not stops or sampling.keep_stop:
+            answer.ids.append(token)
+            answer.forced.append(forced)
+            answer.versions.append(self.version if version is None else version)
+            if sampling.logprobs:
+                answer.logprobs.append(logprob)
+            if sampling.top_logprobs:
+                answer.tops.append(ranked(tops, sampling.top_logprobs))
+        if stops:
             return self._finish(job, "stop")
-        answer.ids.append(token)
-        answer.forced.append(forced)
-        answer.versions.append(self.version if version is None else version)
-        if sampling.logprobs:
-            answer.logprobs.append(logprob)
-        if sampling.top_logprobs:
-            answer.tops.append(ranked(tops, sampling.top_logprobs))
         if sampling.stop:
             job.read()
             if job.text.stopped:

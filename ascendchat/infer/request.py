@@ -48,6 +48,7 @@ class Sampling:
     seed: int = 0  # the same seed and prompt give the same tokens, whatever else is in the batch
     stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
     stop_tokens: tuple[int, ...] | None = None  # None: <|assistant_end|> and <|bos|>
+    keep_stop: bool = False  # the stop token is the last of the ids, as a trainer needs it
     logprobs: bool = False  # report the log probability of every token
     tools: bool = True  # run calculator calls and force their results into the answer; never with a grammar
     allowed_tokens: tuple[int, ...] = ()  # only these may be chosen, at every step; (): all
@@ -98,7 +99,7 @@ class Piece(NamedTuple):
 class Completion:
     """One answer."""
 
-    ids: list[int] = field(default_factory=list)  # without the stop token
+    ids: list[int] = field(default_factory=list)  # without the stop token, unless it was to be kept
     text: str = ""  # what the reader sees: no tool calls, no special tokens, cut before a stop text
     logprobs: list[float | None] = field(default_factory=list)  # of each id when asked for; None where forced
     forced: list[bool] = field(default_factory=list)  # of each id: put there by a tool, not chosen by the model

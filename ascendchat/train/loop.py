@@ -286,7 +286,8 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         writer = Writer(run.folder, keep=options.keep, say=console.print)
         progress = Progress(stage, device, run, console, device.event(), first=options.start)
         for step in range(options.start, stage.steps):
-            progress.add(step, train_step(stage, step, scale), signals.received, scale.metrics())
+            values = train_step(stage, step, scale)
+            progress.add(step, values, signals.received, {**scale.metrics(), **stage.notes(step)})
             result.step, signals.unsaved = step + 1, True
             due = options.due(result.step, stage.steps)
             stop = progress.read(keep=0 if any(due) else 1)

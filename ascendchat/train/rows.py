@@ -94,12 +94,16 @@ class Learner:
         device = self.device
         return documents(self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin)
 
+    def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
+        """(B, T, C), compiled where that is sound."""
+        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=known)
+        return hidden
+
     def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
         """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
         known = self.documents(batch.inputs, batch.lengths)
-        hidden = self._forward(batch.inputs, self.attend, self._rope, documents=known)
         return head_loss(
-            hidden,
+            self.hidden(batch.inputs, known),
             self.model.head,
             batch.targets,
             self.model.shape.vocab,

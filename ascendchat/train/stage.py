@@ -87,6 +87,10 @@ class Stage(Protocol):
         """What happens to the weights after the update of `step`."""
         return
 
+    def notes(self, step: int) -> dict[str, float]:
+        """What the host knows of a step besides its loss, alike on all ranks; it is logged."""
+        return {}
+
     def is_spike(self, loss: float, mean: float) -> bool:
         """Whether a loss so far from the running mean shows that the run went wrong."""
         return loss > mean + SPIKE

@@ -1,0 +1,132 @@
+"""`ascendchat rl`: a reward rises, a killed run ends in the same bytes, and a bad reward function stops nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ascendchat.record import read_metrics
+
+STEPS = 12
+REWARDS = '''
+import os, time
+
+
+def vowels(prompt, completion, **row):
+    """Share of the letters that are vowels; sampling by chance gives about a third."""
+    letters = [letter for letter in completion.lower() if letter.isalpha()]
+    return sum(letter in "aeiou" for letter in letters) / max(1, len(letters))
+
+
+async def waited(prompt, completion, **row):
+    assert row["task"].startswith("toy_") and isinstance(row["answer"], str)
+    return vowels(prompt, completion)
+
+
+def moody(prompt, completion, **row):
+    """Raises, hangs or dies for a fifth of the answers each."""
+    mood = len(completion) % 15
+    if mood == 0:
+        raise RuntimeError("no mood")
+    if mood == 1:
+        os._exit(3)
+    if mood == 2:
+        time.sleep(3600)
+    return vowels(prompt, completion)
+'''
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model that has learnt next to nothing, of the embedded world."""
+    folder = tmp_path_factory.mktemp("rl")
+    (folder / "judges.py").write_text(REWARDS, encoding="utf-8")
+    finish(folder, ["tokenizer", "train", "--vocab-size", "320"])
+    sizes = "--depth 2 --dim 64 --head-dim 16 --max-seq-len 96 --device-batch-size 8 --total-batch-size 768"
+    finish(folder, ["base", *sizes.split(), "--run", "tiny", "--steps", "30", *COMMON, "--eval-every", "-1"])
+    return folder
+
+
+COMMON = ["--device-type", "cpu", "--sample-every", "0", "--log-every", "1"]
+
+
+def start(home: Path, words: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "ascendchat", *words]
+    out = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=home, stdout=out, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(home: Path, words: list[str], status: int = 0) -> str:
+    output, _ = (process := start(home, words)).communicate()
+    assert process.returncode == status, output
+    return output
+
+
+def rl(run: str, reward: str, *more: str, steps: int = STEPS) -> list[str]:
+    sizes = "--data toy_arithmetic_en --prompts-per-step 4 --samples 8 --max-new-tokens 24 --device-batch-size 4"
+    often = f"--steps {steps} --save-every 4 --eval-every -1 --lr-multiplier 0.3"
+    words = ["rl", "--start", "tiny", "--run", run, "--reward", f"judges:{reward}", *sizes.split(), *often.split()]
+    return [*words, *COMMON, *more]
+
+
+def rows_of(home: Path, run: str) -> list[dict[str, float]]:
+    return [row for row in read_metrics(home / "runs" / run / "rl") if "reward" in row]
+
+
+@pytest.mark.slow
+def test_the_reward_rises_and_everything_is_recorded(home: Path) -> None:
+    finish(home, rl("rises", "vowels", steps=30))
+    rows = rows_of(home, "rises")
+    rewards = [row["reward"] for row in rows]
+    assert len(rows) == 30
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+    assert all(row["logprob_gap"] < 1e-5 for row in rows), "engine and trainer disagree"
+    assert all(0 <= row["informative"] <= 1 and row["entropy"] > 0 for row in rows)
+    lines = (home / "runs/rises/rl/transcripts/step_000000-0.jsonl").read_text(encoding="utf-8").splitlines()
+    said = [json.loads(line) for line in lines]
+    assert len(said) == 4 * 8
+    assert {"question", "answer", "reward", "tokens", "finish", "version"} <= set(said[0])
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_in_the_same_bytes(home: Path) -> None:
+    finish(home, rl("whole", "waited"))
+    chance, kills = random.Random(0), 0
+    while kills < 3:
+        process = start(home, rl("killed", "waited"))
+        assert process.stdout is not None
+        steps = chance.randint(1, 4)
+        for line in process.stdout:
+            steps -= " step " in line
+            if not steps:
+                break
+        process.kill()
+        process.wait()
+        kills += 1
+    finish(home, rl("killed", "waited"))
+    for file in ("model.safetensors", "optim-0-of-1.safetensors"):
+        whole, killed = (home / "runs" / run / "rl" / f"step_{STEPS:06d}" / file for run in ("whole", "killed"))
+        assert whole.read_bytes() == killed.read_bytes()
+    assert [row["reward"] for row in rows_of(home, "whole")] == [row["reward"] for row in rows_of(home, "killed")]
+
+
+@pytest.mark.slow
+def test_a_reward_that_raises_hangs_or_dies_stops_nothing(home: Path) -> None:
+    output = finish(home, rl("moody", "moody", "--reward-timeout", "3", steps=2))
+    rows = rows_of(home, "moody")
+    assert len(rows) == 2
+    assert sum(row["unjudged"] for row in rows) > 0
+    assert "judges:moody failed" in output
+
+
+def test_wrong_input_is_one_sentence(home: Path) -> None:
+    assert "judges:nothing" in finish(home, rl("x", "nothing"), status=2)
+    output = finish(home, [*rl("x", "vowels"), "--data", "smoltalk"], status=2)
+    assert "Traceback" not in output
