@@ -181,6 +181,7 @@ SAMPLE = {
     "fp8-recipe": "tensorwise",
     "dtype": "bfloat16",
     "max-seq-len": "512",
+    "num-samples": "4",
     "num-iterations": "5",
 }
 ONES = [(script, name) for script, flags in nanochat.FLAGS.items() for name in flags]
