@@ -14,9 +14,10 @@ FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-ba
     --disable-component-update --disable-sync --disable-dev-shm-usage""".split()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """The browser, started once."""
+    """The browser. Not for the whole session: while it runs, so does Playwright's event loop in this thread, and tests
+    elsewhere that call asyncio.run would fail."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
     found = [path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))]
     if not found:
