@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ascendchat.infer.request import MOST_TOPS, Sampling
 
+LEAST_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
 MASK = 0xFFFFFFFF  # hashes are 32 bits wide, kept in int64 so that no product overflows
 
 
@@ -182,7 +183,7 @@ def sample(
         assert barred is not None
         scores = scores.masked_fill(barred, float("-inf"))
     if mode.random:
-        greedy = settings.temperature <= 0
+        greedy = settings.temperature < LEAST_TEMPERATURE
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
         noise = -torch.log(-torch.log(uniform(settings.seed, position, logits.size(-1))))
         noisy = scaled + noise

@@ -262,6 +262,7 @@ class Pool:
                 ticket.worker = None
                 ticket.give(Failure("the worker that wrote this answer has died; please ask again"))
         if self.closing:
+            self.feed()  # close() need not wait any longer if these were the last
             return False
         if not self.started.done():
             text = f"worker {process.index} ended while it opened the model ({how}); its error stands above"

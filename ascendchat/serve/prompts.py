@@ -109,6 +109,8 @@ def sampling_of(
     for param, ids in {"logit_bias": [token for token, _ in bias], **named}.items():
         if ids and max(ids) >= vocab:
             raise Problem(400, f"{param}: token ids end at {vocab - 1}", param=param, code="invalid_value")
+    if len(dict(bias)) < len(bias):  # "5" and "05"
+        raise Problem(400, "logit_bias: a token is named twice", param="logit_bias", code="invalid_value")
     top_k = config.top_k if body.top_k is None else max(0, body.top_k)
     stops = body.stop_token_ids or []
     if not body.ignore_eos:

@@ -107,7 +107,7 @@ class Judge:
 
     def __init__(self, path: str = "", timeout: float = 15.0, say: Callable[[str], None] = print) -> None:
         self.path, self.timeout, self.say = path, timeout, say
-        self._said = False
+        self._said = self._works = False  # the first failure was said; some answer was judged
         self._free: list[Judging] = []
         if path:
             find_function(path)  # an error now, not in an hour
@@ -120,6 +120,7 @@ class Judge:
         rewards: list[float | None] = [None] * len(answers)
         left = deque((number, ATTEMPTS) for number in range(len(answers)))
         busy: dict[Any, tuple[Judging, int]] = {}
+        last = ""
         while left or busy:
             while left and len(busy) < WORKERS:
                 number, attempts = left.popleft()
@@ -136,10 +137,16 @@ class Judge:
                     continue  # it has only begun
                 del busy[connection]
                 rewards[judging.number] = reward
+                self._works |= reward is not None
                 if problem:
+                    last = problem
                     self._say_once(f"--reward {self.path} failed: {problem}")
                 if problem and attempts > 1:
                     left.append((judging.number, attempts - 1))
+        if answers and not self._works:  # a mistake in the function, which would be found in the morning
+            raise UserError(
+                f"--reward {self.path} has judged none of {len(answers)} answers: {last}; mend the function"
+            )
         return rewards
 
     def _begin(self, asked: Asked, number: int) -> Judging:

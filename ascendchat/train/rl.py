@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ from ascendchat.train.stage import Loss, Stage
 from ascendchat.train.start import only_weights, starting_point
 
 MOST_SLOTS = 256
+NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size"  # flags of mid and sft without a meaning here
 MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
 
 
@@ -306,6 +308,11 @@ def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
 
 def run(config: RlConfig) -> int:
     """The command."""
+    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
+        raise UserError(
+            f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
+            "and the run starts from weights alone"
+        )
     with training_context(config) as here:
         origin = starting_point(config, "rl", here.say)
         here.say(f"starting from {origin.folder}")
@@ -314,6 +321,8 @@ def run(config: RlConfig) -> int:
         data = absolute(config.data or default_questions(settings_of(origin).get("data") or ()))
         config = replace(config, tokenizer=str(tokens), data=data, attend=config.attend or "document")
         tokenizer = open_tokenizer(tokens, origin, shape)
+        if config.max_seq_len:
+            shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
         learner = build(config, shape, here)

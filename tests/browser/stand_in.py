@@ -45,6 +45,7 @@ class Answer:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     finish: str = "stop"
+    code: str = ""  # of the error
 
 
 class StandIn:
@@ -74,8 +75,8 @@ class StandIn:
     def say(self, *pieces: Piece, finish: str = "stop") -> None:
         self.answers.append(Answer(pieces, finish=finish))
 
-    def refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
-        self.answers.append(Answer(("not today",), status, headers or {}))
+    def refuse(self, status: int, headers: dict[str, str] | None = None, code: str = "") -> None:
+        self.answers.append(Answer(("not today",), status, headers or {}, code=code))
 
     def go(self) -> None:
         """Past one WAIT."""
@@ -137,7 +138,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         owner.asked.append(body)
         answer = owner.answers.pop(0) if owner.answers else Answer(("nothing was scripted",))
         if answer.status != 200:
-            self.reply_json(answer.status, {"error": {"message": answer.pieces[0]}}, answer.headers)
+            error = {"message": answer.pieces[0], "code": answer.code}
+            self.reply_json(answer.status, {"error": error}, answer.headers)
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

@@ -179,6 +179,20 @@ def test_a_busy_server_is_tried_again_and_a_broken_stream_keeps_its_text(chat: V
     assert [len(asked["messages"]) for asked in server.asked] == [1, 1, 1]
 
 
+def test_a_conversation_that_is_too_long_leads_to_a_new_one(chat: Visit, server: StandIn) -> None:
+    chat.expected = ("400",)
+    server.refuse(400, code="context_length_exceeded")
+    chat.send("A long story")
+    error = chat.page.get_by_role("alert").filter(has_text="longer than the model can read")
+    error.get_by_role("button", name="New chat").click()
+    assert chat.page.get_by_role("button", name="Try again").count() == 0
+    server.say("fine")
+    chat.send("Hi")
+    chat.page.locator(".assistant", has_text="fine").wait_for()
+    chat.finished()
+    assert server.asked[-1]["messages"] == [{"role": "user", "content": "Hi"}]
+
+
 def test_an_answer_that_a_reload_cut_off_can_be_asked_again(chat: Visit, server: StandIn) -> None:
     server.say(WAIT, "never seen")
     chat.send("Hi")

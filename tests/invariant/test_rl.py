@@ -142,3 +142,11 @@ def test_wrong_input_is_one_sentence(home: Path) -> None:
     assert "judges:nothing" in finish(home, rl("x", "nothing"), status=2)
     output = finish(home, [*rl("x", "vowels"), "--data", "smoltalk"], status=2)
     assert "Traceback" not in output
+    for flag in (["--warm-start"], ["--total-batch-size", "768"]):
+        assert f"{flag[0]} means nothing here" in finish(home, [*rl("x", "vowels"), *flag], status=2)
+
+
+def test_rows_can_be_shorter_than_those_of_the_model(home: Path) -> None:
+    finish(home, rl("short", "vowels", "--max-seq-len", "48", steps=1))
+    state = json.loads((home / "runs" / "short" / "rl" / "step_000001" / "state.json").read_text(encoding="utf-8"))
+    assert state["shape"]["seq_len"] == 48

@@ -36,6 +36,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
         ({"stop_token_ids": [99999]}, "stop_token_ids"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"audio": {"voice": "a"}}, "audio"),

@@ -183,6 +183,21 @@ def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(shared: Shar
     shared.run(test)
 
 
+def test_a_worker_that_dies_while_the_server_stops_is_not_waited_for(home: Path) -> None:
+    async def test() -> None:
+        async with real.pool(home) as pool:
+            ticket = pool.submit(real.request(4000), streams=True)
+            assert (await ticket.__anext__()).ids
+            closing = asyncio.ensure_future(pool.close(drain=100 * real.PATIENCE))
+            await real.until(lambda: pool.closing)
+            os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
+            with pytest.raises(Failure, match="has died"):
+                await real.whole(ticket)
+            await asyncio.wait_for(closing, 60)
+
+    real.run(test)
+
+
 def test_too_many_requests_are_turned_away_and_none_hang(shared: Shared) -> None:
     async def test(pool: Pool) -> None:
         tickets, refused = [], []

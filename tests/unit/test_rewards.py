@@ -54,6 +54,20 @@ def test_whatever_one_answer_does_the_others_are_judged(module: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_function_that_never_works_ends_the_run_and_one_that_did_does_not(module: str) -> None:
+    task = load("toy_arithmetic_en", "train")
+    judge = Judge(f"{module}:fate", say=lambda text: None)
+    try:
+        with pytest.raises(UserError, match="judged none of 3 answers: RuntimeError: as told"):
+            judge.rewards([(task, 0, "raise")] * 3)
+        assert judge.rewards([]) == []
+        assert judge.rewards([(task, 0, "a")]) == [1.0]
+        assert judge.rewards([(task, 0, "raise")] * 3) == [None] * 3
+    finally:
+        judge.close()
+
+
+@pytest.mark.slow
 def test_a_function_may_be_async_and_sees_its_row(module: str) -> None:
     task = load("toy_arithmetic_en", "train")
     judge = Judge(f"{module}:later")

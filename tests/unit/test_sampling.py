@@ -170,6 +170,14 @@ def test_temperature_zero_takes_the_likeliest_in_every_mode(mode: Mode) -> None:
     torch.testing.assert_close(logprob, logits.log_softmax(-1).max(-1).values)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-37, 1e-38, 1e-40, 1e-300])
+def test_a_temperature_of_nearly_zero_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0)) * 15
+    for mode in (Mode(random=True), Mode(random=True, filtered=True)):
+        settings = rows(8, temperature=temperature, top_k=5)
+        assert torch.equal(sample(logits, settings, torch.arange(8), mode)[0], logits.argmax(-1))
+
+
 def test_barred_tokens_are_never_drawn_and_the_others_keep_their_proportions() -> None:
     logits, count = torch.tensor([2.0, 1.5, 0.0, -1.0, 9.0]), 20_000
     barred = torch.tensor([False, True, False, False, True]).expand(count, 5)

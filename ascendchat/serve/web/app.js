@@ -265,6 +265,7 @@ const actions = {
     (by > 0 ? [...buttons].at(-1) : buttons[0])?.focus();
   },
   enterKey: () => showSettings(),
+  newChat: () => openConversation(tree.newConversation()),
 };
 
 // ---- the composer
@@ -343,7 +344,7 @@ function otherTab(id) {
 const closeDrawer = wireDrawer(find("drawer-button"), find("sidebar"), find("scrim"));
 wireMenu(find("menu-button"), find("menu"), choose);
 onOtherTab(otherTab);
-find("new").addEventListener("click", () => openConversation(tree.newConversation()));
+find("new").addEventListener("click", actions.newChat);
 find("jump").addEventListener("click", () => { state.following = true; follow(); composer.focus(); });
 find("open-settings").addEventListener("click", showSettings);
 find("export-all").addEventListener("click", exportAll);

@@ -38,9 +38,11 @@ async function ask(path, options = {}) {
     throw new ChatError("network", "");
   }
   if (response.ok) return response;
-  const message = await response.json().then((body) => String(body.error.message).slice(0, 1000), () => "");
+  const body = await response.json().catch(() => null);
+  const message = String(body?.error?.message ?? "").slice(0, 1000);
   const wait = Number.parseInt(response.headers.get("Retry-After") ?? "", 10);
-  const kind = response.status === 401 ? "key" : [429, 503].includes(response.status) ? "busy" : "server";
+  let kind = response.status === 401 ? "key" : [429, 503].includes(response.status) ? "busy" : "server";
+  if (body?.error?.code === "context_length_exceeded") kind = "long";
   throw new ChatError(kind, message || `HTTP ${response.status}`, Number.isFinite(wait) ? wait : null);
 }
 

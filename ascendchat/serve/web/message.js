@@ -71,10 +71,14 @@ export class MessageView {
   makeError({ kind, message, wait }) {
     const busy = wait === null ? "errorBusy" : "errorBusyWait";
     const names = { key: "errorKey", network: "errorNetwork", broken: "errorBroken", server: "errorServer" };
+    names.long = "errorLong";
     const sentence = say(make("p", { dir: "auto" }), names[kind] ?? busy, { message, seconds: wait ?? 0 });
-    const click = kind === "key" ? this.actions.enterKey : () => this.actions.retry(this.node);
+    const { enterKey, newChat, retry } = this.actions;
+    // What would only fail again has no "Try again".
+    const [text, click] = { key: ["enterKey", enterKey], long: ["newChat", newChat] }[kind] ??
+      ["retry", () => retry(this.node)];
     const button = make("button", { type: "button", class: "plain", on: { click } });
-    return make("div", { class: "error", role: "alert" }, sentence, say(button, kind === "key" ? "enterKey" : "retry"));
+    return make("div", { class: "error", role: "alert" }, sentence, say(button, text));
   }
 
   button(name, symbol, click, disabled = false) {

@@ -33,6 +33,7 @@ const WORDS = {
     errorBroken: "The server sent something that this page does not understand.",
     errorServer: "The server refused: {message}", errorBusy: "The server is busy.",
     errorBusyWait: "The server is busy; it asks to try again in {seconds} s.",
+    errorLong: "This conversation is longer than the model can read. Edit a message, or begin a new chat.",
     retry: "Try again", enterKey: "Enter key",
     full: "The storage of this browser is full or switched off: new messages last until you close this page. " +
       "Export or delete older conversations.",
@@ -72,6 +73,7 @@ const WORDS = {
     errorBroken: "服务器发来的内容无法理解。",
     errorServer: "服务器拒绝了请求：{message}", errorBusy: "服务器正忙。",
     errorBusyWait: "服务器正忙，请在 {seconds} 秒后重试。",
+    errorLong: "这段对话超出了模型能读的长度。请编辑消息，或开始新对话。",
     retry: "重试", enterKey: "输入密钥",
     full: "此浏览器的存储空间已满或已关闭：新消息只保留到你关闭此页面。请导出或删除旧对话。",
     base: "这是基础模型，还没有学会聊天：它会续写你的文字。",
