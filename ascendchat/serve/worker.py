@@ -128,6 +128,9 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))
     opened = open_model(here, config, config.stage)
     slots = config.slots or (16 if device.type == "cpu" else 64)
+    trained = opened.model.shape.seq_len
+    if index == 0 and (config.context or 0) > trained:
+        here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
     engine = opened.engine(slots, config.context, compiled=config.compile)
     if config.compile:
         engine.prepare(here.say)

@@ -30,6 +30,7 @@ from ascendchat.tasks.base import Task
 Asked = tuple[Task, int, str]  # task, row, reply
 WORKERS = 4
 ATTEMPTS = 2
+MOST_REWARD = 1e6  # beyond, float32 has no room for differences
 START_TIMEOUT = 120.0  # seconds until a process must have begun
 
 
@@ -64,8 +65,8 @@ def call(path: str, prompt: str, completion: str, row: dict[str, Any]) -> float:
     if inspect.isawaitable(value):
         value = asyncio.run(_wait(value))
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a reward must be a finite number, not {number}")
+    if not abs(number) < MOST_REWARD:
+        raise ValueError(f"a reward must be a number between -{MOST_REWARD:g} and {MOST_REWARD:g}, not {number}")
     return number
 
 
@@ -153,10 +154,11 @@ class Judge:
         task, index, reply = asked
         judging = self._free.pop() if self._free else Judging(self.path)
         judging.number, judging.deadline = number, time.monotonic() + START_TIMEOUT
-        if not judging.process.is_alive():  # died while it had nothing to do
+        try:
+            judging.connection.send((task.question(index), reply, row_of(task, index)))
+        except OSError:  # died while it had nothing to do
             judging.end()
             return self._begin(asked, number)
-        judging.connection.send((task.question(index), reply, row_of(task, index)))
         return judging
 
     def _result(self, judging: Judging, ready: bool) -> tuple[float | None, str]:

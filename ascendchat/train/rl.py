@@ -324,6 +324,8 @@ def run(config: RlConfig) -> int:
         if config.max_seq_len:
             shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
         room = prompt_room(shape.seq_len, config.max_new_tokens)
+        if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
+            config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
         learner = build(config, shape, here)
         answers = -(-config.prompts_per_step // here.world.size) * config.samples

@@ -122,7 +122,7 @@ def test_two_ranks_ask_and_learn_what_one_does(home: Path) -> None:
     finish(home, rl("one", "vowels", steps=3))
     finish(home, ["launch", "--devices", "2", *rl("two", "vowels", steps=3)])
     one, two = rows_of(home, "one"), rows_of(home, "two")
-    assert [row["reward"] for row in one][0] == pytest.approx(two[0]["reward"], abs=1e-6), "the same answers"
+    assert one[0]["reward"] == pytest.approx(two[0]["reward"], abs=1e-6), "the same answers"
     for mine, theirs in zip(one, two):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-3)
         assert mine["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=0.02)
