@@ -87,6 +87,11 @@ def alike(answers: Sequence[Completion]) -> list[Completion]:
     ]
 
 
+def bare(answers: Sequence[Completion]) -> list[Completion]:
+    """Answers of a server, whose cache may have held something."""
+    return [replace(one, cached_tokens=0) for one in answers]
+
+
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """A server may send several tokens as one piece."""
     runs = itertools.groupby(pieces, key=lambda piece: piece.kind)
@@ -110,7 +115,7 @@ ASKED = [
 def test_everything_that_can_be_asked_is_answered_with_the_same_tokens(remote: Remote) -> None:
     requests = [Request(prompt, sampling) for prompt in prompts(2) for sampling in ASKED]
     here, there = local(make.model(3)).generate(requests), remote.generate(requests)
-    assert there == alike(here)
+    assert bare(there) == alike(here)
     assert {one.finish_reason for one in here} == {"stop", "length"}
     assert len({tuple(one.ids) for one in here}) == len(here)
     assert max(len(request.prompt) + len(one.ids) for request, one in zip(requests, here)) == CONTEXT
@@ -122,7 +127,7 @@ def test_streams_bring_the_same(remote: Remote) -> None:
         streams = [generator.stream(request) for generator in (engine, remote)]
         here, there = (joined(list(stream)) for stream in streams)
         assert there == here
-        assert [streams[1].completion] == alike([streams[0].completion])
+        assert bare([streams[1].completion]) == alike([streams[0].completion])
 
 
 def test_calculations_are_the_same_tokens_and_known_as_such(scripted_server: str) -> None:
@@ -131,13 +136,13 @@ def test_calculations_are_the_same_tokens_and_known_as_such(scripted_server: str
     requests.append(Request([0, START], Sampling(temperature=0.0, max_tokens=9)))  # ends within the result
     with Remote.open(scripted_server, api_key=KEY, tokenizer=TEXT) as remote:
         here, there = engine.generate(requests), remote.generate(requests)
-        assert there == alike(here)
+        assert bare(there) == alike(here)
         assert (sum(here[0].forced), here[0].text) == (4, "你好!")
         assert sum(here[1].forced) == 0
         assert here[2].forced[-1]
         stream = remote.stream(requests[0])
         assert joined(list(stream)) == joined(list(engine.stream(requests[0])))
-        assert [stream.completion] == alike(here[:1])
+        assert bare([stream.completion]) == alike(here[:1])
 
 
 class Recorder:

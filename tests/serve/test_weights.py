@@ -32,7 +32,7 @@ from ascendchat.serve.weights import NAME
 pytestmark = pytest.mark.slow
 
 CONTEXT = 512
-KEY = "a key for the trainer"
+KEY = "a-key-for-the-trainer"
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_a_grammar_costs_less_than_a_tenth_of_a_step() -> None:
     for grammar in (None, Grammar("json_schema", json.dumps(schema))):
         engine = Engine(made, Sdpa(), tokenizer, device, device.bind(0), slots=16, context=256)
         for seed in range(16):
-            way = Sampling(max_tokens=90, seed=seed, grammar=grammar, stop_tokens=())
+            way = Sampling(max_tokens=200, seed=seed, grammar=grammar, stop_tokens=())
             engine.add(Request([tokenizer.bos, seed], way))
         engine.step()
         engines.append(engine)
