@@ -38,9 +38,10 @@ endif
 cannsim: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -C cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)
 
-# Everything: first what runs on any machine, then the NPU tests on the simulator (Linux only, like torch_npu).
+# Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
+# torch_npu).
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m '' --ignore tests/npu $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m '' --ignore tests/npu -n 2 --dist loadfile $(TEST_FLAGS)
 	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev

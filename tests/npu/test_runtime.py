@@ -142,10 +142,10 @@ def test_tasks_run_after_their_launch(on_npu):
         done.record()
         assert not done.query()
         done.synchronize()
-        assert done.query() and time.monotonic() - start >= 0.2
+        assert done.query() and time.monotonic() - start >= 4 * 0.5
         assert cannsim.pending() == 0
         """,
-        CANNSIM_DELAY_US=50000,
+        CANNSIM_DELAY_US=500000,
     )
 
 
