@@ -142,6 +142,16 @@ class Batch:
     lengths: NDArray[np.int32]  # tokens of each segment, row after row; they sum to n * T: packed attention uses them
 
 
+def locate(shares: Sequence[Fraction], number: int) -> tuple[int, int]:
+    """Row `number` of a mixture -> (which source, which of its rows)."""
+    for which, share in enumerate(shares):
+        taken = number * share.numerator // share.denominator
+        if (number + 1) * share.numerator // share.denominator > taken:
+            return which, taken
+        number -= taken
+    raise AssertionError("the last source takes every row that is left")
+
+
 class Batches:
     """Global batches of a weighted mixture: row g of the run belongs to one source, chosen evenly by weight."""
 
@@ -169,12 +179,7 @@ class Batches:
 
     def locate(self, number: int) -> tuple[int, int]:
         """Row `number` of the run -> (which source, which of its rows)."""
-        for which, share in enumerate(self._shares):
-            taken = number * share.numerator // share.denominator
-            if (number + 1) * share.numerator // share.denominator > taken:
-                return which, taken
-            number -= taken
-        raise AssertionError("the last source takes every row that is left")
+        return locate(self._shares, number)
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """Rows [start, stop) of the global batch of a step."""

@@ -36,11 +36,6 @@ def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True, correction=0) + SMALLEST_STD)
 
 
-def informative(rewards: Tensor) -> Tensor:
-    """(groups,) bool: the answers of a group differ in reward, so there is something to learn from them."""
-    return rewards.amax(dim=1) > rewards.amin(dim=1)
-
-
 def token_weights(lengths: Tensor, mean: Mean, longest: int) -> Tensor:
     """(sequences,) the weight of each token of a sequence in the loss of a step, so that all of them together make the
     mean: over tokens, over sequences of their means, or over sequences of their sums by a constant length."""
@@ -68,7 +63,6 @@ class Method:
     scale: Scale = "none"
     mean: Mean = "token"
     form: Literal["clip", "stop", "plain"] = "clip"  # clipped ratio, stopped and clipped ratio (CISPO), no ratio
-    whole_sequence: bool = False  # one ratio per sequence, the geometric mean of its tokens' (GSPO)
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 3.0  # bound on the loss where the advantage is negative; 0: none
@@ -102,12 +96,6 @@ class Method:
             gain = torch.where(advantage < 0, torch.maximum(gain, self.dual_clip * advantage), gain)
         return gain
 
-    def clipped(self, logprob: Tensor, advantage: Tensor, proximal: Tensor) -> Tensor:
-        """Which tokens have no gradient because their ratio has left the bounds."""
-        ratio = (logprob - proximal).exp()
-        above, below = ratio > 1.0 + self.clip_high, ratio < 1.0 - self.clip_low
-        return (above & (advantage > 0)) | (below & (advantage < 0)) if self.form == "clip" else above
-
 
 PRESETS: dict[str, Method] = {
     "default": Method(),
@@ -117,7 +105,6 @@ PRESETS: dict[str, Method] = {
     "gspo": Method(
         scale="group",
         mean="sequence",
-        whole_sequence=True,
         clip_low=3e-4,
         clip_high=4e-4,
         dual_clip=0.0,
@@ -127,13 +114,6 @@ PRESETS: dict[str, Method] = {
     "cispo": Method(form="stop", clip_high=4.0, correction="truncate", correction_high=2.0),
     "reinforce": Method(form="plain", correction="none"),
 }
-
-
-def whole_sequence_proximal(now: Tensor, proximal: Tensor) -> Tensor:
-    """GSPO for the tokens (N,) of one sequence: what to put for `proximal`, so that every token's ratio is the
-    geometric mean of all of them, and the gradient is that of this mean times the number of tokens. `now` are the
-    log-probabilities of the weights that are about to be trained."""
-    return now - (now - proximal).mean()
 
 
 def length_penalty(tokens: int, most: int, share: float) -> float:

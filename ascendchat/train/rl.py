@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.dist.context import Context
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.inputs import to_device
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
 from ascendchat.nn import IGNORE
@@ -41,7 +44,7 @@ from ascendchat.tasks import Task, load
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, advantages, length_penalty, token_weights
 from ascendchat.train.rollout import SPARE, Group, Questions, Rollout, TokenRows, pack
-from ascendchat.train.rows import Learner, build, curve, optimizer_for, share_out
+from ascendchat.train.rows import Learner, build, curve, learning_rates, optimizer_for, share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.stage import Loss, Stage
 from ascendchat.train.start import only_weights, starting_point
@@ -89,14 +92,7 @@ class RlStage(Stage):
         shape = learner.model.shape
         self.flops_per_token = float(shape.train_flops_per_token)
         self.tokens_per_step = config.prompts_per_step * config.samples  # corrected by every step
-        asked = {
-            "matrix": config.matrix_lr,
-            "embedding": config.embedding_lr,
-            "unembedding": config.unembedding_lr,
-            "scalar": config.scalar_lr,
-        }
-        rates = schedule.rates(shape.dim, split.total, **asked)
-        self.learning_rates = {name: rate * config.lr_multiplier for name, rate in rates.items()}
+        self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
         self._objective = self.method.objective()
         self._known: dict[str, float] = {}
@@ -119,7 +115,7 @@ class RlStage(Stage):
         total = total.float().to(self.learner.place)
         dist.all_reduce(total, "sum")
         tokens, answers = total.tolist()
-        self._note(step, groups, kept, tokens)
+        self._note(groups, kept)
         weights = self.weights_of(lengths, tokens, answers)
         rows = pack(kept, weights, self.model.shape.seq_len, self.pad)
         return map(self.upload, rows.cut(self.split.rows, self.pad))
@@ -149,13 +145,10 @@ class RlStage(Stage):
         return (weights * share).tolist()  # type: ignore[no-any-return]
 
     def upload(self, rows: TokenRows) -> PolicyBatch:
-        device, place = self.learner.device, self.learner.place
-
-        def put(array: NDArray[Any]) -> Tensor:
-            tensor = torch.from_numpy(array)
-            return (tensor.pin_memory() if device.pin else tensor).to(place, non_blocking=device.pin)
-
-        inputs, targets, advantage, behaviour, weight = map(put, rows.columns)
+        put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
+        inputs, targets = put(rows.inputs), put(rows.targets)
+        numbers = (put(column, dtype=torch.float32) for column in (rows.advantage, rows.behaviour, rows.weight))
+        advantage, behaviour, weight = numbers
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths)
 
     def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
@@ -188,7 +181,7 @@ class RlStage(Stage):
 
     # ---- what is known of it -------------------------------------------------------------------
 
-    def _note(self, step: int, groups: Sequence[Group], kept: Sequence[Group], tokens: float) -> None:
+    def _note(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
         """What a step has seen, over all ranks."""
         answers = [answer for group in groups for answer in group.answers]
         own = torch.tensor(
@@ -330,18 +323,11 @@ def run(config: RlConfig) -> int:
         learner = build(config, shape, here)
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
         engine = engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
-        method, most = PRESETS[config.preset], config.max_new_tokens
-
-        def shaped(reward: float, answer: Completion) -> float:
-            return reward + length_penalty(len(answer.ids), most, method.soft_length)
-
-        sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
-        judge = Judge(config.reward, config.reward_timeout, say=here.say)
-        rollout = Rollout(questions, engine, judge, sampling, config.samples, config.seed, shaped)
+        rollout = rollout_of(config, questions, engine, here)
         steps = config.num_iterations or max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
-        exam = [load(parse_entry(entry).name, "val" if "toy" in entry else "test", config.source) for entry in data]
+        exam = [examination(parse_entry(entry).name, config.source) for entry in data]
         stage = RlStage(learner, split, steps, engine, rollout, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
         if not saved:
@@ -350,8 +336,28 @@ def run(config: RlConfig) -> int:
         def add_files(run: Path) -> None:
             tokenizer.save(run / "tokenizer")
 
-        facts = {"method": asdict(method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
+        facts = {"method": asdict(stage.method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
+
+
+def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Context) -> Rollout:
+    """How answers are asked for and judged."""
+    most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
+
+    def shaped(reward: float, answer: Completion) -> float:
+        return reward + length_penalty(len(answer.ids), most, share)
+
+    sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
+    judge = Judge(config.reward, config.reward_timeout, say=here.say)
+    return Rollout(questions, engine, judge, sampling, config.samples, config.seed, shaped)
+
+
+def examination(name: str, source: str) -> Task:
+    """The questions to be examined with: those kept for validation, else those of the test."""
+    try:
+        return load(name, "val", source)
+    except UserError:  # it has no such split
+        return load(name, "test", source)
 
 
 def batch_rows(answers: int) -> int:

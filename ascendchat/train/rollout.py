@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
 from ascendchat.data.chat import render_prompt
-from ascendchat.data.mixture import parse_mixture, shares
+from ascendchat.data.mixture import locate, parse_mixture, shares
 from ascendchat.data.pack import best_fit
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.generator import Generator
@@ -87,19 +87,11 @@ class Questions:
 
     def ask(self, number: int) -> Question:
         """Question `number` of the run."""
-        which, row = self._locate(number)
+        which, row = locate(self._shares, number)
         epoch, place = divmod(row, len(self.tasks[which]))
         index = int(self._order(which, epoch)[place])
         prompt = render_prompt(self.tokenizer, self.tasks[which].prompt(index), self.room)
         return Question(number, self.tasks[which], index, prompt)
-
-    def _locate(self, number: int) -> tuple[int, int]:
-        for which, share in enumerate(self._shares):
-            taken = number * share.numerator // share.denominator
-            if (number + 1) * share.numerator // share.denominator > taken:
-                return which, taken
-            number -= taken
-        raise AssertionError("the last entry takes every question that is left")
 
 
 def answer_seed(seed: int, number: int, sample: int) -> int:

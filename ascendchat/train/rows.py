@@ -69,6 +69,18 @@ def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
     return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
 
 
+def learning_rates(config: TrainConfig, shape: Shape, total: int) -> dict[str, float]:
+    """Of each group of parameters, for steps of `total` tokens."""
+    asked = {
+        "matrix": config.matrix_lr,
+        "embedding": config.embedding_lr,
+        "unembedding": config.unembedding_lr,
+        "scalar": config.scalar_lr,
+    }
+    rates = schedule.rates(shape.dim, total, **asked)
+    return {name: rate * config.lr_multiplier for name, rate in rates.items()}
+
+
 class Learner:
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
@@ -199,14 +211,7 @@ class RowStage(Stage):
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
         self.decay = 0.0  # of the matrices, at step 0
         self.ahead: Tensor | None = None  # weight of the token after next
-        asked = {
-            "matrix": config.matrix_lr,
-            "embedding": config.embedding_lr,
-            "unembedding": config.unembedding_lr,
-            "scalar": config.scalar_lr,
-        }
-        rates = schedule.rates(shape.dim, split.total, **asked)
-        rates = {name: rate * config.lr_multiplier for name, rate in rates.items()}
+        rates = learning_rates(config, shape, split.total)
         self.facts = {  # for the run's record
             "attention": learner.kernel.name,
             "split": vars(split),
