@@ -1,14 +1,16 @@
 """The two passes of generation on the device: `prefill` reads new prompts, `step` extends every running row by a token.
 
 All state of the running rows (last tokens, lengths, settings, cache) lives on the device, in slots. A step is one
-function of that state, from embedding to the sampled token, without a word to the host: so it is compiled where that is
-wanted and recorded as one graph per (rows, keys, mode) where the chip can replay. engine.py decides who runs.
+function of that state, from embedding to the sampled token, without a word to the host: so it is recorded as one graph
+per (rows, keys, mode) where the chip can replay. Where that is wanted its two halves are compiled: the model per (rows,
+keys), and the plain choice of a token per rows. engine.py decides who runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,11 +39,15 @@ def power(value: int, least: int, most: int) -> int:
 
 
 StepKey = tuple[int, int, Mode]  # rows, keys that each may see, what sampling needs
+PLAIN = Mode(), Mode(random=True)  # sorting and counting are kernels of their own, which a compiler does not better
 
 
-def covers(key: StepKey, rows: int, longest: int, mode: Mode) -> bool:
-    """Whether a step that was made for `key` can do this one."""
-    return key[0] >= rows and key[1] >= longest and key[2] == mode
+class Logits(NamedTuple):
+    """What a pass over the rows of a step has found."""
+
+    logits: Tensor  # (B, V) float32
+    token: Tensor  # (B,) that was read
+    position: Tensor  # (B,) of it
 
 
 class Decoder:
@@ -84,7 +90,9 @@ class Decoder:
         self.bias: Tensor | None = None
         self.counts: Tensor | None = None
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
-        self._prepared: list[StepKey] = []  # the cheapest first; see prepare
+        self._prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
+        self._models: dict[tuple[int, int], Callable[[], Logits]] = {}  # compiled, by rows and keys
+        self._choices: dict[tuple[int, Mode], Callable[[Logits], Tensor]] = {}
 
     # ---- new prompts ---------------------------------------------------------------------------
 
@@ -122,7 +130,7 @@ class Decoder:
             self._remember(slot, prompts)
         if mode.biased or self.bias is not None:  # what the slot's last request had must not stay
             self._weigh(slot, requests)
-        chosen, report = self._choose(hidden[rows, counts - 1], slot, lengths - 1, mode)
+        chosen, report = self._choose(self.logits(hidden[rows, counts - 1]), slot, lengths - 1, mode)
         over = self.put([end == length for end, length in zip(ends, whole)], dtype=torch.bool)
         self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, counts - 1], chosen, lengths * over
         self.target[slot] = slot.masked_fill(~over, self.cache.dump)
@@ -215,41 +223,71 @@ class Decoder:
         """
         count = power(rows, 1, self.slots) if self.graphs or self.compiled else rows
         span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
-        key = next((key for key in self._prepared if covers(key, rows, longest, mode)), (count, span, mode))
+        fits = ((most, reach) for most, reach in self._prepared if most >= rows and reach >= longest)
+        count, span = next(fits, (count, span))
+        key = count, span, mode
         if key not in self._steps:
-            self._steps[key] = self._record(*key, compiled=self.compiled and not self._prepared)
+            self._steps[key] = self._record(*key)
         result: Tensor = self._steps[key]()
         return result
 
     @torch.no_grad()
-    def prepare(self, counts: Sequence[int], modes: Sequence[Mode], say: Callable[[str], None]) -> None:
-        """Compile the steps for these numbers of rows, all lengths and these modes now, which takes minutes. No other
-        step is compiled from then on, so that no request ever waits for the compiler."""
+    def prepare(self, counts: Sequence[int], say: Callable[[str], None]) -> None:
+        """Compile for these numbers of rows and all lengths now, which takes minutes. No step has another size from
+        then on, so that no request ever waits for the compiler."""
         spans = sorted({power(least, LEAST_SPAN, self.context) for least in (2 * LEAST_SPAN, 1024, self.context)})
-        keys = sorted((count, span, mode) for count in counts for span in spans for mode in modes)
-        for number, key in enumerate(keys):
-            say(f"compiling {number + 1} of {len(keys)}: {key[0]} row(s), {key[1]} keys")
-            self._steps[key] = self._record(*key, compiled=self.compiled)
-            self._steps[key]()
-        self._prepared = keys
+        sizes = sorted((count, span) for count in counts for span in spans)
+        for number, (count, span) in enumerate(sizes):
+            say(f"compiling {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
+            for mode in PLAIN:
+                self._steps[count, span, mode] = step = self._record(count, span, mode)
+                self.advance.zero_()
+                step()
+                self.advance.fill_(1)
+        self._prepared = sizes
 
-    def _record(self, count: int, span: int, mode: Mode, compiled: bool) -> Callable[[], Tensor]:
+    def _record(self, count: int, span: int, mode: Mode) -> Callable[[], Tensor]:
+        read, choose = self._model(count, span), self._choice(count, mode)
+
         def run() -> Tensor:
-            return self._extend(count, span, mode)
+            return choose(read())
 
-        if compiled:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_RECOMPILES)
-        # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
-        tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
-        made = self.device.compile(run, dynamic=False, fullgraph=True, **tuned) if compiled else run
         if not self.graphs:
-            return made
+            return run
         self.advance.zero_()  # recording runs the step several times, and rows are under way
-        graph = self.device.graph(made)
+        graph = self.device.graph(run)
         self.advance.fill_(1)
         return graph
 
-    def _extend(self, count: int, span: int, mode: Mode) -> Tensor:
+    def _model(self, count: int, span: int) -> Callable[[], Logits]:
+        """The first half of a step, compiled once for all modes where that is wanted."""
+
+        def read() -> Logits:
+            return self._read(count, span)
+
+        if not self.compiled:
+            return read
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_RECOMPILES)
+        # A product with one row is a sum over the weights: tuned as such, it fuses with what stands around it.
+        tuned = {"options": {"coordinate_descent_tuning": True}} if count == 1 else {}
+        if (count, span) not in self._models:
+            self._models[count, span] = self.device.compile(read, dynamic=False, fullgraph=True, **tuned)
+        return self._models[count, span]
+
+    def _choice(self, count: int, mode: Mode) -> Callable[[Logits], Tensor]:
+        """The second half."""
+
+        def choose(known: Logits) -> Tensor:
+            return self._extend(count, mode, known)
+
+        if not self.compiled or mode not in PLAIN:
+            return choose
+        if (count, mode) not in self._choices:
+            self._choices[count, mode] = self.device.compile(choose, dynamic=False, fullgraph=True)
+        return self._choices[count, mode]
+
+    def _read(self, count: int, span: int) -> Logits:
+        """Read the newest token of rows 0 to count - 1."""
         model, rows = self.model, self.target[:count]
         override, length = self.override[:count], self.length[:count]
         token = torch.where(override >= 0, override, self.token[:count])
@@ -272,23 +310,28 @@ class Decoder:
         cos, sin = self.rope
         rope = cos[position][:, None], sin[position][:, None]  # (B, 1, 1, D)
         hidden = model.layers(model.embedding(token[:, None], before), token[:, None], attend, rope, shift)
+        return Logits(self.logits(hidden[:, 0]), token, position)
+
+    def _extend(self, count: int, mode: Mode, known: Logits) -> Tensor:
+        """Choose the next token of these rows, and note it."""
+        logits, token, position = known
+        override = self.override[:count]
         if mode.penalised and self.seen is not None:
             self.seen[:count].scatter_(1, token[:, None], True)
         if mode.biased and self.counts is not None:
             own = (override < 0) * self.advance  # not what a tool put there, and nothing while a graph is recorded
             self.counts[:count].scatter_add_(1, token[:, None], own[:, None].float())
-        chosen, report = self._choose(hidden[:, 0], slice(count), position, mode)
+        chosen, report = self._choose(logits, slice(count), position, mode)
         moves = self.advance > 0
         self.previous[:count] = torch.where(moves, token, self.previous[:count])
         self.token[:count] = torch.where(moves, chosen, self.token[:count])
         self.override[:count] = override.masked_fill(moves, -1)
-        self.length[:count] = length + self.advance
+        self.length[:count] += self.advance
         return report
 
-    def _choose(self, hidden: Tensor, which: Tensor | slice, position: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
-        """The next token (B,) of the rows `which`, whose last hidden states are (B, C), and what the host gets of it:
-        (2, B) float32, ids and log probabilities; with mode.tops below them the MOST_TOPS likeliest ids and theirs."""
-        logits = self.logits(hidden)
+    def _choose(self, logits: Tensor, which: Tensor | slice, position: Tensor, mode: Mode) -> tuple[Tensor, Tensor]:
+        """The next token (B,) of the rows `which`, whose logits are (B, V), and what the host gets of it: (2, B)
+        float32, ids and log probabilities; with mode.tops below them the MOST_TOPS likeliest ids and theirs."""
         seen, barred, bias, counts = (
             table[which] if needed and table is not None else None
             for table, needed in (

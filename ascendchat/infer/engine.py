@@ -160,9 +160,8 @@ class Engine:
         self.version = version
 
     def prepare(self, say: Callable[[str], None] = print) -> None:
-        """Compile what most requests need, before any comes: one row and all slots; a temperature, top-k or none."""
-        modes = [Mode(random=True), Mode(random=True, filtered=True)]
-        self.decoder.prepare(sorted({1, len(self.running)}), modes, say)
+        """Compile for one row and for all slots, before any request comes."""
+        self.decoder.prepare(sorted({1, len(self.running)}), say)
 
     # ---- step by step --------------------------------------------------------------------------
 

@@ -206,9 +206,9 @@ def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
     for _ in range(6):
         decoder.advance.zero_()
         with torch.no_grad():
-            tries = [decoder._extend(2, CONTEXT, mode) for _ in range(3)]
+            tries = [decoder._extend(2, mode, decoder._read(2, CONTEXT)) for _ in range(3)]
             decoder.advance.fill_(1)
-            found = decoder._extend(2, CONTEXT, mode)
+            found = decoder._extend(2, mode, decoder._read(2, CONTEXT))
         assert all(torch.equal(found, other) for other in tries)
         for row, token in zip(rows, found[0].tolist()):
             row.append(int(token))

@@ -120,11 +120,11 @@ def test_a_step_that_does_not_advance_counts_nothing(device: Device) -> None:
     decoder.advance.zero_()
     with torch.no_grad():
         for _ in range(3):
-            decoder._extend(2, CONTEXT, mode)
+            decoder._extend(2, mode, decoder._read(2, CONTEXT))
         assert decoder.counts is not None
         assert decoder.counts.sum() == 0
         decoder.advance.fill_(1)
-        decoder._extend(2, CONTEXT, mode)
+        decoder._extend(2, mode, decoder._read(2, CONTEXT))
     assert decoder.counts.sum(dim=1).tolist() == [1, 1]
 
 
