@@ -94,7 +94,7 @@ class Engine:
         self.paused: PauseMode | None = None
         self._pending: deque[PendingPass] = deque()
         self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.pin]
-        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse)
+        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse, self._written_in)
         self.reading = Reading(self.prefixes)
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
 
@@ -211,19 +211,19 @@ class Engine:
         if not self.waiting:
             return
         free = self._free()
+        top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
         while self.waiting and free:
             job = self.waiting.popleft()
-            top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
             self.reading.enter(job, free, top)
             free.remove(job.slot)
-            self.running[job.slot] = job
+            self.running[job.slot], top = job, max(top, job.slot)
 
     def _free(self) -> list[int]:
-        """The free slots; what the others have written by now is noted."""
-        for job in self.running:
-            if job is not None and job.launched:
-                self.prefixes.wrote(job.slot, self._written(job))
         return [slot for slot, job in enumerate(self.running) if job is None]
+
+    def _written_in(self, slot: int) -> int | None:
+        job = self.running[slot]
+        return None if job is None or not job.launched else self._written(job)
 
     def _written(self, job: Job) -> int:
         """Positions that a row has written at most: the token of the newest pass is not in the cache yet. A row that

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.grammar import Matcher
-from ascendchat.infer.prefix import as_tokens
+from ascendchat.infer.prefix import as_tokens, head_of
 from ascendchat.infer.reading import UNDECIDED
 from ascendchat.infer.request import Completion, Piece, Request
 from ascendchat.infer.sampling import mode_of
@@ -46,6 +46,7 @@ class Job:
         self.plain = not asked and matcher is None  # all others need no look
         self.slot = -1
         self.tokens = as_tokens(request.prompt)
+        self.head = head_of(self.tokens)
         self.cached = UNDECIDED  # tokens of the prompt that are in its slot
         self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
         self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in

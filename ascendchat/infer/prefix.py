@@ -24,8 +24,9 @@ many, which writes position b behind the b tokens that are kept: so their end ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,9 @@ def borders(start: int, end: int) -> range:
     return range((start // BLOCK + 1) * BLOCK, end + 1, BLOCK)
 
 
-def alike(a: Tokens, b: Tokens) -> bool:
-    """Whether two rows begin with the same tokens, as many as are worth it: most pairs are told apart here, fast."""
-    return len(a) >= LEAST_REUSE and a[:LEAST_REUSE].tobytes() == b[:LEAST_REUSE].tobytes()
+def head_of(tokens: Tokens) -> bytes:
+    """The first tokens, as many as are worth it, b"" where there are fewer: most rows are told apart by it, fast."""
+    return tokens[:LEAST_REUSE].tobytes() if len(tokens) >= LEAST_REUSE else b""
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -89,11 +90,19 @@ class Held:
     turn: int = 0  # position whose token before is at TURN; 0: none
     used: int = 0  # when: a count, not a time
 
+    @cached_property
+    def head(self) -> bytes:
+        return head_of(self.tokens)
+
     def read(self, prompt: Tokens, start: int, end: int) -> Held:
         """After prefill read these positions of a prompt, the tokens before which are here."""
         marks = frozenset(mark for mark in self.marks if mark <= start) | frozenset(borders(start, end))
         written = max(self.written, end) if start else end
         return replace(self, tokens=prompt[:end], written=written, newest=end, marks=marks, turn=end - 1)
+
+    def extended(self, written: int) -> Held:
+        """After a running request has written so many positions."""
+        return replace(self, written=max(self.written, written), newest=written)
 
     def first(self, length: int) -> Held:
         """Only the first tokens, behind which the slot will go on; the rings are as they are."""
@@ -102,7 +111,7 @@ class Held:
 
     def usable(self, prompt: Tokens, ring: int) -> tuple[int, int]:
         """How many tokens of the prompt need not be read again, and their place in `raw`; all but the last at most."""
-        if not alike(self.tokens, prompt):
+        if not self.head or self.head != head_of(prompt):
             return 0, 0
         most = min(len(self.tokens), len(prompt) - 1)
         different = np.flatnonzero(self.tokens[:most] != prompt[:most])
@@ -124,18 +133,27 @@ NOTHING = Held(as_tokens([]), 0, 0)
 
 
 class Prefixes:
-    """The contents of all slots. `windows`: tokens that each layer sees. `enabled`: False finds nothing, ever."""
+    """The contents of all slots. `windows`: tokens that each layer sees. `enabled`: False finds nothing, ever.
+    `written`: positions that the running request of a slot has written by now, or None where none runs."""
 
-    def __init__(self, slots: int, windows: Sequence[int], enabled: bool = True) -> None:
+    def __init__(
+        self,
+        slots: int,
+        windows: Sequence[int],
+        enabled: bool = True,
+        written: Callable[[int], int | None] = lambda slot: None,
+    ) -> None:
         self.held: list[Held | None] = [None] * slots
-        self.ring, self.enabled = min(windows), enabled
+        self.ring, self.enabled, self.written = min(windows), enabled, written
         self._clock = 0
 
     def find(self, prompt: Tokens) -> Hit | None:
         """The slot that saves the most; of equals the one used last."""
         best: tuple[int, int, Hit] | None = None
+        head = head_of(prompt) if self.enabled else b""
         for slot, held in enumerate(self.held):
-            if held is not None and self.enabled:
+            if held is not None and head and held.head == head:
+                held = self._wrote(slot, held)
                 length, place = held.usable(prompt, self.ring)
                 if length and (best is None or (length, held.used) > best[:2]):
                     best = length, held.used, Hit(slot, length, place)
@@ -143,7 +161,7 @@ class Prefixes:
 
     def promised(self, slot: int, begun: int, coming: Tokens, prompt: Tokens) -> int:
         """Tokens of a prompt that a slot will have when the prompt `coming`, of which it has `begun`, is read."""
-        if not self.enabled or not alike(coming, prompt):
+        if not self.enabled:
             return 0
         held = self.held[slot] if begun else NOTHING
         return 0 if held is None else held.read(coming, begun, len(coming)).usable(prompt, self.ring)[0]
@@ -151,7 +169,8 @@ class Prefixes:
     def choose(self, hit: Hit | None, free: Sequence[int], top: int) -> int:
         """The free slot to run in. A step runs all slots up to the highest busy one (`top`): one that makes steps no
         longer; there, the one that has the prefix, else the one whose contents were used the longest time ago."""
-        cheap = [slot for slot in free if slot <= max(top, min(free))]
+        most = max(top, min(free))
+        cheap = [slot for slot in free if slot <= most]
         if hit is not None and hit.slot in cheap:
             return hit.slot
         return min(cheap, key=self._used)
@@ -191,19 +210,19 @@ class Prefixes:
             self._clock += 1
             self.held[slot] = replace(held.read(prompt, start, end), used=self._clock)
 
-    def wrote(self, slot: int, written: int) -> None:
-        """A running request has written so many positions."""
-        held = self.held[slot]
-        if held is not None:
-            self.held[slot] = replace(held, written=max(held.written, written), newest=written)
+    def _wrote(self, slot: int, held: Held) -> Held:
+        """What a slot has, after whatever its running request has written since."""
+        now = self.written(slot)
+        if now is not None:
+            self.held[slot] = held = held.extended(now)
+        return held
 
     def keep(self, slot: int, tokens: Sequence[int], written: int) -> None:
         """A request is over: these tokens of it are in the cache."""
         held = self.held[slot]
         if held is not None:
             self._clock += 1
-            self.wrote(slot, written)
-            self.held[slot] = replace(self.held[slot] or held, tokens=as_tokens(tokens), used=self._clock)
+            self.held[slot] = replace(held.extended(written), tokens=as_tokens(tokens), used=self._clock)
 
     def clear(self) -> None:
         """The weights have changed: nothing that was computed before may be used for a new request."""

@@ -26,6 +26,7 @@ class Entrant(Protocol):
 
     slot: int
     tokens: Tokens  # its prompt
+    head: bytes  # of the tokens, see prefix.head_of
     cached: int  # tokens of the prompt that are in its slot, or UNDECIDED
 
     def begin(self, cached: int) -> None:
@@ -65,7 +66,9 @@ class Reading:
 
     def _begin(self, job: Entrant, hit: Hit | None, before: Sequence[Entrant], free: Sequence[int]) -> None:
         length = 0 if hit is None else hit.length
-        for other in before:
+        for other in before if job.head else ():
+            if other.head != job.head:
+                continue
             begun = max(0, other.cached)
             worth = LEAST_REUSE if begun else BLOCK  # tokens that outweigh a pass more
             if self.prefixes.promised(other.slot, begun, other.tokens, job.tokens) >= length + worth:

@@ -53,7 +53,8 @@ from ascendchat.serve.messages import (
 )
 
 FEW = 8  # answers up to which every token is sent at once
-TOGETHER = 0.02  # seconds between two sendings when there are more
+TOGETHER = 0.02  # seconds between two sendings when there are more, up to MANY; beyond, longer in proportion:
+MANY = 64  # the front can write so many pieces 50 times a second and more
 SIGN_OF_LIFE = 1.0  # seconds of work after which the front hears something, even if there is nothing to say
 
 
@@ -303,7 +304,8 @@ class Worker:
         """What is new of every answer; with many of them not after every step."""
         over = [key for key, answer in self.answers.items() if answer.job.done]
         clock = time.monotonic()
-        if not now and not over and len(self.answers) > FEW and clock - self.sent_at < TOGETHER:
+        pause = TOGETHER * max(1.0, len(self.answers) / MANY) if len(self.answers) > FEW else 0.0
+        if not now and not over and clock - self.sent_at < pause:
             return
         parts = [part for key, answer in self.answers.items() if (part := news(key, answer))]
         for key in over:

@@ -17,6 +17,7 @@ from ascendchat.infer.prefix import (
     Hit,
     Prefixes,
     as_tokens,
+    head_of,
     mark_place,
     rounds,
 )
@@ -75,12 +76,17 @@ def test_reading_behind_an_answer_leaves_a_hole_in_the_marks() -> None:
 
 
 def test_old_weights_leave_nothing_and_rows_that_go_on_under_new_ones_are_not_matched() -> None:
-    prefixes = Prefixes(2, [1000])
+    running = {0: 105}
+    prefixes = Prefixes(2, [1000], written=running.get)
     prompt = as_tokens(range(100))
+    prefixes.read(0, prompt, 0, 100)
+    assert prefixes.find(as_tokens(range(120))) == Hit(0, 99, TURN), (
+        "its newest tokens are no longer those of the prompt"
+    )
+    running.clear()
     prefixes.read(0, prompt, 0, 100)
     assert prefixes.find(as_tokens(range(120))) == Hit(0, 100, 1)
     prefixes.clear()
-    prefixes.wrote(0, 105)
     prefixes.keep(0, [*range(105)], 105)  # a row that was kept running ends
     prefixes.read(1, prompt, 64, 100)  # the second half of a prompt whose first half is of the old weights
     assert prefixes.find(as_tokens(range(120))) is None
@@ -165,6 +171,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         self.tokens = as_tokens(self.prompt)
+        self.head = head_of(self.tokens)
 
     def begin(self, cached: int) -> None:
         self.cached = self.reused = cached
