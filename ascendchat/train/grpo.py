@@ -26,6 +26,7 @@ Mean = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "mask", "truncate"]
 
 SMALLEST_STD = 1e-6
+ROUNDING = 1e-4  # nats: a smaller gap says which rows were in the generator's batch, which a resumed run must not see
 
 
 def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
@@ -50,7 +51,7 @@ def correction(gap: Tensor, how: Correction, low: float, high: float) -> Tensor:
     [low, high] and 0 elsewhere ("mask"), the ratio but at most `high` ("truncate"), or 1."""
     if how == "none":
         return torch.ones_like(gap)
-    ratio = gap.exp()
+    ratio = torch.where(gap.abs() < ROUNDING, 0.0, gap).exp()
     if how == "truncate":
         return ratio.clamp(max=high)
     return ratio * ((ratio >= low) & (ratio <= high))
