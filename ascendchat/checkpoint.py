@@ -7,7 +7,8 @@
 
 A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank (and one
 extra-R-of-N.safetensors where a stage keeps more than that), state.json and manifest.json (sizes and sha256). It is
-written under another name and renamed when every rank's part is there, so a folder that bears its name is whole. `latest` names the newest one, `best` the one that validated best.
+written under another name and renamed when every rank's part is there, so a folder that bears its name is whole.
+`latest` names the newest one, `best` the one that validated best.
 """
 
 from __future__ import annotations

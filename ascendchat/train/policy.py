@@ -34,7 +34,7 @@ from ascendchat.plan.batch import Split
 from ascendchat.plan.schedule import Curve
 from ascendchat.tasks import Task
 from ascendchat.train.buffer import Part, dealt, from_tensors, to_tensors
-from ascendchat.train.grpo import PRESETS, advantages
+from ascendchat.train.grpo import PRESETS, advantages, mean_correction, token_weight
 from ascendchat.train.rhythm import Slot
 from ascendchat.train.rollout import Group, TokenRows, pack
 from ascendchat.train.rows import Learner, curve, learning_rates, optimizer_for
@@ -87,6 +87,7 @@ class RlStage(Stage):
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
         self._objective = self.method.objective()
+        self._most = config.prompts_per_step * config.samples, config.max_new_tokens  # answers of a batch, their length
         self._known: dict[str, float] = {}
         self._parts: dict[int, Part] = {}  # of the batch that is trained, those still to come
         self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet
@@ -146,22 +147,17 @@ class RlStage(Stage):
         return [group for group in groups if group.differ or not self.method.drop_equal]
 
     def weight_of(self, answer: Completion) -> float:
-        """Of each token of an answer, as if all answers of the batch were learnt from and were as long as allowed: how
-        much there is to take the mean of is only known at the end, see `correction`."""
-        length = learnt(answer) if self.method.mean == "sequence" else self.config.max_new_tokens
-        return 1.0 / (self.config.prompts_per_step * self.config.samples * max(1, length))
+        """Of each token of an answer; see `correction`."""
+        return token_weight(learnt(answer), self.method.mean, *self._most)
 
     def correction(self, step: int) -> float:
-        """What the weights above were too small by. All ranks are here, so it is also time to compare notes."""
+        """What the weights of the tokens are too small by. All ranks are here: it is also time to compare notes."""
         self._known = {} if self._seen is None else self._note(step, self._seen)
         self._seen = None
         total = torch.tensor([float(size) for size in self._size], device=self.learner.place)
         dist.all_reduce(total, "sum")
         tokens, answers = total.tolist()
-        most = float(self.config.prompts_per_step * self.config.samples)
-        if self.method.mean == "token":
-            return most * self.config.max_new_tokens / max(1.0, tokens)
-        return most / max(1.0, answers)
+        return mean_correction(self.method.mean, tokens, answers, *self._most)
 
     def after_step(self, step: int) -> None:
         """New weights for the generator, after the last update of a batch."""
