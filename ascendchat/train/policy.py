@@ -292,7 +292,7 @@ class RlStage(Stage):
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
         names = ["preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill", "reward"]
-        names += ["rhythm", "staleness", "updates"]
+        names += ["rhythm", "staleness"]
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -301,6 +301,7 @@ class RlStage(Stage):
             "seed": config.seed,
             "questions": self.rollout.questions.fingerprint,
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
+            "updates_per_batch": config.updates,
             **{name: getattr(config, name) for name in names},
         }
 
