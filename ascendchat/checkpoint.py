@@ -5,9 +5,10 @@
     found = newest(folder)                                    # verified; a damaged one is named and the one before used
     optimizer.load(found.reader(), found.step)                # or found.model() for the weights alone
 
-A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank, state.json and
-manifest.json (sizes and sha256). It is written under another name and renamed when every rank's part is there, so a
-folder that bears its name is whole. `latest` names the newest one, `best` the one that validated best.
+A checkpoint is the folder step_000123 with model.safetensors, one optim-R-of-N.safetensors per rank (and one
+extra-R-of-N.safetensors where a stage keeps more than that), state.json and manifest.json (sizes and sha256). It is
+written under another name and renamed when every rank's part is there, so a folder that bears its name is whole.
+`latest` names the newest one, `best` the one that validated best.
 """
 
 from __future__ import annotations
@@ -68,17 +69,24 @@ class Writer:
         dist.barrier()
 
     def save(
-        self, step: int, *, model: Mapping[str, Tensor], shards: Mapping[str, Tensor], state: Mapping[str, Any]
+        self,
+        step: int,
+        *,
+        model: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0."""
+        """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0;
+        `extra`: what else a stage wants to find again, of each rank."""
         self.wait()
         world = dist.world()
         weights = host_copy(model) if world.rank == 0 else {}
-        optimizer = host_copy(shards)
+        parts = {"optim": host_copy(shards), **({"extra": host_copy(extra)} if extra else {})}
         arguments = (
             step,
             weights,
-            optimizer,
+            parts,
             json.dumps({**state, "step": step}, indent=1),
             world.rank,
             world.size,
@@ -127,7 +135,7 @@ class Writer:
         self,
         step: int,
         model: dict[str, Tensor],
-        shards: dict[str, Tensor],
+        parts: dict[str, dict[str, Tensor]],
         state: str,
         rank: int,
         size: int,
@@ -135,12 +143,12 @@ class Writer:
         final = self.folder / f"step_{step:06d}"
         draft = self.folder / f".step_{step:06d}.writing"
         draft.mkdir(exist_ok=True)
-        part = draft / f"optim-{rank}-of-{size}.safetensors"
-        save_file(shards, part)
-        flush(part)
-        write_atomic(
-            draft / f"part-{rank}", json.dumps({part.name: {"bytes": part.stat().st_size, "sha256": sha256(part)}})
-        )
+        own = {}
+        for name, tensors in parts.items():
+            part = draft / f"{name}-{rank}-of-{size}.safetensors"
+            save_file(tensors, part)
+            own[part.name] = self._entry(part)
+        write_atomic(draft / f"part-{rank}", json.dumps(own))
         if rank:
             return
         save_file(model, draft / "model.safetensors")
@@ -237,6 +245,12 @@ class Checkpoint:
                     found.setdefault((shard.parameter, shard.kind), []).append((shard, path))
         return found
 
+    def extras(self) -> list[dict[str, Tensor]]:
+        """What the stage has kept besides, of each rank that had something, in their order."""
+        found = [re.fullmatch(r"extra-(\d+)-of-\d+\.safetensors", path.name) for path in self.folder.iterdir()]
+        names = sorted((int(match[1]), match[0]) for match in found if match)
+        return [read_file(self.folder / name) for _, name in names]
+
     def reader(self) -> Callable[[Shard], Tensor]:
         """A function that puts any shard of the optimizer's state together from whoever saved it."""
         index = self.index()
@@ -272,7 +286,7 @@ def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         for name, entry in manifest["files"].items():
-            if name.startswith("optim-") and not optimizer:
+            if name.startswith(("optim-", "extra-")) and not optimizer:
                 continue
             path = folder / name
             if not path.is_file():

@@ -48,3 +48,12 @@ class RlConfig(ChatTrainConfig):
     "steps between checkpoints; 0 and -1: only at the end"
     slots: int | None = option(None, least=1, most=1e5)
     "answers generated at the same time on each device; by default all of a step, at most 256"
+    rollouts: str = "local"
+    "where answers are generated: local (in this process), or the address of `ascendchat serve --weight-updates`"
+    rhythm: Literal["sync", "stream", "async"] = "sync"
+    """sync: all answers of a step, then training; stream: groups are trained as they finish; async: answers are also
+    generated while the weights change (--staleness)"""
+    staleness: int = option(2, least=0, most=1e6)
+    "with --rhythm async: versions of the weights by which an answer may be older than those it is trained with"
+    updates: int = option(1, least=1, most=1e6)
+    "optimizer steps that share the questions of --prompts-per-step; the weights that answer change after all of them"

@@ -61,6 +61,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if ours:
         body["calculator"] = sampling.tools
+        body["keep_stop"] = sampling.keep_stop
     return body
 
 
@@ -88,7 +89,8 @@ class Answer:
         reason, logprobs = choice.get("finish_reason"), choice.get("logprobs") or {}
         if reason:
             answer.finish_reason = reason if reason in ("stop", "length") else "cancelled"
-        if reason == "stop" and ids and ids[-1] in self._stops:  # other servers count it to the answer
+        keep = self.request.sampling.keep_stop
+        if reason == "stop" and ids and ids[-1] in self._stops and not keep:  # other servers count it to the answer
             ids.pop()
         first = not answer.ids
         answer.ids += ids

@@ -35,6 +35,8 @@ class Stream(Iterator[Piece], Protocol):
 class Generator(Protocol):
     """Whatever can continue prompts."""
 
+    elsewhere: bool  # in another process or on another machine: it answers while this one trains, to several threads
+
     @property
     def version(self) -> int:
         """Of the weights that answer the next request to begin. What wrote an answer is its Completion.version."""
@@ -49,9 +51,10 @@ class Generator(Protocol):
     def stream(self, request: Request) -> Stream:
         """One answer as it comes."""
 
-    def load(self, weights: Weights, version: int) -> None:
+    def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on. Answers under way are finished by the old ones first, so that each is
-        the work of one version; requests that still wait for a slot are answered by the new ones. Weights that do not
+        the work of one version, or, with `interrupt`, go on with the new ones at once: Completion.versions says which
+        wrote which token. Requests that still wait for a slot are answered by the new ones. Weights that do not
         fit the model are a ValueError, and nothing is changed."""
 
 

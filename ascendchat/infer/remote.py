@@ -55,6 +55,8 @@ class Again(Exception):
 class Remote:
     """A Generator in another process or on another machine. Several threads may use it."""
 
+    elsewhere = True
+
     def __init__(
         self,
         url: str,
@@ -115,14 +117,20 @@ class Remote:
         """One answer as it comes."""
         return RemoteStream(self, request, self._body(request))
 
-    def load(self, weights: Weights, version: int) -> None:
+    def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on; see Generator.load. Only our own server takes them like this."""
         if not self.ours:
             raise UserError(f"{self.url} is not a server of ascendchat: it takes no weights from here")
         with tempfile.TemporaryDirectory(prefix="ascendchat-") as folder:
             file = Path(folder) / "weights.safetensors"
             write_weights(file, weights)
-            self._wait(self._load(file, version))
+            if interrupt:
+                self._wait(self._again(lambda: self._ask("POST", "/pause?mode=keep")))
+            try:
+                self._wait(self._load(file, version))
+            finally:
+                if interrupt:
+                    self._wait(self._again(lambda: self._ask("POST", "/resume")))
         self.version = version
 
     # ---- in the event loop ---------------------------------------------------------------------

@@ -26,6 +26,7 @@ Mean = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "mask", "truncate"]
 
 SMALLEST_STD = 1e-6
+ROUNDING = 1e-4  # nats: a smaller gap says which rows were in the generator's batch, which a resumed run must not see
 
 
 def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
@@ -36,13 +37,16 @@ def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True, correction=0) + SMALLEST_STD)
 
 
-def token_weights(lengths: Tensor, mean: Mean, longest: int) -> Tensor:
-    """(sequences,) the weight of each token of a sequence in the loss of a step, so that all of them together make the
-    mean: over tokens, over sequences of their means, or over sequences of their sums by a constant length."""
-    if mean == "token":
-        return torch.full_like(lengths, 1.0, dtype=torch.float64) / lengths.sum().clamp(min=1)
-    each = lengths.clamp(min=1) if mean == "sequence" else torch.full_like(lengths, longest)
-    return 1.0 / (len(lengths) * each.double())
+def token_weight(tokens: int, mean: Mean, most: int, longest: int) -> float:
+    """The weight of each token of an answer of `tokens` in the loss of a step, as if all `most` answers were learnt from
+    and were `longest` tokens long: with `mean_correction` they make the mean over tokens, over answers of their means,
+    or over answers of their sums by a constant length. How much there is, is known when the last answer is there."""
+    return 1.0 / (most * max(1, tokens if mean == "sequence" else longest))
+
+
+def mean_correction(mean: Mean, tokens: float, answers: float, most: int, longest: int) -> float:
+    """What those weights are too small by where `answers` with `tokens` tokens are learnt from."""
+    return most * longest / max(1.0, tokens) if mean == "token" else most / max(1.0, answers)
 
 
 def correction(gap: Tensor, how: Correction, low: float, high: float) -> Tensor:
@@ -50,7 +54,7 @@ def correction(gap: Tensor, how: Correction, low: float, high: float) -> Tensor:
     [low, high] and 0 elsewhere ("mask"), the ratio but at most `high` ("truncate"), or 1."""
     if how == "none":
         return torch.ones_like(gap)
-    ratio = gap.exp()
+    ratio = torch.where(gap.abs() < ROUNDING, 0.0, gap).exp()
     if how == "truncate":
         return ratio.clamp(max=high)
     return ratio * ((ratio >= low) & (ratio <= high))

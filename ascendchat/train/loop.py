@@ -151,10 +151,13 @@ def train_step(stage: Stage, step: int, scale: LossScale) -> dict[str, Tensor]:
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     assert sums, "a step without micro-batches"
+    correction = stage.correction(step)
+    if correction != 1.0:
+        sums = {name: value * correction for name, value in sums.items()}
     if scale.overflowed(step, stage.optimizer.gradients()):
         stage.optimizer.zero_grad()
     else:
-        norm = stage.optimizer.step(**stage.rates(step), loss_scale=used)
+        norm = stage.optimizer.step(**stage.rates(step), loss_scale=used / correction)
         sums[GRADIENT] = norm.square() * dist.world().size  # reports are averaged over the ranks, squares add up
     stage.after_step(step)
     if scale.needed:
@@ -335,7 +338,7 @@ def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
     """Hand a checkpoint to the writer, which goes on in the background."""
     updates = stage.optimizer.steps_done  # not `step` after a warm start, or where fp16 overflowed
     state = {**stage.identity(), "updates": updates, "loss_scale": [scale.value, scale.good]}
-    writer.save(step, model=stage.weights(), shards=stage.optimizer.shards(), state=state)
+    writer.save(step, model=stage.weights(), shards=stage.optimizer.shards(), state=state, extra=stage.extra())
 
 
 def evaluate(

@@ -8,9 +8,8 @@ its question, and the likelier the better ones become (grpo.py).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,23 @@ from ascendchat.checkpoint import Checkpoint
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
-from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.inputs import to_device
 from ascendchat.infer.request import Completion
 from ascendchat.nn import IGNORE
-from ascendchat.nn.loss import head_objective
+from ascendchat.nn.loss import head_objective, token_nats
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split
 from ascendchat.plan.schedule import Curve
 from ascendchat.tasks import Task
-from ascendchat.train.grpo import PRESETS, advantages, token_weights
-from ascendchat.train.rollout import SPARE, Group, Rollout, TokenRows, pack
+from ascendchat.train.buffer import Part, dealt, from_tensors, to_tensors
+from ascendchat.train.grpo import PRESETS, advantages, mean_correction, token_weight
+from ascendchat.train.rhythm import Slot
+from ascendchat.train.rollout import Group, TokenRows, pack
 from ascendchat.train.rows import Learner, curve, learning_rates, optimizer_for
+from ascendchat.train.source import InTurn
 from ascendchat.train.stage import Loss, Stage
+from ascendchat.train.transcript import figures, learnt, write_transcript
 
 MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
 
@@ -52,6 +54,7 @@ class PolicyBatch:
     advantage: Tensor
     behaviour: Tensor
     weight: Tensor
+    proximal: Tensor
     lengths: NDArray[np.int32]
 
 
@@ -65,8 +68,8 @@ class RlStage(Stage):
         learner: Learner,
         split: Split,
         steps: int,
-        engine: Engine,
-        rollout: Rollout,
+        engine: Callable[[], Engine],
+        source: InTurn,
         exam: Sequence[Task],
         tokenizer: Tokenizer,
         config: RlConfig,
@@ -74,7 +77,7 @@ class RlStage(Stage):
         folder: Path,
     ) -> None:
         self.learner, self.split, self.steps = learner, split, steps
-        self.engine, self.rollout, self.exam = engine, rollout, exam
+        self.engine, self.source, self.rollout, self.exam = engine, source, source.rollout, exam
         self.tokenizer, self.config, self.origin, self.folder = tokenizer, config, origin, folder
         self.model, self.method = learner.model, PRESETS[config.preset]
         self.curve = curve(config, steps, Curve(warmup=0, warmdown=1.0, final=0.0))
@@ -84,68 +87,144 @@ class RlStage(Stage):
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
         self._objective = self.method.objective()
+        self._most = config.prompts_per_step * config.samples, config.max_new_tokens  # answers of a batch, their length
         self._known: dict[str, float] = {}
+        self._parts: dict[int, Part] = {}  # of the batch that is trained, those still to come
+        self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet
+        self._size = 0, 0  # tokens and answers that this rank learns from in a step
 
     # ---- a step --------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> Iterator[PolicyBatch]:
-        """Generate, judge, compare; then this rank's rows."""
-        self.model.eval()
-        self.engine.renew(step)
-        groups = self.answered(step)
-        self.model.train()
-        for group in groups:
-            rewards = torch.tensor([group.rewards], dtype=torch.float64)
-            group.advantages = advantages(rewards, self.method.scale)[0].tolist()
-        self.write_transcript(step, groups)
-        kept = [group for group in groups if group.differ] if self.method.drop_equal else groups
-        lengths = torch.tensor([learnt(answer) for group in kept for answer in group.answers], dtype=torch.float64)
-        total = torch.stack((lengths.sum(), torch.tensor(float(len(lengths)), dtype=torch.float64)))
-        total = total.float().to(self.learner.place)
+        """This rank's rows of a step, as soon as they are there."""
+        batch, part = divmod(step, self.config.updates)
+        if self.source.pushed < 0:
+            self.source.push(self.weights(), self.source.rhythm.version)
+        if self.config.updates == 1:
+            return self._as_they_come(batch)
+        if not self._parts:
+            self._prepare(batch)
+        return self._of_part(self._parts.pop(part))
+
+    def _as_they_come(self, batch: int) -> Iterator[PolicyBatch]:
+        """One update for the batch: each wave is trained while the others are still generated."""
+        slots: list[Slot] = []
+        micro_batches = tokens = answers = 0
+        for wave in self.waves(batch):
+            slots += wave
+            rows, kept = self.packed(wave)
+            if len(rows.inputs):
+                for batch_rows in rows.cut(self.split.rows, self.pad):
+                    micro_batches += 1
+                    yield self.upload(batch_rows)
+            tokens, answers = tokens + sum(map(learnt, kept)), answers + len(kept)
+        if not micro_batches:
+            yield self.upload(TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad))
+        self._seen, self._size = slots, (tokens, answers)
+
+    def waves(self, batch: int) -> Iterator[list[Slot]]:
+        """The slots of a batch in the order of training, with their advantages."""
+        waves = self.source.waves(batch)
+        while True:
+            self.model.eval()  # it may be the one that answers
+            wave = next(waves, None)
+            self.model.train()
+            if wave is None:
+                return
+            for group in groups_of(wave):
+                rewards = torch.tensor([group.rewards], dtype=torch.float64)
+                group.advantages = advantages(rewards, self.method.scale)[0].tolist()
+            yield wave
+
+    def packed(self, slots: Sequence[Slot]) -> tuple[TokenRows, list[Completion]]:
+        """The rows of what is learnt from, and its answers."""
+        kept = self.kept(groups_of(slots))
+        rows = pack(kept, self.weight_of, self.model.shape.seq_len, self.pad)
+        return rows, [answer for group in kept for answer in group.answers]
+
+    def kept(self, groups: Sequence[Group]) -> list[Group]:
+        """Those that are learnt from."""
+        return [group for group in groups if group.differ or not self.method.drop_equal]
+
+    def weight_of(self, answer: Completion) -> float:
+        """Of each token of an answer; see `correction`."""
+        return token_weight(learnt(answer), self.method.mean, *self._most)
+
+    def correction(self, step: int) -> float:
+        """What the weights of the tokens are too small by. All ranks are here: it is also time to compare notes."""
+        self._known = {} if self._seen is None else self._note(step, self._seen)
+        self._seen = None
+        total = torch.tensor([float(size) for size in self._size], device=self.learner.place)
         dist.all_reduce(total, "sum")
         tokens, answers = total.tolist()
-        self._note(groups, kept)
-        weights = self.weights_of(lengths, tokens, answers)
-        rows = pack(kept, weights, self.model.shape.seq_len, self.pad)
-        return map(self.upload, rows.cut(self.split.rows, self.pad))
+        return mean_correction(self.method.mean, tokens, answers, *self._most)
 
-    def answered(self, step: int) -> list[Group]:
-        """This rank's groups; those without any difference are replaced by other questions, a few times."""
-        world, config = dist.world(), self.config
-        mine = range(step * config.prompts_per_step + world.rank, (step + 1) * config.prompts_per_step, world.size)
-        groups = self.rollout.groups(mine)
-        for round in range(config.refill if self.method.drop_equal else 0):
-            equal = [i for i, group in enumerate(groups) if not group.differ]
-            if not equal:
-                break
-            first = SPARE + (step * config.refill + round) * config.prompts_per_step + world.rank
-            more = self.rollout.groups(range(first, first + len(equal) * world.size, world.size))
-            for i, group in zip(equal, more):
-                if group.differ:
-                    groups[i] = group
-        return groups
+    def after_step(self, step: int) -> None:
+        """New weights for the generator, after the last update of a batch."""
+        if (step + 1) % self.config.updates == 0:
+            with self.source.lock:
+                self.source.rhythm.next_batch()
+            self.source.push(self.weights(), self.source.rhythm.version)
+            if self.config.rhythm != "sync" and step + 1 < self.steps:
+                self.source.begin()
 
-    def weights_of(self, lengths: Tensor, tokens: float, answers: float) -> list[float]:
-        """Of the tokens of each of this rank's answers, so that those of all ranks make the mean."""
-        if not len(lengths):
-            return []
-        weights = token_weights(lengths, self.method.mean, self.config.max_new_tokens)
-        share = lengths.sum() / max(1.0, tokens) if self.method.mean == "token" else len(lengths) / max(1.0, answers)
-        return (weights * share).tolist()  # type: ignore[no-any-return]
+    # ---- several updates of one batch ----------------------------------------------------------
+
+    def _prepare(self, batch: int) -> None:
+        """The whole batch, in as many parts as it has updates, with the log-probabilities of the weights that it finds:
+        the proximal policy of all its updates."""
+        slots = [slot for wave in self.waves(batch) for slot in wave]
+        with self.source.lock:
+            self.source.rhythm.drop(batch)
+        slots.sort(key=lambda slot: slot.number)
+        count, updates = len(slots), self.config.updates
+        for part in range(updates):
+            rows, kept = self.packed(slots[count * part // updates : count * (part + 1) // updates])
+            self._parts[part] = Part(self.with_proximal(rows), sum(map(learnt, kept)), len(kept))
+        self._seen = slots
+
+    @torch.no_grad()
+    def with_proximal(self, rows: TokenRows) -> TokenRows:
+        """The rows with the log-probabilities of these weights."""
+        found = []
+        for some in rows.cut(self.split.rows, self.pad):
+            batch = self.upload(some)
+            hidden = self.learner.hidden(batch.inputs, self.learner.documents(batch.inputs, batch.lengths))
+            found.append(-token_nats(hidden, self.model.head, batch.targets, self.model.shape.vocab).float().cpu())
+        return replace(rows, proximal=torch.cat(found)[: len(rows.inputs)].numpy())
+
+    def _of_part(self, part: Part) -> Iterator[PolicyBatch]:
+        self._size = part.tokens, part.answers
+        return map(self.upload, part.rows.cut(self.split.rows, self.pad))
+
+    # ---- a resumed run -------------------------------------------------------------------------
+
+    def extra(self) -> dict[str, Tensor]:
+        """What was generated and is not trained yet."""
+        with self.source.lock:
+            rhythm = self.source.rhythm
+            return to_tensors(rhythm.begun, list(rhythm.slots.values()), self._parts)
+
+    def load(self, saved: Checkpoint) -> None:
+        super().load(saved)
+        begun, slots, parts = from_tensors(saved.extras(), self.rollout.questions.ask)
+        self.source.rhythm.go_on(saved.step // self.config.updates, begun, slots)
+        self._parts = dealt(parts, dist.world().rank, dist.world().size)
+
+    # ---- the loss ------------------------------------------------------------------------------
 
     def upload(self, rows: TokenRows) -> PolicyBatch:
         put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
         inputs, targets = put(rows.inputs), put(rows.targets)
-        numbers = (put(column, dtype=torch.float32) for column in (rows.advantage, rows.behaviour, rows.weight))
-        advantage, behaviour, weight = numbers
-        return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths)
+        columns = rows.advantage, rows.behaviour, rows.weight, rows.proximal
+        advantage, behaviour, weight, proximal = (put(column, dtype=torch.float32) for column in columns)
+        return PolicyBatch(inputs, targets, advantage, behaviour, weight, proximal, rows.lengths)
 
     def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
         """Of this rank's tokens; the loop takes the mean over the ranks, so each counts as often as there are ranks."""
         learner, ranks = self.learner, dist.world().size
         hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
-        unknown = torch.full_like(batch.weight, torch.nan)  # one update per batch: the proximal policy is this one
-        columns = batch.advantage, unknown, batch.behaviour, batch.weight
+        columns = batch.advantage, batch.proximal, batch.behaviour, batch.weight
         weight = torch.full((), ranks * scale, device=learner.place)
         vocab, head = self.model.shape.vocab, self.model.head
         loss, logprobs = head_objective(hidden, head, batch.targets, vocab, self._objective, columns, weight=weight)
@@ -170,33 +249,15 @@ class RlStage(Stage):
 
     # ---- what is known of it -------------------------------------------------------------------
 
-    def _note(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
-        """What a step has seen, over all ranks."""
-        answers = [answer for group in groups for answer in group.answers]
-        own = torch.tensor(
-            [
-                float(len(groups)),
-                float(len(answers)),
-                sum(reward for group in groups for reward in group.rewards),
-                float(sum(max(group.rewards) > 0 for group in groups)),
-                float(sum(len(answer.ids) for answer in answers)),
-                float(sum(answer.finish_reason == "length" for answer in answers)),
-                float(len(kept)),
-                float(sum(len(group.answers) - group.judged for group in groups)),
-            ],
-            device=self.learner.place,
-        )
-        dist.all_reduce(own, "sum")
-        questions, count, reward, solved, length, cut, used, unjudged = own.tolist()
-        self.tokens_per_step = int(length)
-        self._known = {
-            "reward": reward / count,
-            f"pass@{self.config.samples}": solved / questions,
-            "answer_tokens": length / count,
-            "truncated": cut / count,
-            "informative": used / questions,
-            "unjudged": unjudged,
-        }
+    def _note(self, step: int, slots: Sequence[Slot]) -> dict[str, float]:
+        """What a batch has seen, over all ranks."""
+        groups = groups_of(sorted(slots, key=lambda slot: slot.number))
+        write_transcript(self.folder / "transcripts", step, groups)
+        batch, rejected = step // self.config.updates, sum(slot.round for slot in slots)
+        seen = figures(groups, self.kept(groups), rejected, batch, self.learner.place)
+        tokens = seen["answer_tokens"] * self.config.prompts_per_step * self.config.samples
+        self.tokens_per_step = int(tokens / self.config.updates)
+        return {**seen, **self.source.pace(tokens)}
 
     def rates(self, step: int) -> dict[str, float]:
         scale = schedule.lr_scale(step, self.steps, **asdict(self.curve))
@@ -204,38 +265,17 @@ class RlStage(Stage):
         return {"lr_scale": scale, "momentum": momentum, "matrix_decay": 0.0, "clip": 1.0}
 
     def notes(self, step: int) -> dict[str, float]:
-        return dict(self._known)
-
-    def write_transcript(self, step: int, groups: Sequence[Group]) -> None:
-        """What was asked, answered and how it was judged, one line per answer, in the run's folder."""
-        folder = self.folder / "transcripts"
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = [
-            json.dumps(
-                {
-                    "task": group.question.task.name,
-                    "index": group.question.index,
-                    "question": group.question.task.question(group.question.index),
-                    "answer": answer.text,
-                    "reward": reward,
-                    "tokens": len(answer.ids),
-                    "finish": answer.finish_reason,
-                    "version": answer.version,
-                },
-                ensure_ascii=False,
-            )
-            for group in groups
-            for answer, reward in zip(group.answers, group.rewards)
-        ]
-        write_atomic(folder / f"step_{step:06d}-{dist.world().rank}.jsonl", "\n".join(lines) + "\n")
+        """Of a batch, with the first of its steps."""
+        return self._known
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy answers to questions that are not trained on."""
-        self.engine.renew(step)
+        engine = self.engine()
+        engine.renew(step)
         examiner = Examiner(
             self.tokenizer,
-            GeneratorChooser(self.engine),
-            self.engine,
+            GeneratorChooser(engine),
+            engine,
             max_tokens=self.config.max_new_tokens,
             max_rows=self.config.eval_examples,
         )
@@ -251,7 +291,8 @@ class RlStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
-        names = "preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill", "reward"
+        names = ["preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill", "reward"]
+        names += ["rhythm", "staleness"]
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -260,6 +301,7 @@ class RlStage(Stage):
             "seed": config.seed,
             "questions": self.rollout.questions.fingerprint,
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
+            "updates_per_batch": config.updates,
             **{name: getattr(config, name) for name in names},
         }
 
@@ -274,9 +316,10 @@ class RlStage(Stage):
         return True
 
     def close(self) -> None:
+        self.source.close()
         self.rollout.judge.close()
 
 
-def learnt(answer: Completion) -> int:
-    """Tokens that the model chose itself."""
-    return sum(not forced for forced in answer.forced)
+def groups_of(slots: Sequence[Slot]) -> list[Group]:
+    """Of slots that are finished."""
+    return [slot.group for slot in slots if slot.group is not None]

@@ -7,10 +7,13 @@ a step is a pure function of (weights, seed, step): so a run that is resumed gen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
+from ascendchat import dist
 from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
@@ -18,8 +21,9 @@ from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine
-from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
+from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Completion, Sampling
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
@@ -27,9 +31,11 @@ from ascendchat.tasks import Task, load
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, length_penalty
 from ascendchat.train.policy import RlStage
+from ascendchat.train.rhythm import Rhythm
 from ascendchat.train.rollout import Questions, Rollout
 from ascendchat.train.rows import Learner, build, share_out
 from ascendchat.train.run import train_stage, training_context
+from ascendchat.train.source import Beside, InTurn, chunk_of
 from ascendchat.train.start import only_weights, starting_point
 
 MOST_SLOTS = 256
@@ -65,13 +71,15 @@ def run(config: RlConfig) -> int:
         questions = Questions(data, tokenizer, config.seed, room, config.source)
         learner = build(config, shape, here)
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
-        engine = engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
-        rollout = rollout_of(config, questions, engine, here)
-        steps = config.num_iterations or max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
+        engine = cache(lambda: engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers)))
+        generator: Generator = engine() if config.rollouts == "local" else connection(config, tokenizer)
+        batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
+        steps = config.num_iterations or batches * config.updates
+        source = source_of(config, rollout_of(config, questions, generator, here), steps)
         folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
         exam = [examination(parse_entry(entry).name, config.source) for entry in data]
-        stage = RlStage(learner, split, steps, engine, rollout, exam, tokenizer, config, origin, folder)
+        stage = RlStage(learner, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
         if not saved:
             stage.optimizer.load(only_weights(origin.reader()), 0)
@@ -83,7 +91,33 @@ def run(config: RlConfig) -> int:
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
 
 
-def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Context) -> Rollout:
+def connection(config: RlConfig, tokenizer: Tokenizer) -> Remote:
+    """To the server of --rollouts."""
+    key = next(iter(os.environ.get("ASCENDCHAT_API_KEYS", "").split(",")))
+    return Remote.open(config.rollouts, api_key=key.strip(), tokenizer=tokenizer)
+
+
+def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
+    """Groups in the rhythm that was asked for."""
+    if config.rhythm != "sync" and not rollout.generator.elsewhere:
+        raise UserError(
+            f"--rhythm {config.rhythm} generates while it trains: give the address of a server (--rollouts), or let "
+            "one be started on devices of its own (--rollout-devices)"
+        )
+    world = dist.world()
+    rhythm = Rhythm(
+        per_batch=config.prompts_per_step,
+        staleness=config.staleness if config.rhythm == "async" else 0,
+        refill=config.refill if PRESETS[config.preset].drop_equal else 0,
+        batches=-(-steps // config.updates),
+        rank=world.rank,
+        ranks=world.size,
+    )
+    chunk = chunk_of(config.max_new_tokens)
+    return InTurn(rollout, rhythm, chunk) if config.rhythm == "sync" else Beside(rollout, rhythm, chunk)
+
+
+def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context) -> Rollout:
     """How answers are asked for and judged."""
     most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
 
@@ -92,7 +126,7 @@ def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Con
 
     sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
-    return Rollout(questions, engine, judge, sampling, config.samples, config.seed, shaped)
+    return Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
 
 
 def examination(name: str, source: str) -> Task:

@@ -2,14 +2,17 @@
 
 questions = Questions(("gsm8k=0.7", "toy_problems=0.3"), tokenizer, seed=0, room=256)
 asked = questions.ask(number)                             # question `number` of the run: a pure function of the seed
-groups = Rollout(questions, generator, judge, ...).groups(numbers)
-rows = pack(groups, weights, seq_len, pad)                # for train/rl.py
+rollout = Rollout(questions, generator, judge, ...)
+(answers,), _ = rollout.extend([(asked, [])], most=256, version=0)    # or some tokens now and more later
+(group,) = rollout.judged([(asked, answers)])
+rows = pack(groups, weight_of, seq_len, pad)              # for train/policy.py
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -24,6 +27,7 @@ from ascendchat.data.mixture import locate, parse_mixture, shares
 from ascendchat.data.pack import best_fit
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.generator import Generator
+from ascendchat.infer.partial import joined, rest
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.tasks import Task, load
@@ -101,7 +105,7 @@ def answer_seed(seed: int, number: int, sample: int) -> int:
 
 @dataclass
 class Rollout:
-    """Asks, lets answer and judges."""
+    """Asks, lets answer and judges. Several threads may use it where the generator is elsewhere."""
 
     questions: Questions
     generator: Generator
@@ -110,28 +114,64 @@ class Rollout:
     samples: int
     seed: int
     shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward
+    tokens: int = 0  # generated so far
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def groups(self, numbers: Iterable[int]) -> list[Group]:
-        """All answers to these questions. What cannot be judged counts like the worst answer of its group."""
-        asked = [self.questions.ask(number) for number in numbers]
-        requests = [
-            Request(question.prompt, replace(self.sampling, seed=answer_seed(self.seed, question.number, sample)))
-            for question in asked
-            for sample in range(self.samples)
+    def extend(
+        self, asked: Sequence[tuple[Question, list[Completion]]], most: int, version: int
+    ) -> tuple[list[list[Completion]], bool]:
+        """All answers to each question with up to `most` tokens, those that they have already included. What can still
+        go on has the finish reason "cancelled"; at first there may be no answers at all.
+
+        Tokens of weights older than `version` are left out, as a server gives them that was started again: then the
+        second value is True."""
+        tokenizer, context = self.questions.tokenizer, self.generator.context
+        fresh = [Completion(finish_reason="cancelled")] * self.samples
+        answers = [list(begun or fresh) for _, begun in asked]
+        going = [
+            (i, sample)
+            for i, begun in enumerate(answers)
+            for sample, answer in enumerate(begun)
+            if answer.finish_reason == "cancelled" and len(answer.ids) < most
         ]
-        answers = self.generator.generate(requests)
-        owners = [question for question in asked for _ in range(self.samples)]
-        rewards = self.judge.rewards(
-            [(question.task, question.index, answer.text) for question, answer in zip(owners, answers)]
-        )
+        wholes = [self.request(asked[i][0], sample) for i, sample in going]
+        begun = [answers[i][sample] for i, sample in going]
+        more = self.generator.generate([rest(*pair, tokenizer, most) for pair in zip(wholes, begun)])
+        stale = False
+        for (i, sample), whole, before, part in zip(going, wholes, begun, more):
+            if not len(part.ids) == len(part.logprobs) == len(part.versions) == len(part.forced):
+                raise UserError("the generator has not said the log-probability of every token; RL needs them all")
+            if min(part.versions, default=version) < version:
+                stale = True
+            else:
+                answers[i][sample] = joined(whole, before, part, tokenizer, context)
+        with self._lock:
+            self.tokens += sum(len(part.ids) for part in more)
+        return answers, stale
+
+    def request(self, question: Question, sample: int) -> Request:
+        """For one of the answers to a question."""
+        seed = answer_seed(self.seed, question.number, sample)
+        return Request(question.prompt, replace(self.sampling, seed=seed))
+
+    def judged(self, asked: Sequence[tuple[Question, list[Completion]]]) -> list[Group]:
+        """Whole answers become groups. What cannot be judged counts like the worst answer of its group."""
+        if any(answer.finish_reason == "cancelled" for _, answers in asked for answer in answers):
+            raise ValueError("half an answer cannot be judged")
+        with self._lock:
+            rewards = iter(
+                self.judge.rewards(
+                    [(question.task, question.index, answer.text) for question, answers in asked for answer in answers]
+                )
+            )
         groups = []
-        for i, question in enumerate(asked):
-            span = slice(i * self.samples, (i + 1) * self.samples)
-            known = [reward for reward in rewards[span] if reward is not None]
+        for question, answers in asked:
+            found = [next(rewards) for _ in answers]
+            known = [reward for reward in found if reward is not None]
             worst = min(known, default=0.0)
-            filled = [worst if reward is None else reward for reward in rewards[span]]
-            shaped = [self.shape_reward(reward, answer) for reward, answer in zip(filled, answers[span])]
-            groups.append(Group(question, answers[span], shaped, len(known)))
+            filled = [worst if reward is None else reward for reward in found]
+            shaped = [self.shape_reward(reward, answer) for reward, answer in zip(filled, answers)]
+            groups.append(Group(question, answers, shaped, len(known)))
         return groups
 
 
@@ -144,6 +184,7 @@ class TokenRows:
     advantage: NDArray[np.float32]  # (n, T), like those below: of the target
     behaviour: NDArray[np.float32]
     weight: NDArray[np.float32]
+    proximal: NDArray[np.float32]  # not a number: that of the policy when it is trained
     lengths: NDArray[np.int32]  # tokens of each segment, row after row
 
     @classmethod
@@ -152,7 +193,8 @@ class TokenRows:
         size = (rows, seq_len)
         inputs, targets = np.full(size, pad, np.int64), np.full(size, IGNORE, np.int64)
         advantage, behaviour, weight = np.zeros((3, *size), np.float32)
-        return cls(inputs, targets, advantage, behaviour, weight, np.full(rows, seq_len, np.int32))
+        proximal = np.full(size, np.nan, np.float32)
+        return cls(inputs, targets, advantage, behaviour, weight, proximal, np.full(rows, seq_len, np.int32))
 
     def cut(self, rows: int, pad: int) -> list[TokenRows]:
         """Parts of exactly `rows` rows; the last is filled up with padding."""
@@ -165,17 +207,17 @@ class TokenRows:
         parts = []
         for begin in range(0, len(columns[0]), rows):
             inside = (ends > begin * seq_len) & (ends <= (begin + rows) * seq_len)
-            inputs, targets, advantage, behaviour, weight = (column[begin : begin + rows] for column in columns)
-            parts.append(TokenRows(inputs, targets, advantage, behaviour, weight, lengths[inside]))
+            inputs, targets, advantage, behaviour, weight, proximal = (each[begin : begin + rows] for each in columns)
+            parts.append(TokenRows(inputs, targets, advantage, behaviour, weight, proximal, lengths[inside]))
         return parts
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        return self.inputs, self.targets, self.advantage, self.behaviour, self.weight
+        return self.inputs, self.targets, self.advantage, self.behaviour, self.weight, self.proximal
 
 
-def pack(groups: Sequence[Group], weights: Sequence[float], seq_len: int, pad: int) -> TokenRows:
-    """The answers of all groups in as few rows as they fit; `weights` are those of the tokens of each answer.
+def pack(groups: Sequence[Group], weight_of: Callable[[Completion], float], seq_len: int, pad: int) -> TokenRows:
+    """The answers of all groups in as few rows as they fit; `weight_of` is that of the tokens of an answer.
 
     A token that a tool put there is read and not learnt. A sequence of n tokens takes n - 1 places."""
     answers = [(group, i) for group in groups for i in range(len(group.answers))]
@@ -195,7 +237,7 @@ def pack(groups: Sequence[Group], weights: Sequence[float], seq_len: int, pad: i
             rows.targets[row, begin:end] = np.where(chosen, answer.ids, IGNORE)
             rows.behaviour[row, begin:end] = [0.0 if value is None else value for value in answer.logprobs]
             rows.advantage[row, begin:end] = group.advantages[i]
-            rows.weight[row, begin:end] = weights[number]
+            rows.weight[row, begin:end] = weight_of(answer)
             segments.append(lengths[number])
             at = end
         if at < seq_len:

@@ -71,6 +71,11 @@ class Stage(Protocol):
         mean over the ranks. The scale goes in before anything is rounded to 16 bits."""
         ...
 
+    def correction(self, step: int) -> float:
+        """A factor on the loss, its metrics and the gradient of a step, alike on all ranks: for a stage that knows the
+        size of its batch only when the last micro-batch is done. All ranks ask for it, after their micro-batches."""
+        return 1.0
+
     def rates(self, step: int) -> dict[str, float]:
         """Arguments of optimizer.step; they are logged."""
         ...
@@ -114,6 +119,10 @@ class Stage(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """What a checkpoint holds for those who use the model: all of it, or adapters."""
         return dict(self.model.state_dict())
+
+    def extra(self) -> dict[str, Tensor]:
+        """What else this rank needs to continue; `load` finds it in saved.extras()."""
+        return {}
 
     def load(self, saved: Checkpoint) -> None:
         """Continue from a checkpoint of this stage."""

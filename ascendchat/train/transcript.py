@@ -1,0 +1,95 @@
+"""What a step of RL has seen: figures over all ranks for metrics.jsonl, and every answer in the run's folder.
+
+figures(groups, kept, 2, batch, place)       # alike on all ranks
+write_transcript(folder, step, groups)       # runs/NAME/rl/transcripts/step_000012-0.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ascendchat import dist
+from ascendchat.files import write_atomic
+from ascendchat.infer.request import Completion
+from ascendchat.train.rollout import Group
+
+
+def learnt(answer: Completion) -> int:
+    """Tokens that the model chose itself."""
+    return sum(not forced for forced in answer.forced)
+
+
+def ages(groups: Sequence[Group], batch: int) -> list[int]:
+    """Of each token that is learnt: by how many versions the weights that wrote it are older than those trained."""
+    return [
+        batch - version
+        for group in groups
+        for answer in group.answers
+        for version, forced in zip(answer.versions, answer.forced)
+        if not forced
+    ]
+
+
+def figures(
+    groups: Sequence[Group], kept: Sequence[Group], rejected: int, batch: int, place: torch.device
+) -> dict[str, float]:
+    """Of the groups of a batch; `kept` are learnt from, so many were `rejected` and replaced."""
+    answers, old = [answer for group in groups for answer in group.answers], ages(kept, batch)
+    own = torch.tensor(
+        [
+            float(len(groups)),
+            float(len(answers)),
+            sum(reward for group in groups for reward in group.rewards),
+            float(sum(max(group.rewards) > 0 for group in groups)),
+            float(sum(len(answer.ids) for answer in answers)),
+            float(sum(answer.finish_reason == "length" for answer in answers)),
+            float(len(kept)),
+            float(sum(len(group.answers) - group.judged for group in groups)),
+            float(rejected),
+            float(sum(old)),
+            float(len(old)),
+        ],
+        device=place,
+    )
+    oldest = torch.tensor([float(max(old, default=0))], device=place)
+    dist.all_reduce(own, "sum")
+    dist.all_reduce(oldest, "max")
+    questions, count, reward, solved, length, cut, used, unjudged, replaced, age, tokens = own.tolist()
+    return {
+        "reward": reward / count,
+        f"pass@{count / questions:.0f}": solved / questions,
+        "answer_tokens": length / count,
+        "truncated": cut / count,
+        "informative": used / questions,
+        "unjudged": unjudged,
+        "rejected": replaced,
+        "staleness_max": oldest.item(),
+        "staleness_mean": age / max(1.0, tokens),
+    }
+
+
+def write_transcript(folder: Path, step: int, groups: Sequence[Group]) -> None:
+    """What was asked, answered and how it was judged, one line per answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps(
+            {
+                "task": group.question.task.name,
+                "index": group.question.index,
+                "question": group.question.task.question(group.question.index),
+                "answer": answer.text,
+                "reward": reward,
+                "tokens": len(answer.ids),
+                "finish": answer.finish_reason,
+                "version": answer.version,
+            },
+            ensure_ascii=False,
+        )
+        for group in groups
+        for answer, reward in zip(group.answers, group.rewards)
+    ]
+    write_atomic(folder / f"step_{step:06d}-{dist.world().rank}.jsonl", "\n".join(lines) + "\n")

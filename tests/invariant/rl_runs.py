@@ -1,0 +1,165 @@
+"""RL runs that are started often: a tiny model, `ascendchat rl` forked from a process that has imported it all, and a
+real `ascendchat serve --weight-updates` that can be killed and started again on its port."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import engine_models as make
+
+from ascendchat.checkpoint import Writer
+from ascendchat.config import UserError
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.schedule import rates
+from ascendchat.record import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 600  # seconds after which a test gives up, on however busy a machine
+KEY = "a-key-of-the-tests-1234"
+REWARDS = '''
+def vowels(prompt, completion, **row):
+    """Share of the bytes that are vowels, in steps: some groups have no difference."""
+    found = sum(letter in "aeiouAEIOU" for letter in completion) / max(1, len(completion))
+    return round(found * 12) / 12
+'''
+COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --device-batch-size 2 --lr-multiplier 0.3"
+SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 48 --save-every 2"
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["ascendchat.cli", "ascendchat.train.rl"])
+
+
+def make_home(folder: Path) -> Path:
+    """A run `tiny/sft` with random weights, whose answers are of very different lengths."""
+    made = make.model(3, seq_len=160)
+    with torch.no_grad():
+        made.head[make.tokenizer().specials["<|assistant_end|>"]] *= 4.0  # half of them end within 12 tokens
+    optimizer = MuonAdamW(groups(made, rates(made.shape.dim, 4096)), compute_dtype=torch.float32)
+    state = {"stage": "sft", "shape": made.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
+    writer = Writer(folder / "runs/tiny/sft")
+    writer.save(1, model=dict(made.state_dict()), shards=optimizer.shards(), state=state)
+    writer.wait()
+    make.tokenizer().save(folder / "runs/tiny/sft/tokenizer")
+    (folder / "judges.py").write_text(REWARDS, encoding="utf-8")
+    return folder
+
+
+def words(run: str, *more: str, steps: int = 6) -> list[str]:
+    reward = ["--start", "tiny", "--run", run, "--reward", "judges:vowels", "--steps", str(steps)]
+    return ["rl", *reward, *SIZES.split(), *COMMON.split(), *more]
+
+
+def child(home: Path, command: list[str], log: Path) -> None:
+    """The command in a forked process."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.update(ASCENDCHAT_HOME=str(home), ASCENDCHAT_API_KEYS=KEY, OMP_NUM_THREADS="1")
+    os.chdir(home)
+    torch.set_num_threads(1)
+    from ascendchat.cli import main
+
+    code = main(command)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def start(home: Path, command: list[str]) -> Any:
+    process = FORK.Process(target=child, args=(home, command, home / "log"))
+    process.start()
+    return process
+
+
+def finish(home: Path, command: list[str], status: int = 0) -> str:
+    """Run it to its end; what it said."""
+    log = home / "log"
+    before = log.stat().st_size if log.exists() else 0
+    process = start(home, command)
+    process.join(PATIENCE)
+    said = log.read_bytes()[before:].decode(errors="replace")
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == status, said[-5000:]
+    return said
+
+
+def rows_of(home: Path, run: str) -> list[dict[str, float]]:
+    return [row for row in read_metrics(home / "runs" / run / "rl") if "loss" in row]
+
+
+def done(home: Path, run: str) -> int:
+    """Steps whose figures are written."""
+    try:
+        return max((int(row["step"]) for row in rows_of(home, run)), default=0)
+    except (OSError, ValueError, UserError):
+        return 0
+
+
+def result(home: Path, run: str, steps: int) -> dict[str, bytes]:
+    """The bytes of the last checkpoint."""
+    folder = home / "runs" / run / "rl" / f"step_{steps:06d}"
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optim-0-of-1.safetensors")}
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < until, "it never happened"
+        time.sleep(0.02)
+
+
+class Server:
+    """`ascendchat serve --weight-updates` on a port of its own."""
+
+    def __init__(self, home: Path, *flags: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.home, self.flags, self.log = home, flags, home / "server.log"
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        variables = {"ASCENDCHAT_HOME": str(self.home), "OMP_NUM_THREADS": "1", "ASCENDCHAT_API_KEYS": KEY}
+        command = [sys.executable, "-m", "ascendchat", "serve", "--device-type", "cpu", "--port", str(self.port)]
+        command += ["--run", "tiny", "--stage", "sft", "--weight-updates", "--slots", "16", *self.flags]
+        before = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **variables}, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+            )
+        wait_until(lambda: self.process.poll() is not None or b"ready: " in self.log.read_bytes()[before:])
+        assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
+
+    def kill(self) -> None:
+        """As a machine that loses its power; its workers notice that the front is gone."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        self.process.kill()
+
+
+@contextlib.contextmanager
+def serving(home: Path, *flags: str) -> Iterator[Server]:
+    server = Server(home, *flags)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
