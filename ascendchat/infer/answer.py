@@ -61,6 +61,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if ours:
         body["calculator"] = sampling.tools
+        body["processed_logprobs"] = sampling.processed_logprobs  # vLLM: --logprobs-mode of the server
     return body
 
 

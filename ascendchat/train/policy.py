@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat import dist
@@ -29,30 +27,17 @@ from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.inputs import to_device
 from ascendchat.infer.request import Completion
-from ascendchat.nn import IGNORE
-from ascendchat.nn.loss import head_objective
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split
 from ascendchat.plan.schedule import Curve
 from ascendchat.tasks import Task
-from ascendchat.train.grpo import PRESETS, advantages, token_weights
+from ascendchat.train.grpo import advantages, token_weights
+from ascendchat.train.policy_loss import PolicyBatch, PolicyLoss
 from ascendchat.train.rollout import SPARE, Group, Rollout, TokenRows, pack
-from ascendchat.train.rows import Learner, curve, learning_rates, optimizer_for
+from ascendchat.train.rows import curve, learning_rates, optimizer_for
 from ascendchat.train.stage import Loss, Stage
 
 MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
-
-
-@dataclass(frozen=True)
-class PolicyBatch:
-    """What one forward pass of RL takes, on the device: columns of the shape (B, T)."""
-
-    inputs: Tensor
-    targets: Tensor
-    advantage: Tensor
-    behaviour: Tensor
-    weight: Tensor
-    lengths: NDArray[np.int32]
 
 
 class RlStage(Stage):
@@ -62,7 +47,7 @@ class RlStage(Stage):
 
     def __init__(
         self,
-        learner: Learner,
+        policy_loss: PolicyLoss,
         split: Split,
         steps: int,
         engine: Engine,
@@ -73,17 +58,18 @@ class RlStage(Stage):
         origin: Checkpoint,
         folder: Path,
     ) -> None:
-        self.learner, self.split, self.steps = learner, split, steps
+        self.policy_loss, self.split, self.steps = policy_loss, split, steps
+        self.learner = learner = policy_loss.learner
         self.engine, self.rollout, self.exam = engine, rollout, exam
         self.tokenizer, self.config, self.origin, self.folder = tokenizer, config, origin, folder
-        self.model, self.method = learner.model, PRESETS[config.preset]
+        self.model, self.method = learner.model, policy_loss.method
         self.curve = curve(config, steps, Curve(warmup=0, warmdown=1.0, final=0.0))
         shape = learner.model.shape
         self.flops_per_token = float(shape.train_flops_per_token)
         self.tokens_per_step = config.prompts_per_step * config.samples  # corrected by every step
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
-        self._objective = self.method.objective()
+        self.update_tokens = 1.0  # that an update learns from, over all ranks: what the metrics are means over
         self._known: dict[str, float] = {}
 
     # ---- a step --------------------------------------------------------------------------------
@@ -104,6 +90,7 @@ class RlStage(Stage):
         total = total.float().to(self.learner.place)
         dist.all_reduce(total, "sum")
         tokens, answers = total.tolist()
+        self.update_tokens = tokens
         self._note(groups, kept)
         weights = self.weights_of(lengths, tokens, answers)
         rows = pack(kept, weights, self.model.shape.seq_len, self.pad)
@@ -141,23 +128,18 @@ class RlStage(Stage):
         return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths)
 
     def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        """Of this rank's tokens; the loop takes the mean over the ranks, so each counts as often as there are ranks."""
-        learner, ranks = self.learner, dist.world().size
-        hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
-        unknown = torch.full_like(batch.weight, torch.nan)  # one update per batch: the proximal policy is this one
-        columns = batch.advantage, unknown, batch.behaviour, batch.weight
-        weight = torch.full((), ranks * scale, device=learner.place)
-        vocab, head = self.model.shape.vocab, self.model.head
-        loss, logprobs = head_objective(hidden, head, batch.targets, vocab, self._objective, columns, weight=weight)
-        scored = batch.targets != IGNORE
-        gap = torch.where(scored, logprobs - batch.behaviour, 0.0)
-        share = ranks * batch.weight
-        metrics = {
-            "logprob_gap": (gap.abs() * share).sum(),
-            "mismatch_kl": ((gap.exp() - 1 - gap) * share).sum(),
-            "entropy": (torch.where(scored, -batch.behaviour, 0.0) * share).sum(),
-        }
-        return Loss(loss, metrics)
+        """See policy_loss.py."""
+        return self.policy_loss(batch, self.update_tokens, scale)
+
+    def proximal(self, batch: PolicyBatch) -> Tensor:
+        """(B, T) log-probabilities of the targets by the weights as they are now, without gradient. Where a batch gets
+        several updates, each micro-batch needs them from before the first:
+
+            batch = replace(batch, proximal=stage.proximal(batch))
+
+        Without them the loss takes the trained policy itself for the proximal one, and every ratio is 1. Each update
+        sets `update_tokens` to the tokens that it learns from, over all ranks."""
+        return self.policy_loss.logprobs(batch)
 
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
@@ -204,7 +186,7 @@ class RlStage(Stage):
         return {"lr_scale": scale, "momentum": momentum, "matrix_decay": 0.0, "clip": 1.0}
 
     def notes(self, step: int) -> dict[str, float]:
-        return dict(self._known)
+        return {**self._known, "max_ratio": self.policy_loss.largest_ratio()}
 
     def write_transcript(self, step: int, groups: Sequence[Group]) -> None:
         """What was asked, answered and how it was judged, one line per answer, in the run's folder."""
@@ -251,7 +233,8 @@ class RlStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
-        names = "preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill", "reward"
+        names = "preset clip_low clip_high correction kl batch_invariant prompts_per_step samples max_new_tokens"
+        names += " temperature top_k refill reward"
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -260,7 +243,7 @@ class RlStage(Stage):
             "seed": config.seed,
             "questions": self.rollout.questions.fingerprint,
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in names.split()},
         }
 
     def is_spike(self, loss: float, mean: float) -> bool:
