@@ -22,6 +22,17 @@ class RlConfig(ChatTrainConfig):
     "seconds after which such a function is given up"
     preset: Literal["default", "grpo", "drgrpo", "dapo", "gspo", "cispo", "reinforce"] = "default"
     "how rewards become a loss"
+    clip_low: float | None = option(None, also=("epsilon",), above=0, most=1)
+    "how far the ratio to the policy before the update may fall below 1; by default the preset's"
+    clip_high: float | None = option(None, also=("epsilon_high",), above=0, most=1e3)
+    "how far it may rise above 1; by default the preset's"
+    correction: Literal["none", "mask", "truncate"] | None = None
+    """for tokens whose probability differs between generator and trainer: leave them out (mask, IcePop), weigh them by
+    at most 2 (truncate, truncated importance sampling), or none; by default the preset's"""
+    kl: float = option(0.0, also=("beta",), least=0, most=1e3)
+    "weight of the KL to the weights that the run starts from; 0: none, and no copy of them is kept"
+    batch_invariant: bool = False
+    "generator and trainer give exactly the same log-probabilities: slower, for float32 on a CPU"
     prompts_per_step: int = option(16, also=("examples_per_step",), least=1, most=1e6)
     "questions per step, over all devices"
     samples: int = option(8, also=("num_samples", "group_size"), least=2, most=1e5)
@@ -29,9 +40,9 @@ class RlConfig(ChatTrainConfig):
     max_new_tokens: int = option(256, least=1, most=1e6)
     "tokens of an answer at most"
     temperature: float = option(1.0, above=0, most=10)
-    "of the answers"
+    "of the answers, and of the distribution that is trained"
     top_k: int = option(0, least=0, most=1e7)
-    "choose among this many tokens; 0: all, which keeps the gradient exact"
+    "choose among this many tokens; 0: all"
     refill: int = option(2, least=0, most=100)
     "times that groups without any difference in reward are replaced by other questions"
     epochs: float = option(1.0, above=0, most=1e6)

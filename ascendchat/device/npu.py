@@ -136,3 +136,6 @@ class NPUOps:
 
     def transposed_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x @ weight
+
+    def gate(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(torch.nn.functional.linear(x, weight))

@@ -62,6 +62,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
     if ours:
         body["calculator"] = sampling.tools
         body["keep_stop"] = sampling.keep_stop
+        body["processed_logprobs"] = sampling.processed_logprobs  # vLLM: --logprobs-mode of the server
     return body
 
 

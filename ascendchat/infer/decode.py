@@ -24,7 +24,7 @@ from ascendchat.infer.request import Request, Sampling
 from ascendchat.infer.sampling import Mode, Settings, likeliest_tokens, sample, settings_row
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, attention_scale
-from ascendchat.nn.loss import softcap
+from ascendchat.nn.readout import Readout
 
 LEAST_SPAN = 128  # keys that a step reads at least; beyond, powers of two
 MOST_RECOMPILES = 64  # one per (rows, keys, mode)
@@ -71,6 +71,7 @@ class Decoder:
         self.put = partial(to_device, place=place, pin=device.pin)
         shape = model.shape
         self.vocab, self.scale = shape.vocab, attention_scale(shape)
+        self.readout = Readout()  # a trainer gives its own
         dtype = model.embed.weight.dtype
         self.cache = Cache(shape, slots, context, dtype, place)
         self.rope = model.rope(context, dtype, place)
@@ -300,7 +301,9 @@ class Decoder:
                 tensor[:count] if span >= places else tensor[:count, :span]
                 for tensor in (self.cache.keys[layer], self.cache.values[layer])
             )
-            there = (position + 1).clamp(max=places)  # a full ring is seen whole
+            there = position + 1
+            if not self.kernel.by_position:
+                there = there.clamp(max=places)  # a full ring is seen whole
             return self.kernel.cached(q, keys, values, there, places, self.scale)
 
         def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
@@ -341,7 +344,8 @@ class Decoder:
                 (self.counts, mode.biased),
             )
         )
-        chosen, logprob = sample(logits, self.settings.rows(which), position, mode, seen, barred, bias, counts)
+        tables, settings = (seen, barred, bias, counts), self.settings.rows(which)
+        chosen, logprob = sample(logits, settings, position, mode, *tables, logsumexp=self.readout.logsumexp)
         report = torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
         if mode.tops:
             ids, logprobs = likeliest_tokens(logits)
@@ -350,7 +354,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, C) -> (B, V) float32."""
-        return softcap(hidden @ self.model.head[: self.vocab].t())
+        return self.readout.logits(hidden, self.model.head[: self.vocab])
 
     def leave(self, slots: Sequence[int]) -> None:
         """Rows that are over: they write to the slot more, and are short again, so that idle steps read little."""

@@ -49,7 +49,8 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
     stop_tokens: tuple[int, ...] | None = None  # None: <|assistant_end|> and <|bos|>
     keep_stop: bool = False  # the stop token is the last of the ids, as a trainer needs it
-    logprobs: bool = False  # report the log probability of every token
+    logprobs: bool = False  # report the log probability of every token: the model's own,
+    processed_logprobs: bool = False  # or that of the draw: after penalties, bias, restriction, temperature and filters
     tools: bool = True  # run calculator calls and force their results into the answer; never with a grammar
     allowed_tokens: tuple[int, ...] = ()  # only these may be chosen, at every step; (): all
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, -100 to 100: added to its logit); -100 bars it

@@ -10,7 +10,7 @@ copies the number to the device, which a graph under recording does not allow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class Mode(NamedTuple):
     restricted: bool = False  # some row may choose among certain tokens only
     biased: bool = False  # some row has a logit bias, or a presence or frequency penalty
     tops: bool = False  # some row reports the likeliest tokens
+    processed: bool = False  # some row reports the probability of the draw
 
 
 class Settings(NamedTuple):
@@ -44,17 +45,19 @@ class Settings(NamedTuple):
     seed: Tensor  # int64, 32 bits used
     presence: Tensor  # float32
     frequency: Tensor  # float32
+    processed: Tensor  # bool
 
     def rows(self, which: Tensor | slice) -> Settings:
         """Some of the rows."""
         return Settings(*(tensor[which] for tensor in self))
 
 
-def settings_row(sampling: Sampling) -> tuple[float, int, float, float, float, int, float, float]:
+def settings_row(sampling: Sampling) -> tuple[float, int, float, float, float, int, float, float, bool]:
     """What one request puts into Settings."""
     s = sampling
     filters = s.temperature, s.top_k, s.top_p, s.min_p
-    return *filters, s.repetition_penalty, fold_seed(s.seed), s.presence_penalty, s.frequency_penalty
+    penalties = s.presence_penalty, s.frequency_penalty
+    return *filters, s.repetition_penalty, fold_seed(s.seed), *penalties, s.processed_logprobs
 
 
 def mode_of(sampling: Sampling) -> Mode:
@@ -68,6 +71,7 @@ def mode_of(sampling: Sampling) -> Mode:
         restricted=bool(s.allowed_tokens) or s.grammar is not None,
         biased=bool(s.logit_bias or s.presence_penalty or s.frequency_penalty),
         tops=s.top_logprobs > 0,
+        processed=s.processed_logprobs,
     )
 
 
@@ -154,6 +158,11 @@ def ranked(report: Sequence[float], count: int) -> list[tuple[int, float]]:
     return sorted(found, key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
+def normaliser(logits: Tensor) -> Tensor:
+    """(B, V) -> (B,)."""
+    return torch.logsumexp(logits, dim=-1)
+
+
 def sample(
     logits: Tensor,
     settings: Settings,
@@ -163,13 +172,14 @@ def sample(
     barred: Tensor | None = None,
     bias: Tensor | None = None,
     counts: Tensor | None = None,
+    logsumexp: Callable[[Tensor], Tensor] = normaliser,
 ) -> tuple[Tensor, Tensor]:
     """The chosen token of every row (B,) and its log probability (B,) float32.
 
     logits (B, V) float32; `position` (B,) of the token whose successor is chosen. Where the mode needs them, (B, V):
     seen, barred bool: tokens that the repetition penalty falls on, and tokens that must not be chosen; bias, counts
     float32: what is added to each logit, and how often each token was chosen. The probability is the model's own:
-    before penalties, bias, restriction, temperature and filters.
+    before penalties, bias, restriction, temperature and filters; or after all of these, where settings.processed.
     """
     scores = logits
     if mode.penalised:
@@ -182,16 +192,19 @@ def sample(
     if mode.restricted:
         assert barred is not None
         scores = scores.masked_fill(barred, float("-inf"))
+    drawn = scores
     if mode.random:
         greedy = settings.temperature < LEAST_TEMPERATURE
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
         noise = -torch.log(-torch.log(uniform(settings.seed, position, logits.size(-1))))
-        noisy = scaled + noise
         if mode.filtered:
             inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
-            noisy = noisy.masked_fill(~inside, float("-inf"))
-        scores = torch.where(greedy[:, None], scores, noisy)
+            scaled = scaled.masked_fill(~inside, float("-inf"))
+        if mode.processed:
+            drawn = torch.where(greedy[:, None], scores, scaled)
+        scores = torch.where(greedy[:, None], scores, scaled + noise)
     alone = scores.size(0) == 1 and torch.compiler.is_compiling()
     chosen = likeliest(scores) if alone else scores.argmax(dim=-1)
-    picked = logits.gather(-1, chosen[:, None]).squeeze(-1)
-    return chosen, picked - torch.logsumexp(logits, dim=-1)
+    reported = torch.where(settings.processed[:, None], drawn, logits) if mode.processed else logits
+    picked = reported.gather(-1, chosen[:, None]).squeeze(-1)
+    return chosen, picked - logsumexp(reported)

@@ -46,6 +46,7 @@ class Attention(Protocol):
 
     name: str
     slices: bool  # `cached` reads a slice of a longer cache in place; otherwise give it whole rows
+    by_position: bool  # `cached` is told how many tokens a row has had, even where a ring holds the last of them only
     compiles_packed: bool  # `bounds` of every batch look alike to a compiler, so that `packed` is compiled only once
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -104,6 +105,7 @@ class Reference:
 
     name = "reference"
     slices = True
+    by_position = False
     compiles_packed = True
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -310,6 +312,7 @@ class NpuFusion:
 
     name = "npu_fusion"
     slices = False  # the fused kernels want contiguous keys: a slice would be copied at every step
+    by_position = False
     compiles_packed = False  # its bounds are numbers on the host: each batch would be compiled anew
     MOST_DOCUMENTS: ClassVar[int] = 1024  # in one call: CANN's limit on the list of bounds
 

@@ -56,6 +56,7 @@ class Ops(Protocol):
     def transposed_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
     def relu2(self, x: Tensor) -> Tensor: ...
+    def gate(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
 
 class PlainOps:
@@ -80,6 +81,9 @@ class PlainOps:
 
     def relu2(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
+
+    def gate(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sigmoid(F.linear(x, weight))
 
 
 class Attend(Protocol):
@@ -178,7 +182,7 @@ class Block(nn.Module):
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
             q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
         if value is not None:
-            gate = torch.sigmoid(F.linear(x[..., : self.gate.size(1)], self.gate)) * VALUE_GATE_RANGE  # (B, T, K)
+            gate = self.ops.gate(x[..., : self.gate.size(1)], self.gate) * VALUE_GATE_RANGE  # (B, T, K)
             v = torch.addcmul(v, gate.unsqueeze(-1), value.unflatten(-1, (shape.kv_heads, shape.head_dim)))
         if documents is None:
             y = attend(self.layer, q, k, v)
@@ -257,7 +261,7 @@ class GPT(nn.Module):
         """(B, T) -> (B, T, C), with the previous token's embedding smeared in, but where `follows` (B, T) is 0;
         `before` (B, 1, C) precedes the row."""
         x = self.ops.rms_norm(self.embed(tokens))
-        weight = self.smear.to(x.dtype) * torch.sigmoid(F.linear(x[..., : self.smear_gate.size(1)], self.smear_gate))
+        weight = self.smear.to(x.dtype) * self.ops.gate(x[..., : self.smear_gate.size(1)], self.smear_gate)
         if follows is not None:
             weight = weight * follows.unsqueeze(-1)
         if before is None:

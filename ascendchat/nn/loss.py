@@ -8,7 +8,7 @@ multiplied, softcapped, scored and turned into its gradient at once, and only on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from ascendchat.nn import IGNORE
 from ascendchat.plan.memory import HEAD_CHUNK_BYTES  # accelerators like chunks large, CPUs small
 
 SOFTCAP = 15.0  # logits are squashed into (-15, 15)
-Objective = Callable[..., Tensor]  # (log-probabilities (N,), *columns (N,)) -> what is minimised, per token (N,)
 FP16_LIFT = 64.0  # float16 holds probabilities down to 1e-9 when they are multiplied by this
 
 
@@ -86,57 +85,36 @@ class Targets:
     scorer: Callable[..., Any]  # `score`, compiled or not
     later: Tensor | None = None  # (N,) the tokens after next, and
     ahead: Tensor | None = None  # their weight in the gradient, 0-dim
-    objective: Objective | None = None  # instead of the nats
-    columns: tuple[Tensor, ...] = ()  # (N,) each: what the objective takes besides the log-probability
 
-    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
         later = None if self.later is None else self.later[start:stop]
-        return self.tokens[start:stop], self.weight, later, tuple(column[start:stop] for column in self.columns)
+        return self.tokens[start:stop], self.weight, self.vocab, later, self.ahead
 
 
 class HeadLoss(torch.autograd.Function):
-    """Forward computes the gradients too; backward only scales them. The second result are the log-probabilities, empty
-    without an objective."""
+    """Forward computes the gradients too; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Targets) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Targets) -> Tensor:
         rows = chunk_rows(hidden, head)
         grad_hidden, grad_head = torch.empty_like(hidden), None
-        losses, known = [], [hidden.new_empty(0, dtype=torch.float32)]
+        losses = []
         for start in range(0, hidden.size(0), rows):
             part = hidden[start : start + rows]
-            tokens, weight, later, columns = wanted.chunk(start, start + rows)
-            loss, gradient, factor = wanted.scorer(part @ head.t(), tokens, weight, wanted.vocab, later, wanted.ahead)
-            if wanted.objective is not None:
-                known.append(-loss)
-                loss, slope = value_and_slope(wanted.objective, -loss, columns, tokens != IGNORE)
-                factor = factor * -slope.unsqueeze(-1)  # `gradient` is that of the nats
+            loss, gradient, factor = wanted.scorer(part @ head.t(), *wanted.chunk(start, start + rows))
             losses.append(loss.sum())
             grad_hidden[start : start + rows] = (gradient @ head) * factor
             scaled = (part * factor).to(part.dtype)
             grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
         assert grad_head is not None, "a batch without rows has no loss"
         ctx.save_for_backward(grad_hidden, grad_head)
-        logprobs = torch.cat(known)
-        ctx.mark_non_differentiable(logprobs)
-        return torch.stack(losses).sum() * wanted.weight, logprobs
+        return torch.stack(losses).sum() * wanted.weight
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_output.to(grad_hidden.dtype)
         return grad_hidden * scale, grad_head * scale, None
-
-
-def value_and_slope(
-    objective: Objective, logprobs: Tensor, columns: tuple[Tensor, ...], scored: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The objective of every token and its derivative by the log-probability; both 0 where nothing is scored."""
-    with torch.enable_grad():
-        known = logprobs.detach().requires_grad_()
-        values = torch.where(scored, objective(known, *columns), 0.0)
-        (slope,) = torch.autograd.grad(values.sum(), known)
-    return values.detach(), slope
 
 
 def head_loss(
@@ -163,33 +141,7 @@ def head_loss(
         later = torch.nn.functional.pad(later, (0, 1), value=IGNORE).reshape(-1)
     tokens = targets.reshape(-1)
     wanted = Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead)
-    loss: Tensor = HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)[0]
-    return loss
-
-
-def head_objective(
-    hidden: Tensor,
-    head: Tensor,
-    targets: Tensor,
-    vocab: int,
-    objective: Objective,
-    columns: Sequence[Tensor] = (),
-    *,
-    weight: Tensor | None = None,
-    scorer: Callable[..., Any] = score,
-) -> tuple[Tensor, Tensor]:
-    """Mean of objective(log-probability of the target, *columns) over the scored targets, as for policy gradients.
-
-    `columns` have the shape of the targets: advantages, log-probabilities of an older policy, a mask. The objective is
-    a plain function of vectors and is differentiated chunk by chunk: all logits never exist together. `weight` as in
-    head_loss. Returns the loss and the log-probabilities, without gradient, in the shape of the targets.
-    """
-    tokens = targets.reshape(-1)
-    flat = tuple(column.reshape(-1) for column in columns)
-    scale = mean_weight(tokens) if weight is None else weight
-    wanted = Targets(tokens, scale, vocab, scorer, objective=objective, columns=flat)
-    loss, logprobs = HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)
-    return loss, logprobs.view(targets.shape)
+    return HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def mean_weight(tokens: Tensor) -> Tensor:

@@ -279,6 +279,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
+    processed_logprobs: Annotated[bool, Field(description="ours: after temperature, top-k and the like")] = False
     add_special_tokens: bool = True
     return_tokens_as_token_ids: Annotated[bool, Field(description="log-probabilities name tokens token_id:7")] = False
     calculator: Annotated[bool, Field(description="ours: run the calls of a chat model, as by default")] | None = None

@@ -2,14 +2,17 @@
 
     method = PRESETS["dapo"]
     advantage = advantages(rewards, method.scale)                         # (groups, samples)
-    objective = method.objective()                                        # for nn.loss.head_objective
-    objective(logprob, advantage, proximal, behaviour, weight)            # per token, to be minimised
+    objective = method.objective()                                        # for nn.objective.head_objective
+    objective(logprob, advantage, anchor, proximal, behaviour, weight)    # per token, to be minimised
 
 Three policies meet in a token: the one that is trained (`logprob`, which has the gradient), the one that it must not
 leave at once (`proximal`: the weights at the beginning of this batch), and the one that wrote the token (`behaviour`:
 what the generator reported). A proximal that is not a number stands for the trained policy itself: with one update per
 batch both have the same weights. The ratio to the proximal is clipped; the ratio of proximal to behaviour, which is 1
 but for rounding and staleness, corrects for the difference or masks tokens where it is too large.
+
+`anchor` is what the clipped ratio is measured from: the proximal, or for GSPO, whose ratio is that of the whole answer,
+`sequence_anchor`. A fourth policy, `reference`, is the one that training began with: see `kl`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ Correction = Literal["none", "mask", "truncate"]
 
 SMALLEST_STD = 1e-6
 ROUNDING = 1e-4  # nats: a smaller gap says which rows were in the generator's batch, which a resumed run must not see
+MASK = 0.5, 5.0  # ratios of proximal to behaviour outside of these are masked (IcePop)
+TRUNCATE = 2.0  # or count at most this much (truncated importance sampling)
 
 
 def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
@@ -38,8 +43,8 @@ def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
 
 
 def token_weight(tokens: int, mean: Mean, most: int, longest: int) -> float:
-    """The weight of each token of an answer of `tokens` in the loss of a step, as if all `most` answers were learnt from
-    and were `longest` tokens long: with `mean_correction` they make the mean over tokens, over answers of their means,
+    """The weight of each token of an answer of `tokens` in a step's loss, as if all `most` answers were learnt from and
+    were `longest` tokens long: with `mean_correction` they make the mean over tokens, over answers of their means,
     or over answers of their sums by a constant length. How much there is, is known when the last answer is there."""
     return 1.0 / (most * max(1, tokens if mean == "sequence" else longest))
 
@@ -49,15 +54,32 @@ def mean_correction(mean: Mean, tokens: float, answers: float, most: int, longes
     return most * longest / max(1.0, tokens) if mean == "token" else most / max(1.0, answers)
 
 
-def correction(gap: Tensor, how: Correction, low: float, high: float) -> Tensor:
-    """The weight of a token whose proximal and behaviour log-probabilities differ by `gap`: the ratio where it lies in
-    [low, high] and 0 elsewhere ("mask"), the ratio but at most `high` ("truncate"), or 1."""
+def correction(gap: Tensor, how: Correction) -> Tensor:
+    """The weight of a token whose proximal and behaviour log-probabilities differ by `gap`: the ratio where it lies
+    within MASK and 0 elsewhere ("mask"), the ratio but at most TRUNCATE ("truncate"), or 1."""
     if how == "none":
         return torch.ones_like(gap)
     ratio = torch.where(gap.abs() < ROUNDING, 0.0, gap).exp()
     if how == "truncate":
-        return ratio.clamp(max=high)
-    return ratio * ((ratio >= low) & (ratio <= high))
+        return ratio.clamp(max=TRUNCATE)
+    return ratio * ((ratio >= MASK[0]) & (ratio <= MASK[1]))
+
+
+def k3(gap: Tensor) -> Tensor:
+    """An estimate of KL(p, q) from a token of p, `gap` = log q - log p: never negative, right in the mean."""
+    return gap.exp() - 1.0 - gap
+
+
+def sequence_anchor(logprob: Tensor, proximal: Tensor, owner: Tensor, scored: Tensor, answers: int) -> Tensor:
+    """For GSPO: what to measure the ratio of each token from, so that it is the geometric mean of the ratios of all
+    tokens of its answer and has the gradient of its own log-probability (GSPO-token's stopped gradient).
+
+    logprob, proximal (N,) without gradient; owner (N,) the number of the answer that a token belongs to, below
+    `answers`; scored (N,) bool: tokens that the model chose. Where the proximal is not a number, nor is the anchor."""
+    gap = torch.where(scored, logprob - proximal, 0.0)
+    total = gap.new_zeros(answers).index_add(0, owner, gap)
+    count = gap.new_zeros(answers).index_add(0, owner, scored.to(gap.dtype))
+    return logprob - (total / count.clamp(min=1))[owner]
 
 
 @dataclass(frozen=True)
@@ -67,31 +89,40 @@ class Method:
     scale: Scale = "none"
     mean: Mean = "token"
     form: Literal["clip", "stop", "plain"] = "clip"  # clipped ratio, stopped and clipped ratio (CISPO), no ratio
+    level: Literal["token", "sequence"] = "token"  # whose ratio
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 3.0  # bound on the loss where the advantage is negative; 0: none
     correction: Correction = "mask"
-    correction_low: float = 0.5
-    correction_high: float = 5.0
+    kl: float = 0.0  # weight of the KL to the weights that training began with
     drop_equal: bool = True  # groups whose answers all have the same reward are left out
     soft_length: float = 0.0  # share of the most tokens over which a penalty grows up to -1
 
     def objective(self) -> Callable[..., Tensor]:
-        """The function of nn.loss.head_objective."""
+        """The function of nn.objective.head_objective; `reference` is there where `kl` is not 0."""
 
-        def of_token(logprob: Tensor, advantage: Tensor, proximal: Tensor, behaviour: Tensor, weight: Tensor) -> Tensor:
-            proximal = torch.where(proximal.isnan(), logprob.detach(), proximal)
-            gain = self.gain(logprob, advantage, proximal)
-            gap = proximal - behaviour
-            return -weight * gain * correction(gap, self.correction, self.correction_low, self.correction_high)
+        def of_token(
+            logprob: Tensor,
+            advantage: Tensor,
+            anchor: Tensor,
+            proximal: Tensor,
+            behaviour: Tensor,
+            weight: Tensor,
+            reference: Tensor | None = None,
+        ) -> Tensor:
+            anchor, proximal = (torch.where(known.isnan(), logprob.detach(), known) for known in (anchor, proximal))
+            loss = -self.gain(logprob, advantage, anchor) * correction(proximal - behaviour, self.correction)
+            if reference is not None:
+                loss = loss + self.kl * k3(reference - logprob)
+            return weight * loss
 
         return of_token
 
-    def gain(self, logprob: Tensor, advantage: Tensor, proximal: Tensor) -> Tensor:
+    def gain(self, logprob: Tensor, advantage: Tensor, anchor: Tensor) -> Tensor:
         """What is maximised, before the correction."""
         if self.form == "plain":
             return advantage * logprob
-        ratio = (logprob - proximal).exp()
+        ratio = (logprob - anchor).exp()
         low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
         if self.form == "stop":
             return ratio.detach().clamp(max=high) * advantage * logprob
@@ -99,6 +130,18 @@ class Method:
         if self.dual_clip:
             gain = torch.where(advantage < 0, torch.maximum(gain, self.dual_clip * advantage), gain)
         return gain
+
+    def clipped(self, logprob: Tensor, advantage: Tensor, anchor: Tensor) -> Tensor:
+        """Bool: where the clipping acts. With a clipped ratio such a token has no gradient, with a stopped one (CISPO)
+        less."""
+        ratio = torch.where(anchor.isnan(), 0.0, logprob - anchor).exp()
+        low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
+        if self.form == "plain":
+            return torch.zeros_like(ratio, dtype=torch.bool)
+        if self.form == "stop":
+            return ratio > high
+        cut = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        return cut | ((advantage < 0) & (ratio > self.dual_clip)) if self.dual_clip else cut
 
 
 PRESETS: dict[str, Method] = {
@@ -109,13 +152,14 @@ PRESETS: dict[str, Method] = {
     "gspo": Method(
         scale="group",
         mean="sequence",
+        level="sequence",
         clip_low=3e-4,
         clip_high=4e-4,
         dual_clip=0.0,
         correction="none",
         drop_equal=False,
     ),
-    "cispo": Method(form="stop", clip_high=4.0, correction="truncate", correction_high=2.0),
+    "cispo": Method(form="stop", clip_high=4.0, correction="truncate"),
     "reinforce": Method(form="plain", correction="none"),
 }
 

@@ -31,7 +31,7 @@ from ascendchat.record.console import Console, Telemetry
 from ascendchat.record.earlier import notice
 from ascendchat.record.speed import Smooth, eta, speed
 from ascendchat.train.signals import Interrupted, StopSignals
-from ascendchat.train.stage import Stage
+from ascendchat.train.stage import Correction, Stage
 
 FIRST_SCALE = 2.0**16  # of the loss, in fp16
 GRADIENT = "gradient_square"  # of the norm, in reports
@@ -152,12 +152,14 @@ def train_step(stage: Stage, step: int, scale: LossScale) -> dict[str, Tensor]:
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     assert sums, "a step without micro-batches"
     correction = stage.correction(step)
-    if correction != 1.0:
-        sums = {name: value * correction for name, value in sums.items()}
+    if correction != Correction():
+        sums = {
+            name: value * (correction.loss if name == "loss" else correction.metrics) for name, value in sums.items()
+        }
     if scale.overflowed(step, stage.optimizer.gradients()):
         stage.optimizer.zero_grad()
     else:
-        norm = stage.optimizer.step(**stage.rates(step), loss_scale=used / correction)
+        norm = stage.optimizer.step(**stage.rates(step), loss_scale=used / correction.loss)
         sums[GRADIENT] = norm.square() * dist.world().size  # reports are averaged over the ranks, squares add up
     stage.after_step(step)
     if scale.needed:

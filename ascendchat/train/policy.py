@@ -9,14 +9,12 @@ its question, and the likelier the better ones become (grpo.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat import dist
@@ -27,35 +25,21 @@ from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.inputs import to_device
 from ascendchat.infer.request import Completion
-from ascendchat.nn import IGNORE
-from ascendchat.nn.loss import head_objective, token_nats
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split
 from ascendchat.plan.schedule import Curve
 from ascendchat.tasks import Task
 from ascendchat.train.buffer import Part, dealt, from_tensors, to_tensors
-from ascendchat.train.grpo import PRESETS, advantages, mean_correction, token_weight
+from ascendchat.train.grpo import advantages, mean_correction, token_weight
+from ascendchat.train.policy_loss import PolicyBatch, PolicyLoss
 from ascendchat.train.rhythm import Slot
 from ascendchat.train.rollout import Group, TokenRows, pack
-from ascendchat.train.rows import Learner, curve, learning_rates, optimizer_for
+from ascendchat.train.rows import curve, learning_rates, optimizer_for
 from ascendchat.train.source import InTurn
-from ascendchat.train.stage import Loss, Stage
+from ascendchat.train.stage import Correction, Loss, Stage
 from ascendchat.train.transcript import figures, learnt, write_transcript
 
 MOMENTUM = 0.85, 0.95, 0.95  # at the beginning, in the middle, at the end
-
-
-@dataclass(frozen=True)
-class PolicyBatch:
-    """What one forward pass of RL takes, on the device: columns of the shape (B, T)."""
-
-    inputs: Tensor
-    targets: Tensor
-    advantage: Tensor
-    behaviour: Tensor
-    weight: Tensor
-    proximal: Tensor
-    lengths: NDArray[np.int32]
 
 
 class RlStage(Stage):
@@ -65,7 +49,7 @@ class RlStage(Stage):
 
     def __init__(
         self,
-        learner: Learner,
+        policy_loss: PolicyLoss,
         split: Split,
         steps: int,
         engine: Callable[[], Engine],
@@ -76,17 +60,17 @@ class RlStage(Stage):
         origin: Checkpoint,
         folder: Path,
     ) -> None:
-        self.learner, self.split, self.steps = learner, split, steps
+        self.policy_loss, self.split, self.steps = policy_loss, split, steps
+        self.learner = learner = policy_loss.learner
         self.engine, self.source, self.rollout, self.exam = engine, source, source.rollout, exam
         self.tokenizer, self.config, self.origin, self.folder = tokenizer, config, origin, folder
-        self.model, self.method = learner.model, PRESETS[config.preset]
+        self.model, self.method = learner.model, policy_loss.method
         self.curve = curve(config, steps, Curve(warmup=0, warmdown=1.0, final=0.0))
         shape = learner.model.shape
         self.flops_per_token = float(shape.train_flops_per_token)
         self.tokens_per_step = config.prompts_per_step * config.samples  # corrected by every step
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
-        self._objective = self.method.objective()
         self._most = config.prompts_per_step * config.samples, config.max_new_tokens  # answers of a batch, their length
         self._known: dict[str, float] = {}
         self._parts: dict[int, Part] = {}  # of the batch that is trained, those still to come
@@ -150,14 +134,17 @@ class RlStage(Stage):
         """Of each token of an answer; see `correction`."""
         return token_weight(learnt(answer), self.method.mean, *self._most)
 
-    def correction(self, step: int) -> float:
+    def correction(self, step: int) -> Correction:
         """What the weights of the tokens are too small by. All ranks are here: it is also time to compare notes."""
         self._known = {} if self._seen is None else self._note(step, self._seen)
         self._seen = None
         total = torch.tensor([float(size) for size in self._size], device=self.learner.place)
         dist.all_reduce(total, "sum")
         tokens, answers = total.tolist()
-        return mean_correction(self.method.mean, tokens, answers, *self._most)
+        most, longest = self._most
+        return Correction(
+            mean_correction(self.method.mean, tokens, answers, *self._most), most * longest / max(1.0, tokens)
+        )
 
     def after_step(self, step: int) -> None:
         """New weights for the generator, after the last update of a batch."""
@@ -183,14 +170,9 @@ class RlStage(Stage):
             self._parts[part] = Part(self.with_proximal(rows), sum(map(learnt, kept)), len(kept))
         self._seen = slots
 
-    @torch.no_grad()
     def with_proximal(self, rows: TokenRows) -> TokenRows:
         """The rows with the log-probabilities of these weights."""
-        found = []
-        for some in rows.cut(self.split.rows, self.pad):
-            batch = self.upload(some)
-            hidden = self.learner.hidden(batch.inputs, self.learner.documents(batch.inputs, batch.lengths))
-            found.append(-token_nats(hidden, self.model.head, batch.targets, self.model.shape.vocab).float().cpu())
+        found = [self.policy_loss.logprobs(self.upload(some)).cpu() for some in rows.cut(self.split.rows, self.pad)]
         return replace(rows, proximal=torch.cat(found)[: len(rows.inputs)].numpy())
 
     def _of_part(self, part: Part) -> Iterator[PolicyBatch]:
@@ -218,25 +200,13 @@ class RlStage(Stage):
         inputs, targets = put(rows.inputs), put(rows.targets)
         columns = rows.advantage, rows.behaviour, rows.weight, rows.proximal
         advantage, behaviour, weight, proximal = (put(column, dtype=torch.float32) for column in columns)
-        return PolicyBatch(inputs, targets, advantage, behaviour, weight, proximal, rows.lengths)
+        known = proximal if self.config.updates > 1 else None  # with one update it is the policy that is trained
+        return PolicyBatch(inputs, targets, advantage, behaviour, weight, rows.lengths, known)
 
     def loss(self, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        """Of this rank's tokens; the loop takes the mean over the ranks, so each counts as often as there are ranks."""
-        learner, ranks = self.learner, dist.world().size
-        hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
-        columns = batch.advantage, batch.proximal, batch.behaviour, batch.weight
-        weight = torch.full((), ranks * scale, device=learner.place)
-        vocab, head = self.model.shape.vocab, self.model.head
-        loss, logprobs = head_objective(hidden, head, batch.targets, vocab, self._objective, columns, weight=weight)
-        scored = batch.targets != IGNORE
-        gap = torch.where(scored, logprobs - batch.behaviour, 0.0)
-        share = ranks * batch.weight
-        metrics = {
-            "logprob_gap": (gap.abs() * share).sum(),
-            "mismatch_kl": ((gap.exp() - 1 - gap) * share).sum(),
-            "entropy": (torch.where(scored, -batch.behaviour, 0.0) * share).sum(),
-        }
-        return Loss(loss, metrics)
+        """See policy_loss.py."""
+        most, longest = self._most
+        return self.policy_loss(batch, most * longest, scale)
 
     def probe(self) -> PolicyBatch:
         rows = TokenRows.empty(self.split.rows, self.model.shape.seq_len, self.pad)
@@ -266,7 +236,7 @@ class RlStage(Stage):
 
     def notes(self, step: int) -> dict[str, float]:
         """Of a batch, with the first of its steps."""
-        return self._known
+        return {**self._known, "max_ratio": self.policy_loss.largest_ratio()}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy answers to questions that are not trained on."""
@@ -291,8 +261,8 @@ class RlStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
-        names = ["preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill", "reward"]
-        names += ["rhythm", "staleness"]
+        names = "preset clip_low clip_high correction kl batch_invariant prompts_per_step samples max_new_tokens"
+        names += " temperature top_k refill reward rhythm staleness"
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -302,7 +272,7 @@ class RlStage(Stage):
             "questions": self.rollout.questions.fingerprint,
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
             "updates_per_batch": config.updates,
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in names.split()},
         }
 
     def is_spike(self, loss: float, mean: float) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 from ascendchat import dist
-from ascendchat.checkpoint import to_continue
+from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
@@ -25,12 +26,16 @@ from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Completion, Sampling
+from ascendchat.nn.invariant import InvariantReadout
+from ascendchat.nn.readout import Drawn, Float32Readout, Readout
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import Task, load
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, length_penalty
+from ascendchat.train.invariant import InvariantLearner, batch_invariant
 from ascendchat.train.policy import RlStage
+from ascendchat.train.policy_loss import PolicyLoss, method_of
 from ascendchat.train.rhythm import Rhythm
 from ascendchat.train.rollout import Questions, Rollout
 from ascendchat.train.rows import Learner, build, share_out
@@ -39,6 +44,7 @@ from ascendchat.train.source import Beside, InTurn, chunk_of
 from ascendchat.train.start import only_weights, starting_point
 
 MOST_SLOTS = 256
+WHOLE = 1 << 30  # tokens of prompts that are read between two steps: no prompt is cut
 NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size"  # flags of mid and sft without a meaning here
 
 
@@ -70,8 +76,11 @@ def run(config: RlConfig) -> int:
             config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
         learner = build(config, shape, here)
+        learner = batch_invariant(learner) if config.batch_invariant else learner
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
-        engine = cache(lambda: engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers)))
+        drawn = Drawn(shape.vocab, config.temperature, config.top_k, readout=readout_of(learner))
+        slots = config.slots or min(MOST_SLOTS, answers)
+        engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
         generator: Generator = engine() if config.rollouts == "local" else connection(config, tokenizer)
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         steps = config.num_iterations or batches * config.updates
@@ -79,7 +88,9 @@ def run(config: RlConfig) -> int:
         folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
         exam = [examination(parse_entry(entry).name, config.source) for entry in data]
-        stage = RlStage(learner, split, steps, engine, source, exam, tokenizer, config, origin, folder)
+        reference, exact = reference_of(config, learner, origin), config.batch_invariant
+        policy_loss = PolicyLoss(learner, method_of(config), drawn, reference, exact=exact)
+        stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
         if not saved:
             stage.optimizer.load(only_weights(origin.reader()), 0)
@@ -124,7 +135,8 @@ def rollout_of(config: RlConfig, questions: Questions, generator: Generator, her
     def shaped(reward: float, answer: Completion) -> float:
         return reward + length_penalty(len(answer.ids), most, share)
 
-    sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
+    drawn = config.temperature != 1.0 or config.top_k > 0  # from another distribution than the model's own
+    sampling = Sampling(most, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn)
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
     return Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
 
@@ -142,9 +154,25 @@ def batch_rows(answers: int) -> int:
     return 1 << max(0, (answers // 4).bit_length())
 
 
-def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int) -> Engine:
+def readout_of(learner: Learner) -> Readout:
+    """How generator and trainer make logits: in float32, whatever the model's dtype."""
+    kind = InvariantReadout if isinstance(learner, InvariantLearner) else Float32Readout
+    return kind(learner.model.head.dtype, learner.place)
+
+
+def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Learner | None:
+    """The model as the run found it, if a KL to it is asked for."""
+    if not config.kl:
+        return None
+    model = deepcopy(learner.model).requires_grad_(False)
+    model.load_state_dict(origin.model(learner.place))
+    return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
+
+
+def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
     """The engine around the very weights that are trained."""
-    return Engine(
+    exact = isinstance(learner, InvariantLearner)
+    engine = Engine(
         learner.model,
         learner.kernel,
         tokenizer,
@@ -153,4 +181,8 @@ def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int) -> Engine:
         slots=slots,
         context=learner.model.shape.seq_len,
         graphs=False,  # a trainer's process cannot capture on every chip
+        reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
+        prefill_tokens=WHOLE if exact else None,
     )
+    engine.decoder.readout = readout
+    return engine

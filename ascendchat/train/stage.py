@@ -45,6 +45,13 @@ class Loss(NamedTuple):
     metrics: Mapping[str, Tensor] = {}  # named values beside it, not scaled; they add up like the loss
 
 
+class Correction(NamedTuple):
+    """Factors on what the micro-batches of a step have added up to."""
+
+    loss: float = 1.0  # and its gradient
+    metrics: float = 1.0
+
+
 class Stage(Protocol):
     """What is trained on what. Everything is a function of the step, so that a run can continue anywhere.
 
@@ -71,10 +78,10 @@ class Stage(Protocol):
         mean over the ranks. The scale goes in before anything is rounded to 16 bits."""
         ...
 
-    def correction(self, step: int) -> float:
-        """A factor on the loss, its metrics and the gradient of a step, alike on all ranks: for a stage that knows the
-        size of its batch only when the last micro-batch is done. All ranks ask for it, after their micro-batches."""
-        return 1.0
+    def correction(self, step: int) -> Correction:
+        """For a stage that knows the size of its batch only when the last micro-batch is done; alike on all ranks. All
+        of them ask for it, after their micro-batches."""
+        return Correction()
 
     def rates(self, step: int) -> dict[str, float]:
         """Arguments of optimizer.step; they are logged."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ascendchat.nn import IGNORE
 from ascendchat.nn import loss as module
-from ascendchat.nn.loss import SOFTCAP, head_loss, head_objective, token_nats
+from ascendchat.nn.loss import SOFTCAP, head_loss, token_nats
 
 
 def plain(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -103,43 +103,3 @@ def test_half_precision_gradients_survive_the_small_weight_of_a_token_in_a_large
         grads += [a.grad.double() / scale, b.grad.double() / scale]
     for grad, exact in zip(found, wanted):
         assert (grad - exact).norm() < 0.01 * exact.norm()
-
-
-def clipped_ratio(logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """PPO's objective: what a token adds depends on its own probability."""
-    ratio = (logprob - old).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_an_objective_of_the_log_probability_has_the_gradient_of_the_plain_formula(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: chunk)
-    hidden, head, targets = case(size=0.5)
-    generator = torch.Generator().manual_seed(1)
-    advantage = torch.randn(50, generator=generator)
-    a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
-    exact = -plain(c, d, targets, 37)
-    old = exact.detach() + 0.4 * torch.randn(50, generator=generator)  # many ratios lie beyond the clip
-    scored = targets != IGNORE
-    expected = (clipped_ratio(exact, old, advantage.double()) * scored).sum() / scored.sum()
-    (expected * 3.0).backward()
-    loss, logprobs = head_objective(a, b, targets, 37, clipped_ratio, (old.float(), advantage))
-    (loss * 3.0).backward()
-    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(logprobs.double(), torch.where(scored, exact, 0.0).detach(), atol=1e-5, rtol=1e-5)
-    assert not logprobs.requires_grad
-    torch.testing.assert_close(a.grad.double(), c.grad, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(b.grad.double(), d.grad, atol=1e-6, rtol=1e-4)
-    assert (c.grad[scored].abs().sum(-1) == 0).any(), "no token was clipped: the test shows nothing"
-
-
-def test_the_objective_of_a_batch_without_targets_is_zero() -> None:
-    hidden, head, targets = case()
-    hidden.requires_grad_()
-    loss, _ = head_objective(hidden, head, torch.full_like(targets, IGNORE), 37, lambda logprob: -logprob)
-    loss.backward()
-    assert loss.item() == 0.0
-    assert hidden.grad.abs().max() == 0.0

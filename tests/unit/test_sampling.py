@@ -27,9 +27,9 @@ from ascendchat.infer.sampling import (
 
 def rows(count: int, **values: float) -> Settings:
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0}
-    usual = {**usual, "presence": 0.0, "frequency": 0.0, **values}
-    whole = ("top_k", "seed")
-    types = {name: torch.int64 if name in whole else torch.float32 for name in usual}
+    usual = {**usual, "presence": 0.0, "frequency": 0.0, "processed": False, **values}
+    types = {"top_k": torch.int64, "seed": torch.int64, "processed": torch.bool}
+    types = {name: types.get(name, torch.float32) for name in usual}
     return Settings(**{name: torch.full((count,), value, dtype=types[name]) for name, value in usual.items()})
 
 
@@ -238,3 +238,27 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
 def test_grammars_that_make_no_sense_are_refused(kind: str, text: str) -> None:
     with pytest.raises(ValueError, match="grammar"):
         Grammar(kind, text)  # type: ignore[arg-type]
+
+
+def test_processed_log_probabilities_are_those_of_the_draw() -> None:
+    """Row by row: one reports the model's own, the others what is left after temperature, top-k and barred tokens."""
+    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]]).expand(600, 4)
+    position, barred = torch.arange(600), torch.tensor([[False, False, True, False]]).expand(600, 4)
+    settings = rows(600, temperature=0.7, top_k=2)._replace(processed=position % 2 == 0)
+    mode = Mode(random=True, filtered=True, restricted=True, processed=True)
+    chosen, logprob = sample(logits, settings, position, mode, barred=barred)
+    drawn = torch.log_softmax(torch.tensor([2.0, 1.0]) / 0.7, 0)
+    own = torch.log_softmax(logits[0], 0)
+    assert set(chosen.tolist()) == {0, 1}
+    torch.testing.assert_close(logprob[::2], drawn[chosen[::2]])
+    torch.testing.assert_close(logprob[1::2], own[chosen[1::2]])
+    share = (chosen == 0).float().mean().item()
+    assert share == pytest.approx(drawn[0].exp().item(), abs=0.06), "it is what tokens are drawn by"
+    assert sample(logits, settings, position, mode._replace(processed=False), barred=barred)[0].equal(chosen)
+
+
+def test_a_greedy_row_reports_the_scores_that_it_chooses_by() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]])
+    settings = rows(1, temperature=0.0)._replace(processed=torch.ones(1, dtype=torch.bool))
+    _, logprob = sample(logits, settings, torch.zeros(1, dtype=torch.int64), Mode(random=True, processed=True))
+    torch.testing.assert_close(logprob, torch.log_softmax(logits, -1)[:, 0])

@@ -1,0 +1,146 @@
+"""Policy gradients through the head: equal to the plain formula, in float32 whatever the model's dtype."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ascendchat.nn import IGNORE
+from ascendchat.nn import objective as module
+from ascendchat.nn.loss import SOFTCAP
+from ascendchat.nn.objective import head_logprobs, head_objective
+from ascendchat.nn.readout import Drawn, Float32Readout, Readout
+
+VOCAB = 37
+
+
+def case(rows: int = 50, size: float = 0.5) -> tuple[torch.Tensor, ...]:
+    """Hidden states, a head with three rows more than the vocabulary, targets of which some are not scored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(rows, 16, generator=generator) * size, torch.randn(VOCAB + 3, 16, generator=generator)
+    targets = torch.randint(0, VOCAB, (rows,), generator=generator)
+    targets[::7] = IGNORE
+    return hidden, head, targets
+
+
+def plain(
+    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, top_k: int = 0
+) -> torch.Tensor:
+    """Log-probabilities, row by row, by the definition."""
+    found = []
+    for row, target in zip(hidden, targets.clamp(min=0).tolist()):
+        logits = SOFTCAP * torch.tanh(head[:VOCAB] @ row / SOFTCAP) / temperature
+        order = logits.argsort(descending=True)
+        among = {*order[: top_k or VOCAB].tolist(), target}
+        found.append(logits[target] - torch.logsumexp(logits[sorted(among)], 0))
+    return torch.stack(found)
+
+
+def clipped_ratio(logprob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """PPO's objective: what a token adds depends on its own probability."""
+    ratio = (logprob - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.3, 0), (0.05, 0), (1.0, 5), (0.7, 1)])
+def test_loss_and_gradients_equal_the_plain_formula(
+    chunk: int, temperature: float, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: chunk)
+    hidden, head, targets = case()
+    generator = torch.Generator().manual_seed(1)
+    advantage = torch.randn(50, generator=generator)
+    a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
+    exact = plain(c, d, targets, temperature, top_k)
+    old = exact.detach() + 0.4 * torch.randn(50, generator=generator)  # many ratios lie beyond the clip
+    scored = targets != IGNORE
+    expected = (clipped_ratio(exact, old, advantage.double()) * scored).sum() / scored.sum()
+    (expected * 3.0).backward()
+    drawn = Drawn(VOCAB, temperature, top_k)
+    loss, logprobs, _ = head_objective(a, b, targets, drawn, clipped_ratio, (old.float(), advantage))
+    (loss * 3.0).backward()
+    torch.testing.assert_close(loss.double(), expected, atol=2e-6 / temperature, rtol=1e-5)
+    wanted = torch.where(scored, exact, 0.0).detach()
+    torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=1e-5)
+    assert not logprobs.requires_grad
+    assert torch.equal(head_logprobs(hidden, head, targets, drawn), logprobs)
+    torch.testing.assert_close(a.grad.double(), c.grad, atol=2e-6 / temperature, rtol=2e-4)
+    torch.testing.assert_close(b.grad.double(), d.grad, atol=2e-6 / temperature, rtol=2e-4)
+    assert b.grad[VOCAB:].abs().max() == 0, "tokens that do not exist got a gradient"
+    if top_k != 1:
+        assert (c.grad[scored].abs().sum(-1) == 0).any(), "no token was clipped: the test shows nothing"
+
+
+def test_a_batch_without_targets_has_loss_zero() -> None:
+    hidden, head, targets = case()
+    hidden.requires_grad_()
+    nothing = torch.full_like(targets, IGNORE)
+    loss, logprobs, entropy = head_objective(hidden, head, nothing, Drawn(VOCAB), lambda logprob: -logprob)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad.abs().max() == 0.0
+    assert logprobs.abs().max() == entropy.abs().max() == 0.0
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.3, 4)])
+def test_the_entropy_is_that_of_the_whole_distribution(temperature: float, top_k: int) -> None:
+    hidden, head, targets = case()
+    drawn = Drawn(VOCAB, temperature, top_k)
+    entropy = head_objective(hidden, head, targets, drawn, lambda logprob: -logprob)[2]
+    for i in (1, 2, 3):
+        logits = SOFTCAP * torch.tanh(head[:VOCAB].double() @ hidden[i].double() / SOFTCAP) / temperature
+        among = {*logits.argsort(descending=True)[: top_k or VOCAB].tolist(), int(targets[i])}
+        shares = logits[sorted(among)].softmax(0)
+        assert entropy[i].item() == pytest.approx(-(shares * shares.log()).sum().item(), abs=1e-5)
+    assert entropy[0] == 0.0, "nothing is scored there"
+
+
+def test_without_a_softcap_the_logits_are_as_they_are() -> None:
+    hidden, head, targets = case(size=4.0)
+    a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    drawn = Drawn(VOCAB, softcap=math.inf)
+    loss, *_ = head_objective(a, b, targets, drawn, lambda logprob: -logprob)
+    loss.backward()
+    c, d = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(c @ d[:VOCAB].t(), targets, ignore_index=IGNORE)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(a.grad, c.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(b.grad, d.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_product_of_the_head_is_summed_and_kept_in_float32(dtype: torch.dtype) -> None:
+    """With 512 channels a product that is rounded to 16 bits differs visibly, one that is summed in 16 bits more so."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 512, generator=generator).to(dtype)
+    head = (torch.randn(VOCAB, 512, generator=generator) * 0.3).to(dtype)
+    targets = torch.randint(0, VOCAB, (64,), generator=generator)
+    exact = plain(hidden.double(), head.double(), targets)
+    readout = Float32Readout(dtype, torch.device("cpu"))
+    logits = readout.product(hidden, head)
+    assert logits.dtype == torch.float32
+    assert (logits.double() - hidden.double() @ head.double().t()).abs().max() < 1e-4  # 0.06 if it were rounded
+    apart = {
+        name: (head_logprobs(hidden, head, targets, Drawn(VOCAB, readout=each)).double() - exact).abs().max().item()
+        for name, each in (("float32", readout), ("rounded", Readout()))
+    }
+    assert apart["float32"] < 1e-4
+    assert apart["rounded"] > 50 * apart["float32"], "the test cannot tell them apart"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_a_16_bit_model_are_those_of_the_formula(dtype: torch.dtype) -> None:
+    hidden, head, targets = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in case(rows=200))
+    a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    drawn = Drawn(VOCAB, readout=Float32Readout(dtype, torch.device("cpu")))
+    head_objective(a, b, targets, drawn, lambda logprob: -logprob, weight=torch.tensor(1.0))[0].backward()
+    c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
+    (-plain(c, d, targets) * (targets != IGNORE)).sum().backward()
+    for mine, exact in ((a.grad, c.grad), (b.grad, d.grad)):
+        assert mine.dtype == dtype
+        assert (mine.double() - exact).norm() < 0.01 * exact.norm()
