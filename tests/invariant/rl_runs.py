@@ -22,6 +22,7 @@ import engine_models as make
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
+from ascendchat.nn.gpt import GPT
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan.schedule import rates
 from ascendchat.record import read_metrics
@@ -42,11 +43,16 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["ascendchat.cli", "ascendchat.train.rl"])
 
 
-def make_home(folder: Path) -> Path:
-    """A run `tiny/sft` with random weights, whose answers are of very different lengths."""
+def talkative() -> GPT:
+    """Random weights whose answers are of very different lengths: half of them end within 12 tokens."""
     made = make.model(3, seq_len=160)
     with torch.no_grad():
-        made.head[make.tokenizer().specials["<|assistant_end|>"]] *= 4.0  # half of them end within 12 tokens
+        made.head[make.tokenizer().specials["<|assistant_end|>"]] *= 4.0
+    return made
+
+
+def make_home(folder: Path, made: GPT) -> Path:
+    """A run `tiny/sft` with this model."""
     optimizer = MuonAdamW(groups(made, rates(made.shape.dim, 4096)), compute_dtype=torch.float32)
     state = {"stage": "sft", "shape": made.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
     writer = Writer(folder / "runs/tiny/sft")

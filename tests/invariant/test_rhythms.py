@@ -18,7 +18,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_home(tmp_path_factory.mktemp("rhythms"))
+    return runs.make_home(tmp_path_factory.mktemp("rhythms"), runs.talkative())
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,15 @@ from ascendchat.nn.objective import head_logprobs, head_objective
 from ascendchat.nn.readout import Drawn
 from ascendchat.train.grpo import (
     PRESETS,
+    Mean,
     Method,
     advantages,
     correction,
     k3,
     length_penalty,
+    mean_correction,
     sequence_anchor,
-    token_weights,
+    token_weight,
 )
 
 
@@ -36,16 +38,25 @@ def test_advantages_by_hand() -> None:
 
 
 def test_weights_make_the_named_mean() -> None:
-    lengths = torch.tensor([2.0, 6.0])
+    """Though they are given before it is known that 2 of 3 answers are learnt from, and how long those are."""
     values = [torch.tensor([1.0, 3.0]), torch.full((6,), 5.0)]
 
-    def total(mean: str) -> float:
-        weights = token_weights(lengths, mean, longest=10)  # type: ignore[arg-type]
-        return sum((value * weight).sum().item() for value, weight in zip(values, weights))
+    def total(mean: Mean) -> float:
+        summed = sum((value * token_weight(len(value), mean, most=3, longest=10)).sum().item() for value in values)
+        return summed * mean_correction(mean, tokens=8, answers=2, most=3, longest=10)
 
     assert total("token") == pytest.approx((4 + 30) / 8)
     assert total("sequence") == pytest.approx((2 + 5) / 2)
     assert total("constant") == pytest.approx((4 / 10 + 30 / 10) / 2)
+    assert mean_correction("token", 0.0, 0.0, 3, 10) == 30.0, "a step without anything to learn"
+
+
+def test_rounding_of_the_generator_changes_no_bit() -> None:
+    """Its log-probabilities depend on which rows it had beside in the last bits: a resumed run has others."""
+    gap = torch.tensor([3e-6, -3e-6, 0.0])
+    for how in ("mask", "truncate"):
+        assert correction(gap, how).tolist() == [1.0, 1.0, 1.0]
+    assert correction(torch.tensor([0.01]), "mask").item() == pytest.approx(math.exp(0.01))
 
 
 def test_correction_by_hand() -> None:

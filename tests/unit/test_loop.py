@@ -22,7 +22,7 @@ from ascendchat.device import Device, pick
 from ascendchat.dist import World
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
-from ascendchat.train.loop import Diverged, LossScale, Options, fit, train_step
+from ascendchat.train.loop import GRADIENT, Diverged, LossScale, Options, fit, train_step
 from ascendchat.train.signals import Interrupted, StopSignals
 from ascendchat.train.stage import Loss, Stage
 
@@ -105,6 +105,29 @@ def seen_by(folder: Path, device: Device, **options: int) -> list[tuple[str, int
     with open_run(folder, BaseConfig()) as run:
         fit(stage, device, run, Options(**options))
     return [entry for entry in stage.seen if entry[0] in ("evaluate", "core", "sample")]
+
+
+def test_a_factor_that_is_known_last_changes_loss_and_gradient_alike(device: Device) -> None:
+    """A quarter of the loss and a factor of 4 are the loss, in fp16 with its scale as well."""
+
+    class Late(ToyStage):
+        def loss(self, batch: int, scale: float = 1.0) -> Loss:
+            value = super().loss(batch, scale).value / 4
+            return Loss(value, {"error": value.detach() / scale})
+
+        def correction(self, step: int) -> float:
+            assert [batch for name, batch in self.seen if name == "loss"][-2:] == [step, step], "not before the last"
+            return 4.0
+
+    for chip in (device, Half([False] * 6)):
+        plain, late = ToyStage(), Late()
+        for step in range(3):
+            wanted = train_step(plain, step, LossScale(chip))  # type: ignore[arg-type]
+            found = train_step(late, step, LossScale(chip))  # type: ignore[arg-type]
+            assert torch.equal(plain.model.weight, late.model.weight)
+            assert torch.equal(found["loss"], wanted["loss"])
+            assert torch.equal(found["error"], wanted["loss"])
+            assert torch.equal(found[GRADIENT], wanted[GRADIENT])
 
 
 def test_minus_one_means_never_and_zero_only_at_the_end(tmp_path: Path, device: Device) -> None:
