@@ -121,8 +121,6 @@ class Engine:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
         so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
         self.fits(weights)
-        if interrupt:
-            self._collect(0)
         while any(self.running) and self.paused != "keep" and not interrupt:
             self._read()
             self._extend()

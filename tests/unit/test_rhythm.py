@@ -129,7 +129,7 @@ def train(world: World, run: Run) -> None:
     run.taken = [[] for _ in run.rhythms]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(worlds, st.integers(0, 2**32))
 def test_any_interleaving_keeps_the_bound_and_trains_every_slot_once(world: World, seed: int) -> None:
     """Threads of the generator, the trainer, checkpoints and kills in any order."""
