@@ -53,6 +53,8 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         body["stop"] = list(sampling.stop)
     if sampling.logprobs:
         body["logprobs"] = sampling.top_logprobs
+    if sampling.processed_logprobs and ours:  # vLLM is started so: --logprobs-mode processed_logprobs
+        body["processed_logprobs"] = True
     if sampling.top_logprobs:
         body["return_tokens_as_token_ids"] = True
     if sampling.allowed_tokens:
@@ -62,7 +64,6 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
     if ours:
         body["calculator"] = sampling.tools
         body["keep_stop"] = sampling.keep_stop
-        body["processed_logprobs"] = sampling.processed_logprobs  # vLLM: --logprobs-mode of the server
     return body
 
 

@@ -50,7 +50,7 @@ class HeadObjective(torch.autograd.Function):
         narrow = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype  # float16 has no room for gradients
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
         logprobs, entropies = hidden.new_zeros(2, hidden.size(0), dtype=torch.float32)
-        losses = []
+        losses = [hidden.new_zeros((), dtype=torch.float32)]
         for rows in chunks(hidden, head):
             part, tokens = hidden[rows], wanted.tokens[rows]
             scored = tokens != IGNORE
@@ -67,7 +67,8 @@ class HeadObjective(torch.autograd.Function):
             factor = (slope * (wanted.weight / drawn.temperature)).unsqueeze(-1)
             index = tokens.clamp(min=0).unsqueeze(-1)
             gradient = shares.neg_().scatter_add_(-1, index, torch.ones_like(read.logprob).unsqueeze(-1))
-            gradient = (gradient * (1.0 - (read.capped / drawn.softcap).square()) * factor).to(narrow)
+            of_softcap = read.capped.mul_(1.0 / drawn.softcap).square_().neg_().add_(1.0)  # the logits end here
+            gradient = gradient.mul_(of_softcap).mul_(factor).to(narrow)
             grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
             grad_head[:vocab] += gradient.t() @ part.to(narrow)
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
@@ -109,17 +110,34 @@ def head_objective(
     a plain function of vectors and is differentiated chunk by chunk. Returns the loss, and without gradient, in the
     shape of the targets, log-probabilities and entropies (nats of the whole distribution at that place).
     """
-    tokens = targets.reshape(-1)
+    rows, tokens = scored_rows(targets)
     scale = mean_weight(tokens) if weight is None else weight
-    wanted = Wanted(tokens, scale, drawn, objective, tuple(column.reshape(-1) for column in columns))
-    loss, *known = HeadObjective.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)  # type: ignore[no-untyped-call]
-    logprobs, entropies = (column.view(targets.shape) for column in known)
+    wanted = Wanted(tokens, scale, drawn, objective, tuple(column.reshape(-1)[rows] for column in columns))
+    loss, *known = HeadObjective.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, wanted)  # type: ignore[no-untyped-call]
+    logprobs, entropies = (spread(column, rows, targets) for column in known)
     return loss, logprobs, entropies
 
 
 @torch.no_grad()
 def head_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, drawn: Drawn) -> Tensor:
     """Of every target, in their shape; 0 where nothing is scored."""
-    flat, tokens = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
-    parts = [drawn.read(flat[rows], head, tokens[rows]).logprob for rows in chunks(flat, head)]
-    return torch.where(tokens != IGNORE, torch.cat(parts), 0.0).view(targets.shape)
+    rows, tokens = scored_rows(targets)
+    flat = hidden.reshape(-1, hidden.size(-1))[rows]
+    parts = [drawn.read(flat[part], head, tokens[part]).logprob for part in chunks(flat, head)]
+    known = torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.float32)
+    return spread(torch.where(tokens != IGNORE, known, 0.0), rows, targets)
+
+
+def scored_rows(targets: Tensor) -> tuple[Tensor | slice, Tensor]:
+    """The rows that the head is asked for, and their targets. Of a rollout half may be prompts and padding: a CPU skips
+    them; elsewhere to find them would take a wait, and shapes that change from batch to batch."""
+    tokens = targets.reshape(-1)
+    rows = (tokens != IGNORE).nonzero().squeeze(-1) if targets.device.type == "cpu" else slice(None)
+    return rows, tokens[rows]
+
+
+def spread(values: Tensor, rows: Tensor | slice, targets: Tensor) -> Tensor:
+    """Back to the shape of the targets; 0 elsewhere."""
+    out = values.new_zeros(targets.numel())
+    out[rows] = values
+    return out.view(targets.shape)

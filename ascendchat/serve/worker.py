@@ -33,6 +33,7 @@ from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.load import open_model, tokenizer_folder
 from ascendchat.launch.world import World
+from ascendchat.nn.readout import Float32Readout
 from ascendchat.plan.shape import Shape
 from ascendchat.serve.messages import (
     LENGTH,
@@ -133,6 +134,8 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
     engine = opened.engine(slots, config.context, compiled=config.compile)
+    if config.weight_updates:  # a trainer compares log-probabilities: it computes the head in float32 too
+        engine.decoder.readout = Float32Readout(device.dtype, here.place)
     if config.compile:
         engine.prepare(here.say)
     saved = opened.checkpoint

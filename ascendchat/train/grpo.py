@@ -134,7 +134,7 @@ class Method:
     def clipped(self, logprob: Tensor, advantage: Tensor, anchor: Tensor) -> Tensor:
         """Bool: where the clipping acts. With a clipped ratio such a token has no gradient, with a stopped one (CISPO)
         less."""
-        ratio = torch.where(anchor.isnan(), 0.0, logprob - anchor).exp()
+        ratio = (logprob - torch.where(anchor.isnan(), logprob, anchor)).exp()
         low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
         if self.form == "plain":
             return torch.zeros_like(ratio, dtype=torch.bool)

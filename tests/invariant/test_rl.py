@@ -96,6 +96,38 @@ def test_the_reward_rises_and_everything_is_recorded(home: Path) -> None:
 
 
 @pytest.mark.slow
+def test_in_the_batch_invariant_mode_nothing_differs(home: Path) -> None:
+    """Whole runs, with a temperature, at every step: the weights of the engine are those of the trainer."""
+    finish(home, rl("exact", "vowels", "--batch-invariant", "--temperature", "0.7", steps=3))
+    rows = rows_of(home, "exact")
+    assert [(row["logprob_gap"], row["mismatch_kl"], row["max_ratio"]) for row in rows] == [(0.0, 0.0, 1.0)] * 3
+    usual = ("--batch-invariant", "--compile")
+    assert "--batch-invariant: a compiler would" in finish(home, rl("x", "vowels", *usual), status=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("cold", ["--temperature", "0.7"]),
+        ("hot", ["--temperature", "1.3", "--top-k", "40"]),
+        ("gspo", ["--preset", "gspo", "--correction", "truncate", "--kl", "0.05"]),
+    ],
+)
+def test_engine_and_trainer_agree_on_what_is_drawn(home: Path, name: str, flags: list[str]) -> None:
+    finish(home, rl(name, "vowels", *flags, steps=3))
+    rows = rows_of(home, name)
+    for row in rows:
+        assert row["logprob_gap"] < 1e-5
+        assert row["clip_fraction"] == row["masked_fraction"] == 0.0
+        assert row["max_ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert row["entropy"] > 0
+    if "--kl" in flags:
+        assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6), "it begins at the reference"
+        assert rows[-1]["kl"] > 1e-6
+
+
+@pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_bytes(home: Path) -> None:
     finish(home, rl("whole", "waited"))
     chance, kills = random.Random(0), 0

@@ -104,6 +104,7 @@ ASKED = [
     Sampling(
         max_tokens=20, temperature=1.3, seed=2**40, top_k=20, top_p=0.9, min_p=0.01, logprobs=True, top_logprobs=3
     ),
+    Sampling(max_tokens=12, temperature=0.7, seed=4, top_k=9, logprobs=True, processed_logprobs=True),
     Sampling(max_tokens=20, seed=5, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.5, tools=False),
     Sampling(max_tokens=12, seed=6, allowed_tokens=tuple(range(97, 110)), stop_tokens=(104, 105)),
     Sampling(max_tokens=30, seed=7, allowed_tokens=tuple(range(97, 103)), stop=("ab", "ca")),
