@@ -60,7 +60,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
     if sampling.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if ours:
-        body["calculator"] = sampling.tools
+        body |= {"calculator": sampling.tools, "keep_stop": sampling.keep_stop}
     return body
 
 
@@ -88,8 +88,8 @@ class Answer:
         reason, logprobs = choice.get("finish_reason"), choice.get("logprobs") or {}
         if reason:
             answer.finish_reason = reason if reason in ("stop", "length") else "cancelled"
-        if reason == "stop" and ids and ids[-1] in self._stops:  # other servers count it to the answer
-            ids.pop()
+        if reason == "stop" and ids and ids[-1] in self._stops and not self.request.sampling.keep_stop:
+            ids.pop()  # other servers count it to the answer
         first = not answer.ids
         answer.ids += ids
         answer.forced += [False] * len(ids) if self._forced is None else self._forced.feed(ids)

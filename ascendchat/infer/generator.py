@@ -36,6 +36,10 @@ class Generator(Protocol):
     """Whatever can continue prompts."""
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it has weights of its own, in another process: new ones are sent by `load`."""
+
+    @property
     def version(self) -> int:
         """Of the weights that answer the next request to begin. What wrote an answer is its Completion.version."""
 
@@ -53,6 +57,9 @@ class Generator(Protocol):
         """Answer with these weights from now on. Answers under way are finished by the old ones first, so that each is
         the work of one version; requests that still wait for a slot are answered by the new ones. Weights that do not
         fit the model are a ValueError, and nothing is changed."""
+
+    def renew(self, version: int) -> None:
+        """The weights were replaced by somebody else: by a trainer in this process, or on a server by another rank."""
 
 
 def prompt_room(context: int, max_tokens: int) -> int:

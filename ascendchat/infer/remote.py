@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,8 +53,14 @@ class Again(Exception):
         self.after = after
 
 
+class Unreachable(UserError):
+    """No answer for as long as we had patience; the server may come back."""
+
+
 class Remote:
     """A Generator in another process or on another machine. Several threads may use it."""
+
+    elsewhere = True
 
     def __init__(
         self,
@@ -124,6 +131,19 @@ class Remote:
             write_weights(file, weights)
             self._wait(self._load(file, version))
         self.version = version
+
+    def renew(self, version: int) -> None:
+        """Another process has loaded new weights there."""
+        self.version = version
+
+    def checksum(self) -> str:
+        """Of the weights in use, in the server's own words; "" where it has none. Workers that differ are an error."""
+        if not self.ours:
+            return ""
+        state = self._wait(self._again(lambda: self._ask("GET", "/weights")))
+        if not state["checksum"]:
+            raise UserError(f"the workers of {self.url} do not have the same weights; send them again")
+        return str(state["checksum"])
 
     # ---- in the event loop ---------------------------------------------------------------------
 
@@ -207,7 +227,7 @@ class Remote:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
             pause = pause if after is None else min(LONGEST_RETRY_AFTER, after)
             if not may() or time.monotonic() + pause > end:
-                raise UserError(f"no answer from {self.url}: {reason}; is the server running?")
+                raise Unreachable(f"no answer from {self.url}: {reason}; is the server running?")
             await asyncio.sleep(pause)
         raise AssertionError("the attempts have no end")
 
@@ -233,6 +253,10 @@ class Remote:
     def _wait(self, waiting: Coroutine[Any, Any, Result]) -> Result:
         future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
         try:
+            while not future.done() and self._loop.is_running():  # close() may have come before it
+                wait([future], 1.0)
+            if not future.done():
+                raise CancelledError
             return future.result()
         except BaseException:  # Ctrl-C: nothing goes on without us
             future.cancel()

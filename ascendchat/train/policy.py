@@ -1,6 +1,6 @@
 """The stage of `ascendchat rl`: policy gradients on answers that were just given. See Stage in stage.py.
 
-stage = RlStage(learner, split, steps, engine, rollout, ...)        # built by rl.py
+stage = RlStage(learner, split, steps, generator, rollout, ...)        # built by rl.py
 
 A step: questions are answered several times each and judged (rollout.py), each answer is compared with the others to
 its question, and the likelier the better ones become (grpo.py).
@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
+from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.files import write_atomic
-from ascendchat.infer.engine import Engine
+from ascendchat.infer.generator import Generator
 from ascendchat.infer.inputs import to_device
 from ascendchat.infer.request import Completion
 from ascendchat.nn import IGNORE
@@ -65,7 +66,7 @@ class RlStage(Stage):
         learner: Learner,
         split: Split,
         steps: int,
-        engine: Engine,
+        generator: Generator,
         rollout: Rollout,
         exam: Sequence[Task],
         tokenizer: Tokenizer,
@@ -74,7 +75,7 @@ class RlStage(Stage):
         folder: Path,
     ) -> None:
         self.learner, self.split, self.steps = learner, split, steps
-        self.engine, self.rollout, self.exam = engine, rollout, exam
+        self.generator, self.rollout, self.exam = generator, rollout, exam
         self.tokenizer, self.config, self.origin, self.folder = tokenizer, config, origin, folder
         self.model, self.method = learner.model, PRESETS[config.preset]
         self.curve = curve(config, steps, Curve(warmup=0, warmdown=1.0, final=0.0))
@@ -85,13 +86,14 @@ class RlStage(Stage):
         self.optimizer = optimizer_for(learner, self.learning_rates)
         self._objective = self.method.objective()
         self._known: dict[str, float] = {}
+        self._sent = -1  # version of the weights that a generator elsewhere got last
 
     # ---- a step --------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> Iterator[PolicyBatch]:
         """Generate, judge, compare; then this rank's rows."""
         self.model.eval()
-        self.engine.renew(step)
+        self.renew(step)
         groups = self.answered(step)
         self.model.train()
         for group in groups:
@@ -108,6 +110,26 @@ class RlStage(Stage):
         weights = self.weights_of(lengths, tokens, answers)
         rows = pack(kept, weights, self.model.shape.seq_len, self.pad)
         return map(self.upload, rows.cut(self.split.rows, self.pad))
+
+    def renew(self, version: int) -> None:
+        """The generator answers with the weights as they are now, after `version` updates: of this process, or sent to
+        where it is, once for all ranks. What cannot be sent ends the run on every rank."""
+        if not self.generator.elsewhere:
+            return self.generator.renew(version)
+        if self._sent == version:
+            return None
+        problem = ""
+        if dist.world().rank == 0:
+            try:
+                self.generator.load(self.weights(), version)
+            except (UserError, ValueError) as error:
+                problem = f"the weights after {version} updates were not taken: {error}"
+        if problem := dist.broadcast_object(problem):
+            raise UserError(problem)
+        if dist.world().rank:
+            self.generator.renew(version)
+        self._sent = version
+        return None
 
     def answered(self, step: int) -> list[Group]:
         """This rank's groups; those without any difference are replaced by other questions, a few times."""
@@ -231,11 +253,11 @@ class RlStage(Stage):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy answers to questions that are not trained on."""
-        self.engine.renew(step)
+        self.renew(step)
         examiner = Examiner(
             self.tokenizer,
-            GeneratorChooser(self.engine),
-            self.engine,
+            GeneratorChooser(self.generator),
+            self.generator,
             max_tokens=self.config.max_new_tokens,
             max_rows=self.config.eval_examples,
         )

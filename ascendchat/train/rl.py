@@ -7,20 +7,22 @@ a step is a pure function of (weights, seed, step): so a run that is resumed gen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ascendchat.checkpoint import to_continue
+from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine
-from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
+from ascendchat.infer.rollouts import open_rollouts
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import Task, load
@@ -49,7 +51,7 @@ def run(config: RlConfig) -> int:
             f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
             "and the run starts from weights alone"
         )
-    with training_context(config) as here:
+    with training_context(config) as here, ExitStack() as stack:
         origin = starting_point(config, "rl", here.say)
         here.say(f"starting from {origin.folder}")
         shape = Shape.from_dict(origin.state["shape"])
@@ -65,13 +67,13 @@ def run(config: RlConfig) -> int:
         questions = Questions(data, tokenizer, config.seed, room, config.source)
         learner = build(config, shape, here)
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
-        engine = engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
-        rollout = rollout_of(config, questions, engine, here)
-        steps = config.num_iterations or max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
+        generator = stack.enter_context(generator_of(config, learner, tokenizer, origin, folder, here))
+        rollout = rollout_of(config, questions, generator, here)
+        steps = config.num_iterations or max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
         exam = [examination(parse_entry(entry).name, config.source) for entry in data]
-        stage = RlStage(learner, split, steps, engine, rollout, exam, tokenizer, config, origin, folder)
+        stage = RlStage(learner, split, steps, generator, rollout, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
         if not saved:
             stage.optimizer.load(only_weights(origin.reader()), 0)
@@ -83,7 +85,34 @@ def run(config: RlConfig) -> int:
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
 
 
-def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Context) -> Rollout:
+@contextmanager
+def generator_of(
+    config: RlConfig, learner: Learner, tokenizer: Tokenizer, origin: Checkpoint, folder: Path, here: Context
+) -> Iterator[Generator]:
+    """What answers the questions: an engine around the weights that are trained, or servers."""
+    shape, ranks = learner.model.shape, here.world.size
+    answers = -(-config.prompts_per_step // ranks) * config.samples
+    named = config.rollouts != ("local",)
+    if not named and not config.rollout_devices:
+        yield engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
+        return
+    if named and config.rollout_devices:
+        raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
+    there = Shape.from_dict(origin.state["shape"])
+    if shape.windows() != there.windows(shape.seq_len):
+        raise UserError(
+            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there.seq_len}, and what its short "
+            "windows see would differ; leave it out, or generate in this process (--rollouts local)"
+        )
+    slots = (config.slots or min(MOST_SLOTS, answers)) * ranks
+    sizes = {"slots": slots, "context": shape.seq_len}
+    with open_rollouts(
+        config, tokenizer, origin.folder, here.say, here=here, folder=folder / "rollouts", **sizes
+    ) as fleet:
+        yield fleet
+
+
+def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context) -> Rollout:
     """How answers are asked for and judged."""
     most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
 
@@ -92,7 +121,7 @@ def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Con
 
     sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
-    return Rollout(questions, engine, judge, sampling, config.samples, config.seed, shaped)
+    return Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
 
 
 def examination(name: str, source: str) -> Task:
