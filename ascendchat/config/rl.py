@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ascendchat.config import option
 from ascendchat.config.train import ChatTrainConfig
@@ -53,6 +54,9 @@ class RlConfig(ChatTrainConfig):
     --weight-updates`, vLLM), separated by commas"""
     rollout_devices: int = option(0, least=0, most=1024)
     "devices behind those of the trainer for a server that this command starts and ends; on a CPU: processes"
+    inference_engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """in a YAML file, {type: vllm, vllm_config: {...}}: this command starts vLLM instead, with these settings
+    of rollout-server; the model must be one of Hugging Face"""
     rollout_key_file: str = ""
     "file whose first line is the API key of the servers; by default the first key in $ASCENDCHAT_API_KEYS, if any"
     rollout_timeout: float = option(900.0, above=0, most=1e6)

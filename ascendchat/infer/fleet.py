@@ -179,18 +179,18 @@ class Fleet:
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on; see Generator.load. A server that does not take them is out of service
         until it has them. When none takes them, or one says that they do not fit, all keep the old ones."""
-        with self._changing():
-            file = self.folder / f"weights-{next(self._numbers)}.safetensors"
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_weights(file, weights)
-            try:
-                checksum = self._load_all(file, version, {"interrupt": True} if interrupt else {})
-            except BaseException:
-                file.unlink(missing_ok=True)
-                raise
-            old, self._weights, self._checksum, self.version = self._weights, file, checksum, version
-            if old is not None:
-                old.unlink(missing_ok=True)
+        file = self.folder / f"weights-{next(self._numbers)}.safetensors"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_weights(file, weights)
+        how, end = {"interrupt": True} if interrupt else {}, time.monotonic() + self.patience
+        try:
+            while not self._load_all(file, version, how):
+                if time.monotonic() > end:
+                    raise UserError(f"no server took the weights of version {version}: {self._reasons()}")
+                self.give(self.take([Request([0])])[0], 1)  # waits until one is back
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
 
     def renew(self, version: int) -> None:
         """Another rank has loaded new weights, on every server that is in service there."""
@@ -333,10 +333,8 @@ class Fleet:
             finally:
                 self._syncs += 1
 
-    def _load_all(self, file: Path, version: int, how: dict[str, bool]) -> str:
-        """Every server in service takes them, or leaves it; their checksum."""
-        self.give(self.take([Request([0])])[0], 1)  # waits for one
-        there = [(member, member.remote) for member in self.members if member.remote is not None]
+    def _load_all(self, file: Path, version: int, how: dict[str, bool]) -> bool:
+        """Every server in service takes them, or leaves it. False: none has them, and nothing is changed."""
         weights = read_file(file)
 
         def one(pair: tuple[Member, Remote]) -> Exception | None:
@@ -346,26 +344,29 @@ class Fleet:
                 return error
             return None
 
-        with ThreadPoolExecutor(max(1, len(there))) as threads:
-            outcomes = list(zip(there, threads.map(one, there)))
-        took = [pair for pair, error in outcomes if error is None]
-        refusal = next((error for _, error in outcomes if isinstance(error, ValueError)), None)
-        for (member, remote), error in outcomes:
-            if refusal is not None and error is None:  # it would answer with what the others do not have
-                self._back(member, remote)
-            elif error is not None and not isinstance(error, ValueError):
-                self.lose(member, remote, str(error) or "the connection was closed")
-        if refusal is not None:
-            raise refusal
-        checksum = ""
-        for member, remote in took:
-            try:
-                checksum = self._compare(member, remote, checksum)
-            except FAILURES as error:
-                self.lose(member, remote, str(error))
-        if not any(member.remote is not None for member, _ in took):
-            raise UserError(f"no server took the weights of version {version}: {self._reasons()}")
-        return checksum
+        with self._changing():
+            there = [(member, member.remote) for member in self.members if member.remote is not None]
+            with ThreadPoolExecutor(max(1, len(there))) as threads:
+                outcomes = list(zip(there, threads.map(one, there)))
+            refusal = next((error for _, error in outcomes if isinstance(error, ValueError)), None)
+            checksum, took = "", False
+            for (member, remote), error in outcomes:
+                try:
+                    if error is None and refusal is None:
+                        checksum, took = self._compare(member, remote, checksum), True
+                    elif error is None:  # it would answer with what the others do not have
+                        self._back(member, remote)
+                    elif not isinstance(error, ValueError):
+                        self.lose(member, remote, str(error) or "the connection was closed")
+                except FAILURES as failure:
+                    self.lose(member, remote, str(failure))
+            if refusal is not None:
+                raise refusal
+            if took:
+                old, self._weights, self._checksum, self.version = self._weights, file, checksum, version
+                if old is not None:
+                    old.unlink(missing_ok=True)
+            return took
 
     def _back(self, member: Member, remote: Remote) -> None:
         """The weights from before."""

@@ -6,7 +6,8 @@
 `--rollouts URL,URL`: servers that somebody else has started, ours or vLLM's. `--rollout-devices N`: rank 0 starts one
 of ours, `ascendchat serve --weight-updates`, on the N devices behind those of the trainer (on a CPU: N processes). It
 listens on this machine only, with a key of its own in a file that only its user can read; it is started again when it
-dies, and it ends with the trainer, even with `kill -9` of it (launch/tied.py).
+dies, and it ends with the trainer, even with `kill -9` of it (launch/tied.py). With a block `inference_engine:` it is
+vLLM, started by `ascendchat rollout-server`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
+from ascendchat.config.rollout import vllm_settings
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device.env import devices_behind, without_own_settings
 from ascendchat.dist.context import Context
@@ -38,6 +42,13 @@ LONGEST_START = 900.0  # seconds until a server must be ready: it opens the mode
 ENDING = 20.0  # seconds that it gets to end
 MOST_EARLY_DEATHS = 3  # in a row, before it was ready
 LOOK = 0.1  # seconds between two looks at a server that starts
+
+
+class Sizes(NamedTuple):
+    """What the servers must have room for."""
+
+    slots: int  # answers at the same time, over all devices
+    context: int  # tokens of prompt and answer
 
 
 class OwnServer:
@@ -102,6 +113,8 @@ class OwnServer:
                 self._begin()
                 early = 0
             except UserError as error:
+                if self._closing.is_set():
+                    return
                 early += 1
                 self.say(str(error))
         self.say(f"the server for rollouts cannot be started again; see {self.log}")
@@ -136,15 +149,14 @@ def open_rollouts(
     *,
     here: Context,
     folder: Path,
-    slots: int,
-    context: int,
+    sizes: Sizes,
 ) -> Iterator[Fleet]:
     """The servers, on every rank; rank 0 starts them and sends them weights. `weights_folder`: a checkpoint, the first.
-    `folder`: for log, key and weights. `slots`: answers at the same time, over all devices. `context`: tokens."""
+    `folder`: for logs, key and weights."""
     with contextlib.ExitStack() as stack:
         urls, key = list(config.rollouts), first_key(config.rollout_key_file)
-        if config.rollout_devices:
-            urls, key = started(config, weights_folder, say, here, folder, slots, context, stack)
+        if config.rollouts == ("local",):
+            urls, key = started(config, weights_folder, say, here, folder, sizes, stack)
         fleet = Fleet.open(
             urls,
             api_key=key,
@@ -156,10 +168,10 @@ def open_rollouts(
             say=say,
         )
         with fleet:
-            if fleet.context < context:
+            if fleet.context < sizes.context:
                 raise UserError(
                     f"the servers for rollouts have a context of {fleet.context} tokens and the rows of training "
-                    f"{context}; start them with a longer one, or train with a smaller --max-seq-len"
+                    f"{sizes.context}; start them with a longer one, or train with a smaller --max-seq-len"
                 )
             yield fleet
 
@@ -180,26 +192,30 @@ def started(
     say: Callable[[str], None],
     here: Context,
     folder: Path,
-    slots: int,
-    context: int,
+    sizes: Sizes,
     stack: contextlib.ExitStack,
 ) -> tuple[list[str], str]:
-    """Addresses and key of a server of our own; what rank 0 cannot start is a UserError on every rank."""
-    found: tuple[str, str, str] = "", "", ""
+    """Addresses and key of servers of our own; what rank 0 cannot start is a UserError on every rank."""
+    found: tuple[list[str], str, str] = [], "", ""
     if here.main:
         try:
             key = private_key(folder / "key")
-            words = serve_command(config, weights_folder, here, folder / "key", slots, context)
-            environment = environment_of(config, here)
-            server = stack.enter_context(contextlib.closing(OwnServer(words, environment, folder / "server.log", say)))
-            say(f"starting a server for rollouts on {config.rollout_devices} device(s); log: {server.log}")
-            found = server.start(), key, ""
+            commands = commands_of(config, weights_folder, here, folder / "key", sizes)
+            servers = [
+                OwnServer(words, environment, folder / f"server-{number}.log", say)
+                for number, (words, environment) in enumerate(commands)
+            ]
+            for server in servers:
+                stack.callback(server.close)
+            say(f"starting {len(servers)} server(s) for rollouts; logs: {folder / 'server-*.log'}")
+            with ThreadPoolExecutor(len(servers)) as threads:
+                found = list(threads.map(OwnServer.start, servers)), key, ""
         except UserError as error:
-            found = "", "", str(error)
-    url, key, problem = dist.broadcast_object(found)
+            found = [], "", str(error)
+    urls, key, problem = dist.broadcast_object(found)
     if problem:
         raise UserError(problem)
-    return [url], key
+    return urls, key
 
 
 def private_key(path: Path) -> str:
@@ -212,19 +228,46 @@ def private_key(path: Path) -> str:
     return key
 
 
-def serve_command(
-    config: RlConfig, weights_folder: Path, here: Context, key: Path, slots: int, context: int
-) -> list[str]:
+def commands_of(
+    config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: Sizes
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Command and environment of each server: one of ours for all devices, or one vLLM for as many as share a model."""
+    world, device = here.world, here.device
+    if world.nodes > 1:
+        raise UserError(
+            "--rollout-devices starts a server on one node, which the others cannot reach; start servers with "
+            "`ascendchat serve --weight-updates` and name them: --rollouts http://HOST:PORT"
+        )
+    together, count, settings = config.rollout_devices, 1, None
+    if config.inference_engine:
+        settings = vllm_settings(config.inference_engine)
+        together = int(settings.get("tensor_parallel_size", 1))
+        count, over = divmod(config.rollout_devices or together, together)
+        if over:
+            raise UserError(f"--rollout-devices must be a multiple of tensor_parallel_size, which is {together}")
+    devices_behind(device.type, world.local_size, together * count, device.count(), os.environ)  # all are there
+    commands = []
+    for number in range(count):
+        first = world.local_size + number * together
+        visible = devices_behind(device.type, first, together, device.count(), os.environ)
+        if settings is None:
+            words = serve_command(config, weights_folder, here, key, sizes)
+        else:
+            words = vllm_command(settings, weights_folder, here, key, sizes)
+        commands.append((words, {**without_own_settings(os.environ), **visible}))
+    return commands
+
+
+def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Path, sizes: Sizes) -> list[str]:
     """`ascendchat serve` for one trainer: nobody else asks, and it may ask for as much as it likes."""
-    devices = config.rollout_devices
     settings = {
         "checkpoint": weights_folder,
         "tokenizer": config.tokenizer,
         "device-type": here.device.type,
-        "devices": devices,
+        "devices": config.rollout_devices,
         "host": "127.0.0.1",
-        "slots": -(-slots // devices),
-        "context": context,
+        "slots": -(-sizes.slots // config.rollout_devices),
+        "context": sizes.context,
         "api-key-file": key,
         "access-log": os.devnull,
         "max-queue": 1000000,
@@ -240,14 +283,16 @@ def serve_command(
     return [sys.executable, "-m", "ascendchat", "serve", "--weight-updates", "--no-web", *flags]
 
 
-def environment_of(config: RlConfig, here: Context) -> dict[str, str]:
-    """That of a process of its own, which sees the devices behind those of the trainer."""
-    world, device = here.world, here.device
-    if world.nodes > 1:
+def vllm_command(
+    settings: Mapping[str, Any], weights_folder: Path, here: Context, key: Path, sizes: Sizes
+) -> list[str]:
+    """`ascendchat rollout-server`, which finds vLLM and checks that it fits."""
+    if not (weights_folder / "config.json").is_file():
         raise UserError(
-            "--rollout-devices starts a server on one node, which the others cannot reach; start servers with "
-            "`ascendchat serve --weight-updates` and name them: --rollouts http://HOST:PORT"
+            f"inference_engine: vLLM opens models of Hugging Face, and {weights_folder} is one of ascendchat's own; "
+            "leave inference_engine out, and give --rollout-devices"
         )
-    environment = without_own_settings(os.environ)
-    visible = devices_behind(device.type, world.local_size, config.rollout_devices, device.count(), os.environ)
-    return {**environment, **visible}
+    usual = {"device": here.device.type, "max_num_seqs": sizes.slots, "max_model_len": sizes.context}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**usual, **settings}.items()]
+    own = [f"--model={weights_folder}", f"--api-key-file={key}"]
+    return [sys.executable, "-m", "ascendchat", "rollout-server", *own, *flags]

@@ -22,7 +22,7 @@ from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
-from ascendchat.infer.rollouts import open_rollouts
+from ascendchat.infer.rollouts import Sizes, open_rollouts
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import Task, load
@@ -93,7 +93,7 @@ def generator_of(
     shape, ranks = learner.model.shape, here.world.size
     answers = -(-config.prompts_per_step // ranks) * config.samples
     named = config.rollouts != ("local",)
-    if not named and not config.rollout_devices:
+    if not named and not config.rollout_devices and not config.inference_engine:
         yield engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
         return
     if named and config.rollout_devices:
@@ -104,11 +104,9 @@ def generator_of(
             f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there.seq_len}, and what its short "
             "windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
-    slots = (config.slots or min(MOST_SLOTS, answers)) * ranks
-    sizes = {"slots": slots, "context": shape.seq_len}
-    with open_rollouts(
-        config, tokenizer, origin.folder, here.say, here=here, folder=folder / "rollouts", **sizes
-    ) as fleet:
+    sizes = Sizes((config.slots or min(MOST_SLOTS, answers)) * ranks, shape.seq_len)
+    place = folder / "rollouts"
+    with open_rollouts(config, tokenizer, origin.folder, here.say, here=here, folder=place, sizes=sizes) as fleet:
         yield fleet
 
 

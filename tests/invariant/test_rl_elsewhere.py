@@ -91,10 +91,10 @@ def test_a_server_of_its_own_learns_what_the_engine_here_does(home: Path, local:
     scores = [[row["accuracy"] for row in mine if "accuracy" in row] for mine in rows]
     assert scores[0] == scores[1]
     assert len(scores[0]) == 2
-    assert "starting a server for rollouts" in output
+    assert "starting 1 server(s) for rollouts" in output
     folder = home / "runs" / "own" / "rl" / "rollouts"
     assert (folder / "key").stat().st_mode & 0o077 == 0
-    assert {path.name for path in folder.iterdir()} <= {"key", "server.log", f"weights-{STEPS}.safetensors"}
+    assert {path.name for path in folder.iterdir()} <= {"key", "server-0.log", f"weights-{STEPS}.safetensors"}
     assert not servers_of("own"), "it ends with the command"
 
 
