@@ -35,9 +35,9 @@ from ascendchat.device.env import devices_behind, without_own_settings
 from ascendchat.dist.context import Context
 from ascendchat.infer.fleet import Fleet
 from ascendchat.launch.port import free_port
+from ascendchat.launch.rollout_server import first_key
 
 READY = re.compile(r"ready: (http://\S+)")
-KEYS = "ASCENDCHAT_API_KEYS"
 LONGEST_START = 900.0  # seconds until a server must be ready: it opens the model, and may compile
 ENDING = 20.0  # seconds that it gets to end
 MOST_EARLY_DEATHS = 3  # in a row, before it was ready
@@ -154,7 +154,7 @@ def open_rollouts(
     """The servers, on every rank; rank 0 starts them and sends them weights. `weights_folder`: a checkpoint, the first.
     `folder`: for logs, key and weights."""
     with contextlib.ExitStack() as stack:
-        urls, key = list(config.rollouts), first_key(config.rollout_key_file)
+        urls, key = list(config.rollouts), first_key(config.rollout_key_file, os.environ, "--rollout-key-file")
         if config.rollouts == ("local",):
             urls, key = started(config, weights_folder, say, here, folder, sizes, stack)
         fleet = Fleet.open(
@@ -174,16 +174,6 @@ def open_rollouts(
                     f"{sizes.context}; start them with a longer one, or train with a smaller --max-seq-len"
                 )
             yield fleet
-
-
-def first_key(file: str) -> str:
-    """The API key for servers that somebody else has started."""
-    if not file:
-        return os.environ.get(KEYS, "").split(",")[0].strip()
-    try:
-        return next(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError, StopIteration):
-        raise UserError(f"--rollout-key-file {file} cannot be read, or is empty; write the key into it") from None
 
 
 def started(

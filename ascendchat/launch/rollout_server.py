@@ -176,13 +176,14 @@ def flags_of(config: RolloutServerConfig) -> list[str]:
     return flags + (["--enable-sleep-mode"] if config.sleep_mode else [])
 
 
-def first_key(file: str, environ: Mapping[str, str]) -> str:
+def first_key(file: str, environ: Mapping[str, str], flag: str = "--api-key-file") -> str:
+    """The API key for a server: the first line of a file, else of the variable's keys the first; "" for none."""
     if not file:
         return environ.get(KEYS, "").split(",")[0].strip()
     try:
         return next(line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError, StopIteration):
-        raise UserError(f"--api-key-file {file} cannot be read, or is empty; write the key into it") from None
+        raise UserError(f"{flag} {file} cannot be read, or is empty; write the key into it") from None
 
 
 def receiver_folder() -> Path:
