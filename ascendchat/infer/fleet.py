@@ -7,7 +7,7 @@
 A server is in service or it is not. One that fails, hangs, answers with old weights or has not taken new ones is taken
 out of service, and what it had not answered is asked elsewhere. A thread per server looks after it: in service it must
 generate something from time to time; out of service it is tried until it generates, then it gets the current weights,
-which must have the checksum that the others have, and only then requests. Every wait has an end: after `patience`
+verified as `Remote.load` does it, and only then requests. Every wait has an end: after `patience`
 seconds without any server in service there is a UserError that names the reason of each.
 
 remote.py is one server, routing.py chooses between them, rollouts.py opens a fleet for a trainer.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -26,13 +27,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from ascendchat.checkpoint import Damaged, read_file, write_weights
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.fleet_stream import FleetStream
 from ascendchat.infer.generator import Weights
-from ascendchat.infer.remote import Remote, Unreachable
+from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.infer.routing import Candidate, blocks_of, choose, remember
 
@@ -75,12 +78,19 @@ def batches(requests: Sequence[Request]) -> list[list[int]]:
     return found
 
 
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
 class Fleet:
     """Several servers as one Generator. Several threads may use it.
 
     `pushes`: False on ranks that only ask; weights come from another rank, which is told by `renew`. `timeout`: seconds
     for an answer. `patience`: seconds to wait for any server at all. `hang`: seconds in which a server that has work,
-    or is tried, must have generated something. `folder`: for a copy of the weights in use, for servers that come back.
+    or is tried, must have generated something. `store`: folder for a copy of the weights, for a server
+    that comes back. `more`: settings of Remote.
     """
 
     elsewhere = True
@@ -95,18 +105,19 @@ class Fleet:
         timeout: float = 900.0,
         patience: float = 300.0,
         hang: float = 300.0,
-        folder: Path | None = None,
+        store: Path | None = None,
         pushes: bool = True,
         say: Callable[[str], None] = print,
+        **more: Any,
     ) -> None:
-        self.settings = {"api_key": api_key, "tokenizer": tokenizer, "concurrency": concurrency, "patience": RETRIES}
+        own = {"api_key": api_key, "tokenizer": tokenizer, "concurrency": concurrency, "patience": RETRIES}
+        self.settings: dict[str, Any] = {**own, **more}
         self.timeout, self.patience, self.hang, self.pushes, self.say = timeout, patience, hang, pushes, say
         self.members = [Member(url) for url in urls]
         self.version, self.context = 0, 0
-        self._own = folder is None
-        self.folder = Path(tempfile.mkdtemp(prefix="ascendchat-fleet-")) if folder is None else folder
+        self._own = store is None
+        self.store = Path(tempfile.mkdtemp(prefix="ascendchat-fleet-")) if store is None else store
         self._weights: Path | None = None  # file with those in use
-        self._checksum = ""  # of them, in a server's own words
         self._numbers = itertools.count()
         self._changed = threading.Condition()  # guards the members
         self._sync = threading.Lock()  # one change of weights at a time
@@ -130,16 +141,18 @@ class Fleet:
         return fleet
 
     def _first(self, url: str, end: float) -> Remote:
-        for attempt in itertools.count():
+        """The connection to a server that may still be starting: it listens when it is ready."""
+        address, waited = address_of(url), False
+        while time.monotonic() < end:
             try:
-                return self._connect(url)
-            except Unreachable as error:
-                if time.monotonic() > end:
-                    raise
-                if not attempt:
+                socket.create_connection(address, timeout=10.0).close()
+                break
+            except OSError as error:
+                if not waited:
                     self.say(f"rollouts: waiting for {url}, {self.patience:.0f} s at most ({error})")
+            waited = True
             self._closing.wait(PACE)
-        raise AssertionError("the attempts have no end")
+        return self._connect(url)
 
     def __enter__(self) -> Fleet:
         return self
@@ -154,7 +167,7 @@ class Fleet:
             if member.remote is not None:
                 self.lose(member, member.remote, "closed")
         if self._own:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.store, ignore_errors=True)
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -179,8 +192,8 @@ class Fleet:
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on; see Generator.load. A server that does not take them is out of service
         until it has them. When none takes them, or one says that they do not fit, all keep the old ones."""
-        file = self.folder / f"weights-{next(self._numbers)}.safetensors"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.store / f"weights-{next(self._numbers)}.safetensors"
+        self.store.mkdir(parents=True, exist_ok=True)
         write_weights(file, weights)
         how, end = {"interrupt": True} if interrupt else {}, time.monotonic() + self.patience
         try:
@@ -217,6 +230,10 @@ class Fleet:
             except FAILURES as error:
                 reason = str(error) or "the connection was closed"
                 self.lose(member, remote, reason)
+                continue
+            except RuntimeError:  # a connection that was closed before it was used
+                if member.remote is remote:
+                    raise
                 continue
             finally:
                 self.give(member, len(left))
@@ -312,7 +329,6 @@ class Fleet:
                 remote = undo.enter_context(self._connect(member.url))
                 if self._weights is not None:
                     remote.load(read_file(self._weights), self.version)
-                    self._compare(member, remote, self._checksum)
                 elif not self.pushes and remote.version != self.version:
                     raise UserError(f"it has the weights of version {remote.version} instead of {self.version}")
                 undo.pop_all()
@@ -349,21 +365,15 @@ class Fleet:
             with ThreadPoolExecutor(max(1, len(there))) as threads:
                 outcomes = list(zip(there, threads.map(one, there)))
             refusal = next((error for _, error in outcomes if isinstance(error, ValueError)), None)
-            checksum, took = "", False
             for (member, remote), error in outcomes:
-                try:
-                    if error is None and refusal is None:
-                        checksum, took = self._compare(member, remote, checksum), True
-                    elif error is None:  # it would answer with what the others do not have
-                        self._back(member, remote)
-                    elif not isinstance(error, ValueError):
-                        self.lose(member, remote, str(error) or "the connection was closed")
-                except FAILURES as failure:
-                    self.lose(member, remote, str(failure))
+                if error is None and refusal is not None:  # it would answer with what the others do not have
+                    self._back(member, remote)
+                elif error is not None and not isinstance(error, ValueError):
+                    self.lose(member, remote, str(error) or "the connection was closed")
             if refusal is not None:
                 raise refusal
-            if took:
-                old, self._weights, self._checksum, self.version = self._weights, file, checksum, version
+            if took := any(error is None for _, error in outcomes):
+                old, self._weights, self.version = self._weights, file, version
                 if old is not None:
                     old.unlink(missing_ok=True)
             return took
@@ -376,10 +386,3 @@ class Fleet:
             remote.load(read_file(self._weights), self.version)
         except (*FAILURES, ValueError) as error:
             self.lose(member, remote, str(error))
-
-    def _compare(self, member: Member, remote: Remote, wanted: str) -> str:
-        """The checksum of a server's weights, which must be that of the others; "": servers that have none."""
-        found = remote.checksum()
-        if found and wanted and found != wanted:
-            raise UserError(f"{member.url} has other weights than it was sent (checksum {found} instead of {wanted})")
-        return wanted or found

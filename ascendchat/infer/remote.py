@@ -53,10 +53,6 @@ class Again(Exception):
         self.after = after
 
 
-class Unreachable(UserError):
-    """No answer for as long as we had patience; the server may come back."""
-
-
 class Remote:
     """A Generator in another process or on another machine. Several threads may use it."""
 
@@ -135,15 +131,6 @@ class Remote:
     def renew(self, version: int) -> None:
         """Another process has loaded new weights there."""
         self.version = version
-
-    def checksum(self) -> str:
-        """Of the weights in use, in the server's own words; "" where it has none. Workers that differ are an error."""
-        if not self.ours:
-            return ""
-        state = self._wait(self._again(lambda: self._ask("GET", "/weights")))
-        if not state["checksum"]:
-            raise UserError(f"the workers of {self.url} do not have the same weights; send them again")
-        return str(state["checksum"])
 
     # ---- in the event loop ---------------------------------------------------------------------
 
@@ -227,7 +214,7 @@ class Remote:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
             pause = pause if after is None else min(LONGEST_RETRY_AFTER, after)
             if not may() or time.monotonic() + pause > end:
-                raise Unreachable(f"no answer from {self.url}: {reason}; is the server running?")
+                raise UserError(f"no answer from {self.url}: {reason}; is the server running?")
             await asyncio.sleep(pause)
         raise AssertionError("the attempts have no end")
 

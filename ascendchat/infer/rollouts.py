@@ -163,7 +163,7 @@ def open_rollouts(
             tokenizer=tokenizer,
             timeout=config.rollout_timeout,
             patience=config.rollout_patience,
-            folder=folder,
+            store=folder,
             pushes=here.main,
             say=say,
         )

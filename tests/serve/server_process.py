@@ -51,6 +51,10 @@ class ServerProcess:
         assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
         return self
 
+    def asked(self) -> int:
+        """Requests for answers so far, by the access log."""
+        return self.log.read_text(encoding="utf-8").count("/v1/completions")
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
