@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ascendchat.serve.process import LONGEST_PAUSE, pause_after
 from ascendchat.infer.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
+from ascendchat.serve.process import LONGEST_PAUSE, pause_after
 
 LONG = list(range(5 * BLOCK))
 
