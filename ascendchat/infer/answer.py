@@ -60,7 +60,9 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
     if sampling.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if ours:
-        body |= {"calculator": sampling.tools, "keep_stop": sampling.keep_stop}
+        body["calculator"] = sampling.tools
+        if sampling.keep_stop:
+            body["keep_stop"] = True
     return body
 
 

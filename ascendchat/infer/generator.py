@@ -37,7 +37,7 @@ class Generator(Protocol):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it has weights of its own, in another process: new ones are sent by `load`."""
+        """Whether it answers in another process, so that several threads may ask it while this one trains."""
 
     @property
     def version(self) -> int:
