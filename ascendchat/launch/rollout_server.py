@@ -1,7 +1,7 @@
 """`ascendchat rollout-server --model FOLDER`: starts vLLM, or vllm-ascend, for the rollouts of `ascendchat rl`.
 
     ascendchat rollout-server --model Qwen/Qwen2.5-0.5B-Instruct --device npu --dtype bfloat16 --enforce-eager
-    ascendchat rollout-server --config engine.yaml --python ~/vllm/bin/python --port 8001 -- --trust-remote-code
+    ascendchat rollout-server --config engine.yaml --python ~/vllm/bin/python --port 8001
     ascendchat rollout-server --model FOLDER --dry-run           # shows command and environment, starts nothing
 
 vLLM is looked for, never imported: it may live in an environment of its own. What is known not to work (versions that
