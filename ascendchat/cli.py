@@ -41,6 +41,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
     "chat": ("infer:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
     "serve": ("serve:ServeConfig", "serve.command:run", "a web chat and an OpenAI-compatible API for a model"),
+    "rollout-server": (
+        "rollout:RolloutServerConfig",
+        "launch.rollout_server:run",
+        "start vLLM for the rollouts of rl, with all that a weight sync needs",
+    ),
     "bench serve": ("serve:BenchServeConfig", "serve.bench:run", "load a running server and time its answers"),
     "bench decode": ("infer:BenchDecodeConfig", "infer.bench:run", "time the generation of text on this device"),
     "eval chat": ("eval:EvalChatConfig", "eval.chat:run", "ChatCORE, its Chinese counterpart and the toy world"),

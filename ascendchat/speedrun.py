@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,11 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: str | Path) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
     """Run name and stages of a recipe file."""
     recipe = load_yaml(path)
-    unknown = set(recipe) - {"run", "about", "stages", "next"}
+    unknown = set(recipe) - {"run", "about", "devices", "stages", "next"}
     if unknown:
-        raise UserError(f"{path}: unknown setting {sorted(unknown)[0]}; a recipe has run, about, stages and next")
+        raise UserError(
+            f"{path}: unknown setting {sorted(unknown)[0]}; a recipe has run, about, devices, stages and next"
+        )
     stages: list[tuple[str, dict[str, Any]]] = []
     listed = recipe.get("stages") or []
     if not isinstance(listed, list):
@@ -61,6 +64,14 @@ def read_recipe(path: str | Path) -> tuple[str, list[tuple[str, dict[str, Any]]]
     if not stages:
         raise UserError(f"{path} has no stages")
     return str(recipe.get("run") or Path(path).stem), stages
+
+
+def devices_of(path: str | Path, asked: int) -> int:
+    """On how many devices training stages run: as the flag says, else as the recipe says."""
+    count = load_yaml(path).get("devices", 1)
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"{path}: devices is a whole number from 1 on, found {count!r}")
+    return asked if asked > 1 else count
 
 
 def arguments(settings: dict[str, Any]) -> list[str]:
@@ -110,8 +121,9 @@ def stage_identities(stages: list[tuple[str, dict[str, Any]]], run: str, config:
 
 def run(config: SpeedrunConfig) -> int:
     """The command."""
-    name, stages = read_recipe(find_recipe(config.recipe))
-    name = config.run or name
+    recipe = find_recipe(config.recipe)
+    name, stages = read_recipe(recipe)
+    name, config = config.run or name, replace(config, devices=devices_of(recipe, config.devices))
     ledger = run_folder(name, "speedrun.json")
     known: dict[str, Any] = {} if config.fresh else read_facts(ledger)
     if ledger.is_file() and not config.fresh and not known:

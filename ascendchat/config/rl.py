@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ascendchat.config import option
 from ascendchat.config.train import ChatTrainConfig
@@ -59,8 +60,20 @@ class RlConfig(ChatTrainConfig):
     "steps between checkpoints; 0 and -1: only at the end"
     slots: int | None = option(None, least=1, most=1e5)
     "answers generated at the same time on each device; by default all of a step, at most 256"
-    rollouts: str = "local"
-    "where answers are generated: local (in this process), or the address of `ascendchat serve --weight-updates`"
+    rollouts: tuple[str, ...] = ("local",)
+    """where answers are generated: local, in the trainer's own process, or the addresses of servers (`ascendchat serve
+    --weight-updates`, vLLM), separated by commas"""
+    rollout_devices: int = option(0, least=0, most=1024)
+    "devices behind those of the trainer for a server that this command starts and ends; on a CPU: processes"
+    inference_engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """in a YAML file, {type: vllm, vllm_config: {...}}: this command starts vLLM instead, with these settings
+    of rollout-server; the model must be one of Hugging Face"""
+    rollout_key_file: str = ""
+    "file whose first line is the API key of the servers; by default the first key in $ASCENDCHAT_API_KEYS, if any"
+    rollout_timeout: float = option(900.0, above=0, most=1e6)
+    "seconds for one answer of a server"
+    rollout_patience: float = option(600.0, above=0, most=1e6)
+    "seconds without any server that answers, after which the run ends"
     rhythm: Literal["sync", "stream", "async"] = "sync"
     """sync: all answers of a step, then training; stream: groups are trained as they finish; async: answers are also
     generated while the weights change (--staleness)"""

@@ -19,6 +19,6 @@ class SpeedrunConfig:
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
     "device for the training stages; by default the best one found"
     devices: int = option(1, also=("npus", "gpus"), least=1, most=1e4)
-    "how many devices the training stages use"
+    "how many devices the training stages use; by default as many as the recipe names"
     fresh: bool = False
     "run every stage again, even those that are done"

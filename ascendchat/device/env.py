@@ -40,6 +40,8 @@ NPU_DEBUG = {
     "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
 }
 CUDA_TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+PLACE_OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_")
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both give way to PYTORCH_ALLOC_CONF
 
 
@@ -155,6 +157,35 @@ def prepare_environment(
             kept = [f"{name}={value}" for name, value in done.kept.items() if name in NPU_DEBUG]
             warnings += [f"{text} was already set and stays, so --npu-debug is not complete" for text in kept]
     return done
+
+
+def without_own_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a process that prepares its own: without what a profile here may have set, and without the
+    place of this process among its ranks."""
+    profiles = [*NPU_TRAINING.items(), *NPU_GENERATING.items(), *NPU_DEBUG.items(), *CUDA_TRAINING.items()]
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name, value) not in profiles and name not in PLACE and not name.startswith(PLACE_OF_TORCHRUN)
+    }
+
+
+def devices_behind(
+    device_type: str, used: int, count: int, there: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The variable by which a process sees the `count` devices behind the first `used` of the `there` that this one
+    sees; none where devices have no numbers."""
+    variable = KINDS[device_type].visible
+    if not variable:
+        return {}
+    listed = environ.get(variable, "")
+    names = listed.split(",") if listed else [str(number) for number in range(there)]
+    if used + count > min(there, len(names)):
+        raise UserError(
+            f"{used} device(s) for training and {count} for rollouts are asked for, and {min(there, len(names))} "
+            f"{KINDS[device_type].title}(s) are visible; lower --rollout-devices, or train on fewer devices"
+        )
+    return {variable: ",".join(names[used : used + count])}
 
 
 def _npu_expected(asked: str | None, seen: MachineFacts, environ: Mapping[str, str], warnings: list[str]) -> bool:

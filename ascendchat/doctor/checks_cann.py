@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from ascendchat.device import smi
+from ascendchat.device.cann import cann_version, read_version
 from ascendchat.doctor.checks import Check, Machine, gib
 
 # torch_npu -> the CANN it is released with; the first two numbers must agree.
@@ -61,26 +62,6 @@ def set_env(m: Machine) -> str:
 def cann_home(m: Machine) -> Path | None:
     value = m.environ.get("ASCEND_HOME_PATH") or m.environ.get("ASCEND_TOOLKIT_HOME") or ""
     return Path(value) if value else None
-
-
-def read_version(path: Path) -> str:
-    """`version=8.3.RC1` or `Version=25.2.0` in an info file of Huawei's installers."""
-    try:
-        match = re.search(r"^\s*version\s*=\s*\[?([\w.]+)", path.read_text(errors="replace"), re.I | re.M)
-    except OSError:
-        return ""
-    return match[1] if match else ""
-
-
-def cann_version(home: Path) -> str:
-    """From the installers' files, else from the name of the folder (cann-9.1.0, ascend-toolkit/8.3.RC1)."""
-    for pattern in ("ascend_*_install.info", "*/ascend_*_install.info", "share/info/*/version.info", "*/version.info"):
-        for path in sorted(home.glob(pattern)):
-            version = read_version(path)
-            if version:
-                return version
-    match = re.search(r"(\d+\.\d+(?:\.\w+)*)$", home.resolve().name)
-    return match[1] if match else ""
 
 
 def _major(version: str) -> tuple[int, int]:

@@ -63,7 +63,8 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if ours:
         body["calculator"] = sampling.tools
-        body["keep_stop"] = sampling.keep_stop
+        if sampling.keep_stop:
+            body["keep_stop"] = True
     return body
 
 
@@ -91,9 +92,8 @@ class Answer:
         reason, logprobs = choice.get("finish_reason"), choice.get("logprobs") or {}
         if reason:
             answer.finish_reason = reason if reason in ("stop", "length") else "cancelled"
-        keep = self.request.sampling.keep_stop
-        if reason == "stop" and ids and ids[-1] in self._stops and not keep:  # other servers count it to the answer
-            ids.pop()
+        if reason == "stop" and ids and ids[-1] in self._stops and not self.request.sampling.keep_stop:
+            ids.pop()  # other servers count it to the answer
         first = not answer.ids
         answer.ids += ids
         answer.forced += [False] * len(ids) if self._forced is None else self._forced.feed(ids)

@@ -157,7 +157,7 @@ class Engine:
         self.paused = None
 
     def renew(self, version: int) -> None:
-        """Somebody has changed the model's own tensors, as a trainer does in its process: forget what the old wrote."""
+        """A trainer has changed the model's own tensors, in this process: forget what the old wrote."""
         self.prefixes.clear()
         self.version = version
 

@@ -35,7 +35,9 @@ class Stream(Iterator[Piece], Protocol):
 class Generator(Protocol):
     """Whatever can continue prompts."""
 
-    elsewhere: bool  # in another process or on another machine: it answers while this one trains, to several threads
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it answers in another process, so that several threads may ask it while this one trains."""
 
     @property
     def version(self) -> int:
@@ -56,6 +58,9 @@ class Generator(Protocol):
         the work of one version, or, with `interrupt`, go on with the new ones at once: Completion.versions says which
         wrote which token. Requests that still wait for a slot are answered by the new ones. Weights that do not
         fit the model are a ValueError, and nothing is changed."""
+
+    def renew(self, version: int) -> None:
+        """The weights were replaced by somebody else: by a trainer in this process, or on a server by another rank."""
 
 
 def prompt_room(context: int, max_tokens: int) -> int:

@@ -23,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,6 +134,10 @@ class Remote:
                     self._wait(self._again(lambda: self._ask("POST", "/resume")))
         self.version = version
 
+    def renew(self, version: int) -> None:
+        """Another process has loaded new weights there."""
+        self.version = version
+
     # ---- in the event loop ---------------------------------------------------------------------
 
     async def _meet(self) -> None:
@@ -241,6 +246,10 @@ class Remote:
     def _wait(self, waiting: Coroutine[Any, Any, Result]) -> Result:
         future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
         try:
+            while not future.done() and self._loop.is_running():  # close() may have come before it
+                wait([future], 1.0)
+            if not future.done():
+                raise CancelledError
             return future.result()
         except BaseException:  # Ctrl-C: nothing goes on without us
             future.cancel()

@@ -23,6 +23,7 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Request
+from ascendchat.infer.routing import Candidate, blocks_of, choose, remember
 from ascendchat.serve.child import Child
 from ascendchat.serve.messages import (
     Ask,
@@ -39,7 +40,6 @@ from ascendchat.serve.messages import (
     Resume,
 )
 from ascendchat.serve.process import PATIENCE, Process, say
-from ascendchat.serve.routing import Candidate, blocks_of, choose, remember
 from ascendchat.serve.ticket import Failure, Overloaded, Ticket, joined
 
 __all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]

@@ -7,8 +7,8 @@ a step is a pure function of (weights, seed, step): so a run that is resumed gen
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
@@ -24,8 +24,8 @@ from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
-from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Completion, Sampling
+from ascendchat.infer.rollouts import Sizes, open_rollouts
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.readout import Drawn, Float32Readout, Readout
 from ascendchat.plan.shape import Shape
@@ -61,7 +61,7 @@ def run(config: RlConfig) -> int:
             f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
             "and the run starts from weights alone"
         )
-    with training_context(config) as here:
+    with training_context(config) as here, ExitStack() as stack:
         origin = starting_point(config, "rl", here.say)
         here.say(f"starting from {origin.folder}")
         shape = Shape.from_dict(origin.state["shape"])
@@ -81,11 +81,12 @@ def run(config: RlConfig) -> int:
         drawn = Drawn(shape.vocab, config.temperature, config.top_k, readout=readout_of(learner))
         slots = config.slots or min(MOST_SLOTS, answers)
         engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
-        generator: Generator = engine() if config.rollouts == "local" else connection(config, tokenizer)
+        folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
+        sources = generator_of(config, engine, slots, shape, tokenizer, origin, folder, here)
+        generator = stack.enter_context(sources)
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         steps = config.num_iterations or batches * config.updates
         source = source_of(config, rollout_of(config, questions, generator, here), steps)
-        folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
         exam = [examination(parse_entry(entry).name, config.source) for entry in data]
         reference, exact = reference_of(config, learner, origin), config.batch_invariant
@@ -102,10 +103,33 @@ def run(config: RlConfig) -> int:
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
 
 
-def connection(config: RlConfig, tokenizer: Tokenizer) -> Remote:
-    """To the server of --rollouts."""
-    key = next(iter(os.environ.get("ASCENDCHAT_API_KEYS", "").split(",")))
-    return Remote.open(config.rollouts, api_key=key.strip(), tokenizer=tokenizer)
+@contextmanager
+def generator_of(
+    config: RlConfig,
+    engine: Callable[[], Engine],
+    slots: int,
+    shape: Shape,
+    tokenizer: Tokenizer,
+    origin: Checkpoint,
+    folder: Path,
+    here: Context,
+) -> Iterator[Generator]:
+    """What answers the questions: an engine around the weights that are trained, or servers."""
+    named = config.rollouts != ("local",)
+    if not named and not config.rollout_devices and not config.inference_engine:
+        yield engine()
+        return
+    if named and config.rollout_devices:
+        raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
+    there = Shape.from_dict(origin.state["shape"])
+    if shape.windows() != there.windows(shape.seq_len):
+        raise UserError(
+            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there.seq_len}, and what its short "
+            "windows see would differ; leave it out, or generate in this process (--rollouts local)"
+        )
+    sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
+    with open_rollouts(config, tokenizer, origin.folder, here.say, here=here, folder=place, sizes=sizes) as fleet:
+        yield fleet
 
 
 def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:

@@ -22,7 +22,6 @@ import torch
 from ascendchat import dist
 from ascendchat.checkpoint import host_copy
 from ascendchat.config import UserError
-from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.request import Completion
 from ascendchat.train.rhythm import Rhythm, Slot
@@ -87,15 +86,25 @@ class InTurn:
         """Answer with these from now on. Every rank calls it; rank 0 sends them."""
         generator = self.rollout.generator
         with self._pushing:
-            if isinstance(generator, Engine):  # around the very tensors that are trained
+            if not generator.elsewhere:  # around the very tensors that are trained
                 generator.renew(version)
             else:
                 self._weights = host_copy(weights)
-                if dist.world().rank == 0:
-                    # Also where nothing is under way: a trainer that was killed may have left the server paused.
-                    generator.load(self._weights, version, interrupt=True)
-                dist.barrier()
+                self._send(version)
             self._loads, self.pushed = self._loads + 1, version
+
+    def _send(self, version: int) -> None:
+        """Once for all ranks. What cannot be sent ends the run on every rank."""
+        generator, problem = self.rollout.generator, ""
+        if dist.world().rank == 0:
+            try:  # with an interruption also where nothing is under way: a killed trainer may have left a server paused
+                generator.load(self._weights, version, interrupt=True)
+            except (UserError, ValueError) as error:
+                problem = f"the weights after {version} updates were not taken: {error}"
+        if problem := dist.broadcast_object(problem):
+            raise UserError(problem)
+        if dist.world().rank:
+            generator.renew(version)
 
     def _push_again(self, loads: int) -> None:
         """A server has lost them; `loads`: how often they had been sent when it was asked."""

@@ -109,6 +109,7 @@ ASKED = [
     Sampling(max_tokens=12, seed=6, allowed_tokens=tuple(range(97, 110)), stop_tokens=(104, 105)),
     Sampling(max_tokens=30, seed=7, allowed_tokens=tuple(range(97, 103)), stop=("ab", "ca")),
     Sampling(max_tokens=9, seed=8, logit_bias=((97, 100.0), (98, 100.0))),
+    Sampling(max_tokens=30, seed=3, allowed_tokens=(97, 98, 99), stop_tokens=(99,), keep_stop=True, logprobs=True),
     Sampling(max_tokens=10_000, seed=9, stop_tokens=()),  # to the end of the context
 ]
 

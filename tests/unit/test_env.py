@@ -18,9 +18,11 @@ from ascendchat.device.env import (
     MachineFacts,
     PreparedEnvironment,
     announce,
+    devices_behind,
     load_problem,
     look,
     prepare_environment,
+    without_own_settings,
 )
 from ascendchat.device.harmful_env import harmful_settings, known_harmful
 
@@ -275,3 +277,20 @@ def test_only_the_first_rank_of_a_node_speaks() -> None:
         out = io.StringIO()
         announce(prepared, out, {"LOCAL_RANK": local_rank})
         assert ("hear me" in out.getvalue()) == speaks
+
+
+def test_a_server_beside_a_trainer_sees_the_devices_behind_it() -> None:
+    assert devices_behind("npu", 2, 2, 4, {}) == {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}
+    assert devices_behind("npu", 1, 2, 3, {"ASCEND_RT_VISIBLE_DEVICES": "4,5,7"}) == {
+        "ASCEND_RT_VISIBLE_DEVICES": "5,7"
+    }
+    assert devices_behind("cuda", 1, 1, 2, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert devices_behind("cpu", 1, 4, 1, {}) == {}, "processes have no numbers"
+    with pytest.raises(UserError, match=r"3 device.s. for training and 2 for rollouts .* 4 Ascend NPU"):
+        devices_behind("npu", 3, 2, 4, {})
+
+
+def test_a_server_beside_a_trainer_prepares_its_own_environment() -> None:
+    own = {"TASK_QUEUE_ENABLE": "2", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    kept = {"PATH": "/bin", "OMP_NUM_THREADS": "3", "HCCL_CONNECT_TIMEOUT": "1200", "LD_LIBRARY_PATH": "/lib"}
+    assert without_own_settings({**own, **kept}) == kept

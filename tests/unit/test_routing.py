@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from ascendchat.infer.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
 from ascendchat.serve.process import LONGEST_PAUSE, pause_after
-from ascendchat.serve.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
 
 LONG = list(range(5 * BLOCK))
 

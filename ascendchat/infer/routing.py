@@ -1,4 +1,4 @@
-"""Which worker answers which request: pure functions, used by pool.py.
+"""Which worker or server answers which request: pure functions, used by serve/pool.py and by fleet.py.
 
 A request goes to the worker that holds most of its prompt in its cache, unless that one has clearly more to do than
 another. What a worker holds is known by hashes of the beginnings of the prompts that it was given.
