@@ -66,6 +66,8 @@ class Engine:
     tokens of prompts, padding included, are read between two steps of the rows that run; longer prompts are cut.
     """
 
+    elsewhere = False
+
     def __init__(
         self,
         model: GPT,
@@ -115,11 +117,11 @@ class Engine:
         return EngineStream(self, self.add(request))
 
     @torch.no_grad()
-    def load(self, weights: Weights, version: int) -> None:
+    def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
         so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
         self.fits(weights)
-        while any(self.running) and self.paused != "keep":
+        while any(self.running) and self.paused != "keep" and not interrupt:
             self._read()
             self._extend()
         for name, tensor in self.decoder.model.state_dict().items():

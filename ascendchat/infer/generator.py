@@ -36,6 +36,10 @@ class Generator(Protocol):
     """Whatever can continue prompts."""
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it answers in another process, so that several threads may ask it while this one trains."""
+
+    @property
     def version(self) -> int:
         """Of the weights that answer the next request to begin. What wrote an answer is its Completion.version."""
 
@@ -49,10 +53,11 @@ class Generator(Protocol):
     def stream(self, request: Request) -> Stream:
         """One answer as it comes."""
 
-    def load(self, weights: Weights, version: int) -> None:
+    def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on. Answers under way are finished by the old ones first, so that each is
-        the work of one version; requests that still wait for a slot are answered by the new ones. Weights that do not
-        fit the model are a ValueError, and nothing is changed."""
+        the work of one version; requests that still wait for a slot are answered by the new ones. With `interrupt`
+        answers under way go on with the new weights at once, and Completion.versions says which wrote which token.
+        Weights that do not fit the model are a ValueError, and nothing is changed."""
 
 
 def prompt_room(context: int, max_tokens: int) -> int:

@@ -75,7 +75,7 @@ def completion_prompts(service: Service, body: CompletionRequest) -> Asked:
         check_room(service, prompt, "prompt")
     calculator = service.chats if body.calculator is None else body.calculator
     sampling = sampling_of(service, body, body.max_tokens or TEXT_TOKENS, body.logprobs, None, calculator)
-    return Asked(choices(prompts, sampling, body.n or 1))
+    return Asked(choices(prompts, replace(sampling, keep_stop=body.keep_stop), body.n or 1))
 
 
 def choices(prompts: Sequence[list[int]], sampling: Sampling, n: int) -> list[Request]:

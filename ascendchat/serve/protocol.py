@@ -282,6 +282,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
     return_tokens_as_token_ids: Annotated[bool, Field(description="log-probabilities name tokens token_id:7")] = False
     calculator: Annotated[bool, Field(description="ours: run the calls of a chat model, as by default")] | None = None
+    keep_stop: Annotated[bool, Field(description="ours: a token that ends the answer is the last of its ids")] = False
     # not supported, unless it changes nothing
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
