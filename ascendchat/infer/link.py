@@ -76,6 +76,11 @@ class Link:
         except NoRoute:
             return None
 
+    async def text(self, path: str) -> str:
+        """What a route says that does not speak JSON; nothing where there is none."""
+        response = await asyncio.wait_for(self._commands.get(path), 35.0)
+        return response.text if response.status_code == 200 else ""
+
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream as they come."""
         async with self._answers.stream("POST", path, json=body) as response:

@@ -45,6 +45,11 @@ PULSE = 20.0  # seconds for one token by a server that is well
 Result = TypeVar("Result")
 
 
+class WeightsLost(UserError):
+    """The server has not the weights that it was sent, or only some of them: it was started anew, or a sync broke off.
+    Whoever has them calls `load` and asks again."""
+
+
 class Remote:
     """A Generator in another process or on another machine. Several threads may use it.
 
@@ -81,6 +86,8 @@ class Remote:
         self._room = asyncio.Semaphore(concurrency)
         self._gate = asyncio.Event()  # closed while weights change
         self._gate.set()
+        self._suspect = False  # the server may have been started anew since it was last looked at
+        self._asking = asyncio.Lock()
         self._under_way = 0
         self._idle = asyncio.Event()
         self._load_lock = threading.Lock()
@@ -128,6 +135,7 @@ class Remote:
         """All answers, in the order of the requests. After an error none is left under way."""
         for request in requests:
             self._body(request)
+        self._suspect = True
         return self._wait(self._all([self._one(request) for request in requests]))
 
     def stream(self, request: Request) -> RemoteStream:
@@ -192,7 +200,11 @@ class Remote:
         async def once() -> Any:
             await self._open()
             answer.begin(self.version)
-            return await self._counted(self._watched(self._body(asked)))
+            try:
+                return await self._counted(self._watched(self._body(asked)))
+            except Exception:
+                self._suspect = True
+                raise
 
         answer.take(await self.link.again(once), whole=True)
 
@@ -202,8 +214,13 @@ class Remote:
             await asyncio.wait_for(self._gate.wait(), self.link.timeout)
         except asyncio.TimeoutError:
             raise UserError(f"{self.url} was kept waiting for weights for {self.link.timeout:g} s") from None
+        async with self._asking:
+            if self._suspect and isinstance(self.server, VllmServer) and not self.torn:
+                if await self.server.has_forgotten():
+                    self.torn = "it was started anew"
+                self._suspect = False
         if self.torn:
-            raise UserError(f"{self.url} may have half of its weights replaced ({self.torn}); load weights again")
+            raise WeightsLost(f"{self.url} does not have the weights it was sent ({self.torn}); load weights again")
 
     async def _counted(self, waiting: Coroutine[Any, Any, Result]) -> Result:
         self._under_way += 1

@@ -72,6 +72,7 @@ class VllmServer(Server):
         self.processed: bool | None = None  # log-probabilities after temperature, top-k and so on; None: not known yet
         self.checks = version >= WEIGHTS_SINCE  # until it says that it has no /weight_checker
         self.proven = False  # whether checksums have shown that it has all weights of the last sync
+        self._born = ""  # when it was started, at the last sync; "": none yet
         self._group: transfer.Group | None = None
         self._written: Path | None = None
         self._before: Scores | None = None  # of the version that answered before
@@ -144,6 +145,7 @@ class VllmServer(Server):
         await self.link.again(lambda: self.link.command("POST", "/reset_prefix_cache"))
         await self._name_version(version)
         await self._check(sent)
+        self._born = await self.link.again(self.birth)
 
     def _in_its_dtype(self, weights: Weights) -> dict[str, torch.Tensor]:
         """Half the bytes where the server keeps half the digits."""
@@ -224,6 +226,18 @@ class VllmServer(Server):
 
     # ---- whether it has them -------------------------------------------------------------------
 
+    async def birth(self) -> str:
+        """When it was started, as its metrics say."""
+        found = re.search(r"^process_start_time_seconds (\S+)$", await self.link.text("/metrics"), flags=re.M)
+        return found[1] if found else ""
+
+    async def has_forgotten(self) -> bool:
+        """Whether it was started anew since the last sync, and has the weights of its start again."""
+        if self._born and await self.birth() != self._born:
+            self._group = None  # its other end is gone
+            return True
+        return False
+
     async def _check(self, weights: dict[str, torch.Tensor]) -> None:
         """By the digests that the server has of its weights. `proven`: every weight could be compared."""
         self.proven = False
@@ -269,9 +283,16 @@ class VllmServer(Server):
         of one prompt is asked for at two temperatures."""
         if self.processed is None:
             found = []
-            for temperature in (1.0, 4.0):
-                body = {"model": self.model, "prompt": [1], "max_tokens": 1, "temperature": temperature, "logprobs": 1}
-                reply = await self.link.again(lambda body=body: self.link.ask("POST", "/v1/completions", json=body))  # type: ignore[misc]
+            body = {
+                "model": self.model,
+                "prompt": [1],
+                "max_tokens": 1,
+                "logprobs": 1,
+                "return_tokens_as_token_ids": True,
+            }
+            for temperature in (1.0, 2.0):
+                body["temperature"] = temperature
+                reply = await self.link.again(lambda: self.link.ask("POST", "/v1/completions", json=body))
                 found.append(max(reply["choices"][0]["logprobs"]["top_logprobs"][0].values()))
             self.processed = not math.isclose(*found, abs_tol=1e-4)
         return self.processed

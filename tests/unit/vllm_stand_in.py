@@ -78,6 +78,8 @@ class StandIn:
         self.received: dict[str, torch.Tensor] = {}
         self.model, self.lock = model, threading.RLock()
         self.engine: Engine = make.engine(model, pick("cpu", compiled=False), Sdpa(), slots=8, context=self.context)
+        self._first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.born = 1.79e9
         self.worker = Worker(self)
         self.pace = 0.0  # seconds a token takes at least
         self.closing = threading.Event()
@@ -98,7 +100,11 @@ class StandIn:
         return f"http://127.0.0.1:{self._port}"
 
     def revive(self) -> None:
-        """Listen again, with nothing under way; at the same place as before."""
+        """Listen again, with nothing under way and the weights of the start; at the same place as before."""
+        self.born += 1.5
+        self.weight_version, self.torn = "default", False
+        with self.lock:
+            self.engine.load(self._first, 0)
         self._http = Listener(("127.0.0.1", self._port), Handler)
         self._http.owner = self
         self._port = self._http.server_address[1]
@@ -146,6 +152,10 @@ class StandIn:
             raise Dead
         if len(prompt) + most > self.context:
             raise ValueError(f"max_tokens={most} cannot be greater than max_model_len={self.context}")
+        if body.get("logprobs") is not None and not body.get("return_tokens_as_token_ids"):
+            raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
+        if body.get("temperature", 1.0) > 2:
+            raise ValueError(f"temperature must be in [0, 2], got {body['temperature']}.")
         kind, _, value = fault.partition(":")
         job, cut = self._generate(prompt, body), kind == "abort"
         ids, values = list(job.completion.ids), list(job.completion.logprobs)
@@ -258,7 +268,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         super().finish()
 
     def say(self, content: Any, status: int = 200) -> None:
-        data = b"" if content is None else json.dumps(content).encode()
+        data = (
+            b"" if content is None else content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        )
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -284,7 +296,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             }
             if owner.newer(0, 27):
                 routes["/weight_info"] = {"weight_version": owner.weight_version}
-        if path in routes:
+        if path == "/metrics":
+            self.say(f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {owner.born}\n")
+        elif path in routes:
             self.say(routes[path])
         else:
             self.say({"detail": "Not Found"}, 404)
