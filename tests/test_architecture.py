@@ -57,7 +57,7 @@ OWNERS = {
     "tensorboard": {"record"},
     "swanlab": {"record"},
     "wandb": {"record"},
-    "httpx": {"data.fetch", "infer.remote", "doctor"},
+    "httpx": {"data.fetch", "infer.link", "infer.servers", "doctor"},
     "fastapi": {"serve"},
     "uvicorn": {"serve"},
     "prometheus_client": {"serve.metrics"},

@@ -1,11 +1,17 @@
 """Requests and answers of remote.py in JSON: the fields of /v1/completions, and how an answer is put together of them.
 
 body_of(request, model, context, tokenizer, ours)      # what is posted
-answer = Answer(request, tokenizer, ours, version); answer.take(event); answer.close(); answer.completion
+answer = Answer(request, tokenizer, ours)
+answer.begin(version); answer.take(event); answer.close(); answer.completion
+answer.rest()                                          # after an interruption: what is still to be asked for
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ascendchat.data.tokenizer import Tokenizer
@@ -13,6 +19,11 @@ from ascendchat.infer.request import Completion, Piece, Request
 from ascendchat.infer.text import TextStream
 
 ID = "token_id:"  # how `return_tokens_as_token_ids` writes a token
+NO_PROBABILITY = -9999.0  # what vLLM writes for minus infinity
+
+
+class Unusable(Exception):
+    """An answer that nobody may learn from; the text says why."""
 
 
 def stops_of(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
@@ -30,6 +41,13 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         raise ValueError("a prompt needs at least one token")
     if room < 1:
         raise ValueError(f"a prompt of {len(request.prompt)} tokens leaves no room for an answer in {context}")
+    if (
+        not ours
+        and tokenizer is not None
+        and not 0 <= min(request.prompt) <= max(request.prompt) < tokenizer.vocab_size
+    ):
+        # vLLM 0.32 without a tokenizer of its own does not look: its engine dies of it
+        raise ValueError(f"token ids end at {tokenizer.vocab_size - 1}, found {max(request.prompt)}")
     if sampling.grammar is not None:
         raise ValueError("a grammar cannot be sent to a server like this; use its chat API with response_format")
     body: dict[str, Any] = {
@@ -55,7 +73,7 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
         body["logprobs"] = sampling.top_logprobs
     if sampling.processed_logprobs and ours:  # vLLM is started so: --logprobs-mode processed_logprobs
         body["processed_logprobs"] = True
-    if sampling.top_logprobs:
+    if sampling.top_logprobs or (sampling.logprobs and not ours):
         body["return_tokens_as_token_ids"] = True
     if sampling.allowed_tokens:
         body["allowed_token_ids"] = list(sampling.allowed_tokens)
@@ -69,45 +87,125 @@ def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | N
 
 
 class Answer:
-    """One answer as its parts come: events of a stream, or all at once."""
+    """One answer as its parts come: events of a stream, or all at once, or in several pieces where the server was
+    interrupted."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, ours: bool, version: int) -> None:
-        self.request, self.version = request, version
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, ours: bool, version: int = 0) -> None:
+        self.request, self.version, self.tokenizer, self.ours = request, version, tokenizer, ours
         self.completion = Completion(version=version, finish_reason="cancelled")
         self._stops = frozenset(stops_of(request, tokenizer) or ())
-        self._text = TextStream(tokenizer, request.sampling.stop) if tokenizer else None
-        self._forced = Forced(tokenizer) if tokenizer and ours and request.sampling.tools else None
+        self._listen()
 
-    def take(self, event: dict[str, Any]) -> list[Piece]:
-        """What an event adds."""
+    def _listen(self) -> None:
+        """What follows the tokens from their first on."""
+        text, sampling = self.tokenizer, self.request.sampling
+        self._text = TextStream(text, sampling.stop) if text else None
+        self._forced = Forced(text) if text and self.ours and sampling.tools else None
+
+    # ---- interruptions -------------------------------------------------------------------------
+
+    def begin(self, version: int) -> None:
+        """The next tokens are asked for now, of these weights."""
+        self.version = version
+
+    @property
+    def over(self) -> bool:
+        """Whether it came to an end of its own: a fragment is not one."""
+        return self.completion.finish_reason != "cancelled"
+
+    def rest(self, context: int) -> Request | None:
+        """What is still to be asked for: the prompt with what was written so far, fewer tokens, the same stops. None:
+        it was cut at its very end, and is over.
+
+        Our own engine's noise is a hash of seed and position, so the same seed goes on as if nothing had happened.
+        Other servers begin their noise anew with every request: the same seed would repeat the noise that chose the
+        first tokens, so the seed of a later part follows from the seed and the place."""
+        answer, sampling = self.completion, self.request.sampling
+        if self._forced is not None and self._forced.midway:
+            self._cut(last_index(answer.ids, self._forced.call))  # a call is only seen by who reads it from its start
+        written = len(answer.ids)
+        if not written:
+            return self.request
+        if answer.ids[-1] in self._stops:
+            answer.finish_reason = "stop"
+            return None
+        left = min(sampling.max_tokens, context - len(self.request.prompt)) - written
+        if left < 1:
+            answer.finish_reason = "length"
+            return None
+        seed = sampling.seed
+        if not self.ours:
+            seed = int.from_bytes(hashlib.sha256(f"{seed} {written}".encode()).digest()[:7], "big")
+        return Request([*self.request.prompt, *answer.ids], replace(sampling, max_tokens=left, seed=seed))
+
+    def _cut(self, length: int) -> None:
+        """Forget all tokens behind so many."""
+        answer = self.completion
+        for column in (answer.ids, answer.logprobs, answer.forced, answer.versions, answer.tops):
+            del column[length:]  # type: ignore[attr-defined]
+        self._listen()
+        if self._forced is not None:
+            self._forced.feed(answer.ids)
+        if self._text is not None:
+            self._text.feed_all(answer.ids)
+
+    # ---- what comes ----------------------------------------------------------------------------
+
+    def take(self, event: dict[str, Any], whole: bool = False) -> list[Piece]:
+        """What an event adds. A `whole` one is looked through first: Unusable, and nothing is added."""
+        choices = event.get("choices") or ()
+        if whole:
+            if not choices:
+                raise Unusable("an answer without a choice")
+            for choice in choices:
+                self._examine(choice)
         usage, answer = event.get("usage") or {}, self.completion
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or answer.cached_tokens
         pieces: list[Piece] = []
-        for choice in event.get("choices") or ():
+        for choice in choices:
             pieces += self._choice(choice)
         return pieces
 
+    def _examine(self, choice: dict[str, Any]) -> None:
+        """Whether a trainer can use it."""
+        ids, named = tokens_of(choice), (choice.get("logprobs") or {}).get("tokens") or []
+        if choice.get("text") and not ids:
+            raise Unusable("text without token ids")
+        if named and all(str(name).startswith(ID) for name in named) and [f"{ID}{token}" for token in ids] != named:
+            raise Unusable("its token ids are not those of its log-probabilities")
+        if not self.request.sampling.logprobs:
+            return
+        values = list((choice.get("logprobs") or {}).get("token_logprobs") or ())
+        if len(values) != len(ids):
+            raise Unusable(f"{len(values)} log-probabilities for {len(ids)} tokens")
+        for value in values:
+            if value is None and self._forced is not None:
+                continue  # put there by a calculator
+            if value is None or math.isnan(value) or value <= NO_PROBABILITY or value > 1e-3:
+                raise Unusable(f"the log-probability {value} of a token that was chosen")
+
     def _choice(self, choice: dict[str, Any]) -> list[Piece]:
-        answer, ids = self.completion, list(choice.get("token_ids") or ())
+        answer, sampling, ids = self.completion, self.request.sampling, tokens_of(choice)
         reason, logprobs = choice.get("finish_reason"), choice.get("logprobs") or {}
         if reason:
             answer.finish_reason = reason if reason in ("stop", "length") else "cancelled"
-        if reason == "stop" and ids and ids[-1] in self._stops and not self.request.sampling.keep_stop:
+        if reason == "stop" and ids and ids[-1] in self._stops and not sampling.keep_stop:
             ids.pop()  # other servers count it to the answer
+        if sampling.stop and self._text is not None and answer.ids:
+            ids = self._until_stopped(ids)
         first = not answer.ids
         answer.ids += ids
         answer.forced += [False] * len(ids) if self._forced is None else self._forced.feed(ids)
-        if self.request.sampling.logprobs:
+        if sampling.logprobs:
             answer.logprobs += list(logprobs.get("token_logprobs") or ())
             del answer.logprobs[len(answer.ids) :]
-        if self.request.sampling.top_logprobs:
-            answer.tops += [
-                tops_of(row, self.request.sampling.top_logprobs) for row in logprobs.get("top_logprobs") or ()
-            ]
+        if sampling.top_logprobs:
+            answer.tops += [tops_of(row, sampling.top_logprobs) for row in logprobs.get("top_logprobs") or ()]
             del answer.tops[len(answer.ids) :]
         own = choice.get("ascendchat") or {}
         version = own.get("weight_version", self.version)
         answer.versions += own.get("weight_versions") or [version] * len(ids)
+        del answer.versions[len(answer.ids) :]
         if first:
             answer.version = answer.versions[0] if answer.versions else version
         if self._text is not None:
@@ -115,6 +213,18 @@ class Answer:
         text = choice.get("text") or ""
         answer.text += text
         return [Piece("text", text)] if text else []
+
+    def _until_stopped(self, ids: list[int]) -> list[int]:
+        """A server that was asked in the middle of an answer cannot see a stop text that began before."""
+        assert self._text is not None
+        trial = TextStream(self.tokenizer, self.request.sampling.stop)  # type: ignore[arg-type]
+        trial.feed_all(self.completion.ids)
+        for at, token in enumerate(ids):
+            trial.feed(token)
+            if trial.stopped:
+                self.completion.finish_reason = "stop"
+                return ids[: at + 1]
+        return ids
 
     def close(self) -> list[Piece]:
         """The end, or no more of it will come: then its reason stays "cancelled"."""
@@ -131,10 +241,15 @@ class Forced:
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.specials
         self._ordinary = len(tokenizer.tokens)
-        self._call, self._end = special["<|tool_start|>"], special["<|tool_end|>"]
+        self.call, self._end = special["<|tool_start|>"], special["<|tool_end|>"]
         self._result, self._over = special["<|output_start|>"], special["<|output_end|>"]
         self._length = -1  # tokens of the call under way; -1: there is none
         self._called = self._inside = False
+
+    @property
+    def midway(self) -> bool:
+        """Within a call, or before the end of its result."""
+        return self._length >= 0 or self._called or self._inside
 
     def feed(self, ids: list[int]) -> list[bool]:
         return [self._one(token) for token in ids]
@@ -144,13 +259,27 @@ class Forced:
             self._inside, self._called = token != self._over, False
             return True
         self._called = token == self._end and self._length > 0
-        if token == self._call:
+        if token == self.call:
             self._length = 0
         elif token >= self._ordinary:
             self._length = -1
         elif self._length >= 0:
             self._length += 1
         return False
+
+
+def tokens_of(choice: dict[str, Any]) -> list[int]:
+    """The token ids of a choice: as `return_token_ids` gives them, else as `return_tokens_as_token_ids` does."""
+    ids = choice.get("token_ids")
+    if ids is None:
+        names = [str(name) for name in (choice.get("logprobs") or {}).get("tokens") or ()]
+        ids = [int(name.removeprefix(ID)) for name in names if name.startswith(ID)]
+    return list(ids)
+
+
+def last_index(ids: Sequence[int], token: int) -> int:
+    """Where a token stands last."""
+    return len(ids) - 1 - ids[::-1].index(token)
 
 
 def tops_of(row: dict[str, float] | None, count: int) -> list[tuple[int, float]]:

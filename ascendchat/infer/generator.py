@@ -55,9 +55,9 @@ class Generator(Protocol):
 
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on. Answers under way are finished by the old ones first, so that each is
-        the work of one version, or, with `interrupt`, go on with the new ones at once: Completion.versions says which
-        wrote which token. Requests that still wait for a slot are answered by the new ones. Weights that do not
-        fit the model are a ValueError, and nothing is changed."""
+        the work of one version; requests that still wait for a slot are answered by the new ones. With `interrupt`
+        answers under way go on with the new weights at once, and Completion.versions says which wrote which token.
+        Weights that do not fit the model are a ValueError, and nothing is changed."""
 
     def renew(self, version: int) -> None:
         """The weights were replaced by somebody else: by a trainer in this process, or on a server by another rank."""

@@ -3,58 +3,60 @@
     with Remote.open("http://127.0.0.1:8000", api_key=key, tokenizer=tokenizer) as generator:
         answers = generator.generate([Request(prompt, Sampling(seed=1)), ...])     # all at the same time
         with closing(generator.stream(request)) as stream: ...
-        generator.load(model.state_dict(), version=12)                            # `ascendchat serve --weight-updates`
+        generator.load(model.state_dict(), version=12)          # `ascendchat serve --weight-updates`, or vLLM (vllm.py)
 
 Prompts and answers are token ids on both sides of the connection: text is never tokenized again. With a tokenizer the
 text is made of the ids here, as the engine does it; without one it is what the server wrote. A server that is busy, or
 gone for a while, is asked again after a pause; what can be mended by nobody else is a UserError. Other servers run no
 calculator. All waiting is done by one event loop in a thread of its own.
+
+An answer that the server cut short (finish_reason "abort") is no answer: its prompt and what was written are sent again
+for the rest. Answers whose log-probabilities nobody can learn from are asked for again, a few times.
+
+While a vLLM server gets new weights no request is under way: it does not say which weights wrote a token, so the
+version of a part is the one that was there when it was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
-import queue
-import random
-import tempfile
+import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, wait
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, TypeVar
 
-import httpx
-
-from ascendchat.checkpoint import write_weights
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.infer.answer import Answer, body_of
+from ascendchat.infer.answer import Answer, Unusable, body_of
 from ascendchat.infer.generator import Weights
-from ascendchat.infer.request import Completion, Piece, Request
+from ascendchat.infer.link import FIRST_PAUSE, LONGEST_PAUSE, TROUBLE, Again, Link
+from ascendchat.infer.remote_stream import RemoteStream
+from ascendchat.infer.request import Completion, Request, Sampling
+from ascendchat.infer.servers import PauseMode, Server
+from ascendchat.infer.verify import Scorer
+from ascendchat.infer.vllm import VllmServer, find_out
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between two attempts; doubled each time
-LONGEST_RETRY_AFTER = 60.0  # seconds that a server may ask us to wait
-BUSY = (429, 502, 503, 504)
-CHUNK = 1 << 20  # bytes of weights sent at a time
 PATH = "/v1/completions"
+MOST_UNUSABLE = 3  # attempts at an answer that can be learnt from
+PULSE = 20.0  # seconds for one token by a server that is well
 
 Result = TypeVar("Result")
 
 
-class Again(Exception):
-    """This attempt failed, and another may not: `after` so many seconds, if the server has said."""
-
-    def __init__(self, reason: str, after: float | None = None) -> None:
-        super().__init__(reason)
-        self.after = after
+class WeightsLost(UserError):
+    """The server has not the weights that it was sent, or only some of them: it was started anew, or a sync broke off.
+    Whoever has them calls `load` and asks again."""
 
 
 class Remote:
-    """A Generator in another process or on another machine. Several threads may use it."""
+    """A Generator in another process or on another machine. Several threads may use it.
+
+    `scorer`: gives the trainer's own log-probabilities of tokens, by which a vLLM server is verified after `load` if it
+    cannot tell checksums of all its weights; the tokens come from range(vocab) of the tokenizer.
+    """
 
     elsewhere = True
 
@@ -67,21 +69,29 @@ class Remote:
         concurrency: int = 256,
         timeout: float = 900.0,
         patience: float = 120.0,
+        pulse_every: float = 60.0,
+        folder: str = "",
+        scorer: Scorer | None = None,
     ) -> None:
         """`concurrency`: requests under way at once. `timeout`: seconds for an answer, pauses of the server included.
-        `patience`: seconds for which a busy or missing server is asked again."""
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        self.tokenizer, self.patience = tokenizer, patience
-        self.model, self.context, self.ours, self.version = "", 0, False, 0
+        `patience`: seconds for which a busy or missing server is asked again. `pulse_every`: seconds without an answer
+        after which a server must show that it can still write a token. `folder`: one that this machine and the server
+        both see, for weights; needed for a vLLM server elsewhere without our receiver."""
+        self.tokenizer, self.scorer = tokenizer, scorer
+        self.version, self.pulse_every = 0, pulse_every
+        self.link = Link(url, api_key, concurrency, timeout, patience)
+        self.url, self._folder = self.link.url, folder
+        self.server: Server
+        self.torn = ""  # why nobody knows which weights the server has; a load that succeeds mends it
         self._loop = asyncio.new_event_loop()
         self._room = asyncio.Semaphore(concurrency)
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(timeout, connect=30.0),
-            limits=httpx.Limits(max_connections=concurrency + 1),
-            trust_env=False,  # a proxy for downloads is not the way to a server of one's own
-        )
+        self._gate = asyncio.Event()  # closed while weights change
+        self._gate.set()
+        self._suspect = False  # the server may have been started anew since it was last looked at
+        self._asking = asyncio.Lock()
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        self._load_lock = threading.Lock()
 
     @classmethod
     def open(cls, url: str, **settings: Any) -> Remote:
@@ -89,7 +99,8 @@ class Remote:
         remote = cls(url, **settings)
         threading.Thread(target=remote._loop.run_forever, name="remote generator", daemon=True).start()
         try:
-            remote._wait(remote._meet())
+            remote.server = remote._wait(find_out(remote.link, remote._folder))
+            remote.version = remote.server.weight_version
         except BaseException:
             remote.close()
             raise
@@ -109,55 +120,155 @@ class Remote:
 
     # ---- the Generator -------------------------------------------------------------------------
 
+    @property
+    def context(self) -> int:
+        return self.server.context
+
+    @property
+    def model(self) -> str:
+        return self.server.model
+
+    @property
+    def ours(self) -> bool:
+        return self.server.ours
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers, in the order of the requests. After an error none is left under way."""
-        bodies = [self._body(request) for request in requests]
-        return self._wait(self._all([self._one(*pair) for pair in zip(requests, bodies)]))
+        for request in requests:
+            self._body(request)
+        self._suspect = True
+        return self._wait(self._all([self._one(request) for request in requests]))
 
     def stream(self, request: Request) -> RemoteStream:
         """One answer as it comes."""
         return RemoteStream(self, request, self._body(request))
 
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
-        """Answer with these weights from now on; see Generator.load. Only our own server takes them like this."""
-        if not self.ours:
-            raise UserError(f"{self.url} is not a server of ascendchat: it takes no weights from here")
-        with tempfile.TemporaryDirectory(prefix="ascendchat-") as folder:
-            file = Path(folder) / "weights.safetensors"
-            write_weights(file, weights)
-            if interrupt:
-                self._wait(self._again(lambda: self._ask("POST", "/pause?mode=keep")))
-            try:
-                self._wait(self._load(file, version))
-            finally:
-                if interrupt:
-                    self._wait(self._again(lambda: self._ask("POST", "/resume")))
-        self.version = version
+        """Answer with these weights from now on, verified; see Generator.load."""
+        with self._load_lock:
+            self._wait(self._load(weights, version, interrupt))
 
     def renew(self, version: int) -> None:
         """Another process has loaded new weights there."""
         self.version = version
 
-    # ---- in the event loop ---------------------------------------------------------------------
+    # ---- the server ----------------------------------------------------------------------------
 
-    async def _meet(self) -> None:
-        """The first model of the server: its name, its context, whether the server is one of ours."""
-        card = (await self._again(lambda: self._ask("GET", "/v1/models")))["data"][0]
-        self.model, self.ours = str(card["id"]), "ascendchat" in card
-        own = card.get("ascendchat") or {}
-        self.context = int(card.get("max_model_len") or own.get("context") or 0)
-        self.version = int(own.get("version") or 0)
-        if not self.context:
-            raise UserError(f"{self.url} does not say how long the context of its model is: it is no server for this")
+    def alive(self, seconds: float = PULSE) -> bool:
+        """Whether the server writes a token within so many seconds; a route that only says so proves nothing."""
+        return self._wait(self._pulse(seconds))
 
-    async def _one(self, request: Request, body: dict[str, Any]) -> Completion:
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Let the server begin nothing new; see Engine.pause. `load` does it by itself."""
+        self._wait(self.server.pause(mode))
+
+    def resume(self) -> None:
+        """Go on after pause()."""
+        self._wait(self.server.resume())
+
+    # ---- answers, in the event loop ------------------------------------------------------------
+
+    async def _one(self, request: Request) -> Completion:
+        await self._fit(request.sampling)
+        answer = Answer(request, self.tokenizer, self.ours)
+        asked: Request | None = request
+        unusable = barren = 0
+        end = time.monotonic() + self.link.patience
         async with self._room:
-            reply = await self._again(lambda: self._ask("POST", PATH, json=body))
-        answer = Answer(request, self.tokenizer, self.ours, self.version)
-        answer.take(reply)
+            while asked is not None:
+                length = len(answer.completion.ids)
+                try:
+                    await self._part(answer, asked)
+                except Unusable as problem:
+                    unusable += 1
+                    if unusable >= MOST_UNUSABLE:
+                        raise UserError(f"{self.url} gives answers that cannot be learnt from: {problem}") from None
+                if answer.over:
+                    break
+                if len(answer.completion.ids) > length:
+                    barren, end = 0, time.monotonic() + self.link.patience
+                elif time.monotonic() > end:
+                    raise UserError(f"{self.url} cuts every answer short; is it being stopped?")
+                else:
+                    await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(barren, 9)) if barren else 0)
+                    barren += 1
+                asked = answer.rest(self.context)
+                if asked is not None and unusable:  # the same noise would choose the same token
+                    asked = Request(asked.prompt, shifted(asked.sampling, unusable))
         answer.close()
         self._seen(answer.completion)
         return answer.completion
+
+    async def _part(self, answer: Answer, asked: Request) -> None:
+        """One answer of the server, whole or cut short. The version is pinned when it is sent, at every attempt."""
+
+        async def once() -> Any:
+            await self._open()
+            answer.begin(self.version)
+            try:
+                return await self._counted(self._watched(self._body(asked)))
+            except Exception:
+                self._suspect = True
+                raise
+
+        answer.take(await self.link.again(once), whole=True)
+
+    async def _open(self) -> None:
+        """Wait while weights change."""
+        try:
+            await asyncio.wait_for(self._gate.wait(), self.link.timeout)
+        except asyncio.TimeoutError:
+            raise UserError(f"{self.url} was kept waiting for weights for {self.link.timeout:g} s") from None
+        async with self._asking:
+            if self._suspect and isinstance(self.server, VllmServer) and not self.torn:
+                if await self.server.has_forgotten():
+                    self.torn = "it was started anew"
+                self._suspect = False
+        if self.torn:
+            raise WeightsLost(f"{self.url} does not have the weights it was sent ({self.torn}); load weights again")
+
+    async def _counted(self, waiting: Coroutine[Any, Any, Result]) -> Result:
+        self._under_way += 1
+        try:
+            return await waiting
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _watched(self, body: dict[str, Any]) -> Any:
+        """The answer to one request. While none comes the server must show signs of life."""
+        task = asyncio.ensure_future(self.link.ask("POST", PATH, json=body))
+        end = time.monotonic() + self.link.timeout
+        try:
+            while not (await asyncio.wait({task}, timeout=self.pulse_every))[0]:
+                if time.monotonic() > end:
+                    raise Again(f"no answer within {self.link.timeout:g} s")
+                if self._gate.is_set() and not await self._pulse(PULSE) and not await self.server.is_paused():
+                    raise Again(f"it does not write a single token within {PULSE:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _pulse(self, seconds: float) -> bool:
+        sampling = Sampling(max_tokens=1, temperature=0.0, tools=False, stop_tokens=() if self.tokenizer else None)
+        try:
+            reply = await asyncio.wait_for(
+                self.link.ask("POST", PATH, json=self._body(Request([1], sampling))), seconds
+            )
+            return bool(reply["choices"])
+        except (*TROUBLE, LookupError, TypeError):
+            return False
+
+    async def _fit(self, sampling: Sampling) -> None:
+        """Log-probabilities must be those of the distribution that was drawn from."""
+        drawn = sampling.temperature not in (0.0, 1.0) or sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        needed = sampling.logprobs and drawn and isinstance(self.server, VllmServer)
+        if needed and not await self.server.reports_processed():  # type: ignore[attr-defined]
+            raise UserError(
+                f"{self.url} reports log-probabilities from before temperature and top-k; start it with "
+                "--logprobs-mode processed_logprobs, or use temperature 1 and no top-k"
+            )
 
     async def _pieces(self, body: dict[str, Any], put: Callable[[Any], None]) -> None:
         """Every event of one answer to `put`; None at the end, or the error."""
@@ -165,64 +276,62 @@ class Remote:
 
         async def once() -> None:
             nonlocal begun
+            await self._open()
             content = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            async with self._client.stream("POST", PATH, json=content) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise refused(response)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
-                        continue
-                    event = json.loads(line[5:])
-                    if "error" in event:
-                        raise UserError(f"{self.url} gave up an answer: {message_in(event)}")
-                    begun = True
-                    put(event)
+            async for event in self.link.events(PATH, content):
+                begun = True
+                put(event)
             if not begun:
                 raise UserError(f"{self.url} does not speak OpenAI's API: a stream without a single event")
 
         try:
             async with self._room:
-                await self._again(once, lambda: not begun)
+                await self.link.again(lambda: self._counted(once()), lambda: not begun)
             put(None)
         except Exception as error:  # noqa: BLE001 (raised where the pieces are read)
             put(error)
 
-    async def _load(self, file: Path, version: int) -> None:
-        async def content() -> AsyncIterator[bytes]:
-            with open(file, "rb") as opened:
-                while chunk := opened.read(CHUNK):
-                    yield chunk
+    # ---- weights, in the event loop ------------------------------------------------------------
 
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(file.stat().st_size)}
-        path = f"/update_weights?version={version}"
-        await self._again(lambda: self._ask("POST", path, content=content(), headers=headers))
+    async def _load(self, weights: Weights, version: int, interrupt: bool) -> None:
+        server = self.server
+        if not server.holds_requests:
+            async with paused(server, "keep") if interrupt else contextlib.nullcontext():
+                await server.push(weights, version)
+            self.version = version
+            return
+        self._gate.clear()
+        try:
+            if not interrupt:
+                await self._quiet(self.link.timeout)
+            async with paused(server, "abort" if interrupt else "wait"):
+                if interrupt:
+                    await self._quiet(self.link.timeout, again="abort")
+                self.torn = f"version {version} was being sent"
+                await server.push(weights, version)
+            if isinstance(server, VllmServer):
+                await server.verify(self.scorer, self.tokenizer.vocab_size if self.tokenizer else 256)
+            self.version, self.torn = version, ""
+        except Exception as error:
+            if self.torn:
+                self.torn = f"version {version}: {error}"
+            raise
+        finally:
+            self._gate.set()
 
-    async def _ask(self, method: str, path: str, **content: Any) -> Any:
-        response = await self._client.request(method, path, **content)
-        if response.status_code != 200:
-            raise refused(response)
-        return response.json()
-
-    async def _again(self, once: Callable[[], Awaitable[Result]], may: Callable[[], bool] = lambda: True) -> Result:
-        """What `once` returns, after as many attempts as `patience` allows. `may`: whether it can be repeated."""
-        end = time.monotonic() + self.patience
-        for attempt in itertools.count():
-            after: float | None = None
+    async def _quiet(self, seconds: float, again: PauseMode | None = None) -> None:
+        """Until nothing of ours is under way. A request that was sent before a pause may reach the server behind it,
+        and would wait there for new weights: so the pause is said `again`."""
+        end = time.monotonic() + seconds
+        while self._under_way:
+            if time.monotonic() > end:
+                raise UserError(f"{self.url} has not finished its answers within {seconds:g} s: no new weights")
+            self._idle.clear()
             try:
-                return await once()
-            except Again as again:
-                reason, after = str(again), again.after
-            except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
-            except (json.JSONDecodeError, LookupError, TypeError) as error:
-                raise UserError(f"{self.url} does not speak OpenAI's API: {error!r}") from None
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
-            pause = pause if after is None else min(LONGEST_RETRY_AFTER, after)
-            if not may() or time.monotonic() + pause > end:
-                raise UserError(f"no answer from {self.url}: {reason}; is the server running?")
-            await asyncio.sleep(pause)
-        raise AssertionError("the attempts have no end")
+                await asyncio.wait_for(self._idle.wait(), 1.0)
+            except asyncio.TimeoutError:
+                if again:
+                    await self.server.pause(again)
 
     async def _all(self, waiting: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
         """All results; the first error ends the others."""
@@ -239,7 +348,9 @@ class Remote:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self._client.aclose()
+        if isinstance(getattr(self, "server", None), VllmServer):
+            await self.server.close()  # type: ignore[attr-defined]
+        await self.link.close()
 
     # ---- from outside --------------------------------------------------------------------------
 
@@ -256,78 +367,30 @@ class Remote:
             raise
 
     def _body(self, request: Request) -> dict[str, Any]:
-        return body_of(request, self.model, self.context, self.tokenizer, self.ours)
+        body = body_of(request, self.model, self.context, self.tokenizer, self.ours)
+        if isinstance(self.server, VllmServer):
+            body["cache_salt"] = f"weights {self.version}"  # what other weights have cached is never used
+        return body
 
     def _seen(self, completion: Completion) -> None:
         """Answers say which weights wrote them; another trainer may have replaced them."""
-        self.version = max([self.version, *completion.versions])
+        if self.ours:
+            self.version = max([self.version, *completion.versions])
 
 
-class RemoteStream:
-    """The generator.Stream of one request."""
-
-    def __init__(self, remote: Remote, request: Request, body: dict[str, Any]) -> None:
-        self._remote = remote
-        self._answer = Answer(request, remote.tokenizer, remote.ours, remote.version)
-        self._ready: deque[Piece] = deque()
-        self._over = False
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # may be filled by a signal handler of its reader
-        self._task = asyncio.run_coroutine_threadsafe(remote._pieces(body, self._inbox.put), remote._loop)
-
-    @property
-    def completion(self) -> Completion:
-        return self._answer.completion
-
-    def __iter__(self) -> RemoteStream:
-        return self
-
-    def __next__(self) -> Piece:
-        while not self._ready and not self._over:
-            event = self._inbox.get()
-            if isinstance(event, Exception):
-                self._over = True
-                raise event
-            if event is None:
-                self._over = True
-                self._ready.extend(self._answer.close())
-                self._remote._seen(self.completion)
-            else:
-                self._ready.extend(self._answer.take(event))
-        if not self._ready:
-            raise StopIteration
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        self._task.cancel()
-        self._inbox.put(None)
-
-    def __del__(self) -> None:
-        self._task.cancel()
-
-
-def refused(response: httpx.Response) -> Exception:
-    """What an answer other than 200 means: try again, a wrong request (ValueError), or a wrong server or key."""
-    status = response.status_code
+@contextlib.asynccontextmanager
+async def paused(server: Server, mode: PauseMode) -> AsyncIterator[None]:
+    """However it ends, the server goes on: one that is left paused keeps everybody waiting for ever."""
     try:
-        message = message_in(response.json())
-    except (ValueError, AttributeError):
-        message = ""
-    message = message or f"status {status} for {response.request.url.path}"
-    if status in BUSY:
-        after = response.headers.get("Retry-After", "")
-        return Again(message, float(after) if after.isdigit() else None)
-    if status in (400, 413, 422):
-        return ValueError(message)
-    if status == 404 and response.request.url.path == "/update_weights":
-        return UserError(
-            f"{response.request.url.host} takes no weights; start it with: ascendchat serve --weight-updates"
-        )
-    if status in (401, 403):
-        return UserError(f"{response.request.url.host} refuses us: {message}; give an API key that it knows")
-    return UserError(f"{response.request.url.host} cannot do this: {message}")
+        await server.pause(mode)
+        yield
+    except BaseException:
+        with contextlib.suppress(*TROUBLE):  # what went wrong first is what counts
+            await server.resume()
+        raise
+    await server.resume()
 
 
-def message_in(content: dict[str, Any]) -> str:
-    """Of OpenAI's envelope, or of FastAPI's."""
-    error = content.get("error") or content.get("detail") or ""
-    return str(error.get("message", "") if isinstance(error, dict) else error)
+def shifted(sampling: Sampling, attempt: int) -> Sampling:
+    """Other noise."""
+    return replace(sampling, seed=(sampling.seed + 0x9E3779B97F4A7C15 * attempt) % 2**62)

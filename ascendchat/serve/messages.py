@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ascendchat.config.serve import ServeConfig
@@ -122,3 +122,4 @@ class Ready:
     model: dict[str, Any]  # run, stage, step, chats, tokenizer folder, checkpoint
     checksum: str
     parameters: int = 0
+    dtypes: dict[str, str] = field(default_factory=dict)  # of each weight, as it lies in memory

@@ -85,7 +85,12 @@ def state(pool: Pool) -> dict[str, Any]:
         for process in pool.processes
     ]
     checksums = sorted({str(worker["checksum"]) for worker in workers if worker["checksum"]})
-    return {"version": pool.version, "checksum": checksums[0] if len(checksums) == 1 else None, "workers": workers}
+    return {
+        "version": pool.version,
+        "checksum": checksums[0] if len(checksums) == 1 else None,
+        "dtypes": next((ready.dtypes for ready in pool.ready), {}),
+        "workers": workers,
+    }
 
 
 def refusal(reason: str) -> JSONResponse:

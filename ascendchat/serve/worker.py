@@ -7,7 +7,6 @@ gone its end of the socket closes, and the worker ends at once, whatever it is d
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import select
@@ -32,6 +31,7 @@ from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.load import open_model, tokenizer_folder
+from ascendchat.infer.verify import checksum
 from ascendchat.launch.world import World
 from ascendchat.nn.readout import Float32Readout
 from ascendchat.plan.shape import Shape
@@ -147,23 +147,17 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
         "checkpoint": str(saved.folder),
         "tokenizer": str(tokenizer_folder(config.tokenizer, saved)),
     }
-    parameters = sum(tensor.numel() for tensor in opened.model.state_dict().values())
-    return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, checksum(engine), parameters)
+    weights = opened.model.state_dict()
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights.items()}
+    known = (checksum(weights), parameters, dtypes)
+    return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, *known)
 
 
 def threads(cores: int, workers: int, named: bool) -> int:
     """Of each worker on a CPU. One core is left to the front: a thread that waits for another, which has no core at the
     moment, keeps the whole step waiting. A number that the user has named is shared out as it is."""
     return max(1, (cores if named else cores - 1) // workers)
-
-
-def checksum(engine: Engine) -> str:
-    """Of the weights as they lie in memory, by name: equal weights have equal checksums."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(engine.decoder.model.state_dict().items()):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return total.hexdigest()[:16]
 
 
 @dataclass
@@ -249,7 +243,7 @@ class Worker:
                 known = self.checked if self.checked and self.checked[0] == what.source else None
                 weights, self.checked = known[1] if known else self.read(what.source), None
                 self.engine.load(weights, what.version)
-                fresh = checksum(self.engine)
+                fresh = checksum(self.engine.decoder.model.state_dict())
                 self.send(now=True)
         except (ValueError, OSError, Damaged, UserError) as error:
             self.link.send(Done(number, self.engine.version, problem=str(error)))

@@ -20,6 +20,7 @@ from ascendchat.config import UserError
 from ascendchat.infer.answer import Answer, Forced, body_of
 from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Grammar, Piece, Request, Sampling
+from ascendchat.infer.verify import checksum
 
 TEXT = make.tokenizer()
 END = TEXT.specials["<|assistant_end|>"]
@@ -39,13 +40,14 @@ class Scripted:
         self.answers: list[Callable[[http.server.BaseHTTPRequestHandler], None]] = []
         self.asked: list[tuple[str, dict[str, str], Any]] = []  # path, headers, body
         self.card: dict[str, Any] = CARD
+        self.weights: dict[str, Any] = {}
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                said(200, {"data": [outer.card]})(self)
+                said(200, outer.weights if self.path == "/weights" else {"data": [outer.card]})(self)
 
             def do_POST(self) -> None:
                 content = self.rfile.read(int(self.headers["Content-Length"]))
@@ -314,9 +316,17 @@ def test_weights_are_sent_to_a_server_of_ours_only(server: Scripted) -> None:
     with opened(server) as remote, pytest.raises(UserError, match="not a server of ascendchat"):
         remote.load(weights, 3)
     server.card = {**CARD, "ascendchat": {"version": 2}}
+    dtypes = dict.fromkeys(weights, "bfloat16")
+    halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    server.weights = {"version": 3, "checksum": checksum(halves), "dtypes": dtypes}
     with opened(server) as remote:
         assert (remote.version, remote.ours) == (2, True)
         remote.load(weights, 3)
+        assert remote.version == 3
+        server.weights = {"version": 4, "checksum": "0123456789abcdef", "dtypes": dtypes}
+        server.answers = [said(200, {"status": "loaded"})]
+        with pytest.raises(UserError, match="other weights than it was sent: version 4 with the checksum 0123456789"):
+            remote.load(weights, 4)
         assert remote.version == 3
         server.answers = [said(400, {"error": {"message": "smear is missing"}})]
         with pytest.raises(ValueError, match="smear is missing"):
