@@ -1,7 +1,7 @@
 """What RL has generated and not trained yet, as tensors of a checkpoint: groups, answers under way, rows of a batch.
 
-    tensors = to_tensors(begun, slots, parts)                   # of this rank; Writer.save puts them into a file
-    begun, slots, parts = from_tensors(saved.extras(), ask)     # of all ranks, of however many there were
+    tensors = to_tensors(slots, parts)                   # of this rank; Writer.save puts them into a file
+    slots, parts = from_tensors(saved.extras(), ask)     # of all ranks, of however many there were
 
 Everything is there to the last digit, so that a run that goes on trains on what it would have trained on.
 """
@@ -38,11 +38,11 @@ class Part:
     answers: int
 
 
-def to_tensors(begun: int, slots: Sequence[Slot], parts: Mapping[int, Part]) -> dict[str, Tensor]:
+def to_tensors(slots: Sequence[Slot], parts: Mapping[int, Part]) -> dict[str, Tensor]:
     """Empty where there is nothing to keep. `parts`: of the batch that is trained, by number."""
     if not slots and not parts:
         return {}
-    about: dict[str, Any] = {"begun": begun, "slots": [], "parts": []}
+    about: dict[str, Any] = {"slots": [], "parts": []}
     answers: list[Completion] = []
     for slot in slots:
         entry: dict[str, Any] = {"number": slot.number, "round": slot.round, "wave": slot.wave}
@@ -75,12 +75,12 @@ def column(answer: Completion, name: str, kind: Any) -> np.ndarray:
 
 def from_tensors(
     files: Iterable[Mapping[str, Tensor]], ask: Callable[[int], Question]
-) -> tuple[int, list[Slot], list[dict[int, Part]]]:
-    """The slots begun by the run; those of all ranks; the parts of each rank."""
-    begun, slots, parts = 0, [], []
+) -> tuple[list[Slot], list[dict[int, Part]]]:
+    """The slots of all ranks; the parts of each rank."""
+    slots, parts = [], []
     for tensors in files:
         about = json.loads(bytes(tensors["about"].numpy()))
-        begun, at = max(begun, about["begun"]), 0
+        at = 0
         columns = {name: tensors[name].tolist() for name in COLUMNS}
         for entry in about["slots"]:
             answers = []
@@ -100,7 +100,7 @@ def from_tensors(
             arrays = {one.name: tensors[f"part{part['number']}.{one.name}"].numpy() for one in fields(TokenRows)}
             found[part["number"]] = Part(TokenRows(**arrays), part["tokens"], part["answers"])
         parts.append(found)
-    return begun, slots, parts
+    return slots, parts
 
 
 def completion(columns: dict[str, list[Any]], about: dict[str, Any]) -> Completion:

@@ -43,9 +43,9 @@ def advantages(rewards: Tensor, scale: Scale = "none") -> Tensor:
 
 
 def token_weight(tokens: int, mean: Mean, most: int, longest: int) -> float:
-    """The weight of each token of an answer of `tokens` in a step's loss, as if all `most` answers were learnt from and
-    were `longest` tokens long: with `mean_correction` they make the mean over tokens, over answers of their means,
-    or over answers of their sums by a constant length. How much there is, is known when the last answer is there."""
+    """The weight of each token of an answer of `tokens` in the loss of a step, as if all `most` answers were learnt
+    from and were `longest` tokens long: with `mean_correction` they make the mean over tokens, over answers of their
+    means, or over answers of their sums by a constant length. How much there is, is known when the last is there."""
     return 1.0 / (most * max(1, tokens if mean == "sequence" else longest))
 
 

@@ -184,13 +184,13 @@ class RlStage(Stage):
     def extra(self) -> dict[str, Tensor]:
         """What was generated and is not trained yet."""
         with self.source.lock:
-            rhythm = self.source.rhythm
-            return to_tensors(rhythm.begun, list(rhythm.slots.values()), self._parts)
+            return to_tensors(list(self.source.rhythm.slots.values()), self._parts)
 
     def load(self, saved: Checkpoint) -> None:
         super().load(saved)
-        begun, slots, parts = from_tensors(saved.extras(), self.rollout.questions.ask)
-        self.source.rhythm.go_on(saved.step // self.config.updates, begun, slots)
+        slots, parts = from_tensors(saved.extras(), self.rollout.questions.ask)
+        batch, part = divmod(saved.step, self.config.updates)
+        self.source.rhythm.go_on(batch, slots, dropped=part > 0)
         self._parts = dealt(parts, dist.world().rank, dist.world().size)
 
     # ---- the loss ------------------------------------------------------------------------------

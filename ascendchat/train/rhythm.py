@@ -21,6 +21,7 @@ wave is trained once every group that still runs is known to be longer. This is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ascendchat.infer.request import Completion
@@ -56,13 +57,14 @@ class Rhythm:
         self.per_batch, self.staleness, self.refill, self.batches = per_batch, staleness, refill, batches
         self.rank, self.ranks = rank, ranks
         self.version = 0  # batches trained
-        self.begun = 0  # slots of all ranks
+        self.begun = 0  # the slots before it, of all ranks, have begun
         self.slots: dict[int, Slot] = {}
 
-    def go_on(self, version: int, begun: int = 0, slots: list[Slot] | None = None) -> None:
-        """As a checkpoint has left it; `slots` may be those of all ranks, of however many there were."""
-        self.version, self.begun = version, max(begun, version * self.per_batch)
-        self.slots = {slot.number: slot for slot in slots or () if self.mine(slot.number)}
+    def go_on(self, version: int, slots: Iterable[Slot] = (), *, dropped: bool = False) -> None:
+        """As a checkpoint has left it; `slots` may be those of all ranks, of however many there were. `dropped`: those
+        of the batch that comes next are elsewhere. What has no slot has not begun."""
+        self.version, self.begun = version, (version + dropped) * self.per_batch
+        self.slots = {slot.number: slot for slot in slots if self.mine(slot.number)}
 
     def mine(self, number: int) -> bool:
         return number % self.per_batch % self.ranks == self.rank
@@ -70,7 +72,7 @@ class Rhythm:
     def admit(self) -> list[Slot]:
         """The slots of this rank that may begin now."""
         end = min(self.batches, self.staleness + self.version + 1) * self.per_batch
-        new = [Slot(number) for number in range(self.begun, end) if self.mine(number)]
+        new = [Slot(number) for number in range(self.begun, end) if self.mine(number) and number not in self.slots]
         self.begun = max(self.begun, end)
         self.slots |= {slot.number: slot for slot in new}
         return new

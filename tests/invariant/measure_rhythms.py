@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch_npu may be here without a CANN
+os.environ["OMP_NUM_THREADS"] = "1"
 import rl_runs as runs
 import torch
 from engine_models import tokenizer
