@@ -21,6 +21,7 @@ from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
 from ascendchat.config.infer import ModelConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.verify import MANIFEST
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine
 from ascendchat.nn.attention import Attention, choose
@@ -155,6 +156,11 @@ def tokenizer_folder(named: str, saved: Checkpoint) -> Path:
 
 def open_tokenizer(path: Path, saved: Checkpoint, shape: Shape) -> Tokenizer:
     """The tokenizer in a folder; it must be the one that the model was trained with."""
+    if not (path / MANIFEST).exists():  # to train one is no help here
+        raise UserError(
+            f"no tokenizer in {path}; name the folder of the one that {saved.folder} was trained with: "
+            f"--tokenizer FOLDER"
+        )
     tokenizer = Tokenizer.load(path)
     if tokenizer.fingerprint != saved.state.get("tokenizer") or tokenizer.vocab_size != shape.vocab:
         raise UserError(

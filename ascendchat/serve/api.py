@@ -64,9 +64,14 @@ class Service:
         return self.config.model_name or f"{self.about.model.get('run')}/{self.about.model.get('stage')}"
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Stage, step and chats of the weights that were loaded last; stage and step are None where nobody said."""
+        return {name: {**self.about.model, **self.pool.facts}[name] for name in ("stage", "step", "chats")}
+
+    @property
     def chats(self) -> bool:
         """Whether the model has learned to."""
-        return bool(self.about.model["chats"])
+        return bool(self.facts["chats"])
 
     @property
     def version(self) -> int:
@@ -249,7 +254,7 @@ def model_card(service: Service) -> dict[str, Any]:
         "context": about.context,
         "device": about.device,
         "devices": config.devices,
-        **{name: about.model[name] for name in ("stage", "step", "chats")},
+        **service.facts,
         "version": service.version,
         "defaults": {"temperature": config.temperature, "top_k": config.top_k, "max_tokens": config.max_tokens},
     }

@@ -20,6 +20,21 @@ from starlette.exceptions import HTTPException
 from ascendchat.serve.pool import Failure, Overloaded
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS = {
+    **{"string_type": "a string", "list_type": "a list", "float_type": "a number", "bool_type": "true or false"},
+    **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
+}  # what pydantic misses -> what a client should have sent
+LIMITS = {
+    "string_too_short": "at least {min_length} character{s}",
+    "too_short": "at least {min_length} item{s}",
+    "too_long": "at most {max_length} item{s}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "string_pattern_mismatch": "a string that matches {pattern}",
+    "finite_number": "a finite number",
+}  # the kind is right, the value is not
 SHOWN = 80  # characters of a wrong value that are repeated to the client
 
 
@@ -125,28 +140,54 @@ def install(app: FastAPI) -> None:
 
 
 def explained(errors: Sequence[Any], body: Any) -> Problem:
-    """The error that is nearest to what the client meant: the one deepest in the body."""
+    """The error that is nearest to what the client meant. Of a field that may hold several kinds of value pydantic
+    reports each kind: best is one whose kind fits and that is only too long, too small and so on; else the deepest."""
     places = [place(error["loc"][1:], body, error["type"]) for error in errors]
-    best = max(range(len(errors)), key=lambda i: (len(places[i]), -i))
-    error, path = errors[best], places[best]
-    name = written(path)
-    if error["type"] == "value_error":  # of a rule in protocol.py: it begins with the field's name
+
+    def nearness(i: int) -> tuple[bool, int, int]:
+        last = places[i][-1] if places[i] else 0
+        return errors[i]["type"] in LIMITS, len(places[i]), last if isinstance(last, int) else 0
+
+    best = max(range(len(errors)), key=nearness)
+    error, path, name = errors[best], places[best], written(places[best])
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "value_error":  # of a rule in protocol.py: it begins with the field's name
         message = error["msg"].partition(", ")[2]
         return Problem(400, message, param=message.split()[0].rstrip(":"), code="invalid_value")
     if not path:
         return Problem(400, f"the body must be a JSON object (Content-Type: application/json): {error['msg']}")
-    if error["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return Problem(400, f"unknown field: {name}", param=name, code="unknown_parameter")
-    if error["type"] == "missing":
-        return Problem(400, f"{name} is missing", param=name, code="missing_required_parameter")
-    if error["type"] == "none_required":
+    if kind == "none_required":
         return Problem(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
-    message = error["msg"]
-    if "expected_tags" in error.get("ctx", {}):
-        tag = str(error["ctx"]["discriminator"]).strip("'")
-        name = f"{name}.{tag}"
-        message = f"expected one of {error['ctx']['expected_tags']}"
-    return Problem(400, f"{name}: {message}, found {shown(error.get('input'))}", param=name, code="invalid_value")
+    tag = str(context.get("discriminator", "")).strip("'")  # the field that says which kind of object it is
+    name = f"{name}.{tag}" if tag else name
+    if kind in ("missing", "union_tag_not_found"):
+        return Problem(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    if kind == "union_tag_invalid":
+        value, wanted = error["input"][tag], f"one of {context['expected_tags']}"
+    else:
+        same = [e for e, where in zip(errors, places) if where == path and (e["type"] in LIMITS) == (kind in LIMITS)]
+        value, wanted = error["input"], alternatives([expected(e) for e in same])
+    return Problem(400, f"{name}: expected {wanted}, found {shown(value)}", param=name, code="invalid_value")
+
+
+def expected(error: Any) -> str:
+    """What a value should be, in the words of JSON."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in LIMITS:
+        whole = {name: int(v) if isinstance(v, float) and v.is_integer() else v for name, v in context.items()}
+        return LIMITS[kind].format(**whole, s="" if 1 in whole.values() else "s")
+    if kind == "literal_error":
+        return {"False": "false", "True": "true"}.get(context["expected"], str(context["expected"]))
+    return KINDS.get(kind) or str(error["msg"]).removeprefix("Input should be ")
+
+
+def alternatives(phrases: Sequence[str]) -> str:
+    """a, b or c"""
+    *first, last = dict.fromkeys(phrases)
+    comma = "," if any(" or " in phrase for phrase in first) else ""
+    return f"{', '.join(first)}{comma} or {last}" if first else last
 
 
 def shown(value: Any) -> str:

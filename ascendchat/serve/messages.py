@@ -56,10 +56,11 @@ class Resume(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Read these weights (a checkpoint folder or a safetensors file) and see whether they fit; change nothing.
-    Nothing ("") forgets what was read."""
+    """Read these weights (a checkpoint folder or a safetensors file) and see whether they fit, and whether the worker
+    has other weights of this version; change nothing. Nothing ("") forgets what was read."""
 
     source: str
+    version: int = -1
 
 
 class Load(NamedTuple):
@@ -83,6 +84,7 @@ class Done(NamedTuple):
     version: int
     checksum: str = ""
     problem: str = ""
+    model: dict[str, Any] | None = None  # of new weights: stage and step, and where they are known, chats
 
 
 class Begun(NamedTuple):

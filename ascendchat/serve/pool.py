@@ -59,6 +59,7 @@ class Pool:
         self.paused: PauseMode | None = None  # by request
         self.loading = False  # weights are being replaced
         self.last: Load | None = None  # the weights loaded last, for a worker that starts anew
+        self.facts: dict[str, Any] = {}  # of them: stage, step, chats, as far as they are known
         self._idle = asyncio.Event()
         self._load = asyncio.Lock()
         self._spare: Child | None = None
@@ -217,7 +218,7 @@ class Pool:
             if done.problem:
                 say(f"worker {process.index} cannot take the weights of version {wanted.version}: {done.problem}")
                 return child.kill()
-            process.loaded, checksum = wanted, done.checksum
+            process.loaded, checksum, self.facts = wanted, done.checksum, done.model or {}
         if self.paused:
             process.change(Pause(self.paused))
         process.ready, process.checksum, process.blocks = ready, checksum, OrderedDict()
@@ -292,7 +293,7 @@ class Pool:
         """Weights of a checkpoint folder or a safetensors file, for all workers or, with a UserError, for none. Answers
         under way are finished first, or as `pause` has said; the files must stay as long as these weights are used."""
         async with self._load:
-            checked = await self._change(Check(source))
+            checked = await self._change(Check(source, version))
             problem = next((done.problem for done in checked if done.problem), "")
             if problem or not checked:
                 await self._change(Check(""))
@@ -305,7 +306,7 @@ class Pool:
                 takers = [process for process in self.processes if process.ready]
                 for process, done in zip(takers, await self._change(load)):
                     if not done.problem:
-                        process.loaded, process.checksum = load, done.checksum
+                        process.loaded, process.checksum, self.facts = load, done.checksum, done.model or {}
                     elif process.child is not None:  # it read them a moment ago; as a new process it will again
                         say(f"worker {process.index} has not taken version {version}: {done.problem}")
                         process.child.kill()

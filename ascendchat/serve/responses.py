@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from ascendchat.serve.errors import explained
 from ascendchat.serve.protocol import MOST_TOOLS, ChatRequest, Metadata, Model, Text, TextFormat, ToolName
@@ -55,6 +55,16 @@ class InputCallOutput(Model):
     output: str
     id: str | None = None
     status: str | None = None
+
+
+def with_type(item: Any) -> Any:
+    """What names no type is a message."""
+    return {"type": "message", **item} if isinstance(item, dict) else item
+
+
+InputItem = Annotated[
+    InputMessage | InputCall | InputCallOutput, Field(discriminator="type"), BeforeValidator(with_type)
+]
 
 
 class FunctionTool(Model):
@@ -101,7 +111,7 @@ class ResponsesRequest(Model):
     """POST /v1/responses"""
 
     model: str | None = None
-    input: str | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

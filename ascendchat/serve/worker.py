@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from ascendchat.checkpoint import Damaged, read_file, verify
+from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
+from ascendchat.config.stages import STAGES
 from ascendchat.device import describe, pick
 from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
@@ -141,9 +142,7 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     saved = opened.checkpoint
     model = {
         "run": saved.folder.parent.parent.name,
-        "stage": str(saved.state.get("stage", "")),
-        "step": saved.step,
-        "chats": opened.chats,
+        **facts_of(saved),
         "checkpoint": str(saved.folder),
         "tokenizer": str(tokenizer_folder(config.tokenizer, saved)),
     }
@@ -152,6 +151,12 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights.items()}
     known = (checksum(weights), parameters, dtypes)
     return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, *known)
+
+
+def facts_of(saved: Checkpoint) -> dict[str, Any]:
+    """What clients hear of a checkpoint."""
+    stage = str(saved.state.get("stage", ""))
+    return {"stage": stage, "step": saved.step, "chats": stage in STAGES and STAGES[stage].chats}
 
 
 def threads(cores: int, workers: int, named: bool) -> int:
@@ -181,7 +186,7 @@ class Worker:
         self.held = False  # nothing new enters
         self.frozen = False  # and what is under way stands still
         self.pausing: int | None = None  # number of the Pause that waits for the answers under way
-        self.checked: tuple[str, Weights] | None = None  # weights that were read and fit
+        self.checked: tuple[str, Weights, dict[str, Any]] | None = None  # weights that were read and fit, and whose
         self.sent_at = 0.0
 
     def run(self) -> None:
@@ -230,7 +235,7 @@ class Worker:
 
     def change(self, number: int, what: Pause | Resume | Check | Load) -> None:
         """Stop, go on, or take other weights."""
-        fresh = ""
+        fresh, model = "", None
         try:
             if isinstance(what, Pause):
                 if not self.pause(number, what.mode):
@@ -238,17 +243,20 @@ class Worker:
             elif isinstance(what, Resume):
                 self.go_on()
             elif isinstance(what, Check):
-                self.checked = (what.source, self.read(what.source)) if what.source else None
+                self.checked = (what.source, *self.read(what.source)) if what.source else None
+                if self.checked and what.version == self.engine.version and not self.has(self.checked[1]):
+                    raise ValueError(f"version {what.version} is in use with other weights; give these another number")
             else:
                 known = self.checked if self.checked and self.checked[0] == what.source else None
-                weights, self.checked = known[1] if known else self.read(what.source), None
+                weights, model = known[1:] if known else self.read(what.source)
+                self.checked = None
                 self.engine.load(weights, what.version)
                 fresh = checksum(self.engine.decoder.model.state_dict())
                 self.send(now=True)
         except (ValueError, OSError, Damaged, UserError) as error:
             self.link.send(Done(number, self.engine.version, problem=str(error)))
         else:
-            self.link.send(Done(number, self.engine.version, fresh))
+            self.link.send(Done(number, self.engine.version, fresh, model=model))
 
     def pause(self, number: int, mode: str) -> bool:
         """False: it waits for answers."""
@@ -278,22 +286,28 @@ class Worker:
             self.engine.resume()
         self.held = self.frozen = False
 
-    def read(self, source: str) -> Weights:
-        """The weights in a checkpoint folder or a safetensors file; they must fit the model. They stay on disk, mapped
-        into memory: several workers read one copy."""
+    def has(self, weights: Weights) -> bool:
+        """Whether the model has exactly these."""
+        own = self.engine.decoder.model.state_dict()
+        return all(torch.equal(tensor.cpu(), weights[name].to(tensor.dtype)) for name, tensor in own.items())
+
+    def read(self, source: str) -> tuple[Weights, dict[str, Any]]:
+        """The weights in a checkpoint folder or a safetensors file, which must fit the model, and what is said of them.
+        They stay on disk, mapped into memory: several workers read one copy."""
         path, model = Path(source), self.engine.decoder.model
+        facts: dict[str, Any] = {"stage": None, "step": None}
         if path.is_dir():
             saved = verify(path, optimizer=False)
             if "shape" not in saved.state or Shape.from_dict(saved.state["shape"]) != model.shape:
                 raise ValueError(f"{path.name} is a checkpoint of a model of another shape")
-            weights = saved.model()
+            weights, facts = saved.model(), facts_of(saved)
         else:
             weights = read_file(path)
         self.engine.fits(weights)
         for name, tensor in weights.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"these weights hold numbers that are not finite, in {name}")
-        return weights
+        return weights, facts
 
     # ---- what came out -------------------------------------------------------------------------
 

@@ -71,6 +71,74 @@ def test_a_wrong_field_is_named(server: Server, fields: dict[str, Any], param: s
     assert param.split(".")[0].split("[")[0] in error["message"]
 
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "a"}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("chat/completions", {"stop": 5}, "stop: expected a string or a list, found 5"),
+        ("chat/completions", {"stop": ["a"] * 5}, 'stop: expected at most 4 items, found ["a", "a", "a", "a", "a"]'),
+        ("chat/completions", {"stop": ["a", ""]}, 'stop[1]: expected at least 1 character, found ""'),
+        ("chat/completions", {"store": True}, "store: expected false, found true"),
+        ("chat/completions", {"stream": "yes"}, 'stream: expected true or false, found "yes"'),
+        ("chat/completions", {"n": 1.5}, "n: expected a whole number, found 1.5"),
+        ("chat/completions", {"temperature": 3}, "temperature: expected at most 2, found 3"),
+        ("chat/completions", {"stream": True, "stream_options": 1}, "stream_options: expected an object, found 1"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role is missing"),
+        ("chat/completions", {"messages": ["hi"]}, 'messages[0]: expected an object, found "hi"'),
+        (
+            "chat/completions",
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "messages[0].role: expected one of 'system', 'developer', 'user', 'assistant', 'tool', found \"robot\"",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content: expected a string or a list, found null",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": []}]},
+            "messages[0].content: expected at least 1 item, found []",
+        ),
+        ("chat/completions", {"response_format": {}}, "response_format.type is missing"),
+        (
+            "chat/completions",
+            {**TOOLS, "tool_choice": "maybe"},
+            "tool_choice: expected 'none', 'auto' or 'required', or an object, found \"maybe\"",
+        ),
+        ("chat/completions", {**TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
+        ("completions", {"prompt": {}}, "prompt: expected a string or a list, found {}"),
+        ("completions", {"prompt": []}, "prompt: expected at least 1 item, found []"),
+        ("completions", {"prompt": [1.5]}, "prompt[0]: expected a string, a whole number or a list, found 1.5"),
+        ("completions", {"prompt": [1, "a"]}, 'prompt[1]: expected a whole number, found "a"'),
+        ("completions", {"prompt": ["a", 1]}, "prompt[1]: expected a string, found 1"),
+        ("completions", {"prompt": [7, -1]}, "prompt[1]: expected at least 0, found -1"),
+        ("responses", {"input": 5}, "input: expected a string or a list, found 5"),
+        ("responses", {"input": [5]}, "input[0]: expected an object, found 5"),
+        ("responses", {"input": [{"type": "function_call_output"}]}, "input[0].call_id is missing"),
+        (
+            "responses",
+            {"input": [{"type": "sound"}]},
+            "input[0].type: expected one of 'message', 'function_call', 'function_call_output', found \"sound\"",
+        ),
+    ],
+)
+def test_the_message_names_the_field_and_says_what_is_expected(
+    server: Server, path: str, fields: dict[str, Any], message: str
+) -> None:
+    asked = {"messages": HI, **fields} if path == "chat/completions" else fields
+    error = error_of(server.post(f"/v1/{path}", asked), 400)
+    assert error["message"] == message
+    assert error["param"] == message.split(": ")[0].split(" is ")[0]
+
+
+def test_a_list_that_is_too_long_is_not_blamed_on_its_items(server: Server) -> None:
+    error = error_of(server.post("/v1/completions", {"prompt": ["a"] * 2049}), 400)
+    assert error["message"].startswith("prompt: expected at most 2048 items, found [")
+
+
 def test_known_fields_that_change_nothing_are_taken(server: Server) -> None:
     fields: dict[str, Any] = {
         "user": "me",

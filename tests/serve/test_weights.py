@@ -222,6 +222,25 @@ def test_weights_that_do_not_fit_change_nothing_anywhere(home: Path) -> None:
     real.run(test)
 
 
+def test_a_version_in_use_takes_only_the_weights_it_has(home: Path) -> None:
+    """Else an answer's version would not say which weights wrote it."""
+
+    async def test() -> None:
+        async with real.pool(home) as pool:
+            for version, own in [(0, 0), (5, 1)]:
+                await pool.load(file(home, own), version)
+                before = pool.processes[0].checksum
+                for other in (file(home, 2), folder(home, 2)):
+                    with pytest.raises(UserError, match=f"version {version} is in use with other weights"):
+                        await pool.load(other, version)
+                await pool.load(folder(home, own), version)
+                assert (pool.version, pool.processes[0].checksum) == (version, before)
+            await pool.load(file(home, 2), 0)  # no answer has this version any more
+            assert pool.version == 0
+
+    real.run(test)
+
+
 # ---- over HTTP -----------------------------------------------------------------------------------
 
 
@@ -233,6 +252,12 @@ def ask(server: real.Server, method: str, path: str, body: Any = None) -> tuple[
     link.request(method, path, content, {"Content-Type": kind, "Authorization": f"Bearer {KEY}"})
     response = link.getresponse()
     return response.status, json.loads(response.read() or "null")
+
+
+def card(server: real.Server) -> dict[str, Any]:
+    """What /v1/models says of the weights."""
+    own = ask(server, "GET", "/v1/models")[1]["data"][0]["ascendchat"]
+    return {name: own[name] for name in ("stage", "step", "chats", "version")}
 
 
 ROUTES = ["POST /pause", "POST /resume", "GET /is_paused", "POST /update_weights", "GET /weights"]
@@ -247,6 +272,7 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
     left = Path(tempfile.mkdtemp(prefix=f"{NAME}99999999-"))  # by a server that was killed
     with real.serving(home, "--weight-updates", "--devices=2", ASCENDCHAT_API_KEYS=KEY) as server:
         start = ask(server, "GET", "/weights")[1]
+        assert card(server) == {"stage": "sft", "step": 1, "chats": True, "version": 0}
         assert (start["version"], len(start["workers"])) == (0, 2)
         assert ask(server, "GET", "/is_paused") == (200, {"is_paused": False})
         assert ask(server, "POST", "/pause?mode=never")[0] == 400
@@ -255,17 +281,20 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         status, loaded = ask(server, "POST", "/update_weights?version=7", save(dict(model(1).state_dict())))
         assert (status, loaded["version"]) == (200, 7), loaded
         assert loaded["checksum"] not in (None, start["checksum"])
+        assert card(server) == {"stage": None, "step": None, "chats": True, "version": 7}, "a file says no more"
         assert ask(server, "POST", "/resume") == (200, {"status": "resumed"})
         assert not left.exists()
 
-        source = folder(home, 2)
+        source = str(real.save(home, model(2), run="trainer", step=9))
         status, second = ask(server, "POST", "/update_weights", {"folder": source, "version": 8})
         assert (status, second["version"]) == (200, 8), second
+        assert card(server) == {"stage": "sft", "step": 9, "chats": True, "version": 8}
         shutil.rmtree(source)
         for worker in server.workers[:2]:
             os.kill(worker, signal.SIGKILL)
         real.wait_until(lambda: ask(server, "GET", "/weights")[1]["checksum"] is None)
         real.wait_until(lambda: {"status": "loaded", **ask(server, "GET", "/weights")[1]} == second)
+        assert card(server)["step"] == 9
         for path, body, says in [
             ("/update_weights", {"folder": source, "version": 9}, "no checkpoint folder on the server"),
             ("/update_weights", {"folder": source}, "version must be a whole number"),
