@@ -114,7 +114,7 @@ def sampling_of(
     top_k = config.top_k if body.top_k is None else max(0, body.top_k)
     stops = body.stop_token_ids or []
     if not body.ignore_eos:
-        stops = [service.tokenizer.specials["<|assistant_end|>"], service.tokenizer.bos, *stops]
+        stops = [*service.tokenizer.stops, *stops]
     return Sampling(
         max_tokens=min(most, service.about.context),
         temperature=config.temperature if body.temperature is None else body.temperature,

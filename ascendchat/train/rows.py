@@ -32,8 +32,9 @@ from ascendchat.infer.generator import Generator
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention, Documents, choose, documents
 from ascendchat.nn.fp8 import Fp8Ops
-from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
-from ascendchat.nn.loss import head_loss, score, token_nats
+from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
+from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.nn.model import LanguageModel, dense
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
@@ -85,26 +86,35 @@ class Learner:
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
     def __init__(
-        self, model: GPT, kernel: Attention, device: Device, place: torch.device, *, by_document: bool = False
+        self,
+        model: LanguageModel,
+        kernel: Attention,
+        device: Device,
+        place: torch.device,
+        *,
+        by_document: bool = False,
     ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
         self.by_document = by_document  # a token sees nothing of the other documents in its row
         self.attend = dense(model, kernel)
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
-        self._forward = device.compile(model, dynamic=False, fullgraph=True)
-        self._score = device.compile(score, dynamic=False)
+        self._forward = device.compile(model, dynamic=False, fullgraph=model.compiles_whole)
+        self.score = device.compile(model.score, dynamic=False)
 
     def mean_over(self, tokens: int) -> None:
         """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
-        if isinstance(self.model.ops, Fp8Ops):
-            self.model.ops.mean_over(tokens)
+        ops = getattr(self.model, "ops", None)
+        if isinstance(ops, Fp8Ops):
+            ops.mean_over(tokens)
 
     def documents(self, tokens: Tensor, lengths: NDArray[np.int32]) -> Documents | None:
         """Where the documents of a batch lie, if its tokens are to keep to them; made once for all layers."""
         if not self.by_document:
             return None
-        device = self.device
-        return documents(self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin)
+        device, restarts = self.device, self.model.restarts
+        return documents(
+            self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin, restarts=restarts
+        )
 
     def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
         """(B, T, C), compiled where that is sound."""
@@ -122,14 +132,14 @@ class Learner:
             weight=weight,
             ahead=ahead,
             follows=None if known is None else known.follows,
-            scorer=self._score,
+            scorer=self.score,
         )
 
     def nats(self, batch: Batch) -> Tensor:
         """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
         inputs, targets = (torch.from_numpy(array).to(self.place) for array in (batch.inputs, batch.targets))
         hidden = self.model(inputs, self.attend, documents=self.documents(inputs, batch.lengths))
-        return token_nats(hidden, self.model.head, targets, self.model.shape.vocab)
+        return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
 
 
 def operators(config: StepConfig, here: Context) -> Ops:
