@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 from ascendchat.config import UserError
 
@@ -28,10 +29,11 @@ def library() -> ModuleType:
         raise UserError(
             f"Hugging Face models need transformers ({error}); install it: pip install 'ascendchat[hf]'"
         ) from None
+    transformers.utils.logging.disable_progress_bar()
     if "torch_npu" not in sys.modules:  # transformers would import it wherever it is installed
-        found = import_utils._is_package_available
+        found: Any = import_utils._is_package_available
 
-        def without(name: str, *args: object, **named: object) -> object:
+        def without(name: str, *args: Any, **named: Any) -> Any:
             return (False, "N/A") if name == "torch_npu" else found(name, *args, **named)
 
         import_utils._is_package_available = without

@@ -67,12 +67,17 @@ class OpenedFolder:
     folder: Folder
 
 
+def at(path: Path) -> Folder:
+    """A folder, or a GGUF file, that is known to be there."""
+    return Folder(path.parent, path.name) if path.is_file() else Folder(path)
+
+
 def find(named: str | Path) -> Folder | None:
     """The model that a path names; None where it names nothing of Hugging Face's. What looks like one but cannot be
     opened is a UserError."""
     path = Path(named).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return Folder(path.parent, path.name)
+        return at(path)
     if not path.is_dir():
         if not path.exists() and HUB_ID.fullmatch(str(named)):
             raise UserError(
@@ -124,17 +129,28 @@ def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) 
     complain(folder, about)
     model = CausalLM(made, seq_len)
     check(model)
-    return OpenedFolder(model, open_tokenizer(folder, made), folder)
+    return OpenedFolder(model, read_tokenizer(folder, made.config, made.generation_config), folder)
 
 
-def open_tokenizer(folder: Folder, made: Any) -> HFTokenizer:
-    """The tokenizer of a folder, for a model of transformers."""
+def read_tokenizer(folder: Folder, config: Any, generation: Any) -> HFTokenizer:
+    """The tokenizer in a folder, for a model of transformers with this config."""
     named = {"gguf_file": folder.gguf} if folder.gguf else {}
     with explained(folder):
         inner = library().AutoTokenizer.from_pretrained(
             folder.path, local_files_only=True, trust_remote_code=False, **named
         )
-    return HFTokenizer(inner, made.config.get_text_config().vocab_size, made.generation_config, made.config)
+    return HFTokenizer(inner, config.get_text_config().vocab_size, generation, config)
+
+
+def load_tokenizer(folder: Folder, model: Folder | None = None) -> HFTokenizer:
+    """The tokenizer of a folder, or of another folder's model, whose weights are not read."""
+    transformers, of = library(), model or folder
+    with explained(of):
+        named = {"gguf_file": of.gguf} if of.gguf else {}
+        config = transformers.AutoConfig.from_pretrained(of.path, local_files_only=True, **named)
+        written = (of.path / "generation_config.json").is_file()
+        generation = transformers.GenerationConfig.from_pretrained(of.path) if written else None
+    return read_tokenizer(folder, config, generation)
 
 
 def empty_model(path: Path, dtype: torch.dtype, seq_len: int | None = None) -> OpenedFolder:
@@ -148,7 +164,7 @@ def empty_model(path: Path, dtype: torch.dtype, seq_len: int | None = None) -> O
         )
         if (path / "generation_config.json").is_file():
             made.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
-    return OpenedFolder(CausalLM(made, seq_len), open_tokenizer(folder, made), folder)
+    return OpenedFolder(CausalLM(made, seq_len), read_tokenizer(folder, config, made.generation_config), folder)
 
 
 def complain(folder: Folder, about: dict[str, Any]) -> None:

@@ -32,6 +32,8 @@ RAW_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class HFTokenizer(Tokenizer):
     """Text <-> ids. `inner`: transformers' tokenizer; `vocab`: rows of the model's head, which may be more."""
 
+    calls_tools = False
+
     def __init__(self, inner: Any, vocab: int, generation: Any = None, config: Any = None) -> None:
         backend = getattr(inner, "backend_tokenizer", None)
         if backend is None:
@@ -70,10 +72,6 @@ class HFTokenizer(Tokenizer):
         self.specials["<|assistant_end|>"] = self.stops[0] if end is None else end
         told = json.dumps([self.vocab_size, inner.chat_template, self.stops], ensure_ascii=False, default=str)
         self.fingerprint = hashlib.sha256((self.json + told).encode()).hexdigest()
-
-    @property
-    def calls_tools(self) -> bool:
-        return False
 
     def encode(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]

@@ -59,9 +59,7 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     if content := getattr(tokenizer, "json", ""):  # of a Hugging Face model
-        return LLTokenizer(
-            content, n_vocab=tokenizer.vocab_size, eos_token=tokenizer.specials["<|assistant_end|>"]
-        )
+        return LLTokenizer(content, n_vocab=tokenizer.vocab_size, eos_token=tokenizer.specials["<|assistant_end|>"])
     made: LLTokenizer = LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
         encoder={token: number for number, token in enumerate(tokenizer.tokens)},
         special_tokens=tokenizer.specials,

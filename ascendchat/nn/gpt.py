@@ -197,7 +197,7 @@ class GPT(LanguageModel):
             {str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers}
         )
         self.blocks = nn.ModuleList(Block(shape, i, self.ops) for i in range(shape.depth))
-        self.head = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
+        self.head: nn.Parameter = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
         self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))
         self.residual = nn.Parameter(torch.empty(shape.depth))  # weight of the stream entering each layer
         self.first = nn.Parameter(torch.empty(shape.depth))  # weight of the first embedding entering each layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from ascendchat.nn.attention import Attention, Documents, choose, documents
 from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
 from ascendchat.nn.loss import head_loss, token_nats
-from ascendchat.nn.model import LanguageModel, dense
-from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.nn.model import LanguageModel, Sizes, dense
+from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.schedule import Curve
@@ -43,6 +43,7 @@ from ascendchat.plan.shape import Shape
 from ascendchat.train.stage import Loss, Stage
 
 SAMPLE_TOKENS = 24
+_Model = TypeVar("_Model", bound=LanguageModel)
 
 
 def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
@@ -70,7 +71,7 @@ def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
     return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
 
 
-def learning_rates(config: TrainConfig, shape: Shape, total: int) -> dict[str, float]:
+def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, float]:
     """Of each group of parameters, for steps of `total` tokens."""
     asked = {
         "matrix": config.matrix_lr,
@@ -82,12 +83,12 @@ def learning_rates(config: TrainConfig, shape: Shape, total: int) -> dict[str, f
     return {name: rate * config.lr_multiplier for name, rate in rates.items()}
 
 
-class Learner:
+class Learner(Generic[_Model]):
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: _Model,
         kernel: Attention,
         device: Device,
         place: torch.device,
@@ -158,7 +159,7 @@ def operators(config: StepConfig, here: Context) -> Ops:
     return device.operators() or PlainOps(heads)
 
 
-def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
+def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     """Model and kernel; weights are drawn on the host, so every device starts alike."""
     device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
@@ -177,10 +178,10 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
 
 def optimizer_for(learner: Learner, rates: dict[str, float]) -> MuonAdamW:
     """The optimizer of a model on its device."""
-    device = learner.device
+    device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
-    fused = device.chip.fused_adamw
-    return MuonAdamW(groups(learner.model, rates), compute_dtype=device.dtype, compile=compile, fused=fused)
+    made = groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"])
+    return MuonAdamW(made, compute_dtype=device.dtype, compile=compile, fused=device.chip.fused_adamw)
 
 
 def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:
@@ -215,7 +216,7 @@ class RowStage(Stage):
     ) -> None:
         self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, config.seed
         self.curve = curve(config, steps, usual or Curve())
-        self.model: GPT = learner.model
+        self.model = learner.model
         learner.mean_over(split.total // split.devices)
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)
