@@ -27,6 +27,14 @@ class ModelConfig(DeviceConfig):
 
 
 @dataclass(frozen=True)
+class ExportConfig(ModelConfig):
+    """Write a trained model as a Hugging Face folder, which transformers and vLLM load as it is."""
+
+    out: str = ""
+    "folder to write; it must not exist, or be empty"
+
+
+@dataclass(frozen=True)
 class ChatConfig(ModelConfig):
     """Talk to a model. Without --prompt: line by line from the terminal, or one prompt per line from a pipe."""
 

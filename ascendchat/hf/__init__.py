@@ -36,10 +36,10 @@ def library() -> ModuleType:
         def without(name: str, *args: Any, **named: Any) -> Any:
             return (False, "N/A") if name == "torch_npu" else found(name, *args, **named)
 
-        import_utils._is_package_available = without
+        vars(import_utils)["_is_package_available"] = without
         try:
             import_utils.is_torch_npu_available()  # the answer is kept
             import_utils.is_torch_npu_available(check_device=True)
         finally:
-            import_utils._is_package_available = found
+            vars(import_utils)["_is_package_available"] = found
     return transformers

@@ -67,6 +67,9 @@ class CausalLM(LanguageModel):
             self.add_module(name, child)
         self.__dict__["inner"] = inner  # not a child: its children are
         self.inner: Any
+        for module in inner.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # what is trained must be what answers
         total = sum(parameter.numel() for parameter in inner.parameters())
         self.shape: HFShape = HFShape.of(inner.config, total, seq_len)
         self.scale = scale_of(inner) or self.shape.head_dim**-0.5

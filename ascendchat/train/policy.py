@@ -27,6 +27,7 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.files import write_atomic
 from ascendchat.infer.engine import Engine
+from ascendchat.infer.huggingface import HFSource
 from ascendchat.infer.inputs import to_device
 from ascendchat.infer.request import Completion
 from ascendchat.nn import IGNORE
@@ -70,7 +71,7 @@ class RlStage(Stage):
         exam: Sequence[Task],
         tokenizer: Tokenizer,
         config: RlConfig,
-        origin: Checkpoint,
+        origin: Checkpoint | HFSource,
         folder: Path,
     ) -> None:
         self.learner, self.split, self.steps = learner, split, steps
@@ -148,7 +149,9 @@ class RlStage(Stage):
         columns = batch.advantage, unknown, batch.behaviour, batch.weight
         weight = torch.full((), ranks * scale, device=learner.place)
         vocab, head = self.model.shape.vocab, self.model.head
-        loss, logprobs = head_objective(hidden, head, batch.targets, vocab, self._objective, columns, weight=weight)
+        loss, logprobs = head_objective(
+            hidden, head, batch.targets, vocab, self._objective, columns, weight=weight, scorer=learner.score
+        )
         scored = batch.targets != IGNORE
         gap = torch.where(scored, logprobs - batch.behaviour, 0.0)
         share = ranks * batch.weight

@@ -7,9 +7,10 @@ a step is a pure function of (weights, seed, step): so a run that is resumed gen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError
@@ -21,11 +22,14 @@ from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import Task, load
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, length_penalty
+from ascendchat.train.huggingface import open_start
 from ascendchat.train.policy import RlStage
 from ascendchat.train.rollout import Questions, Rollout
 from ascendchat.train.rows import Learner, build, share_out
@@ -50,37 +54,75 @@ def run(config: RlConfig) -> int:
             "and the run starts from weights alone"
         )
     with training_context(config) as here:
-        origin = starting_point(config, "rl", here.say)
+        config = replace(config, attend=config.attend or "document")
+        begin = begin_with_theirs(config, here) or begin_with_ours(config, here)
+        origin, tokenizer, learner = begin.origin, begin.tokenizer, begin.learner
         here.say(f"starting from {origin.folder}")
-        shape = Shape.from_dict(origin.state["shape"])
-        tokens = tokenizer_folder(config.tokenizer, origin).resolve()
-        data = absolute(config.data or default_questions(settings_of(origin).get("data") or ()))
-        config = replace(config, tokenizer=str(tokens), data=data, attend=config.attend or "document")
-        tokenizer = open_tokenizer(tokens, origin, shape)
-        if config.max_seq_len:
-            shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+        shape, config = learner.model.shape, begin.config
+        data = absolute(config.data or default_questions(begin.learnt_from))
+        config = replace(config, data=data)
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
             config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
-        learner = build(config, shape, here)
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
         engine = engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
         rollout = rollout_of(config, questions, engine, here)
         steps = config.num_iterations or max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
-        folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
+        folder = run_folder(config.run or begin.run, "rl")
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
         exam = [examination(parse_entry(entry).name, config.source) for entry in data]
         stage = RlStage(learner, split, steps, engine, rollout, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
-        if not saved:
-            stage.optimizer.load(only_weights(origin.reader()), 0)
-
-        def add_files(run: Path) -> None:
-            tokenizer.save(run / "tokenizer")
-
+        if not saved and isinstance(learner.model, GPT):  # others were opened with their weights
+            stage.optimizer.load(only_weights(begin.origin.reader()), 0)
         facts = {"method": asdict(stage.method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
-        return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
+        return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=begin.add_files)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The model that a run starts from, ready to be trained."""
+
+    learner: Learner[Any]
+    tokenizer: Tokenizer
+    origin: Any  # Checkpoint | HFSource
+    config: RlConfig
+    run: str  # its name, where nobody says
+    add_files: Callable[[Path], None]
+    learnt_from: Sequence[str] = ()
+
+
+def begin_with_ours(config: RlConfig, here: Context) -> Beginning:
+    """A checkpoint of an earlier stage."""
+    if config.learning_rate is not None:
+        raise UserError("--learning-rate is of Hugging Face models; ours have one per kind of weight: --lr-multiplier")
+    origin = starting_point(config, "rl", here.say)
+    shape = Shape.from_dict(origin.state["shape"])
+    tokens = tokenizer_folder(config.tokenizer, origin).resolve()
+    config = replace(config, tokenizer=str(tokens))
+    tokenizer = open_tokenizer(tokens, origin, shape)
+    if config.max_seq_len:
+        shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+
+    def add_files(run: Path) -> None:
+        tokenizer.save(run / "tokenizer")
+
+    learnt_from = settings_of(origin).get("data") or ()
+    name = origin.folder.parent.parent.name
+    return Beginning(build(config, shape, here), tokenizer, origin, config, name, add_files, learnt_from)
+
+
+def begin_with_theirs(config: RlConfig, here: Context) -> Beginning | None:
+    """A Hugging Face model; None where --start names no such."""
+    theirs = open_start(config, here)
+    if theirs is None:
+        return None
+    device, model = here.device, theirs.model
+    kernel, why = choose(device.type, device.dtype, model.shape.head_dim, config.attention)
+    here.say(why)
+    learner = Learner(model, kernel, device, here.place, by_document=config.attend == "document")
+    return Beginning(learner, theirs.tokenizer, theirs.origin, config, theirs.name, theirs.add_files)
 
 
 def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Context) -> Rollout:

@@ -27,6 +27,7 @@ from ascendchat.device import Device
 from ascendchat.dist.context import Context
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
+from ascendchat.hf.shape import HFShape
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator
 from ascendchat.infer.request import Request, Sampling
@@ -37,19 +38,25 @@ from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import LanguageModel, Sizes, dense
 from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split, fit_split
+from ascendchat.plan.batch import Split, fit_split, split_fixed
+from ascendchat.plan.batch import split as share
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
+from ascendchat.train.huggingface import learning_rate, most_rows
 from ascendchat.train.stage import Loss, Stage
 
 SAMPLE_TOKENS = 24
 _Model = TypeVar("_Model", bound=LanguageModel)
 
 
-def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
+def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int) -> Split:
     """How the devices share `total` tokens a step."""
-    fixed, checkpointing = config.device_batch_size, config.activation_checkpointing
-    split = fit_split(shape, device.chip, dist.world().size, total, rows=fixed, checkpointing=checkpointing)
+    fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
+    if isinstance(shape, HFShape):
+        rows = fixed or most_rows(shape, device.chip, size, checkpointing)
+        split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
+    else:
+        split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing)
     asked = config.gradient_accumulation_steps
     if asked is not None and config.total_batch_size is None:
         return replace(split, accumulation=asked)
@@ -73,6 +80,8 @@ def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
 
 def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, float]:
     """Of each group of parameters, for steps of `total` tokens."""
+    if isinstance(shape, HFShape):
+        return {"all": learning_rate(shape, getattr(config, "learning_rate", None))}
     asked = {
         "matrix": config.matrix_lr,
         "embedding": config.embedding_lr,
@@ -99,7 +108,7 @@ class Learner(Generic[_Model]):
         self.by_document = by_document  # a token sees nothing of the other documents in its row
         self.attend = dense(model, kernel)
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
-        self._forward = device.compile(model, dynamic=False, fullgraph=model.compiles_whole)
+        self._forward = device.compile(model, dynamic=False, fullgraph=True) if model.compiles_whole else model
         self.score = device.compile(model.score, dynamic=False)
 
     def mean_over(self, tokens: int) -> None:
