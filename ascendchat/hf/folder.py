@@ -1,6 +1,7 @@
 """A Hugging Face model on disk: a folder with config.json and safetensors, or a GGUF file.
 
     folder = find("/models/Qwen2.5-0.5B-Instruct")      # None: it is something else, such as a checkpoint of ours
+    folder = find("Qwen/Qwen2.5-0.5B-Instruct")         # what `ascendchat data fetch models/Qwen/...` has stored
     opened = open_folder(folder, torch.bfloat16)        # model and tokenizer; nothing is ever downloaded
 
 Weights are read in the dtype that they compute in, file by file; pickled ones (.bin) are refused.
@@ -9,6 +10,7 @@ Weights are read in the dtype that they compute in, file by file; pickled ones (
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 from dataclasses import dataclass
@@ -19,11 +21,12 @@ import torch
 from safetensors import SafetensorError
 
 from ascendchat.config import UserError
+from ascendchat.data.fetch import folder_of
 from ascendchat.hf import library
 from ascendchat.hf.model import ATTENTION, CausalLM, check, register
 from ascendchat.hf.tokenizer import HFTokenizer
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"(models/)?(?P<id>[\w.-]+/[\w.-]+)")
 BLOCKS, BLOCK = 64, 1 << 16  # of each file that make its fingerprint
 TROUBLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
@@ -79,12 +82,15 @@ def find(named: str | Path) -> Folder | None:
     if path.is_file() and path.suffix == ".gguf":
         return at(path)
     if not path.is_dir():
-        if not path.exists() and HUB_ID.fullmatch(str(named)):
+        hub = HUB_ID.fullmatch(str(named))
+        if not hub or path.exists():
+            return None
+        path = folder_of(f"models/{hub['id']}")
+        if not path.is_dir():
             raise UserError(
-                f"{named} is no folder here, and models are not downloaded by this command; download it first (for "
-                f"example: hf download {named} --local-dir {Path(str(named)).name}) and give that folder"
+                f"{named} is not on this machine; fetch it first: ascendchat data fetch models/{hub['id']}, or give "
+                "the folder of a model"
             )
-        return None
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1:
@@ -115,6 +121,8 @@ def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) 
     named = {"gguf_file": folder.gguf} if folder.gguf else {}
     transformers = library()
     register()
+    if folder.gguf:  # it asks nobody before it draws a progress bar
+        vars(importlib.import_module("transformers.modeling_gguf_pytorch_utils"))["tqdm"] = lambda items, **_: items
     with explained(folder):
         made, about = transformers.AutoModelForCausalLM.from_pretrained(
             folder.path,
@@ -169,13 +177,13 @@ def empty_model(path: Path, dtype: torch.dtype, seq_len: int | None = None) -> O
 
 def complain(folder: Folder, about: dict[str, Any]) -> None:
     """transformers fills what a file lacks with random numbers, and goes on."""
-    missing = sorted(about.get("missing_keys") or ())
-    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in about.get("mismatched_keys") or ())
-    if missing or wrong:
-        names = missing or wrong
-        problem = "lacks" if missing else "has a wrong size of"
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise UserError(f"{folder.source} {problem} the weight {names[0]}{more}; download the model again")
+    entries = [*(about.get("missing_keys") or ()), *(about.get("mismatched_keys") or ())]
+    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in entries)
+    if wrong:
+        raise UserError(
+            f"{folder.source}: {len(wrong)} weight(s) are missing or of a wrong size, such as {wrong[0]}; download the "
+            "model again"
+        )
 
 
 class explained:

@@ -23,12 +23,7 @@ from ascendchat.nn.uncapped import uncapped_score
 
 ATTENTION = "ascendchat"
 PROVEN = {"llama", "mistral", "qwen2", "qwen3"}  # the tests compare these with transformers; others are tried at once
-REFUSED = {
-    "final_logit_softcapping": "caps its logits",
-    "attn_logit_softcapping": "caps its attention scores",
-    "logit_scale": "scales its logits",
-    "logits_scaling": "scales its logits",
-}
+REFUSED = "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"  # done by nobody here
 
 
 def attention(
@@ -151,9 +146,9 @@ def check(model: CausalLM) -> None:
     """A model that our attention or our head does not fit is a UserError, and never a model that is a little wrong."""
     inner, shape = model.inner, model.shape
     kind, config = shape.model_type, inner.config.get_text_config()
-    for name, does in REFUSED.items():
+    for name in REFUSED:
         if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UserError(f"model type {kind!r} {does} ({name}), which is not done here; choose another model")
+            raise UserError(f"model type {kind!r} has {name}, which this engine does not compute; choose another model")
     head = inner.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise UserError(f"model type {kind!r} has no head of one plain matrix; choose another model")

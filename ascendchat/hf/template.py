@@ -130,7 +130,7 @@ class ChatTemplate:
             if not through.startswith(before):
                 raise UserError(
                     "the model's chat template opens a turn of the assistant otherwise than it writes one, so it "
-                    "cannot be told what the model should learn; give the template {% generation %} blocks"
+                    "cannot be told what the model should learn; mark it in the template by generation blocks"
                 )
             if text.startswith(through):
                 spans.append(Span(len(before), len(through)))

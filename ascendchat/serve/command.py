@@ -27,6 +27,7 @@ import uvloop
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.storage import OWN
 from ascendchat.serve import metrics
 from ascendchat.serve.api import Service, application
 from ascendchat.serve.connection import Limits, protocol
@@ -70,7 +71,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def open_tokenizer(path: Path) -> Tokenizer:
     """Ours, or that of a Hugging Face model."""
-    if (path / "manifest.json").is_file() or not path.exists():
+    if (path / OWN).is_file() or not path.exists():
         return Tokenizer.load(path)
     from ascendchat.hf.folder import at, load_tokenizer  # imports torch, which the front needs for nothing else
 

@@ -89,4 +89,4 @@ def test_a_context_beyond_what_the_model_knows_is_refused(
 
 def test_a_hub_id_is_answered_by_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--model", "Qwen/Qwen3-0.6B", "-p", "x", "--device-type", "cpu"]) == 2
-    assert "hf download Qwen/Qwen3-0.6B" in capsys.readouterr().err
+    assert "ascendchat data fetch models/Qwen/Qwen3-0.6B" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import hf_models
 import pytest
 import torch
 
-from ascendchat.config import UserError
+from ascendchat.config import UserError, home
 from ascendchat.hf.folder import find
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,10 +54,18 @@ def test_weights_open_in_the_dtype_asked_for_under_the_names_of_transformers(fol
     assert opened.model.shape.total_parameters == total
 
 
-def test_a_hub_id_is_never_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_id_is_what_was_fetched_and_never_downloaded_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"):
-        find("Qwen/Qwen2.5-0.5B")
+    for named in ("Qwen/Qwen2.5-0.5B", "models/Qwen/Qwen2.5-0.5B"):
+        with pytest.raises(UserError, match=r"ascendchat data fetch models/Qwen/Qwen2.5-0.5B,"):
+            find(named)
+    (home() / "data").mkdir(parents=True)
+    copy(folder, home() / "data" / "models--Qwen--Qwen2.5-0.5B")
+    found = find("Qwen/Qwen2.5-0.5B")
+    assert found is not None
+    assert found.path == home() / "data" / "models--Qwen--Qwen2.5-0.5B"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_a_missing_weight_is_an_error_and_not_random_numbers(folder: Path, tmp_p
     weights = load_file(short / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, short / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks the weight model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(UserError, match=r"1 weight.*such as model.layers.1.mlp.up_proj.weight"):
         hf_models.opened(short)
 
 
@@ -130,7 +138,7 @@ def test_an_architecture_that_no_test_knows_is_compared_before_it_is_used(tmp_pa
         if runs:
             assert hf_models.opened(folder).model.shape.model_type == "olmo2"
         else:
-            with pytest.raises(UserError, match=r"caps its"):
+            with pytest.raises(UserError, match=r"has final_logit_softcapping"):
                 hf_models.opened(folder)
 
 
