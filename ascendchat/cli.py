@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "mid": ("train:MidConfig", "train.mid:run", "teach a base model the form of conversations"),
     "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
     "rl": ("rl:RlConfig", "train.rl:run", "reinforcement learning on questions with checkable answers"),
+    "export": ("infer:ExportConfig", "infer.export:run", "write a trained model as a Hugging Face folder"),
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
     "chat": ("infer:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
     "serve": ("serve:ServeConfig", "serve.command:run", "a web chat and an OpenAI-compatible API for a model"),

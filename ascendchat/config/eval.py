@@ -16,8 +16,8 @@ class EvalBaseConfig(DeviceConfig):
 
     run: str = ""
     "name of the run whose newest base checkpoint is scored; by default the run written last"
-    checkpoint: str = ""
-    "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
+    checkpoint: str = option("", also=("model",))
+    "folder of a checkpoint (step_...), of a stage that holds some, or of a Hugging Face model; wins over --run"
     eval: tuple[Literal["bpb", "core"], ...] = ("bpb", "core")
     "what to compute"
     data: tuple[str, ...] = ()
@@ -49,8 +49,8 @@ class EvalChatConfig(DeviceConfig):
     "name of the run; by default the one that saved a checkpoint last"
     stage: StageName | None = None
     "stage of the run; by default its latest"
-    checkpoint: str = ""
-    "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
+    checkpoint: str = option("", also=("model",))
+    "folder of a checkpoint (step_...), of a stage that holds some, or of a Hugging Face model; wins over --run"
     tasks: tuple[str, ...] = ("chatcore", "chinese")
     "tasks or groups: arc_easy, arc_challenge, mmlu, gsm8k, humaneval, ceval, cmmlu; chatcore, chinese, toy, all"
     source: str = ""

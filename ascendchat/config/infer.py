@@ -18,12 +18,20 @@ class ModelConfig(DeviceConfig):
     "name of the run; by default the one written last"
     stage: StageName | None = option(None, also=("source", "i"))
     "stage of the run; by default the last one it has reached"
-    checkpoint: str = ""
-    "folder of a checkpoint (step_...), or of a stage that holds some; wins over --run"
+    checkpoint: str = option("", also=("model",))
+    "folder of a checkpoint (step_...), of a stage that holds some, or of a Hugging Face model; wins over --run"
     tokenizer: str = ""
     "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
+
+
+@dataclass(frozen=True)
+class ExportConfig(ModelConfig):
+    """Write a trained model as a Hugging Face folder, which transformers and vLLM load as it is."""
+
+    out: str = ""
+    "folder to write; it must not exist, or be empty"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from ascendchat.config.train import ChatTrainConfig
 class RlConfig(ChatTrainConfig):
     """Reinforcement learning (GRPO and relatives): the model answers, answers are judged, good ones get likelier."""
 
+    start: str = option("", also=("model",))
+    """run, checkpoint folder or Hugging Face model to start from; by default the last earlier stage of --run, or of the
+    newest run"""
     data: tuple[str, ...] = ()
     """questions, as NAME or NAME=WEIGHT: tasks with checkable answers (gsm8k, toy_problems, toy_arithmetic_en, ...); by
     default toy_problems for a model of the embedded corpus, else gsm8k"""
@@ -52,6 +55,8 @@ class RlConfig(ChatTrainConfig):
     "optimizer steps; by default they follow from the epochs"
     lr_multiplier: float = option(0.05, also=("init_lr_frac",), above=0, most=1e3)
     "factor on every learning rate of pretraining"
+    learning_rate: float | None = option(None, above=0, most=1)
+    "of a Hugging Face model, for all its weights (AdamW); by default 1e-5, from 2 billion parameters on 1e-6"
     eval_every: int = option(60, least=-1, most=1e9)
     "steps between examinations; 0: only at the end, -1: never"
     eval_examples: int = option(256, least=1, most=1e9)

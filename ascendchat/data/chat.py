@@ -33,8 +33,18 @@ SPAN_OF = {"text": None, "tool": "tool", "output": "output"}  # the pair of spec
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
+class Template(Protocol):
+    """How another model writes conversations: hf/template.py."""
+
+    def prompt(
+        self, messages: Sequence[Message], limit: int | None = None, counts: Counts | None = None
+    ) -> list[int]: ...
+    def render(self, messages: Sequence[Message]) -> Rendered: ...
+    def pieces(self, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]: ...
+
+
 class Encoder(Protocol):
-    """What the renderer needs of a tokenizer (data/tokenizer/)."""
+    """What the renderer needs of a tokenizer (data/tokenizer/); one with a `template` renders by that."""
 
     @property
     def specials(self) -> dict[str, int]: ...
@@ -144,8 +154,14 @@ def has_reply(messages: Sequence[Message]) -> bool:
     return any(message["role"] in ("assistant", "tool") for message in messages)
 
 
+def template_of(tokenizer: Encoder) -> Template | None:
+    return getattr(tokenizer, "template", None)
+
+
 def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
     """A whole conversation, of any length."""
+    if template := template_of(tokenizer):
+        return template.render(messages)
     rendered = Rendered([tokenizer.specials["<|bos|>"]], [0])
     for message in canonical(messages):
         rendered += render_message(tokenizer, message)
@@ -175,6 +191,8 @@ def render_prompt(
     Longer than `limit` tokens: the oldest exchanges go first, system message and last exchange stay; if that is still
     too long, the system message goes, then the beginning of what remains.
     """
+    if template := template_of(tokenizer):
+        return template.prompt(messages, limit, counts)
     special = tokenizer.specials
     system, groups = exchanges(messages)
     head = [i for message in system for i in render_message(tokenizer, message).ids]
@@ -214,6 +232,8 @@ def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, c
     """
     if limit < 8:
         raise ValueError(f"rows of {limit} tokens are too short for a conversation")
+    if template := template_of(tokenizer):
+        return template.pieces(messages, limit, counts)
     whole = render(tokenizer, messages)
     if not any(whole.mask):
         counts.unsupervised += 1

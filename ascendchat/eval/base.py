@@ -24,6 +24,7 @@ from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
+from ascendchat.infer.huggingface import HFSource
 from ascendchat.infer.load import Opened, open_model
 from ascendchat.record.results import NewResults
 
@@ -38,6 +39,11 @@ def corpora_of(config: EvalBaseConfig, opened: Opened) -> list[Corpus]:
     corpora = [corpus for corpus, _ in open_corpora(data, split="val")]
     for corpus in corpora:
         if opened.tokenizer.fingerprint != corpus.tokenizer:
+            if opened.tokenizer.template is not None or isinstance(opened.checkpoint, HFSource):
+                raise UserError(
+                    f"{corpus.folder} was not prepared with this model's tokenizer, and corpora are prepared with ours "
+                    "only; score a Hugging Face model with --eval core"
+                )
             raise UserError(f"{corpus.folder} was not prepared with this model's tokenizer; prepare it again with it")
     return corpora
 
@@ -76,7 +82,7 @@ def score_model(
     folder, machine, settings = opened.checkpoint.folder, opened.machine, {"max_seq_len": limit}
     say(f"{folder}: {model.shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")
     common = {**opened.identity, **machine, "settings": settings}
-    new = {name: NewResults(folder.parent, {"evaluation": name, **common}, here.main) for name in config.eval}
+    new = {name: NewResults(opened.stage_folder, {"evaluation": name, **common}, here.main) for name in config.eval}
     token_bytes = np.asarray(tokenizer.token_bytes(), dtype=np.int64)
     for corpus in corpora:
         name, bits = str(corpus.folder), _corpus(scorer, corpus, limit, config.eval_tokens, token_bytes, say)

@@ -172,7 +172,7 @@ def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None
         say(f"prompt and reply share {context} tokens: a long prompt leaves half of them, not {config.max_new_tokens}")
     settings = {name: getattr(config, name) for name in ("max_new_tokens", "samples", "temperature", "seed")}
     about = {"evaluation": "chat", **opened.identity, **opened.machine, "settings": {**settings, "context": context}}
-    new = NewResults(folder.parent, about, main=here.main)
+    new = NewResults(opened.stage_folder, about, main=here.main)
     for name, why in missing.items():
         new.add(name, 0, 0, {"missing": why}, source_of(name, config.source))
     examine_all(tasks, examiner, config.source, new, say)

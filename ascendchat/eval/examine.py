@@ -32,7 +32,7 @@ from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.inputs import padded_length, stack, to_device
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention
-from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.model import LanguageModel, dense
 from ascendchat.tasks import Task, pass_at_k
 
 CHUNK = 1024  # prompts written and handed over at a time
@@ -53,12 +53,19 @@ class Chooser(Protocol):
 
 
 class ModelChooser:
-    """Chooses with a GPT; the host waits for the device only when results are asked for."""
+    """Chooses with a model; the host waits for the device only when results are asked for."""
 
     reserved = 0
 
     def __init__(
-        self, model: GPT, kernel: Attention, place: torch.device, *, max_tokens: int, max_len: int, pin: bool = False
+        self,
+        model: LanguageModel,
+        kernel: Attention,
+        place: torch.device,
+        *,
+        max_tokens: int,
+        max_len: int,
+        pin: bool = False,
     ) -> None:
         self.model, self.kernel, self.put = model, kernel, partial(to_device, place=place, pin=pin)
         self.max_tokens, self.room = max_tokens, padded_length(max_len)
@@ -88,7 +95,7 @@ class ModelChooser:
         # Rows with fewer options repeat their first one: of equals the first is chosen.
         ids = self.put([[*row, *[row[0]] * (most - len(row))] for row in options])  # (B, O)
         heads = self.model.head.index_select(0, ids.flatten()).float().view(len(prompts), most, -1)  # (B, O, C)
-        # The soft cap on logits keeps their order, so it can be left out.
+        # A soft cap on logits keeps their order, so it can be left out.
         return torch.bmm(heads, picked[:, :, None])[:, :, 0].argmax(dim=1)
 
 

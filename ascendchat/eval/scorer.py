@@ -24,8 +24,9 @@ from torch import Tensor
 from ascendchat.config import UserError
 from ascendchat.infer.inputs import Row, padded_length, stack, to_device
 from ascendchat.nn.attention import Attention, Documents, documents
-from ascendchat.nn.gpt import GPT, attention_scale, dense, shifted
-from ascendchat.nn.loss import chunk_rows, softcap
+from ascendchat.nn.gpt import shifted
+from ascendchat.nn.loss import chunk_rows
+from ascendchat.nn.model import LanguageModel, dense
 
 MAX_TOKENS = 32768  # tokens of one forward pass
 WORTH_SHARING = 64  # tokens; a shorter common beginning is cheaper to repeat than to keep
@@ -117,11 +118,11 @@ def sort_out(examples: Sequence[Example]) -> tuple[list[UniqueRow], list[PrefixG
 
 
 class ModelScorer:
-    """Scores with a GPT, on any device; the host never waits for the device before a result is asked for."""
+    """Scores with a model, on any device; the host never waits for the device before a result is asked for."""
 
     def __init__(
         self,
-        model: GPT,
+        model: LanguageModel,
         kernel: Attention,
         place: torch.device,
         *,
@@ -135,7 +136,7 @@ class ModelScorer:
         self.put = partial(to_device, place=place, pin=pin)
         self.max_tokens, self.max_len = max_tokens, max_len or model.shape.seq_len
         room = padded_length(self.max_len) + padded_length(self.max_len)  # a prefix and an option, each rounded up
-        self.windows, self.room, self.scale = model.shape.windows(room), room, attention_scale(model.shape)
+        self.windows, self.room, self.scale = model.shape.windows(room), room, model.scale
         self.vocab = model.shape.vocab
 
     @torch.no_grad()
@@ -174,7 +175,8 @@ class ModelScorer:
         begins = np.asarray(rows) == self.bos
         begins[:, 0] = True
         lengths = np.diff(np.append(np.flatnonzero(begins), begins.size))
-        return documents(self.kernel, lengths, tokens, self.model.embed.weight.dtype, pin=self.pin)
+        model = self.model
+        return documents(self.kernel, lengths, tokens, model.dtype, pin=self.pin, restarts=model.restarts)
 
     def run_shared(self, groups: Sequence[PrefixGroup]) -> Iterator[tuple[list[UniqueRow], Tensor]]:
         """The beginnings once, then the options of all groups in batches of their own."""
@@ -212,7 +214,7 @@ class ModelScorer:
         keys, values, newest = kept
         width = padded_length(max(len(piece.tokens) - piece.start for piece in pieces))
         tokens = self.put(stack([piece.tokens[piece.start - 1 : -1] for piece in pieces], width))  # (B, Q)
-        previous = self.put(np.array([[piece.tokens[piece.start - 2]] for piece in pieces], dtype=np.int64))
+        previous = self.put(np.array([piece.tokens[piece.start - 2] for piece in pieces], dtype=np.int64))
         owner, past = self.put(owners), self.put(before)
         rows = torch.arange(len(pieces), device=self.place)[:, None]
         positions = past[:, None] + torch.arange(width, device=self.place)  # (B, Q)
@@ -228,10 +230,7 @@ class ModelScorer:
             before = torch.cat((newest[layer].index_select(0, owner), qkv[:, :-1]), dim=1)
             return torch.addcmul(qkv, before, share.to(qkv.dtype))
 
-        model = self.model
-        x = model.embedding(tokens, model.ops.rms_norm(model.embed(previous)))
-        cos, sin = model.rope(self.room, x.dtype, x.device)
-        hidden = model.layers(x, tokens, attend, (cos[positions], sin[positions]), shift)  # (B, Q, C)
+        hidden = self.model.extend(tokens, positions, attend, shift, room=self.room, before=previous)  # (B, Q, C)
         return self.judge(hidden, pieces, [0] * len(pieces))
 
     def judge(self, hidden: Tensor, pieces: Sequence[UniqueRow], first: Sequence[int]) -> Tensor:
@@ -246,7 +245,7 @@ class ModelScorer:
         step = chunk_rows(picked, self.model.head)
         nats, hits = [], []
         for start in range(0, len(targets), step):
-            logits, target = softcap(picked[start : start + step] @ head), targets[start : start + step]
+            logits, target = self.model.cap(picked[start : start + step] @ head), targets[start : start + step]
             nats.append(F.cross_entropy(logits, target, reduction="none"))
             hits.append(logits.argmax(dim=-1) == target)
         return torch.stack((torch.cat(nats), torch.cat(hits).float()))

@@ -12,6 +12,7 @@ from ascendchat.record.results import best_results, stage_results
 from ascendchat.tasks import EVALUATIONS
 from ascendchat.tasks.toy import TOY_EXAMS as TOY
 
+COLUMNS = *STAGES, "hf"  # of a run; the last is a Hugging Face model as it was downloaded
 GROUPS: dict[str, tuple[str, ...]] = {
     "chatcore": ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval"),
     "chinese": ("ceval", "cmmlu"),
@@ -53,7 +54,7 @@ def stage_table(run: str) -> list[dict[str, Any]]:
 
     A value is None where a stage has not been examined on the task. Summary numbers that lack a task are marked in
     `incomplete`, a list of stages."""
-    best = {stage: best_results(stage_results(run_folder(run, stage), "chat")) for stage in STAGES}
+    best = {stage: best_results(stage_results(run_folder(run, stage), "chat")) for stage in COLUMNS}
     stages = {
         stage: {task: row["result"] for task, row in results.items()} for stage, results in best.items() if results
     }
@@ -73,7 +74,7 @@ def stage_table(run: str) -> list[dict[str, Any]]:
 
 def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """`stage_table` for people; * marks a number that lacks some of its tasks."""
-    stages = [stage for stage in STAGES if any(stage in row for row in rows)]
+    stages = [stage for stage in COLUMNS if any(stage in row for row in rows)]
     lines = [f"  {'':<24}" + "".join(f"{stage.upper():>10}" for stage in stages)]
     for row in rows:
         cells = []

@@ -31,7 +31,7 @@ def stops_of(request: Request, tokenizer: Tokenizer | None) -> tuple[int, ...] |
     named = request.sampling.stop_tokens
     if named is not None or tokenizer is None:
         return named
-    return tokenizer.specials["<|assistant_end|>"], tokenizer.bos
+    return tokenizer.stops
 
 
 def body_of(request: Request, model: str, context: int, tokenizer: Tokenizer | None, ours: bool) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ascendchat.infer.prefix import FIRST_MARK, TURN, borders, mark_place
 from ascendchat.nn.gpt import shifted
-from ascendchat.plan.shape import PREFIX_BLOCK, Shape
+from ascendchat.nn.model import Sizes
+from ascendchat.plan.shape import PREFIX_BLOCK
 
 
 class Marks(NamedTuple):
@@ -78,16 +79,19 @@ class Suffixes:
 
 
 class Cache:
-    """keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H + 2K, D)."""
+    """keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H + 2K, D), none
+    for a model that does not mix each token with the one before."""
 
-    def __init__(self, shape: Shape, slots: int, context: int, dtype: torch.dtype, place: torch.device) -> None:
+    def __init__(
+        self, shape: Sizes, slots: int, context: int, dtype: torch.dtype, place: torch.device, *, mixes: bool = True
+    ) -> None:
         self.places, self.dump = shape.windows(context), slots
         sizes = [(slots + 1, places, shape.kv_heads, shape.head_dim) for places in self.places]
         self.keys = [torch.zeros(size, dtype=dtype, device=place) for size in sizes]
         self.values = [torch.zeros(size, dtype=dtype, device=place) for size in sizes]
         marks = FIRST_MARK + context // PREFIX_BLOCK
         both = (slots + 1, marks, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-        self.raw = [torch.zeros(both, dtype=dtype, device=place) for _ in sizes]
+        self.raw = [torch.zeros(both, dtype=dtype, device=place) for _ in sizes if mixes]
 
     @property
     def bytes(self) -> int:
@@ -157,11 +161,10 @@ class Cache:
         places[i] of the source's raw tokens is the one before. Everything is read before anything is written."""
         from_slot, to_slot = source[moves], target[moves]
         rows = torch.arange(len(source), device=source.device)
-        for layer, raw in enumerate(self.raw):
-            if len(moves):
-                for cache in (self.keys[layer], self.values[layer]):
-                    part = cache[:, :longest]
-                    part.index_copy_(0, to_slot, part.index_select(0, from_slot))
+        for cache in [*self.keys, *self.values] if len(moves) else []:
+            part = cache[:, :longest]
+            part.index_copy_(0, to_slot, part.index_select(0, from_slot))
+        for raw in self.raw:
             tokens = raw.index_select(0, source)
             tokens.index_put_((rows, (ends - 1) % 2), tokens[rows, places])
             raw.index_copy_(0, target, tokens)

@@ -23,7 +23,7 @@ from ascendchat.infer.prefix import Copy
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.infer.sampling import Mode, Settings, likeliest_tokens, sample, settings_row
 from ascendchat.nn.attention import Attention
-from ascendchat.nn.gpt import GPT, attention_scale
+from ascendchat.nn.model import LanguageModel
 from ascendchat.nn.readout import Readout
 
 LEAST_SPAN = 128  # keys that a step reads at least; beyond, powers of two
@@ -55,7 +55,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: GPT,
+        model: LanguageModel,
         kernel: Attention,
         device: Device,
         place: torch.device,
@@ -70,11 +70,10 @@ class Decoder:
         self.graphs = graphs and device.chip.graphs
         self.put = partial(to_device, place=place, pin=device.pin)
         shape = model.shape
-        self.vocab, self.scale = shape.vocab, attention_scale(shape)
+        self.vocab, self.scale = shape.vocab, model.scale
         self.readout = Readout()  # a trainer gives its own
-        dtype = model.embed.weight.dtype
-        self.cache = Cache(shape, slots, context, dtype, place)
-        self.rope = model.rope(context, dtype, place)
+        self.cache = Cache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours)
+        model.rope(context, model.dtype, place)  # what a graph reads must be made before it is recorded
         whole = partial(torch.full, dtype=torch.int64, device=place)
         self.token = whole((slots,), 0)  # the newest token of each row, not yet in the cache
         self.previous = whole((slots,), 0)  # the one before it, which is smeared in
@@ -149,13 +148,12 @@ class Decoder:
         def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
             return self.cache.shift_prompts(layer, marks, qkv, share)
 
-        cos, sin = self.rope
-        hidden: Tensor = self.model(tokens, attend, (cos[:width], sin[:width]), shift)
-        return hidden
+        positions = torch.arange(width, device=self.place)
+        return self.model.extend(tokens, positions, attend, shift, room=self.context)
 
     def _read_suffixes(self, tokens: Tensor, before: Tensor, suffixes: Suffixes, marks: Marks) -> Tensor:
         """Prompts behind what their slots hold, of which `before` (R,) is the last token: (R, T) -> (R, T, C)."""
-        model, windows = self.model, self.cache.places
+        windows = self.cache.places
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values, lengths = self.cache.put_suffixes(layer, suffixes, k, v)
@@ -165,10 +163,8 @@ class Decoder:
             return self.cache.shift_suffixes(layer, suffixes, marks, qkv, share)
 
         position = suffixes.positions.clamp(max=self.context - 1)  # padding may stand further
-        cos, sin = self.rope
-        first = (suffixes.starts == 0)[:, None]
-        smeared = model.ops.rms_norm(model.embed(before)).masked_fill(first, 0.0)[:, None]
-        return model.layers(model.embedding(tokens, smeared), tokens, attend, (cos[position], sin[position]), shift)
+        begins = (suffixes.starts == 0)[:, None]
+        return self.model.extend(tokens, position, attend, shift, room=self.context, before=before, begins=begins)
 
     @torch.no_grad()
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -309,10 +305,9 @@ class Decoder:
         def shift(layer: int, qkv: Tensor, share: Tensor) -> Tensor:
             return self.cache.shift_tokens(layer, rows, position, qkv, share)
 
-        before = model.ops.rms_norm(model.embed(self.previous[:count]))[:, None]
-        cos, sin = self.rope
-        rope = cos[position][:, None], sin[position][:, None]  # (B, 1, 1, D)
-        hidden = model.layers(model.embedding(token[:, None], before), token[:, None], attend, rope, shift)
+        hidden = model.extend(
+            token[:, None], position[:, None], attend, shift, room=self.context, before=self.previous[:count]
+        )
         return Logits(self.logits(hidden[:, 0]), token, position)
 
     def _extend(self, count: int, mode: Mode, known: Logits) -> Tensor:
@@ -354,7 +349,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, C) -> (B, V) float32."""
-        return self.readout.logits(hidden, self.model.head[: self.vocab])
+        return self.readout.logits(hidden, self.model.head[: self.vocab], self.model.softcap)
 
     def leave(self, slots: Sequence[int]) -> None:
         """Rows that are over: they write to the slot more, and are short again, so that idle steps read little."""

@@ -48,7 +48,7 @@ from ascendchat.infer.sampling import Mode, ranked
 from ascendchat.infer.stream import EngineStream
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
-from ascendchat.nn.gpt import GPT
+from ascendchat.nn.model import LanguageModel
 
 # Prompt tokens that are read between two decoding steps, where the device works on its own and where it does not
 PREFILL_TOKENS = {True: 16384, False: 512}
@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GPT,
+        model: LanguageModel,
         kernel: Attention,
         tokenizer: Tokenizer,
         device: Device,

@@ -58,6 +58,8 @@ def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     """Our ids as llguidance knows them; <|assistant_end|> is the end of every answer."""
     from llguidance import LLTokenizer
 
+    if content := getattr(tokenizer, "json", ""):  # of a Hugging Face model
+        return LLTokenizer(content, n_vocab=tokenizer.vocab_size, eos_token=tokenizer.specials["<|assistant_end|>"])
     made: LLTokenizer = LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
         encoder={token: number for number, token in enumerate(tokenizer.tokens)},
         special_tokens=tokenizer.specials,

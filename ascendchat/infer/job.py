@@ -35,8 +35,7 @@ class Job:
         self.text = TextStream(tokenizer, sampling.stop)
         self.limit = min(sampling.max_tokens, context - len(request.prompt))  # tokens to generate at most
         self.mode = mode_of(sampling)
-        usual = (special["<|assistant_end|>"], tokenizer.bos)
-        self.stops = frozenset(usual if sampling.stop_tokens is None else sampling.stop_tokens)
+        self.stops = frozenset(tokenizer.stops if sampling.stop_tokens is None else sampling.stop_tokens)
         self.allowed, self.matcher = allowed, matcher
         if matcher is not None:
             self.stops |= {special["<|assistant_end|>"]}

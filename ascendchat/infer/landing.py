@@ -28,13 +28,14 @@ class Landing:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.specials
-        self.end, self.call = special["<|assistant_end|>"], special["<|tool_start|>"]
-        self.call_end, self.quote, self.brace, self.letter = special["<|tool_end|>"], ord('"'), ord("}"), ord("z")
-        self.closers = [self.brace, ord("]"), self.quote, ord(",")]
+        self.end, self.tools = special["<|assistant_end|>"], tokenizer.calls_tools
+        self.call, self.call_end = special["<|tool_start|>"], special["<|tool_end|>"]
+        self.quote, self.brace, self.letter, bracket, comma = (tokenizer.byte_id(byte) for byte in b'"}z],')
+        self.closers = [self.brace, bracket, self.quote, comma]
 
     def narrow(self, matcher: Matcher, row: np.ndarray, left: int) -> None:
         """Take away what leads too far, when it is time."""
-        if row[self.call] and row[self.end] and left <= FAR:  # text, behind which a call may begin
+        if self.tools and row[self.call] and row[self.end] and left <= FAR:  # text, behind which a call may begin
             if matcher.call_needs is None:
                 matcher.call_needs = self.shortest(matcher, FAR, self.call)
             row[self.call] = left - SPARE > matcher.call_needs
@@ -50,7 +51,7 @@ class Landing:
         if row[self.end]:
             if not row[self.letter]:  # free text may be cut anywhere
                 only(row, self.end)
-        elif row[self.call_end]:
+        elif self.tools and row[self.call_end]:
             only(row, self.call_end)
         elif row[self.brace] and row[self.letter]:  # inside a string, which a brace does not end
             if row[self.quote]:

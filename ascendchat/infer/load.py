@@ -1,6 +1,7 @@
 """A trained model ready for use: `ascendchat chat --run NAME --stage sft` finds its checkpoint here.
 
     opened = open_model(here, config, config.stage)        # --run, --checkpoint, or nothing: what was written last
+                                                           # --model DIR: a Hugging Face model (huggingface.py)
     opened.model, opened.tokenizer, opened.checkpoint.state["stage"]
     opened.engine(slots=16)                                # to generate with (engine.py)
 
@@ -23,9 +24,14 @@ from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.dist.context import Context
+from ascendchat.hf.folder import OpenedFolder
+from ascendchat.hf.folder import find as find_hf
+from ascendchat.hf.model import CausalLM
 from ascendchat.infer.engine import Engine
+from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.gpt import GPT
+from ascendchat.nn.model import LanguageModel
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 
@@ -34,10 +40,10 @@ from ascendchat.record import run_folder
 class Opened:
     """A model and what belongs to it."""
 
-    model: GPT
+    model: LanguageModel
     kernel: Attention
     tokenizer: Tokenizer
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | HFSource
     settings: dict[str, Any]  # what its stage was trained with
     why_kernel: str  # the sentence that says why this kernel was chosen
     here: Context
@@ -45,8 +51,16 @@ class Opened:
     @property
     def chats(self) -> bool:
         """Whether it was trained on conversations."""
+        if isinstance(self.model, CausalLM):
+            return self.tokenizer.template is not None
         facts = STAGES.get(self.checkpoint.state.get("stage", ""))
         return bool(facts and facts.chats)
+
+    @property
+    def stage_folder(self) -> Path:
+        """Where results about it go."""
+        saved = self.checkpoint
+        return run_folder(saved.model.name, "hf") if isinstance(saved, HFSource) else saved.folder.parent
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -72,7 +86,13 @@ class Opened:
 
 def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseConfig, stage: str | None) -> Opened:
     """Find, verify and load what the flags name; everything that does not fit is a UserError."""
-    device, saved = here.device, find_checkpoint(config.run, stage, config.checkpoint, here.say)
+    device, length = here.device, getattr(config, "context", None) or getattr(config, "max_seq_len", None)
+    if config.checkpoint and (folder := find_hf(config.checkpoint)):
+        found = open_hf(folder, device.dtype, length, config.tokenizer)
+        return _opened(found, HFSource(folder), {}, here, config.attention)
+    saved = find_checkpoint(config.run, stage, config.checkpoint, here.say)
+    if is_trained_hf(saved):
+        return _opened(open_trained(saved, device.dtype, length), saved, settings_of(saved), here, config.attention)
     if "shape" not in saved.state:
         raise UserError(f"{saved.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(saved.state["shape"])
@@ -96,6 +116,15 @@ def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseCon
     model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
     kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention)
     return Opened(model, kernel, text, saved, settings_of(saved), why, here)
+
+
+def _opened(
+    found: OpenedFolder, source: Checkpoint | HFSource, settings: dict[str, Any], here: Context, attention: str | None
+) -> Opened:
+    """A Hugging Face model on the device."""
+    model = found.model.requires_grad_(False).eval().to(here.place)
+    kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention)
+    return Opened(model, kernel, found.tokenizer, source, settings, why, here)
 
 
 def find_checkpoint(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
@@ -144,11 +173,15 @@ def settings_of(saved: Checkpoint) -> dict[str, Any]:
     return load_yaml(path) if path.is_file() else {}
 
 
-def tokenizer_folder(named: str, saved: Checkpoint) -> Path:
+def tokenizer_folder(named: str, saved: Checkpoint | HFSource) -> Path:
     """Where the tokenizer of a model is: the folder named, the copy beside its checkpoints, the one it was trained with
     if that is still there, or that of $ASCENDCHAT_HOME."""
     if named:
         return Path(named)
+    if isinstance(saved, HFSource):
+        return saved.folder
+    if is_trained_hf(saved):
+        return saved.folder.parent / BESIDE
     recorded = str(settings_of(saved).get("tokenizer") or "")
     places = [saved.folder.parent / "tokenizer", *([Path(recorded)] if recorded else [])]
     return next((place for place in places if place.is_dir()), home() / "tokenizer")

@@ -47,7 +47,7 @@ class Sampling:
     repetition_penalty: float = 1.0  # divides positive logits of tokens seen so far, multiplies negative ones
     seed: int = 0  # the same seed and prompt give the same tokens, whatever else is in the batch
     stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
-    stop_tokens: tuple[int, ...] | None = None  # None: <|assistant_end|> and <|bos|>
+    stop_tokens: tuple[int, ...] | None = None  # None: those of the tokenizer
     keep_stop: bool = False  # the stop token is the last of the ids, as a trainer needs it
     logprobs: bool = False  # report the log probability of every token: the model's own,
     processed_logprobs: bool = False  # or that of the draw: after penalties, bias, restriction, temperature and filters

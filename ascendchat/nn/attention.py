@@ -69,6 +69,7 @@ class Documents(NamedTuple):
 
     follows: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
     bounds: Any  # as the kernel's `packed` wants it
+    positions: Tensor | None = None  # (B, T) within the document, for models that count from there
 
 
 def documents(
@@ -79,19 +80,25 @@ def documents(
     *,
     compiled: bool = False,
     pin: bool = False,
+    restarts: bool = False,
 ) -> Documents:
     """What a model and its kernel need of a batch `tokens` (B, T) whose documents have these lengths, row after row.
-    Made on the host once per batch and uploaded without waiting, where memory can be pinned."""
+    Made on the host once per batch and uploaded without waiting, where memory can be pinned. `restarts`: the model
+    counts positions from the beginning of each document."""
 
     def upload(made: Tensor) -> Tensor:
         return (made.pin_memory() if pin else made).to(tokens.device, non_blocking=pin)
 
     lengths = np.asarray(lengths, np.int32)
     follows = torch.ones(tokens.numel(), dtype=dtype)
-    follows[torch.from_numpy(np.cumsum(lengths, dtype=np.int64) - lengths)] = 0
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    follows[torch.from_numpy(starts)] = 0
+    positions = torch.from_numpy(np.arange(tokens.numel()) - starts.repeat(lengths)) if restarts else None
     work = tokens.size(1) * tokens.numel() / len(lengths)  # a mask costs by the row, a call by the document
     one_by_one = tokens.device.type == "cpu" and not compiled and work >= ONE_BY_ONE
-    return Documents(upload(follows.view(tokens.shape)), kernel.bounds(lengths, len(tokens), one_by_one, upload))
+    known = kernel.bounds(lengths, len(tokens), one_by_one, upload)
+    within = None if positions is None else upload(positions.view(tokens.shape))
+    return Documents(upload(follows.view(tokens.shape)), known, within)
 
 
 def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:

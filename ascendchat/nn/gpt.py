@@ -26,13 +26,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ascendchat.nn.attention import Attention, Documents
+from ascendchat.nn.attention import Documents
+from ascendchat.nn.loss import SOFTCAP, score, softcap
+from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
 from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Shape
 
 ROPE_BASE = 100_000.0
 QK_GAIN = 1.2  # sharpens attention: unit-RMS queries and keys would otherwise be too soft
 VALUE_GATE_RANGE = 3.0
 NORM_EPS = 1e-6
+
+__all__ = ["GPT", "Attend", "Block", "Heads", "Ops", "PlainOps", "Rope", "Shift", "attention_scale", "dense", "shifted"]
 
 Rope = tuple[Tensor, Tensor]  # cos and sin
 
@@ -84,19 +88,6 @@ class PlainOps:
 
     def gate(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.sigmoid(F.linear(x, weight))
-
-
-class Attend(Protocol):
-    """How a layer attends: training passes the kernel over rows, decoding one that reads a cache."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class Shift(Protocol):
-    """qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. Where one may be given,
-    None stands for whole rows; who has only the newest token at hand keeps the one before."""
-
-    def __call__(self, layer: int, qkv: Tensor, share: Tensor) -> Tensor: ...
 
 
 class _Shifted(torch.autograd.Function):
@@ -194,25 +185,34 @@ class Block(nn.Module):
         return self.ops.transposed_linear(self.ops.relu2(self.ops.linear(x, self.up)), self.down)
 
 
-class GPT(nn.Module):
-    """Tokens in, normalised hidden states out."""
+class GPT(LanguageModel):
+    """Our own model; its methods are explained in model.py."""
+
+    mixes_neighbours = True
+    softcap = SOFTCAP
+    score = staticmethod(score)
 
     def __init__(self, shape: Shape, ops: Ops | None = None, *, checkpoint_activations: bool = False) -> None:
         super().__init__()
-        self.shape, self.ops = shape, ops or PlainOps()
+        self.shape: Shape = shape
+        self.ops, self.scale = ops or PlainOps(), attention_scale(shape)
         self.checkpoint_activations = checkpoint_activations
         self.embed = nn.Embedding(shape.padded_vocab, shape.dim)
         self.values = nn.ModuleDict(
             {str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers}
         )
         self.blocks = nn.ModuleList(Block(shape, i, self.ops) for i in range(shape.depth))
-        self.head = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
+        self.head: nn.Parameter = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
         self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))
         self.residual = nn.Parameter(torch.empty(shape.depth))  # weight of the stream entering each layer
         self.first = nn.Parameter(torch.empty(shape.depth))  # weight of the first embedding entering each layer
         self.smear = nn.Parameter(torch.empty(1))
         self.backout = nn.Parameter(torch.empty(1))
         self._rope: dict[tuple[int, torch.dtype, torch.device], Rope] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.embed.weight.dtype
 
     def initialise(self, seed: int) -> None:
         """Set every weight; the same values on every device, since they are drawn on the host."""
@@ -249,6 +249,9 @@ class GPT(nn.Module):
                 parameter.data = parameter.data.to(dtype)
         return self
 
+    def cap(self, logits: Tensor) -> Tensor:
+        return softcap(logits)
+
     def rope(self, length: int, dtype: torch.dtype, device: torch.device) -> Rope:
         """The rotary tables, made once per length."""
         key = (length, dtype, device)
@@ -282,6 +285,23 @@ class GPT(nn.Module):
         x = self.embedding(tokens, follows=None if documents is None else documents.follows)
         return self.layers(x, tokens, attend, rope, shift, documents)
 
+    def extend(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        shift: Shift,
+        *,
+        room: int,
+        before: Tensor | None = None,
+        begins: Tensor | None = None,
+    ) -> Tensor:
+        cos, sin = self.rope(room, self.dtype, tokens.device)
+        smeared = None if before is None else self.ops.rms_norm(self.embed(before))[:, None]
+        if smeared is not None and begins is not None:
+            smeared = smeared.masked_fill(begins[:, :, None], 0.0)
+        return self.layers(self.embedding(tokens, smeared), tokens, attend, (cos[positions], sin[positions]), shift)
+
     def layers(
         self,
         x: Tensor,
@@ -311,20 +331,6 @@ class GPT(nn.Module):
         for name, parameter in self.blocks.named_parameters(prefix="blocks"):
             if not name.endswith((".gate", ".shift")):
                 yield name, parameter
-
-
-def dense(model: GPT, kernel: Attention, seq_len: int | None = None) -> Attend:
-    """Causal attention over whole rows, or within the documents of a batch; each layer with its window."""
-    windows = model.shape.windows(seq_len)
-    scale = attention_scale(model.shape)
-    kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, bounds: Any = None) -> Tensor:
-        if bounds is None:
-            return kernel.dense(q, k, v, windows[layer], scale)
-        return kernel.packed(q, k, v, bounds, windows[layer], scale)
-
-    return attend
 
 
 def attention_scale(shape: Shape) -> float:

@@ -149,13 +149,15 @@ def mean_weight(tokens: Tensor) -> Tensor:
     return 1.0 / (tokens != IGNORE).sum().clamp(min=1).float()
 
 
-def token_nats(hidden: Tensor, head: Tensor, targets: Tensor, vocab: int) -> Tensor:
+def token_nats(
+    hidden: Tensor, head: Tensor, targets: Tensor, vocab: int, cap: Callable[[Tensor], Tensor] = softcap
+) -> Tensor:
     """Nats of every target (0 where ignored), chunk by chunk; for evaluation, without gradients."""
     flat, wanted = hidden.reshape(-1, hidden.size(-1)), targets.reshape(-1)
     rows = chunk_rows(flat, head)
     parts = []
     for start in range(0, flat.size(0), rows):
-        capped = softcap(flat[start : start + rows] @ head[:vocab].t())
+        capped = cap(flat[start : start + rows] @ head[:vocab].t())
         target = wanted[start : start + rows]
         chosen = capped.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         parts.append(torch.where(target != IGNORE, torch.logsumexp(capped, dim=-1) - chosen, 0.0))

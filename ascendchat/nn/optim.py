@@ -77,6 +77,21 @@ def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
     return result + [group for group in rest if group.parameters]
 
 
+def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group]:
+    """AdamW for all weights of another model; norms and biases do not decay. A weight that is tied counts once."""
+    known = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts = {
+        "matrices": [(name, parameter) for name, parameter in known if parameter.dim() > 1],
+        "vectors": [(name, parameter) for name, parameter in known if parameter.dim() <= 1],
+    }
+    decays = {"matrices": decay, "vectors": 0.0}
+    return [
+        Group(name, members, lr, betas=(0.9, 0.999), decay=decays[name], eps=1e-8)
+        for name, members in parts.items()
+        if members
+    ]
+
+
 @dataclass(frozen=True)
 class Shard:
     """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""

@@ -122,6 +122,7 @@ class NewResults:
         self.rows[task] = {"time": time.time(), **_owner(self.stage), **self.about, **found}
         path = results_file(self.stage)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # a Hugging Face model has no run yet
             with path.open("ab", buffering=0) as file:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,6 +27,7 @@ import uvloop
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.storage import OWN
 from ascendchat.serve import metrics
 from ascendchat.serve.api import Service, application
 from ascendchat.serve.connection import Limits, protocol
@@ -67,6 +69,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Ours, or that of a Hugging Face model."""
+    if (path / OWN).is_file() or not path.exists():
+        return Tokenizer.load(path)
+    from ascendchat.hf.folder import at, load_tokenizer  # imports torch, which the front needs for nothing else
+
+    return load_tokenizer(at(path))
+
+
 async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
     at once."""
@@ -78,7 +89,7 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
             starting.cancel()
             return 0
         await starting
-        tokenizer = Tokenizer.load(pool.ready[0].model["tokenizer"])
+        tokenizer = open_tokenizer(Path(pool.ready[0].model["tokenizer"]))
         app = application(Service(config, pool, tokenizer))
         app.include_router(metrics.routes(pool))
         settings = uvicorn.Config(

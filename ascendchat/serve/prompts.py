@@ -49,6 +49,8 @@ def chat_prompts(service: Service, body: ChatRequest) -> Asked:
     check_chats(service)
     tools = Tools.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     grammar = text_grammar(body.response_format)
+    if tools is not None and not service.tokenizer.calls_tools:
+        raise Problem(400, "tools: calls of this model's kind are not read here; leave them out", param="tools")
     if tools is not None:
         grammar = tools.grammar(service.tokenizer, grammar)
     if grammar is not None:
@@ -115,7 +117,7 @@ def sampling_of(
     top_k = config.top_k if body.top_k is None else max(0, body.top_k)
     stops = body.stop_token_ids or []
     if not body.ignore_eos:
-        stops = [service.tokenizer.specials["<|assistant_end|>"], service.tokenizer.bos, *stops]
+        stops = [*service.tokenizer.stops, *stops]
     return Sampling(
         max_tokens=min(most, service.about.context),
         temperature=config.temperature if body.temperature is None else body.temperature,
@@ -165,7 +167,8 @@ def rendered(service: Service, messages: Sequence[Message], tools: Tools | None,
     if not opened:
         return chat.render(service.tokenizer, talk).ids
     ids = chat.render_prompt(service.tokenizer, talk)
-    return ids[:-2] if isinstance(messages[-1], ToolMessage) else ids  # <|assistant_end|> <|assistant_start|>
+    goes_on = service.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
+    return ids[:-2] if goes_on else ids  # <|assistant_end|> <|assistant_start|>
 
 
 def conversation(messages: Sequence[Message]) -> chat.Conversation:

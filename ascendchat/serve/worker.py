@@ -31,11 +31,11 @@ from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
+from ascendchat.infer.huggingface import HFSource
 from ascendchat.infer.load import open_model, tokenizer_folder
 from ascendchat.infer.verify import checksum
 from ascendchat.launch.world import World
 from ascendchat.nn.readout import Float32Readout
-from ascendchat.plan.shape import Shape
 from ascendchat.serve.messages import (
     LENGTH,
     Ask,
@@ -131,7 +131,7 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))
     opened = open_model(here, config, config.stage)
     slots = config.slots or (16 if device.type == "cpu" else 64)
-    trained = opened.model.shape.seq_len
+    trained = getattr(opened.model.shape, "longest", opened.model.shape.seq_len)
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
     engine = opened.engine(slots, config.context, compiled=config.compile)
@@ -141,8 +141,9 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
         engine.prepare(here.say)
     saved = opened.checkpoint
     model = {
-        "run": saved.folder.parent.parent.name,
+        "run": opened.stage_folder.parent.name,
         **facts_of(saved),
+        "chats": opened.chats,
         "checkpoint": str(saved.folder),
         "tokenizer": str(tokenizer_folder(config.tokenizer, saved)),
     }
@@ -153,7 +154,7 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     return engine, Ready(describe(device), slots, engine.context, engine.vocab, model, *known)
 
 
-def facts_of(saved: Checkpoint) -> dict[str, Any]:
+def facts_of(saved: Checkpoint | HFSource) -> dict[str, Any]:
     """What clients hear of a checkpoint."""
     stage = str(saved.state.get("stage", ""))
     return {"stage": stage, "step": saved.step, "chats": stage in STAGES and STAGES[stage].chats}
@@ -163,6 +164,13 @@ def threads(cores: int, workers: int, named: bool) -> int:
     """Of each worker on a CPU. One core is left to the front: a thread that waits for another, which has no core at the
     moment, keeps the whole step waiting. A number that the user has named is shared out as it is."""
     return max(1, (cores if named else cores - 1) // workers)
+
+
+def same_model(saved: dict[str, Any] | None, own: dict[str, Any]) -> bool:
+    """Whether weights of the one shape are weights of the other. Windows of our own models follow from the length of
+    their rows; those of Hugging Face's do not."""
+    length = {"seq_len": 0} if "hf" in own else {}
+    return {**(saved or {}), **length} == {**own, **length}
 
 
 @dataclass
@@ -298,7 +306,7 @@ class Worker:
         facts: dict[str, Any] = {"stage": None, "step": None}
         if path.is_dir():
             saved = verify(path, optimizer=False)
-            if "shape" not in saved.state or Shape.from_dict(saved.state["shape"]) != model.shape:
+            if not same_model(saved.state.get("shape"), model.shape.to_dict()):
                 raise ValueError(f"{path.name} is a checkpoint of a model of another shape")
             weights, facts = saved.model(), facts_of(saved)
         else:

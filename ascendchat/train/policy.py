@@ -23,6 +23,7 @@ from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.infer.engine import Engine
+from ascendchat.infer.huggingface import HFSource
 from ascendchat.infer.inputs import to_device
 from ascendchat.infer.request import Completion
 from ascendchat.plan import schedule
@@ -57,7 +58,7 @@ class RlStage(Stage):
         exam: Sequence[Task],
         tokenizer: Tokenizer,
         config: RlConfig,
-        origin: Checkpoint,
+        origin: Checkpoint | HFSource,
         folder: Path,
     ) -> None:
         self.policy_loss, self.split, self.steps = policy_loss, split, steps

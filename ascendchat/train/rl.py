@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
@@ -26,6 +27,8 @@ from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
 from ascendchat.infer.rollouts import Sizes, open_rollouts
+from ascendchat.nn.attention import choose
+from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.readout import Drawn, Float32Readout, Readout
 from ascendchat.plan.shape import Shape
@@ -33,6 +36,7 @@ from ascendchat.record import run_folder
 from ascendchat.tasks import Task, load
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, length_penalty
+from ascendchat.train.huggingface import open_start
 from ascendchat.train.invariant import InvariantLearner, batch_invariant
 from ascendchat.train.policy import RlStage
 from ascendchat.train.policy_loss import PolicyLoss, method_of
@@ -62,28 +66,24 @@ def run(config: RlConfig) -> int:
             "and the run starts from weights alone"
         )
     with training_context(config) as here, ExitStack() as stack:
-        origin = starting_point(config, "rl", here.say)
+        config = replace(config, attend=config.attend or "document")
+        begin = begin_with_theirs(config, here) or begin_with_ours(config, here)
+        origin, tokenizer, learner = begin.origin, begin.tokenizer, begin.learner
         here.say(f"starting from {origin.folder}")
-        shape = Shape.from_dict(origin.state["shape"])
-        tokens = tokenizer_folder(config.tokenizer, origin).resolve()
-        data = absolute(config.data or default_questions(settings_of(origin).get("data") or ()))
-        config = replace(config, tokenizer=str(tokens), data=data, attend=config.attend or "document")
-        tokenizer = open_tokenizer(tokens, origin, shape)
-        if config.max_seq_len:
-            shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+        shape, config = learner.model.shape, begin.config
+        data = absolute(config.data or default_questions(begin.learnt_from))
+        config = replace(config, data=data)
         room = prompt_room(shape.seq_len, config.max_new_tokens)
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
             config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
-        learner = build(config, shape, here)
         learner = batch_invariant(learner) if config.batch_invariant else learner
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
-        drawn = Drawn(shape.vocab, config.temperature, config.top_k, readout=readout_of(learner))
+        drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
         slots = config.slots or min(MOST_SLOTS, answers)
         engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
-        folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
-        sources = generator_of(config, engine, slots, shape, tokenizer, origin, folder, here)
-        generator = stack.enter_context(sources)
+        folder = run_folder(config.run or begin.run, "rl")
+        generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         steps = config.num_iterations or batches * config.updates
         source = source_of(config, rollout_of(config, questions, generator, here), steps)
@@ -93,42 +93,77 @@ def run(config: RlConfig) -> int:
         policy_loss = PolicyLoss(learner, method_of(config), drawn, reference, exact=exact)
         stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
-        if not saved:
-            stage.optimizer.load(only_weights(origin.reader()), 0)
-
-        def add_files(run: Path) -> None:
-            tokenizer.save(run / "tokenizer")
-
+        if not saved and isinstance(learner.model, GPT):  # others were opened with their weights
+            stage.optimizer.load(only_weights(begin.origin.reader()), 0)
         facts = {"method": asdict(stage.method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
-        return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
+        return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=begin.add_files)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The model that a run starts from, ready to be trained."""
+
+    learner: Learner[Any]
+    tokenizer: Tokenizer
+    origin: Any  # Checkpoint | HFSource
+    config: RlConfig
+    run: str  # its name, where nobody says
+    add_files: Callable[[Path], None]
+    learnt_from: Sequence[str] = ()
+
+
+def begin_with_ours(config: RlConfig, here: Context) -> Beginning:
+    """A checkpoint of an earlier stage."""
+    if config.learning_rate is not None:
+        raise UserError("--learning-rate is of Hugging Face models; ours have one per kind of weight: --lr-multiplier")
+    origin = starting_point(config, "rl", here.say)
+    shape = Shape.from_dict(origin.state["shape"])
+    tokens = tokenizer_folder(config.tokenizer, origin).resolve()
+    config = replace(config, tokenizer=str(tokens))
+    tokenizer = open_tokenizer(tokens, origin, shape)
+    if config.max_seq_len:
+        shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
+
+    def add_files(run: Path) -> None:
+        tokenizer.save(run / "tokenizer")
+
+    learnt_from = settings_of(origin).get("data") or ()
+    name = origin.folder.parent.parent.name
+    return Beginning(build(config, shape, here), tokenizer, origin, config, name, add_files, learnt_from)
+
+
+def begin_with_theirs(config: RlConfig, here: Context) -> Beginning | None:
+    """A Hugging Face model; None where --start names no such."""
+    theirs = open_start(config, here)
+    if theirs is None:
+        return None
+    device, model = here.device, theirs.model
+    kernel, why = choose(device.type, device.dtype, model.shape.head_dim, config.attention)
+    here.say(why)
+    learner = Learner(model, kernel, device, here.place, by_document=config.attend == "document")
+    return Beginning(learner, theirs.tokenizer, theirs.origin, config, theirs.name, theirs.add_files)
 
 
 @contextmanager
 def generator_of(
-    config: RlConfig,
-    engine: Callable[[], Engine],
-    slots: int,
-    shape: Shape,
-    tokenizer: Tokenizer,
-    origin: Checkpoint,
-    folder: Path,
-    here: Context,
+    config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning, folder: Path, here: Context
 ) -> Iterator[Generator]:
     """What answers the questions: an engine around the weights that are trained, or servers."""
+    shape, origin = begin.learner.model.shape, begin.origin
     named = config.rollouts != ("local",)
     if not named and not config.rollout_devices and not config.inference_engine:
         yield engine()
         return
     if named and config.rollout_devices:
         raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
-    there = Shape.from_dict(origin.state["shape"])
+    there = Shape.from_dict(origin.state["shape"]) if isinstance(begin.learner.model, GPT) else shape
     if shape.windows() != there.windows(shape.seq_len):
         raise UserError(
             f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there.seq_len}, and what its short "
             "windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
     sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
-    with open_rollouts(config, tokenizer, origin.folder, here.say, here=here, folder=place, sizes=sizes) as fleet:
+    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, folder=place, sizes=sizes) as fleet:
         yield fleet
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,27 +27,36 @@ from ascendchat.device import Device
 from ascendchat.dist.context import Context
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
+from ascendchat.hf.shape import HFShape
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention, Documents, choose, documents
 from ascendchat.nn.fp8 import Fp8Ops
-from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps, dense
-from ascendchat.nn.loss import head_loss, score, token_nats
-from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
+from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.nn.model import LanguageModel, Sizes, dense
+from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split, fit_split
+from ascendchat.plan.batch import Split, fit_split, split_fixed
+from ascendchat.plan.batch import split as share
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
+from ascendchat.train.huggingface import learning_rate, most_rows
 from ascendchat.train.stage import Loss, Stage
 
 SAMPLE_TOKENS = 24
+_Model = TypeVar("_Model", bound=LanguageModel)
 
 
-def share_out(config: TrainConfig, shape: Shape, device: Device, total: int) -> Split:
+def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int) -> Split:
     """How the devices share `total` tokens a step."""
-    fixed, checkpointing = config.device_batch_size, config.activation_checkpointing
-    split = fit_split(shape, device.chip, dist.world().size, total, rows=fixed, checkpointing=checkpointing)
+    fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
+    if isinstance(shape, HFShape):
+        rows = fixed or most_rows(shape, device.chip, size, checkpointing)
+        split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
+    else:
+        split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing)
     asked = config.gradient_accumulation_steps
     if asked is not None and config.total_batch_size is None:
         return replace(split, accumulation=asked)
@@ -69,8 +78,10 @@ def curve(config: TrainConfig, steps: int, usual: Curve) -> Curve:
     return Curve(**{**asdict(usual), **{name: value for name, value in asked.items() if value is not None}})
 
 
-def learning_rates(config: TrainConfig, shape: Shape, total: int) -> dict[str, float]:
+def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, float]:
     """Of each group of parameters, for steps of `total` tokens."""
+    if isinstance(shape, HFShape):
+        return {"all": learning_rate(shape, getattr(config, "learning_rate", None))}
     asked = {
         "matrix": config.matrix_lr,
         "embedding": config.embedding_lr,
@@ -81,30 +92,39 @@ def learning_rates(config: TrainConfig, shape: Shape, total: int) -> dict[str, f
     return {name: rate * config.lr_multiplier for name, rate in rates.items()}
 
 
-class Learner:
+class Learner(Generic[_Model]):
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
     def __init__(
-        self, model: GPT, kernel: Attention, device: Device, place: torch.device, *, by_document: bool = False
+        self,
+        model: _Model,
+        kernel: Attention,
+        device: Device,
+        place: torch.device,
+        *,
+        by_document: bool = False,
     ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
         self.by_document = by_document  # a token sees nothing of the other documents in its row
         self.attend = dense(model, kernel)
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
-        self._forward = device.compile(model, dynamic=False, fullgraph=True)
-        self._score = device.compile(score, dynamic=False)
+        self._forward = device.compile(model, dynamic=False, fullgraph=True) if model.compiles_whole else model
+        self.score = device.compile(model.score, dynamic=False)
 
     def mean_over(self, tokens: int) -> None:
         """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
-        if isinstance(self.model.ops, Fp8Ops):
-            self.model.ops.mean_over(tokens)
+        ops = getattr(self.model, "ops", None)
+        if isinstance(ops, Fp8Ops):
+            ops.mean_over(tokens)
 
     def documents(self, tokens: Tensor, lengths: NDArray[np.int32]) -> Documents | None:
         """Where the documents of a batch lie, if its tokens are to keep to them; made once for all layers."""
         if not self.by_document:
             return None
-        device = self.device
-        return documents(self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin)
+        device, restarts = self.device, self.model.restarts
+        return documents(
+            self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin, restarts=restarts
+        )
 
     def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
         """(B, T, C), compiled where that is sound."""
@@ -122,14 +142,14 @@ class Learner:
             weight=weight,
             ahead=ahead,
             follows=None if known is None else known.follows,
-            scorer=self._score,
+            scorer=self.score,
         )
 
     def nats(self, batch: Batch) -> Tensor:
         """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
         inputs, targets = (torch.from_numpy(array).to(self.place) for array in (batch.inputs, batch.targets))
         hidden = self.model(inputs, self.attend, documents=self.documents(inputs, batch.lengths))
-        return token_nats(hidden, self.model.head, targets, self.model.shape.vocab)
+        return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
 
 
 def operators(config: StepConfig, here: Context) -> Ops:
@@ -148,7 +168,7 @@ def operators(config: StepConfig, here: Context) -> Ops:
     return device.operators() or PlainOps(heads)
 
 
-def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
+def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     """Model and kernel; weights are drawn on the host, so every device starts alike."""
     device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
@@ -167,10 +187,10 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner:
 
 def optimizer_for(learner: Learner, rates: dict[str, float]) -> MuonAdamW:
     """The optimizer of a model on its device."""
-    device = learner.device
+    device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
-    fused = device.chip.fused_adamw
-    return MuonAdamW(groups(learner.model, rates), compute_dtype=device.dtype, compile=compile, fused=fused)
+    made = groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"])
+    return MuonAdamW(made, compute_dtype=device.dtype, compile=compile, fused=device.chip.fused_adamw)
 
 
 def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:
@@ -205,7 +225,7 @@ class RowStage(Stage):
     ) -> None:
         self.learner, self.split, self.steps, self.tokenizer, self.seed = learner, split, steps, tokenizer, config.seed
         self.curve = curve(config, steps, usual or Curve())
-        self.model: GPT = learner.model
+        self.model = learner.model
         learner.mean_over(split.total // split.devices)
         shape = learner.model.shape
         self.tokens_per_step, self.flops_per_token = split.total, float(shape.train_flops_per_token)

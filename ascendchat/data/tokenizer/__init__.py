@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -50,7 +51,11 @@ BYTES = 256
 
 
 class Tokenizer:
-    """Text <-> ids. Made by `train` or `Tokenizer.load`."""
+    """Text <-> ids. Made by `train` or `Tokenizer.load`; hf/tokenizer.py gives those of other models this interface."""
+
+    stops: tuple[int, ...]  # what ends an answer
+    template: Any = None  # how another model writes conversations (hf/template.py); None: as data/chat.py does
+    calls_tools = True  # has special tokens around tool calls and their results
 
     def __init__(
         self, merges: Sequence[tuple[int, int]], pattern: str = PATTERN, specials: Sequence[str] = SPECIALS
@@ -62,6 +67,7 @@ class Tokenizer:
             self.tokens.append(self.tokens[left] + self.tokens[right])
         self.specials = {name: len(self.tokens) + number for number, name in enumerate(specials)}
         self.bos, self.pad = self.specials["<|bos|>"], self.specials["<|pad|>"]
+        self.stops = tuple(self.specials[name] for name in ("<|assistant_end|>", "<|bos|>") if name in self.specials)
         self.vocab_size = len(self.tokens) + len(self.specials)
         parts = json.dumps([pattern, self.merges, list(specials)], ensure_ascii=False, separators=(",", ":"))
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -84,6 +90,10 @@ class Tokenizer:
         pieces = [segments(text) for text in texts]
         rows = iter(self._encoding.encode_ordinary_batch(list(chain.from_iterable(pieces)), num_threads=threads))
         return [list(chain.from_iterable(islice(rows, len(each)))) for each in pieces]
+
+    def byte_id(self, value: int) -> int:
+        """The token of a single byte."""
+        return value
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes; special tokens are written by their names."""

@@ -1,0 +1,203 @@
+"""The chat template of a Hugging Face model: conversations to tokens, and which of them the assistant writes.
+
+    template.prompt(messages, limit)       # open for the assistant to speak
+    template.render(messages)              # ids and mask
+    template.pieces(messages, limit)       # for training: no piece is longer than `limit`
+
+data/chat.py comes here when the tokenizer has a template. The mask is that of the template's {% generation %} blocks.
+A template without them is rendered up to each turn of the assistant, before and after: the difference is what it
+writes, provided that the one text begins with the other. Some templates write earlier turns otherwise than the last one
+(Qwen3 leaves out its thoughts): then each turn becomes a piece of its own, with all before it as the model will see it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ascendchat.config import UserError
+from ascendchat.data.chat import Counts, Message, Rendered, canonical, content_parts, exchanges
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+WRITTEN = {"text": "{}", "tool": "<<{}=", "output": "{}>>"}
+BREAK = "\u200b"  # a zero-width space: put into what only looks like a special token
+
+
+class Span(NamedTuple):
+    """Letters of a text that the assistant writes."""
+
+    begin: int
+    end: int
+
+
+class ChatTemplate:
+    """`marked`: the tokenizer that reads special tokens in a text as such."""
+
+    def __init__(self, inner: Any, marked: Any, stops: Sequence[int], names: Mapping[int, str]) -> None:
+        self.inner, self._marked, self._names = inner, marked, names
+        self.generation = bool(MARKED.search(str(inner.chat_template)))
+        self.end = self._turn_end()
+        found = [self.end] if self.end is not None else []
+        self.stops = tuple(dict.fromkeys([*found, *stops]))
+        self._special = re.compile("|".join(map(re.escape, sorted(names.values(), key=len, reverse=True))) or r"(?!)")
+
+    # ---- what data/chat.py offers --------------------------------------------------------------
+
+    def prompt(self, messages: Sequence[Message], limit: int | None = None, counts: Counts | None = None) -> list[int]:
+        """The conversation so far, open for the assistant. Too long: the oldest exchanges go, then the system message,
+        then the beginning."""
+        system, groups = exchanges(messages)
+        whole = ids = self._prompt([*system, *(message for group in groups for message in group)])
+        while limit is not None and len(ids) > limit and (len(groups) > 1 or system):
+            system, groups = (system, groups[1:]) if len(groups) > 1 else ([], groups)
+            ids = self._prompt([*system, *(message for group in groups for message in group)])
+        ids = ids if limit is None else ids[-limit:]
+        if counts is not None:
+            kept = len(ids) == len(whole)
+            counts.pieces += 1
+            counts.tokens += len(ids)
+            counts.whole, counts.split = counts.whole + kept, counts.split + (not kept)
+            counts.cut_prompts += not kept
+            counts.lost_tokens += len(whole) - len(ids)
+        return ids
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """A whole conversation; where earlier turns are written otherwise than the last, only that is in the mask."""
+        talk = self._plain(messages)
+        if self.generation:
+            return self._by_generation(talk)
+        return self._rendered(*self._spans(talk))
+
+    def pieces(self, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
+        """Pieces of at most `limit` tokens, each with something to learn; what was done is added to `counts`."""
+        system, groups = exchanges(messages)
+        whole = self._whole([*system, *(message for group in groups for message in group)])
+        if not any(any(piece.mask) for piece in whole):
+            counts.unsupervised += 1
+            return []
+        if all(len(piece.ids) <= limit for piece in whole):
+            counts.whole += 1
+            found = whole
+        else:
+            counts.split += 1
+            found = self._split(system, groups, limit, counts)
+        found = [piece for piece in found if any(piece.mask)]
+        counts.pieces += len(found)
+        counts.tokens += sum(len(piece.ids) for piece in found)
+        return found
+
+    # ---- rendering -----------------------------------------------------------------------------
+
+    def _plain(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with texts only; calls of the calculator stand in them as GSM8K writes them: <<17+25=42>>. What
+        looks like a special token is broken, whoever wrote it."""
+        talk: list[Message] = []
+        for message in canonical(messages):
+            parts = content_parts(message["content"])
+            text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts)
+            safe = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+            talk.append({"role": message["role"], "content": safe})
+        return talk
+
+    def _text(self, talk: Sequence[Message], opened: bool) -> str:
+        try:
+            text: str = self.inner.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=opened)
+        except Exception as error:  # noqa: BLE001 (a template is a program of the model's author)
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"the model's chat template refuses this conversation: {reason}") from None
+        return text
+
+    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self._marked.encode(  # type: ignore[no-any-return]
+            self._text(self._plain(messages), opened=True), add_special_tokens=False
+        ).ids
+
+    def _by_generation(self, talk: Sequence[Message]) -> Rendered:
+        """As the template's own blocks say."""
+        found = self.inner.apply_chat_template(
+            list(talk), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return Rendered(list(found["input_ids"]), list(found["assistant_masks"]))
+
+    def _spans(self, talk: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The text of a conversation and what the assistant writes in it; of the last turn only where the template
+        writes the others in another way."""
+        text, spans = self._text(talk, opened=False), list[Span]()
+        turns = [at for at, message in enumerate(talk) if message["role"] == "assistant"]
+        for at in turns:
+            before, through = self._text(talk[:at], opened=True), self._text(talk[: at + 1], opened=False)
+            if not through.startswith(before):
+                raise UserError(
+                    "the model's chat template opens a turn of the assistant otherwise than it writes one, so it "
+                    "cannot be told what the model should learn; mark it in the template by generation blocks"
+                )
+            if text.startswith(through):
+                spans.append(Span(len(before), len(through)))
+        return text, spans
+
+    def _rendered(self, text: str, spans: Sequence[Span]) -> Rendered:
+        found = self._marked.encode(text, add_special_tokens=False)
+        mask = [0] * len(found.ids)
+        for span in spans:
+            inside = [at for at, (begin, end) in enumerate(found.offsets) if span.begin <= begin and end <= span.end]
+            last = max((at for at in inside if found.ids[at] in self.stops), default=None)
+            for at in inside:
+                mask[at] = int(last is None or at <= last)  # the newline behind the end of a turn is nobody's
+        return Rendered(found.ids, mask)
+
+    def _whole(self, messages: Sequence[Message]) -> list[Rendered]:
+        """One piece; or one for each turn of the assistant, where the template writes earlier turns otherwise."""
+        talk = self._plain(messages)
+        if self.generation:
+            return [self._by_generation(talk)]
+        text, spans = self._spans(talk)
+        turns = [at for at, message in enumerate(talk) if message["role"] == "assistant"]
+        if len(spans) == len(turns):
+            return [self._rendered(text, spans)]
+        pieces = []
+        for at in turns:
+            part, known = self._spans(talk[: at + 1])
+            pieces.append(self._rendered(part, known[-1:]))
+        return pieces
+
+    def _split(
+        self, system: Sequence[Message], groups: Sequence[Sequence[Message]], limit: int, counts: Counts
+    ) -> list[Rendered]:
+        """As many exchanges in a piece as fit, each opened by the system message."""
+        pieces: list[Rendered] = []
+        current: list[Message] = []
+        for group in groups:
+            longer = self._whole([*system, *current, *group])
+            if current and any(len(piece.ids) > limit for piece in longer):
+                pieces += self._whole([*system, *current])
+                current = []
+            current += group
+        last = self._whole([*system, *current])
+        if any(len(piece.ids) > limit for piece in last):
+            last = self._whole(current)
+        return [cut(piece, limit, counts) for piece in [*pieces, *last]]
+
+    def _turn_end(self) -> int | None:
+        """The special token that closes a turn of the assistant, if there is one."""
+        try:
+            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "qqzq"}], False)
+        except UserError:
+            return None
+        behind = self._marked.encode(text.rpartition("qqzq")[2], add_special_tokens=False).ids
+        return next((number for number in behind if number in self._names), None)
+
+
+def cut(piece: Rendered, limit: int, counts: Counts) -> Rendered:
+    """A piece made to fit: the beginning of its prompt goes, down to half of the room, then the end of its reply."""
+    ids, mask = piece
+    if len(ids) <= limit:
+        return piece
+    prompt = mask.index(1) if any(mask) else len(mask)
+    allowed = max(limit - (len(ids) - prompt), limit // 2)
+    if prompt > allowed:
+        ids, mask = ids[prompt - allowed :], mask[prompt - allowed :]
+        counts.cut_prompts += 1
+    counts.cut_replies += len(ids) > limit
+    counts.lost_tokens += len(piece.ids) - min(len(ids), limit)
+    return Rendered(ids[:limit], mask[:limit])

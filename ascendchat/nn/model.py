@@ -1,0 +1,133 @@
+"""What generation, evaluation and training need of a model: gpt.py is ours, hf/model.py any of Hugging Face's.
+
+    hidden = model(tokens, dense(model, kernel))                            # whole rows
+    hidden = model.extend(tokens, positions, attend, shift, room=context)   # tokens behind those of a cache
+    logits = model.cap(hidden @ model.head[: model.shape.vocab].t())
+
+The model computes everything but attention, for which it calls `attend`: so one cache, one engine and one set of
+kernels serve all models. Shapes: B rows, T tokens, C width, H query heads, K key-value heads, D channels per head, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ascendchat.nn.attention import Attention, Documents
+
+Scorer = Callable[..., tuple[Tensor, Tensor, Tensor]]  # as `score` in loss.py
+
+
+class Attend(Protocol):
+    """How a layer attends: training passes the kernel over rows, decoding one that reads a cache."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Shift(Protocol):
+    """qkv (B, T, H + 2K, D) of a layer plus `share` (H + 2K, D) of the previous token's. Where one may be given,
+    None stands for whole rows; who has only the newest token at hand keeps the one before."""
+
+    def __call__(self, layer: int, qkv: Tensor, share: Tensor) -> Tensor: ...
+
+
+class Sizes(Protocol):
+    """What must be known of a model's shape; plan/shape.py has ours."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab(self) -> int:
+        """Tokens that exist; the head may have more rows."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row: of training, and of prompt and answer together where nothing else is said."""
+
+    @property
+    def total_parameters(self) -> int: ...
+    @property
+    def train_flops_per_token(self) -> int: ...
+    def windows(self, seq_len: int | None = None) -> tuple[int, ...]:
+        """Tokens that each layer sees, the own one included, in rows of `seq_len`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, by which a checkpoint knows its model."""
+
+
+class LanguageModel(nn.Module):
+    """Tokens in, normalised hidden states out; `state_dict` names the weights as they are exchanged."""
+
+    shape: Sizes
+    head: Tensor  # (V or more, C)
+    scale: float  # on the product of queries and keys
+    dtype: Any  # of computation
+    mixes_neighbours = False  # takes a share of the token before: the cache then keeps that of some tokens
+    restarts = False  # positions count from the beginning of a document, not of its row
+    compiles_whole = True  # `forward` is one graph
+    softcap = math.inf  # bound of the logits
+    score: Scorer  # of raw logits, for the loss
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attend: Attend,
+        rope: Any = None,
+        shift: Shift | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """(B, T) token ids from the beginning of rows -> (B, T, C). `rope`: what `rope` has made for such rows."""
+        raise NotImplementedError
+
+    def extend(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        shift: Shift,
+        *,
+        room: int,
+        before: Tensor | None = None,
+        begins: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens (B, T) at `positions` (T,) or (B, T), all below `room` -> (B, T, C). `before` (B,): the tokens before
+        the first ones, but in rows that begin, (B, 1) bool; without it all rows begin."""
+        raise NotImplementedError
+
+    def rope(self, length: int, dtype: Any, device: Any) -> Any:
+        """What rows of `length` tokens need to know of their positions, made once."""
+        raise NotImplementedError
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """The logits in float32, as probabilities are taken of them."""
+        raise NotImplementedError
+
+    def to_compute(self, dtype: Any) -> LanguageModel:
+        """Weights in the compute dtype."""
+        raise NotImplementedError
+
+
+def dense(model: LanguageModel, kernel: Attention, seq_len: int | None = None) -> Attend:
+    """Causal attention over whole rows, or within the documents of a batch; each layer with its window."""
+    windows, scale = model.shape.windows(seq_len), model.scale
+    kernel.prepare(seq_len or model.shape.seq_len, windows, model.head.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, bounds: Any = None) -> Tensor:
+        if bounds is None:
+            return kernel.dense(q, k, v, windows[layer], scale)
+        return kernel.packed(q, k, v, bounds, windows[layer], scale)
+
+    return attend

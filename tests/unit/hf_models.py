@@ -1,0 +1,87 @@
+"""Small random Hugging Face models with a tokenizer and a chat template, made here by transformers itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.learn import learn
+from ascendchat.data.tokenizer.pattern import PATTERN
+from ascendchat.hf import library
+from ascendchat.hf.folder import OpenedFolder, find, open_folder
+
+KINDS = "qwen2", "qwen3", "llama", "mistral"
+SPECIALS = "<|bos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = "What is seventeen plus twenty-five? The answer is forty-two. 你好，世界。 <<17+25=42>> user assistant system\n"
+
+
+@cache
+def texts() -> Tokenizer:
+    return Tokenizer(learn([TEXT] * 4, 300, PATTERN), PATTERN, SPECIALS)
+
+
+def config(kind: str, **sizes: Any) -> Any:
+    """Sizes that leave nothing out: grouped queries, a head width of its own, weights that are tied or not."""
+    transformers = library()
+    made = {"qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "llama": "LlamaConfig", "mistral": "MistralConfig"}[kind]
+    known: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": texts().vocab_size + 5,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": kind == "qwen2",
+        "eos_token_id": texts().specials["<|im_end|>"],
+        "bos_token_id": texts().specials["<|bos|>"],
+        "pad_token_id": texts().specials["<|pad|>"],
+        "initializer_range": 0.3,
+    }
+    if kind == "mistral":
+        known |= {"sliding_window": 12, "head_dim": 16}
+    if kind == "qwen2":  # every other layer has a window
+        known |= {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
+    return getattr(transformers, made)(**{**known, **sizes})
+
+
+def network(kind: str, seed: int = 0, **sizes: Any) -> Any:
+    """transformers' own model."""
+    torch.manual_seed(seed)
+    made = library().AutoModelForCausalLM.from_config(config(kind, **sizes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.dim() == 1:  # norms and biases that do something
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif "lm_head" in name:
+                parameter.mul_(2.0)
+    return made
+
+
+def save(folder: Path, kind: str = "qwen2", template: str | None = CHATML, **sizes: Any) -> Any:
+    """Write a whole model folder; transformers' model of it."""
+    made = network(kind, **sizes)
+    made.save_pretrained(folder)
+    texts().save(folder)
+    for name in ("bpe.json", "manifest.json"):
+        (folder / name).unlink()
+    tokenizer = library().PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|im_end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return made
+
+
+def opened(folder: Path, seq_len: int | None = None) -> OpenedFolder:
+    found = find(folder)
+    assert found is not None
+    return open_folder(found, torch.float32, seq_len)
