@@ -35,7 +35,7 @@ WEIGHTS = {
         "hard": 1,
     },
 }
-CHAT_COUNT = {"mid": 12_000, "sft": 12_000}
+CHAT_COUNT = {"train": 12_000, "validation": 1000, "test": 1000}
 # Questions per language in an examination, of topics that have no end of questions.
 EXAM_COUNT = {"arithmetic": 100, "instruction": 100, "find": 30, "problem": 60}
 
@@ -73,7 +73,7 @@ def chats(split: str, kind: str = "sft", seed: int = 0, count: int | None = None
     world, draw = toy_world(seed), random.Random(f"chats {split} {kind} {seed}")
     listed = listed_questions(world, split)
     topics, weights = list(WEIGHTS[kind]), list(WEIGHTS[kind].values())
-    for _ in range(CHAT_COUNT[kind] if count is None else count):
+    for _ in range(CHAT_COUNT[split] if count is None else count):
         language = draw.choice(LANGUAGES)
         conversation: Conversation = []
         for topic in draw.choices(topics, weights, k=draw.choice((1, 1, 2, 3))):
