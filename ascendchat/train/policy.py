@@ -107,7 +107,7 @@ class RlStage(Stage):
         self._note(groups, kept)
         weights = self.weights_of(lengths, tokens, answers)
         rows = pack(kept, weights, self.model.shape.seq_len, self.pad)
-        return map(self.upload, rows.cut(self.split.rows, self.pad))
+        return map(self.upload, rows.cut(self.split.rows, self.pad, fill=self.learner.device.compiles))
 
     def answered(self, step: int) -> list[Group]:
         """This rank's groups; those without any difference are replaced by other questions, a few times."""

@@ -110,6 +110,7 @@ def batch_rows(answers: int) -> int:
 
 def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int) -> Engine:
     """The engine around the very weights that are trained."""
+    context = learner.model.shape.seq_len
     return Engine(
         learner.model,
         learner.kernel,
@@ -117,6 +118,7 @@ def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int) -> Engine:
         learner.device,
         learner.place,
         slots=slots,
-        context=learner.model.shape.seq_len,
+        context=context,
         graphs=False,  # a trainer's process cannot capture on every chip
+        prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
     )
