@@ -98,12 +98,11 @@ def questions(split: str, seed: int = 0) -> list[Question]:
 
 
 def problems(split: str, seed: int = 0, count: int = 1000) -> list[Question]:
-    """Different word problems of two steps, half in each language, for RL. SFT shows few of them, and none of three of
-    the eight kinds."""
+    """Different word problems of two steps, half in each language, for RL. SFT shows few of them."""
     world, draw = toy_world(seed), random.Random(f"problems {split} {seed}")
     by_text: dict[str, Question] = {}
     while len(by_text) < count:
-        question = generated_question(world, draw, "new", LANGUAGES[len(by_text) % 2], split)
+        question = generated_question(world, draw, "hard", LANGUAGES[len(by_text) % 2], split)
         by_text.setdefault(question.text, question)
     return list(by_text.values())
 
