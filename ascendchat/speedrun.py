@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,17 +202,25 @@ def note(ledger: Path, known: dict[str, Any], identity: str, entry: dict[str, An
 
 
 def summary(run: str) -> str:
-    """One line per trained stage: steps, last loss, last validation."""
+    """One line per trained stage: steps, last loss, last validation; of RL, whose loss says nothing, the reward."""
     lines = [f"{'stage':<8} {'steps':>7} {'train loss':>11}  validation"]
     for stage in STAGES:
         path = run_folder(run, stage) / "metrics.jsonl"
         if not path.is_file():
             continue
         rows = read_metrics(path)
-        losses = [row["loss"] for row in rows if "loss" in row][-20:]
-        scores = [{k: v for k, v in row.items() if k.startswith(("bpb", "val"))} for row in rows]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        rewards = [row["reward"] for row in rows if "reward" in row]
+        scores = [{k: v for k, v in row.items() if k.startswith(("bpb", "val", "accuracy"))} for row in rows]
         last: dict[str, Any] = next((score for score in reversed(scores) if score), {})
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in last.items())
-        mean = sum(losses) / len(losses) if losses else float("nan")
-        lines.append(f"{stage:<8} {rows[-1]['step'] if rows else 0:>7} {mean:>11.4f}  {shown}")
+        shown = [f"{name} {value:.4f}" for name, value in last.items()]
+        if rewards:
+            shown.insert(0, f"reward {mean(rewards[:10]):.4f} -> {mean(rewards[-10:]):.4f}")
+        loss = "-" if rewards else f"{mean(losses[-20:]):.4f}"
+        lines.append(f"{stage:<8} {rows[-1]['step'] if rows else 0:>7} {loss:>11}  {', '.join(shown)}")
     return "\n".join(lines)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Not a number without any."""
+    return sum(values) / len(values) if values else float("nan")

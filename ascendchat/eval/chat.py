@@ -31,7 +31,7 @@ from ascendchat.record.results import NewResults, run_of
 from ascendchat.tasks import EVALUATIONS, Task
 from ascendchat.tasks import load as load_task
 from ascendchat.tasks.humaneval import HumanEval
-from ascendchat.tasks.toy import TOY_EXAMS as TOY
+from ascendchat.tasks.toy import TOY_TASKS as TOY
 
 
 def chosen_tasks(words: Iterable[str]) -> list[str]:

@@ -10,7 +10,8 @@ from ascendchat.config.stages import STAGES
 from ascendchat.record import run_folder
 from ascendchat.record.results import best_results, stage_results
 from ascendchat.tasks import EVALUATIONS
-from ascendchat.tasks.toy import TOY_EXAMS as TOY
+from ascendchat.tasks.toy import TOY_EXAMS
+from ascendchat.tasks.toy import TOY_TASKS as TOY
 
 COLUMNS = *STAGES, "hf"  # of a run; the last is a Hugging Face model as it was downloaded
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -19,12 +20,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "toy": TOY,
 }
 # The mean of the centred accuracies of a group; and the share of right answers to all questions of the toy world in one
-# language, but the word problems: those are what RL has to improve.
+# language, but the word problems: those are what RL has to improve. Then to all questions.
 SCORES = {"ChatCORE": GROUPS["chatcore"], "ChatCORE-zh": GROUPS["chinese"]}
 POOLS = {
-    f"toyworld {language}": tuple(name for name in TOY if name.endswith(f"_{language}") and "_problem_" not in name)
+    f"toyworld {language}": tuple(
+        name for name in TOY_EXAMS if name.endswith(f"_{language}") and "_problem_" not in name
+    )
     for language in ("en", "zh")
-}
+} | {"toyworld": TOY}
 
 
 def scores(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

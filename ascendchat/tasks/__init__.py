@@ -22,7 +22,7 @@ from ascendchat.tasks.humaneval import HumanEval, pass_at_k
 __all__ = ["EVALUATIONS", "Task", "load", "pass_at_k"]
 
 # Everything that can be examined, in the order of the printed table.
-EVALUATIONS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "ceval", "cmmlu", *toy.TOY_EXAMS)
+EVALUATIONS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "ceval", "cmmlu", *toy.TOY_TASKS)
 CHATS = ("toy_mid", "toy_sft")
 
 
@@ -43,5 +43,5 @@ def load(name: str, split: str = "", source: str = "") -> Task:
         return toy.ToyExam(topic, language, split or "test")
     if Path(name).expanduser().exists() or (ALSO.get(name, name) in SETS):
         return Dialog(name, split or "train", source)
-    known = [*EVALUATIONS, *CHATS, "toy_problems", *(s.name for s in SETS.values() if s.use == "chat")]
+    known = [*EVALUATIONS, *CHATS, *(s.name for s in SETS.values() if s.use == "chat")]
     raise UserError(f"{name!r} is neither a task nor a file; {nearest(name, known)}")

@@ -15,6 +15,8 @@ from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Stored
 
 TOY_EXAMS = tuple(f"toy_{topic}_{language}" for topic in toyworld.TOPICS for language in toyworld.LANGUAGES)
+TOY_TASKS = (*TOY_EXAMS, "toy_problems")  # everything that can be examined
+PROBLEM_COUNT = {"train": 1000, "validation": 400, "test": 400}
 SPLIT_NAMES = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 
 
@@ -71,9 +73,10 @@ class ToyProblems(Task):
 
     name, kind = "toy_problems", "reply"
 
-    def __init__(self, split: str = "test", seed: int = 0, count: int = 1000) -> None:
+    def __init__(self, split: str = "test", seed: int = 0, count: int | None = None) -> None:
         self.split = split
-        self.questions = toyworld.problems(_split(split), seed=seed, count=count)
+        own = _split(split)
+        self.questions = toyworld.problems(own, seed=seed, count=count or PROBLEM_COUNT[own])
 
     def __len__(self) -> int:
         return len(self.questions)

@@ -99,7 +99,7 @@ class RlStage(Stage):
             slots += wave
             rows, kept = self.packed(wave)
             if len(rows.inputs):
-                for batch_rows in rows.cut(self.split.rows, self.pad):
+                for batch_rows in self.cut(rows):
                     micro_batches += 1
                     yield self.upload(batch_rows)
             tokens, answers = tokens + sum(map(learnt, kept)), answers + len(kept)
@@ -173,12 +173,12 @@ class RlStage(Stage):
 
     def with_proximal(self, rows: TokenRows) -> TokenRows:
         """The rows with the log-probabilities of these weights."""
-        found = [self.policy_loss.logprobs(self.upload(some)).cpu() for some in rows.cut(self.split.rows, self.pad)]
+        found = [self.policy_loss.logprobs(self.upload(some)).cpu() for some in self.cut(rows)]
         return replace(rows, proximal=torch.cat(found)[: len(rows.inputs)].numpy())
 
     def _of_part(self, part: Part) -> Iterator[PolicyBatch]:
         self._size = part.tokens, part.answers
-        return map(self.upload, part.rows.cut(self.split.rows, self.pad))
+        return map(self.upload, self.cut(part.rows))
 
     # ---- a resumed run -------------------------------------------------------------------------
 
@@ -195,6 +195,10 @@ class RlStage(Stage):
         self._parts = dealt(parts, dist.world().rank, dist.world().size)
 
     # ---- the loss ------------------------------------------------------------------------------
+
+    def cut(self, rows: TokenRows) -> list[TokenRows]:
+        """The rows of each forward pass."""
+        return rows.cut(self.split.rows, self.pad, fill=self.learner.device.compiles)
 
     def upload(self, rows: TokenRows) -> PolicyBatch:
         put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)

@@ -48,7 +48,6 @@ from ascendchat.train.source import Beside, InTurn, chunk_of
 from ascendchat.train.start import only_weights, starting_point
 
 MOST_SLOTS = 256
-WHOLE = 1 << 30  # tokens of prompts that are read between two steps: no prompt is cut
 NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size"  # flags of mid and sft without a meaning here
 
 
@@ -230,7 +229,7 @@ def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Lear
 
 def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
     """The engine around the very weights that are trained."""
-    exact = isinstance(learner, InvariantLearner)
+    exact, context = isinstance(learner, InvariantLearner), learner.model.shape.seq_len
     engine = Engine(
         learner.model,
         learner.kernel,
@@ -238,10 +237,10 @@ def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Reado
         learner.device,
         learner.place,
         slots=slots,
-        context=learner.model.shape.seq_len,
+        context=context,
         graphs=False,  # a trainer's process cannot capture on every chip
         reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
-        prefill_tokens=WHOLE if exact else None,
+        prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
     )
     engine.decoder.readout = readout
     return engine

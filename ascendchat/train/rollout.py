@@ -196,10 +196,11 @@ class TokenRows:
         proximal = np.full(size, np.nan, np.float32)
         return cls(inputs, targets, advantage, behaviour, weight, proximal, np.full(rows, seq_len, np.int32))
 
-    def cut(self, rows: int, pad: int) -> list[TokenRows]:
-        """Parts of exactly `rows` rows; the last is filled up with padding."""
+    def cut(self, rows: int, pad: int, *, fill: bool = True) -> list[TokenRows]:
+        """Parts of `rows` rows. The last is filled up with padding, as a compiled model wants it, or with fill=False
+        has what is left; nothing at all becomes a part of padding."""
         seq_len = self.inputs.shape[1]
-        missing = -len(self.inputs) % rows if len(self.inputs) else rows
+        missing = (-len(self.inputs) % rows if fill else 0) if len(self.inputs) else (rows if fill else 1)
         filler = TokenRows.empty(missing, seq_len, pad)
         columns = [np.concatenate((mine, more)) for mine, more in zip(self.columns, filler.columns)]
         lengths = np.concatenate((self.lengths, filler.lengths))

@@ -238,14 +238,15 @@ def test_chatcore_is_the_mean_of_centred_accuracies_and_says_what_it_lacks() -> 
     assert (lacking["tasks"], lacking["of"], lacking["without"]) == (4, 5, ["humaneval"])
     assert "INCOMPLETE: without humaneval" in stages.score_lines({"ChatCORE": lacking})[0]
     assert stages.scores({}) == {}
-    toy = stages.scores(result(toy_fact_en=0.9, toy_check_en=0.7, toy_problem_en=0.0))["toyworld en"]
-    assert toy["score"] == pytest.approx(0.8)
+    toy = stages.scores(result(toy_fact_en=0.9, toy_check_en=0.7, toy_problem_en=0.0, toy_problems=0.4))
+    assert toy["toyworld en"]["score"] == pytest.approx(0.8)
+    assert toy["toyworld"]["score"] == pytest.approx(0.5)  # of all questions
 
 
 def test_tasks_are_named_one_by_one_or_in_groups() -> None:
     assert chat.chosen_tasks(["chinese", "gsm8k", "ARC-Easy"]) == ["arc_easy", "gsm8k", "ceval", "cmmlu"]
     assert chat.chosen_tasks(["all"]) == list(tasks.EVALUATIONS)
-    assert len(chat.chosen_tasks(["toy"])) == 16
+    assert len(chat.chosen_tasks(["toy"])) == 17
     with pytest.raises(UserError, match="did you mean mmlu"):
         chat.chosen_tasks(["mmlo"])
 
@@ -291,7 +292,7 @@ def test_the_command_writes_its_results_and_prints_the_stages(
     assert (missing["examined"], missing["source"]) == (0, str(tmp_path.resolve()))
     assert "no files of mmlu" in missing["result"]["missing"]
     rows = {row["task"]: row for row in stages.stage_table("tiny")}
-    assert set(rows) == {"toy_fact_en", "toy_choice_zh", "toyworld en", "toyworld zh"}
+    assert set(rows) == {"toy_fact_en", "toy_choice_zh", "toyworld en", "toyworld zh", "toyworld"}
     assert rows["toy_fact_en"] == {"task": "toy_fact_en", "mid": 0.0, "sft": None}
     assert rows["toyworld zh"]["incomplete"] == ["mid", "sft"]
     assert stages.stage_table("no-such-run") == []
@@ -299,7 +300,7 @@ def test_the_command_writes_its_results_and_prints_the_stages(
 
 def test_tasks_examined_one_after_the_other_are_shown_until_the_model_changes() -> None:
     def shown() -> set[str]:
-        return {row["task"] for row in stages.stage_table("tiny")} - {"toyworld en", "toyworld zh"}
+        return {row["task"] for row in stages.stage_table("tiny")} - {"toyworld en", "toyworld zh", "toyworld"}
 
     save("sft", 2)
     assert command("--tasks", "toy_choice_en") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -249,3 +250,17 @@ def test_a_damaged_list_of_stages_is_a_sentence(recipe: str, commands: Commands,
     with pytest.raises(UserError, match="--fresh"):
         speedrun.run(SpeedrunConfig(recipe))
     assert speedrun.run(SpeedrunConfig(recipe, fresh=True)) == 0
+
+
+def test_the_summary_shows_the_loss_of_training_and_the_reward_of_rl() -> None:
+    rows = {
+        "sft": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "val_loss": 0.5}],
+        "rl": [{"step": n, "loss": -0.01, "reward": n / 40} for n in range(1, 31)] + [{"step": 30, "accuracy": 0.75}],
+    }
+    for stage, found in rows.items():
+        folder = speedrun.run_folder("small", stage)
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    _, sft, rl = speedrun.summary("small").splitlines()
+    assert sft.split() == ["sft", "2", "1.5000", "val_loss", "0.5000"]
+    assert rl.split(maxsplit=3) == ["rl", "30", "-", "reward 0.1375 -> 0.6375, accuracy 0.7500"]

@@ -330,7 +330,7 @@ def test_stored_conversations_come_back_as_they_were(texts: list[list[str]]) -> 
     assert [stored[i] for i in range(len(stored))] == talks
 
 
-@pytest.mark.parametrize("name", [name for name in tasks.EVALUATIONS if name.startswith("toy_")] + ["toy_problems"])
+@pytest.mark.parametrize("name", [name for name in tasks.EVALUATIONS if name.startswith("toy_")])
 def test_the_model_answers_of_the_toy_world_are_right_and_others_are_not(name: str) -> None:
     task = tasks.load(name)
     assert len(task)

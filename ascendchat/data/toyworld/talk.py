@@ -35,7 +35,7 @@ WEIGHTS = {
         "hard": 1,
     },
 }
-CHAT_COUNT = {"mid": 12_000, "sft": 12_000}
+CHAT_COUNT = {"train": 12_000, "validation": 1000, "test": 1000}
 # Questions per language in an examination, of topics that have no end of questions.
 EXAM_COUNT = {"arithmetic": 100, "instruction": 100, "find": 30, "problem": 60}
 
@@ -73,7 +73,7 @@ def chats(split: str, kind: str = "sft", seed: int = 0, count: int | None = None
     world, draw = toy_world(seed), random.Random(f"chats {split} {kind} {seed}")
     listed = listed_questions(world, split)
     topics, weights = list(WEIGHTS[kind]), list(WEIGHTS[kind].values())
-    for _ in range(CHAT_COUNT[kind] if count is None else count):
+    for _ in range(CHAT_COUNT[split] if count is None else count):
         language = draw.choice(LANGUAGES)
         conversation: Conversation = []
         for topic in draw.choices(topics, weights, k=draw.choice((1, 1, 2, 3))):
@@ -98,12 +98,11 @@ def questions(split: str, seed: int = 0) -> list[Question]:
 
 
 def problems(split: str, seed: int = 0, count: int = 1000) -> list[Question]:
-    """Different word problems of two steps, half in each language, for RL. SFT shows few of them, and none of three of
-    the eight kinds."""
+    """Different word problems of two steps, half in each language, for RL. SFT shows few of them."""
     world, draw = toy_world(seed), random.Random(f"problems {split} {seed}")
     by_text: dict[str, Question] = {}
     while len(by_text) < count:
-        question = generated_question(world, draw, "new", LANGUAGES[len(by_text) % 2], split)
+        question = generated_question(world, draw, "hard", LANGUAGES[len(by_text) % 2], split)
         by_text.setdefault(question.text, question)
     return list(by_text.values())
 

@@ -145,11 +145,6 @@ HARD = parse_problems("""
 {a}+{b}+{c}
 {n} has {a} {t} and {m} has {b} {t}. They find {c} more. How many {t} do they have together?
 {n}有{a}个{t}，{m}有{b}个{t}，又找到{c}个。他们一共有几个{t}？
-""")
-
-
-# Never taught before RL: made of known steps in a new order.
-NEW = parse_problems("""
 {a}-{b}+{c}
 {n} has {a} {t}. {n} gives {b} of them to {m}. Then {n} finds {c} more. How many {t} does {n} have now?
 {n}有{a}个{t}，给了{m}{b}个，后来又找到{c}个。{n}现在有几个{t}？
@@ -163,8 +158,8 @@ NEW = parse_problems("""
 
 
 def problem(world: ToyWorld, draw: random.Random, language: str, split: str, kind: str = "problem") -> Question:
-    """A word problem of one step (problem), of two (hard), or of two and perhaps never taught (new)."""
-    wordings = {"problem": EASY, "hard": HARD, "new": HARD + NEW}[kind]
+    """A word problem of one step (problem) or of two (hard)."""
+    wordings = {"problem": EASY, "hard": HARD}[kind]
     while True:
         wording = draw.choice(wordings)
         pattern = wording["expression"]

@@ -1,0 +1,56 @@
+"""What a step of `ascendchat rl` does not pay for: padding where nothing is compiled, rows that wait for prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_models import model, tokenizer
+
+from ascendchat.device import pick
+from ascendchat.infer.request import Completion, Request, Sampling
+from ascendchat.nn import IGNORE
+from ascendchat.nn.attention import Reference
+from ascendchat.tasks import load
+from ascendchat.train.rl import engine_of
+from ascendchat.train.rollout import Group, Question, TokenRows, pack
+from ascendchat.train.rows import Learner
+
+T, PAD = 16, 0
+
+
+def packed(answers: int) -> TokenRows:
+    """One answer of 5 tokens to a prompt of 8 in each row."""
+    task = load("toy_arithmetic_en", "train")
+    answer = Completion([7] * 5, logprobs=[-1.0] * 5, forced=[False] * 5)
+    groups = [Group(Question(i, task, i, [3] * 8), [answer], [1.0], 1, [1.0]) for i in range(answers)]
+    return pack(groups, [0.1] * answers, T, PAD)
+
+
+@pytest.mark.parametrize(("answers", "fill", "sizes"), [(5, True, [4, 4]), (5, False, [4, 1]), (0, False, [1])])
+def test_only_a_compiled_model_gets_rows_of_padding(answers: int, fill: bool, sizes: list[int]) -> None:
+    parts = packed(answers).cut(4, PAD, fill=fill)
+    assert [len(part.inputs) for part in parts] == sizes
+    assert sum(int((part.targets != IGNORE).sum()) for part in parts) == 5 * answers
+    for part in parts:
+        assert part.lengths.sum() == part.inputs.size
+        assert np.all(part.weight[part.targets == IGNORE] == 0)
+
+
+def test_all_prompts_are_read_before_the_first_step() -> None:
+    """On a CPU an engine reads 512 tokens of prompts between two steps: with 12 of 60 tokens, rows enter one pass after
+    the other, and every step is paid for rows that have not begun or are over."""
+    device = pick("cpu")
+    learner = Learner(model(seq_len=128), Reference(), device, device.bind(0))
+    engine, steps = engine_of(learner, tokenizer(), 12), 0
+    usual = engine.decoder.step
+
+    def counted(*given: object) -> object:
+        nonlocal steps
+        steps += 1
+        return usual(*given)  # type: ignore[arg-type]
+
+    engine.decoder.step = counted  # type: ignore[method-assign,assignment]
+    sampling = Sampling(6, 1.0, stop_tokens=(), tools=False)
+    answers = engine.generate([Request([10 + i] * 60, sampling) for i in range(12)])
+    assert [len(answer.ids) for answer in answers] == [6] * 12
+    assert steps == 5  # the first token of each comes with its prompt
