@@ -1,6 +1,6 @@
 """The stage of `ascendchat rl`: policy gradients on answers that were just given. See Stage in stage.py.
 
-stage = RlStage(learner, split, steps, generator, rollout, ...)        # built by rl.py
+stage = RlStage(policy_loss, split, steps, engine, source, ...)    # built by rl.py
 
 A step: questions are answered several times each and judged (rollout.py), each answer is compared with the others to
 its question, and the likelier the better ones become (grpo.py).
