@@ -24,7 +24,7 @@ from engine_models import tokenizer
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 
-LETTERS, SHORT, LONG = 16, 24, 400  # letters of a kind; tokens of an answer on average
+LETTERS, SHORT, LONG = 16, 24, 200  # letters of a kind; tokens of an answer on average
 REWARD = """
 import zlib
 
@@ -32,13 +32,13 @@ import zlib
 def chance(prompt, completion, **row):
     return float(zlib.crc32(completion.encode()) % 2)
 """
-WORK = "--prompts-per-step 8 --samples 4 --max-new-tokens 512 --refill 0 --save-every -1 --lr-multiplier 0.000001"
+WORK = "--prompts-per-step 16 --samples 4 --max-new-tokens 256 --refill 0 --save-every -1 --lr-multiplier 0.000001"
 
 
 def table() -> GPT:
     """Lower-case letters follow each other until the end, upper-case ones for longer; few answers begin with those."""
     text = tokenizer()
-    shape = Shape.from_depth(4, vocab=text.vocab_size, seq_len=640, dim=256, head_dim=32, value_embeddings=False)
+    shape = Shape.from_depth(4, vocab=text.vocab_size, seq_len=384, dim=256, head_dim=32, value_embeddings=False)
     made = GPT(shape)
     made.initialise(0)
     lower, upper = range(97, 97 + LETTERS), range(65, 65 + LETTERS)
@@ -77,7 +77,7 @@ def main(steps: int) -> None:
         home = runs.make_home(Path(folder), table())
         (home / "luck.py").write_text(REWARD, encoding="utf-8")
         os.sched_setaffinity(0, {cores[0]})  # what is started from here inherits it
-        with runs.serving(home, "--slots", "96") as server:
+        with runs.serving(home, "--slots", "192") as server:
             os.sched_setaffinity(0, {cores[1]})
             base = 0.0
             for rhythm in ("sync", "stream", "async"):
