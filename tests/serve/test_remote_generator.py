@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,9 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
     return [Piece(kind, "".join(piece.text for piece in run)) for kind, run in runs]
 
 
+STOPS = tuple(range(100, 130))
 ASKED = [
+    Sampling(max_tokens=40, seed=4, logprobs=True, stop_tokens=STOPS, keep_stop=True),
     Sampling(max_tokens=12, temperature=0.0, stop_tokens=()),
     Sampling(max_tokens=12, temperature=0.9, seed=11, logprobs=True),
     Sampling(
@@ -272,3 +275,40 @@ def test_new_weights_answer_like_an_engine_built_with_them(remote: Remote, rando
     finally:
         remote.load(old.state_dict(), 0)
     assert [one.ids for one in remote.generate(requests)] == [one.ids for one in local(old).generate(requests)]
+
+
+def test_interrupted_answers_go_on_with_new_weights_and_every_token_names_its_own(
+    remote: Remote, random_server: str
+) -> None:
+    """Without a pause that lasts: the server goes on by itself, and its checksum is that of what was sent."""
+    requests = [
+        Request(prompt, Sampling(max_tokens=90, seed=3, stop_tokens=(), logprobs=True)) for prompt in prompts(3)
+    ]
+    old, new = make.model(3), make.model(6)
+    answers: list[Completion] = []
+    asking = threading.Thread(target=lambda: answers.extend(remote.generate(requests)), daemon=True)
+    try:
+        for _ in range(20):  # until one was caught in the middle
+            answers.clear()
+            asking = threading.Thread(target=lambda: answers.extend(remote.generate(requests)), daemon=True)
+            asking.start()
+            time.sleep(0.05)
+            remote.load(new.state_dict(), 12, interrupt=True)
+            asking.join(60)
+            if any(len(set(answer.versions)) == 2 for answer in answers):
+                break
+            remote.load(old.state_dict(), 11)
+        else:
+            pytest.fail("no answer was interrupted")
+        assert wanted(random_server, "/is_paused") == {"is_paused": False}
+        for request, answer in zip(requests, answers):
+            assert (answer.finish_reason, len(answer.ids)) == ("length", len(answer.versions))
+            for i, (version, logprob) in enumerate(zip(answer.versions, answer.logprobs)):
+                if version != 12 or i % 7:
+                    continue
+                row = [*request.prompt, *answer.ids[:i]]
+                expected = make.logits_of(new, row, CONTEXT).log_softmax(-1)[answer.ids[i]]
+                if answer.versions[0] == 12:  # its cache was not begun by the old weights
+                    assert logprob == pytest.approx(expected.item(), abs=1e-4)
+    finally:
+        remote.load(old.state_dict(), 0)

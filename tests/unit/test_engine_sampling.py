@@ -224,6 +224,25 @@ def test_rows_that_were_kept_go_on_with_the_new_weights(device: Device, late: in
 
 
 @pytest.mark.parametrize("late", [0, 1])
+def test_a_load_that_interrupts_lets_rows_go_on_with_the_new_weights(device: Device, late: int) -> None:
+    engine, old, new = paused_engine(device, late)
+    asked = greedy_requests(old.shape.vocab, 3)
+    jobs = [engine.add(request) for request in asked]
+    for _ in range(4):
+        engine.step()
+    engine.load(new.state_dict(), 9, interrupt=True)
+    assert not any(job.done for job in jobs)
+    finish(engine, jobs)
+    for request, job in zip(asked, jobs):
+        versions = job.completion.versions
+        written = versions.count(0)
+        assert 0 < written < 12
+        assert versions == [0] * written + [9] * (12 - written)
+        assert job.completion.ids[:written] == make.greedy(old, request.prompt, written, CONTEXT)
+    assert any(job.completion.ids != make.greedy(old, one.prompt, 12, CONTEXT) for one, job in zip(asked, jobs))
+
+
+@pytest.mark.parametrize("late", [0, 1])
 def test_rows_that_are_waited_for_end_with_the_old_weights(device: Device, late: int) -> None:
     engine, old, new = paused_engine(device, late, slots=2)
     asked = greedy_requests(old.shape.vocab, 4)

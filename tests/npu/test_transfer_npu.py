@@ -1,0 +1,54 @@
+"""Weights from a trainer to the workers of a server over HCCL: the group of infer/transfer.py on simulated NPUs.
+
+python -m cannsim run -- pytest tests/npu/test_transfer_npu.py
+"""
+
+from __future__ import annotations
+
+SYNC = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+from ascendchat.infer.transfer import Group, described, meet
+rank, world, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+torch.npu.set_device(rank)
+place = torch.device("npu", rank)
+assert dist.get_default_backend_for_device(place) == "hccl"
+if rank == 0:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+else:
+    store = meet("127.0.0.1", port, 60.0)
+group = Group("hccl", store, own="127.0.0.1", name="weights", rank=rank, size=world, timeout=60.0)
+for version in range(3):
+    noise = torch.Generator().manual_seed(version)
+    weights = {"a": torch.randn(300, 70, generator=noise).bfloat16(), "b": torch.randn(5, generator=noise)}
+    weights["turned"] = weights["a"].t()
+    if rank == 0:
+        group.send({name: tensor.to(place) for name, tensor in weights.items()})
+    else:
+        found = group.receive(described(weights), place)
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+store.set(f"done{rank}", "")
+store.wait([f"done{other}" for other in range(world)], timedelta(seconds=60))
+group.close()
+print("synced")
+"""
+
+
+def test_weights_go_over_hccl_beside_no_other_group(on_npu):
+    ranks = on_npu(SYNC, 3, timeout=200)
+    assert len(ranks) == 3
+
+
+def test_and_beside_the_group_of_a_trainer_with_several_ranks(on_npu):
+    """Every process has a default group of its own, as a trainer and the workers of vLLM have."""
+    own = """
+import os, torch, torch.distributed as dist
+if True:
+    alone = dist.HashStore()
+    torch.npu.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("hccl", store=alone, rank=0, world_size=1)
+    x = torch.ones(3, device="npu")
+    dist.all_reduce(x)
+"""
+    on_npu(own + SYNC, 2, timeout=200)
