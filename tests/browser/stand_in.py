@@ -135,6 +135,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.allowed():
             return
+        if self.path == "/tokenize":
+            self.reply_json(200, {"count": sum(len(message["content"].split()) for message in body["messages"])})
+            return
         owner.asked.append(body)
         answer = owner.answers.pop(0) if owner.answers else Answer(("nothing was scripted",))
         if answer.status != 200:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,42 +11,11 @@ from typing import Any
 import pytest
 from browser_visit import visit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-import engine_models as make
-
-from ascendchat.checkpoint import Writer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "serve"))
+from running_server import endless as endless_model
+from running_server import make, save, serving
 
 pytestmark = pytest.mark.slow
-START = make.tokenizer().specials["<|assistant_start|>"]
-ENDLESS = make.script([START, ord("a"), ord("b"), ord("a")])
-
-
-def save(home: Path, run: str, follows: dict[int, int], seq_len: int) -> None:
-    """A run whose model follows a script."""
-    model = make.scripted(follows, seq_len)
-    state = {"stage": "sft", "shape": model.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
-    writer = Writer(home / "runs" / run / "sft")
-    writer.save(1, model=dict(model.state_dict()), shards={}, state=state)
-    writer.wait()
-    make.tokenizer().save(home / "tokenizer")
-
-
-def serve(home: Path, run: str) -> Iterator[str]:
-    """The command in its own process, on a free port; its address."""
-    flags = ["--run", run, "--port", "0", "--device-type", "cpu", "--drain", "0", "--max-tokens", "100000"]
-    environment = {**os.environ, "ASCENDCHAT_HOME": str(home)}
-    command = [sys.executable, "-m", "ascendchat", "serve", *flags]
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert running.stderr
-    said = []
-    for line in running.stderr:
-        said.append(line)
-        if found := re.search(r"http://\S+", line):
-            yield f"{found[0]}/"
-            break
-    running.send_signal(signal.SIGTERM)
-    said.append(running.communicate(timeout=60)[1])
-    assert running.returncode == 0, "".join(said)
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +25,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calculating(home: Path) -> Iterator[str]:
-    save(home, "calculating", make.calculator_script()[0], 256)
-    yield from serve(home, "calculating")
+    save(home, make.scripted(make.calculator_script()[0]), "calculating")
+    with serving(home, "--run=calculating") as server:
+        yield f"{server.url}/"
 
 
 @pytest.fixture(scope="module")
 def endless(home: Path) -> Iterator[str]:
-    save(home, "endless", ENDLESS, 8192)
-    yield from serve(home, "endless")
+    save(home, endless_model(), "endless")
+    with serving(home, "--run=endless", "--max-tokens=100000") as server:
+        yield f"{server.url}/"
 
 
 def test_a_conversation_with_a_tool_call_is_answered_and_kept(chromium: Any, calculating: str) -> None:
@@ -105,6 +73,46 @@ def test_an_answer_streams_and_can_be_stopped(chromium: Any, endless: str) -> No
         last = chat.page.evaluate(length)
         chat.page.wait_for_timeout(200)
         assert chat.page.evaluate(length) == last
+
+
+def test_a_full_context_drops_the_oldest_turns_and_says_so(chromium: Any, calculating: str) -> None:
+    """The context is 256 tokens, a token is a byte here: three or four turns."""
+    with visit(chromium, calculating) as chat:
+        page, asked = chat.page, []
+        page.on("request", lambda sent: asked.append(sent.post_data_json) if sent.url.endswith("completions") else None)
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("System prompt").fill("Be brief.")
+        page.get_by_role("button", name="Save", exact=True).click()
+        note = page.get_by_text("The model no longer reads what stands above: the context was full.")
+        for turn in range(8):
+            assert note.is_visible() == any(len(one["messages"]) < 2 * n + 2 for n, one in enumerate(asked))
+            chat.send(f"Question number {turn}, in so many words")
+            chat.until(f"document.querySelectorAll('.assistant .chip').length === {turn + 1}")
+            chat.finished()
+        assert page.get_by_role("alert").count() == 0
+        said = [[message["content"] for message in one["messages"]] for one in asked]
+        assert {texts[0] for texts in said} == {"Be brief."}, "the system prompt stays"
+        assert [texts[-1].split(",")[0] for texts in said] == [f"Question number {turn}" for turn in range(8)]
+        assert all([message["role"] for message in one["messages"]][1] == "user" for one in asked)
+        begins = [int(texts[1].split(",")[0].split()[-1]) for texts in said]  # the oldest question that was sent
+        assert begins == sorted(begins)
+        assert 0 < begins[-1] < 7
+        assert len(set(begins)) < len(begins) - 2, "what is read stays the same for a while, and so in the cache"
+        assert len(chat.questions()) == 8, "they are still on the page"
+        below = page.locator(".dropped + .message .content")
+        assert below.inner_text().startswith(f"Question number {begins[-1]},")
+        page.reload()
+        note.wait_for()
+        page.get_by_role("button", name="Language").click()
+        assert page.locator(".dropped").inner_text() == "以上内容模型不再读取：上下文已满。"
+        page.locator(".user").first.hover()
+        page.get_by_role("button", name="编辑").first.click()
+        page.get_by_label("修改你的消息").fill("From the beginning")
+        page.keyboard.press("Enter")
+        chat.until("document.querySelectorAll('.message').length === 2")
+        chat.finished()
+        assert [message["content"] for message in asked[-1]["messages"]] == ["Be brief.", "From the beginning"]
+        assert page.locator(".dropped").count() == 0
 
 
 INLINE = """() => {

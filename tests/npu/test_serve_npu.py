@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import subprocess
 import sys
 import threading
@@ -15,7 +13,7 @@ import cannsim
 from ascendchat.device import smi
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
-import pool_server as real
+import running_server as real
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +30,8 @@ def holders(environment: dict[str, str]) -> dict[int, set[int]]:
     return found
 
 
-def answer(url: str, answers: list[str]) -> None:
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    link = http.client.HTTPConnection(host, int(port), timeout=real.PATIENCE)
-    body = {"model": "tiny/sft", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, "temperature": 0}
-    link.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answers.append(json.loads(link.getresponse().read())["choices"][0]["message"]["content"])
+def answer(server: real.Server, answers: list[str]) -> None:
+    answers.append(server.chat(max_tokens=30, temperature=0).json()["choices"][0]["message"]["content"])
 
 
 def test_each_worker_has_a_device_of_its_own(tmp_path: Path) -> None:
@@ -53,7 +47,7 @@ def test_each_worker_has_a_device_of_its_own(tmp_path: Path) -> None:
         assert held[0] != held[1]
         assert held[0] | held[1] <= set(server.workers)
         answers: list[str] = []
-        threads = [threading.Thread(target=answer, args=(server.url, answers)) for _ in range(4)]
+        threads = [threading.Thread(target=answer, args=(server, answers)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

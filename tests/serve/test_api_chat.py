@@ -8,8 +8,9 @@ import engine_models as make
 import openai
 import pytest
 import torch
-from api_server import CONTEXT, SPECIAL, Server, error_of, random_model
 from pydantic import BaseModel
+from running_server import RANDOM_CONTEXT as CONTEXT
+from running_server import SPECIAL, Server, error_of, random_model
 
 pytestmark = pytest.mark.slow
 

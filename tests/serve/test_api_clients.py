@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from api_server import PATIENCE, Server
+from running_server import PATIENCE, Server
 
 pytestmark = pytest.mark.slow
 

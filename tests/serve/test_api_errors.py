@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_server import PATIENCE, Server, error_of
+from running_server import PATIENCE, Server, error_of
 
 pytestmark = pytest.mark.slow
 

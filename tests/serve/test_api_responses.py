@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from api_server import Server, error_of
 from pydantic import BaseModel
+from running_server import Server, error_of
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,8 @@ import engine_models as make
 import openai
 import pytest
 import torch
-from api_server import CONTEXT, Server, error_of, random_model
+from running_server import RANDOM_CONTEXT as CONTEXT
+from running_server import Server, error_of, random_model
 
 from ascendchat import __version__
 

@@ -9,7 +9,7 @@ import engine_models as make
 import jsonschema
 import openai
 import pytest
-from api_server import SPECIAL, Server, error_of
+from running_server import SPECIAL, Server, error_of
 
 pytestmark = pytest.mark.slow
 

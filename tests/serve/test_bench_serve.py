@@ -330,8 +330,8 @@ def test_what_is_no_server_is_one_sentence(wire: bytes, said: str) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("served")
     save(home, make.model(3))
-    with serving(home) as url:
-        yield url
+    with serving(home) as running:
+        yield running.url
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from real_server import CHAT, CONTEXT, PATIENCE, Server, drain, question, serving, stream, wait_until
+from running_server import CHAT, CONTEXT, PATIENCE, Server, drain, question, serving, stream, wait_until
 
 from ascendchat.serve.connection import MOST_HEADER_BYTES, Limits, protocol
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from real_server import CHAT, Server, question, serving, stream
+from running_server import CHAT, Server, question, serving, stream
 
 MOST = 20_000  # bytes of a body
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_server import CHAT, Server, question, serving
+from running_server import CHAT, Server, question, serving
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.serve import ServeConfig

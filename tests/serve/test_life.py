@@ -7,37 +7,21 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import pool_server as real
+import running_server as real
 
 pytestmark = pytest.mark.slow
-
-CHAT = "/v1/chat/completions"
-
-
-def connection(server: real.Server) -> http.client.HTTPConnection:
-    host, _, port = server.url.removeprefix("http://").rpartition(":")
-    return http.client.HTTPConnection(host, int(port), timeout=real.PATIENCE)
 
 
 def send(link: http.client.HTTPConnection, tokens: int, stream: bool = False) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "stream": stream, "seed": 1}
     body |= {"model": "tiny/sft", "temperature": 1.0}
-    link.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
-
-
-def endless(home: Path, context: int = real.CONTEXT) -> None:
-    """A model that never ends an answer."""
-    start = real.make.tokenizer().specials["<|assistant_start|>"]
-    real.save(home, real.make.scripted(real.make.script([start, ord("a"), ord("b"), ord("a")]), context))
+    link.request("POST", real.CHAT, json.dumps(body), {"Content-Type": "application/json"})
 
 
 def events(response: http.client.HTTPResponse) -> list[Any]:
@@ -49,9 +33,8 @@ def events(response: http.client.HTTPResponse) -> list[Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_answers_finish_and_turns_new_ones_away(tmp_path: Path, number: int) -> None:
-    endless(tmp_path)
-    with real.serving(tmp_path, "--drain=120") as server:
-        idle, streaming, plain = connection(server), connection(server), connection(server)
+    with real.serving(tmp_path, "--drain=120", ends=True) as server:
+        idle, streaming, plain = server.link(), server.link(), server.link()
         idle.request("GET", "/health")
         assert idle.getresponse().read()
         send(streaming, 300, stream=True)
@@ -78,9 +61,8 @@ def test_a_signal_lets_running_answers_finish_and_turns_new_ones_away(tmp_path: 
 
 
 def test_answers_that_are_too_long_are_ended_with_an_error_after_the_drain(tmp_path: Path) -> None:
-    endless(tmp_path, 16384)
-    with real.serving(tmp_path, "--drain=1") as server:
-        streaming = connection(server)
+    with real.serving(tmp_path, "--drain=1", ends=True) as server:
+        streaming = server.link()
         send(streaming, 16000, stream=True)
         response = streaming.getresponse()
         for _ in range(4):
@@ -95,9 +77,8 @@ def test_answers_that_are_too_long_are_ended_with_an_error_after_the_drain(tmp_p
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    endless(tmp_path, 16384)
-    with real.serving(tmp_path, "--drain=600") as server:
-        streaming = connection(server)
+    with real.serving(tmp_path, "--drain=600", ends=True) as server:
+        streaming = server.link()
         send(streaming, 16000, stream=True)
         streaming.getresponse().readline()
         workers = server.workers
@@ -129,11 +110,10 @@ def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("doing", ["nothing", "a step", "sending"])
 def test_workers_do_not_survive_the_front(tmp_path: Path, doing: str) -> None:
-    endless(tmp_path, 16384)
-    with real.serving(tmp_path, "--devices=2") as server:
+    with real.serving(tmp_path, "--devices=2", ends=True) as server:
         real.wait_until(lambda: len(server.workers) == 3)  # two, and the one that waits
         workers = server.workers
-        links = [connection(server) for _ in range(8 if doing != "nothing" else 0)]
+        links = [server.link() for _ in range(8 if doing != "nothing" else 0)]
         for link in links:
             send(link, 16000, stream=True)
             link.getresponse().readline()
@@ -152,7 +132,7 @@ def test_the_end_of_a_worker_leaves_no_zombie(tmp_path: Path) -> None:
             before = server.workers
             os.kill(before[0], signal.SIGKILL)
             real.wait_until(lambda old=before[0]: old not in server.workers and len(server.workers) == 2)
-            link = connection(server)
+            link = server.link()
             send(link, 3)
             assert link.getresponse().status == 200
         assert all(map(real.running, server.workers))
@@ -182,7 +162,7 @@ def test_weight_updates_need_a_key(tmp_path: Path) -> None:
 def test_an_idle_server_costs_nothing(tmp_path: Path) -> None:
     with real.serving(tmp_path) as server:
         real.wait_until(lambda: len(server.workers) == 2)
-        link = connection(server)
+        link = server.link()
         send(link, 3)
         assert link.getresponse().read()
         everyone = [server.process.pid, *server.workers]
@@ -203,9 +183,8 @@ def _quiet(used: Any) -> bool:
 
 
 def test_a_client_that_reads_nothing_stalls_nobody(tmp_path: Path) -> None:
-    endless(tmp_path, 16384)
     with real.serving(tmp_path, "--slots=4") as server:
-        lazy = [connection(server) for _ in range(2)]
+        lazy = [server.link() for _ in range(2)]
         for link in lazy:
             link.connect()
             link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -213,7 +192,7 @@ def test_a_client_that_reads_nothing_stalls_nobody(tmp_path: Path) -> None:
         done: list[int] = []
 
         def ask() -> None:
-            link = connection(server)
+            link = server.link()
             send(link, 50, stream=True)
             done.append(len(events(link.getresponse())))
 

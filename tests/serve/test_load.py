@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import pool_server as real
+import running_server as real
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +75,36 @@ def test_sixty_four_streams_are_answered_together(tmp_path: Path) -> None:
             assert "Traceback" not in server.said
 
         asyncio.run(test())
+
+
+def test_two_hundred_clients_beyond_the_queue_are_told_when_to_come_again(tmp_path: Path) -> None:
+    """Each at once, while what was there before goes on and is served."""
+    slots, queue = 2, 5
+    held = slots + 1 + queue  # one more is at hand in the worker
+    with real.serving(tmp_path, f"--slots={slots}", f"--max-queue={queue}", "--queue-timeout=600") as server:
+
+        async def ask(client: httpx.AsyncClient, number: int) -> httpx.Response:
+            return await client.post(real.CHAT, json=real.question(stream=bool(number % 2)))
+
+        async def test() -> None:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=server.url, timeout=real.PATIENCE, limits=limits) as client:
+                long = real.question(real.CONTEXT, stream=True)
+                busy = [asyncio.ensure_future(client.post(real.CHAT, json=long)) for _ in range(held)]
+                while server.metric("ascendchat_requests_waiting") < queue:
+                    await asyncio.sleep(0.05)
+                for answer in await asyncio.gather(*(ask(client, number) for number in range(200))):
+                    assert real.error_of(answer, 503)["code"] == "overloaded"
+                    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+                assert not any(task.done() for task in busy)
+                for task in busy:
+                    task.cancel()
+                await asyncio.wait(busy)
+                while (answer := await ask(client, 0)).status_code == 503:  # until the worker has heard of it
+                    await asyncio.sleep(0.05)
+                assert answer.status_code == 200
+
+        asyncio.run(asyncio.wait_for(test(), real.PATIENCE))
 
 
 def quiet(processes: list[int]) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_server import CHAT, Server, question, serving
+from running_server import CHAT, Server, question, serving
 
 SEED = int(os.environ.get("SEED", "0"))
 GROWTH = 48 << 20  # bytes by which the front may grow over thousands of requests; a leak per request is far more

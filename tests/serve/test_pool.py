@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import pool_server as real
+import running_pool as real
+import running_server as served
 
 from ascendchat.config import UserError
 from ascendchat.serve.messages import Part
@@ -39,7 +37,7 @@ class Shared:
         self.pool = self.loop.run_until_complete(self.context.__aenter__())
 
     def run(self, test: Callable[[Pool], Coroutine[Any, Any, None]]) -> None:
-        self.loop.run_until_complete(asyncio.wait_for(test(self.pool), real.PATIENCE))
+        self.loop.run_until_complete(asyncio.wait_for(test(self.pool), served.PATIENCE))
 
     def close(self) -> None:
         self.loop.run_until_complete(self.context.__aexit__(None, None, None))
@@ -87,9 +85,9 @@ def test_a_killed_worker_is_replaced_and_nothing_that_waited_is_lost(shared: Sha
 
 def quiet(number: int) -> bool:
     """The process has done nothing for a second."""
-    before = real.cpu_seconds(number)
+    before = served.cpu_seconds(number)
     time.sleep(1)
-    return real.cpu_seconds(number) == before
+    return served.cpu_seconds(number) == before
 
 
 def test_the_process_at_hand_saves_the_import_of_torch(shared: Shared) -> None:
@@ -175,7 +173,7 @@ def test_a_worker_that_hangs_is_killed_and_its_work_done_by_another(shared: Shar
         be_patient(pool, 3.0)
         os.kill(hanging, signal.SIGSTOP)
         answer = asyncio.ensure_future(real.whole(pool.submit(real.request(20), streams=False)))
-        await real.until(lambda: not real.running(hanging))
+        await real.until(lambda: not served.running(hanging))
         be_patient(pool, usual)
         assert (await answer).ids == expected
         assert worker.restarts == before + 1
@@ -188,7 +186,7 @@ def test_a_worker_that_dies_while_the_server_stops_is_not_waited_for(home: Path)
         async with real.pool(home) as pool:
             ticket = pool.submit(real.request(4000), streams=True)
             assert (await ticket.__anext__()).ids
-            closing = asyncio.ensure_future(pool.close(drain=100 * real.PATIENCE))
+            closing = asyncio.ensure_future(pool.close(drain=100 * served.PATIENCE))
             await real.until(lambda: pool.closing)
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
             with pytest.raises(Failure, match="has died"):
@@ -302,22 +300,22 @@ def test_two_workers_share_the_work_and_turns_of_a_conversation_stay_together(ho
 
 def test_a_model_that_cannot_be_opened_is_one_sentence(home: Path) -> None:
     async def test() -> None:
-        real.save(home)
+        served.save(home, served.make.model(seq_len=real.CONTEXT))
         (home / "runs" / "tiny" / "sft" / "step_000001" / "model.safetensors").unlink()
         with pytest.raises(UserError, match=r"no checkpoint in .*; train one first"):
             async with real.pool(home, devices=2):
                 raise AssertionError
 
-    others = real.children(os.getpid())
+    others = served.children(os.getpid())
     real.run(test)
-    assert set(real.children(os.getpid())) <= set(others)
+    assert set(served.children(os.getpid())) <= set(others)
 
 
 def test_restarted_workers_open_the_checkpoint_of_the_others(home: Path) -> None:
     async def test() -> None:
         async with real.pool(home) as pool:
             first = pool.ready[0]
-            real.save(home, real.make.model(9, seq_len=real.CONTEXT), step=2)
+            served.save(home, served.make.model(9, seq_len=real.CONTEXT), step=2)
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
             await real.until(lambda: not pool.ready)
             await real.until(lambda: bool(pool.ready))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import make, save, serving
+from running_server import endless, make, save, serving
 
 from ascendchat import tasks
 from ascendchat.config.infer import ChatConfig
@@ -41,9 +42,11 @@ KEY = "a-key-of-the-tests-1234"
 LONG = 16384  # tokens of an answer that takes a while
 
 
-def served(folder: Path, made: GPT, *flags: str) -> Any:
+@contextlib.contextmanager
+def served(folder: Path, made: GPT, *flags: str) -> Iterator[str]:
     save(folder, made)
-    return serving(folder, *flags, ASCENDCHAT_API_KEYS=KEY)
+    with serving(folder, *flags, ASCENDCHAT_API_KEYS=KEY) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +234,10 @@ class Interrupted(io.StringIO):
 
 
 def test_ctrl_c_and_close_end_an_answer_and_free_its_slot(tmp_path: Path) -> None:
-    endless = make.scripted(make.script([START, ord("a"), ord("b"), ord("a")]), seq_len=LONG)
-    with served(tmp_path, endless, "--slots", "1") as url, Remote.open(url, api_key=KEY, tokenizer=TEXT) as remote:
+    with (
+        served(tmp_path, endless(LONG), "--slots", "1") as url,
+        Remote.open(url, api_key=KEY, tokenizer=TEXT) as remote,
+    ):
         assert remote.context == LONG
         out = Interrupted()
         talk = Chat(remote, TEXT, ChatConfig(temperature=0.0, max_tokens=LONG // 2), True, out, colour=False)

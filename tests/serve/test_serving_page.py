@@ -27,8 +27,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("served")
     save(home, make.model(3, seq_len=1024))
-    with serving(home) as url:
-        yield url
+    with serving(home) as running:
+        yield running.url
 
 
 @pytest.mark.slow

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import running_pool as real
+import running_server as served
 import torch
 from safetensors.torch import save, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import pool_server as real
 
 from ascendchat.config import UserError
 from ascendchat.device import pick
@@ -39,16 +35,16 @@ KEY = "a-key-for-the-trainer"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    real.save(tmp_path, model(0))
+    served.save(tmp_path, model(0))
     return tmp_path
 
 
 def model(seed: int) -> GPT:
-    return real.make.model(seed, seq_len=CONTEXT)
+    return served.make.model(seed, seq_len=CONTEXT)
 
 
 def folder(home: Path, seed: int) -> str:
-    return str(real.save(home, model(seed), run=f"trainer{seed}"))
+    return str(served.save(home, model(seed), run=f"trainer{seed}"))
 
 
 def file(home: Path, seed: int) -> str:
@@ -59,7 +55,7 @@ def file(home: Path, seed: int) -> str:
 
 def reference(seed: int, request: Any) -> Completion:
     """The answer of an engine of this process."""
-    engine = real.make.engine(model(seed), pick("cpu"), context=CONTEXT)
+    engine = served.make.engine(model(seed), pick("cpu"), context=CONTEXT)
     return engine.generate([request])[0]
 
 
@@ -193,7 +189,7 @@ def broken(home: Path) -> Iterator[tuple[str, str]]:
         yield str(home / name), says
     (home / "cut").write_bytes(save(weights)[:-100])
     yield str(home / "cut"), "not a whole safetensors file"
-    yield str(real.save(home, real.make.model(1, seq_len=64), run="short")), "a model of another shape"
+    yield str(served.save(home, served.make.model(1, seq_len=64), run="short")), "a model of another shape"
     damaged = Path(folder(home, 4))
     (damaged / "state.json").write_text("{}")
     yield str(damaged), "state.json"
@@ -244,17 +240,13 @@ def test_a_version_in_use_takes_only_the_weights_it_has(home: Path) -> None:
 # ---- over HTTP -----------------------------------------------------------------------------------
 
 
-def ask(server: real.Server, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    host, _, port = server.url.removeprefix("http://").rpartition(":")
-    link = http.client.HTTPConnection(host, int(port), timeout=real.PATIENCE)
+def ask(server: served.Server, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
-    content = json.dumps(body) if isinstance(body, dict) else body
-    link.request(method, path, content, {"Content-Type": kind, "Authorization": f"Bearer {KEY}"})
-    response = link.getresponse()
-    return response.status, json.loads(response.read() or "null")
+    answer = server.ask(method, path, body, Content_Type=kind, Authorization=f"Bearer {KEY}")
+    return answer.status, answer.json
 
 
-def card(server: real.Server) -> dict[str, Any]:
+def card(server: served.Server) -> dict[str, Any]:
     """What /v1/models says of the weights."""
     own = ask(server, "GET", "/v1/models")[1]["data"][0]["ascendchat"]
     return {name: own[name] for name in ("stage", "step", "chats", "version")}
@@ -264,13 +256,13 @@ ROUTES = ["POST /pause", "POST /resume", "GET /is_paused", "POST /update_weights
 
 
 def test_without_the_flag_there_are_no_such_routes(home: Path) -> None:
-    with real.serving(home, ASCENDCHAT_API_KEYS=KEY) as server:
+    with served.serving(home, ASCENDCHAT_API_KEYS=KEY) as server:
         assert {ask(server, *route.split())[0] for route in ROUTES} == {404}
 
 
 def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
     left = Path(tempfile.mkdtemp(prefix=f"{NAME}99999999-"))  # by a server that was killed
-    with real.serving(home, "--weight-updates", "--devices=2", ASCENDCHAT_API_KEYS=KEY) as server:
+    with served.serving(home, "--weight-updates", "--devices=2", ends=True, ASCENDCHAT_API_KEYS=KEY) as server:
         start = ask(server, "GET", "/weights")[1]
         assert card(server) == {"stage": "sft", "step": 1, "chats": True, "version": 0}
         assert (start["version"], len(start["workers"])) == (0, 2)
@@ -285,15 +277,15 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         assert ask(server, "POST", "/resume") == (200, {"status": "resumed"})
         assert not left.exists()
 
-        source = str(real.save(home, model(2), run="trainer", step=9))
+        source = str(served.save(home, model(2), run="trainer", step=9))
         status, second = ask(server, "POST", "/update_weights", {"folder": source, "version": 8})
         assert (status, second["version"]) == (200, 8), second
         assert card(server) == {"stage": "sft", "step": 9, "chats": True, "version": 8}
         shutil.rmtree(source)
         for worker in server.workers[:2]:
             os.kill(worker, signal.SIGKILL)
-        real.wait_until(lambda: ask(server, "GET", "/weights")[1]["checksum"] is None)
-        real.wait_until(lambda: {"status": "loaded", **ask(server, "GET", "/weights")[1]} == second)
+        served.wait_until(lambda: ask(server, "GET", "/weights")[1]["checksum"] is None)
+        served.wait_until(lambda: {"status": "loaded", **ask(server, "GET", "/weights")[1]} == second)
         assert card(server)["step"] == 9
         for path, body, says in [
             ("/update_weights", {"folder": source, "version": 9}, "no checkpoint folder on the server"),
@@ -310,5 +302,5 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         assert len(mine) == 1
         assert len(list(mine[0].iterdir())) == 1
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(real.PATIENCE) == 0
+        assert server.process.wait(served.PATIENCE) == 0
         assert not mine[0].exists()

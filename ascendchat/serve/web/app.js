@@ -4,6 +4,7 @@ import { receive } from "./answer.js";
 import { ChatError, fetchModel, setKey } from "./chat.js";
 import { openSettings, question, wireDrawer, wireMenu } from "./dialogs.js";
 import { download, find, icon, make, withoutBidi } from "./dom.js";
+import { fittingMessages } from "./fit.js";
 import { copied, MessageView } from "./message.js";
 import { loadAll, loadSettings, onOtherTab, remove, removeAll, save, saveSettings } from "./store.js";
 import { chooseLanguage, label, number, say, switchLanguage, words } from "./strings.js";
@@ -40,10 +41,18 @@ function show() {
     state.views.set(node.id, new MessageView(node, place, actions));
   }
   find("messages").replaceChildren(...[...state.views.values()].map((view) => view.element));
+  showDropped();
   for (const view of state.views.values()) view.show(runs?.node === view.node);
   find("empty").hidden = state.views.size > 0;
   showFrame();
   follow();
+}
+
+/** A line above the first message that the model still reads, when that is not the first of all. */
+function showDropped() {
+  find("messages").querySelector(".dropped")?.remove();
+  const first = state.views.get(state.current.start)?.element;
+  if (first?.previousElementSibling) first.before(say(make("p", { class: "note dropped" }), "dropped"));
 }
 
 /** Everything around the messages: title, list, buttons, status line. */
@@ -182,10 +191,8 @@ async function answer(conversation, parent) {
   state.following = true;
   show();
   announce(words("answering"));
-  const { system, ...sampling } = state.settings;
-  const request = { model: state.model?.id ?? "", messages: tree.requestMessages(conversation, parent, system) };
-  for (const [name, value] of Object.entries(sampling)) if (value !== null) request[name] = value;
   try {
+    const request = await requestOf(conversation, parent, controller.signal);
     let saved = performance.now();
     await receive(node, request, controller, () => {
       state.views.get(node.id)?.changed();
@@ -204,6 +211,20 @@ async function answer(conversation, parent) {
     state.running.delete(conversation.id);
     settle(conversation, node);
   }
+}
+
+async function requestOf(conversation, upTo, signal) {
+  const { system, ...sampling } = state.settings;
+  const { model } = state;
+  const longest = sampling.max_tokens ?? model?.defaults?.max_tokens ?? Infinity;
+  const before = conversation.start;
+  const messages = await fittingMessages(conversation, upTo, system, model?.context, longest, signal);
+  if (conversation.start !== before && conversation === state.current) {
+    showDropped();
+    announce(words("dropped"));
+  }
+  const named = Object.entries(sampling).filter(([, value]) => value !== null);
+  return { model: model?.id ?? "", messages, ...Object.fromEntries(named) };
 }
 
 function settle(conversation, node) {

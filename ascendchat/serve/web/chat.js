@@ -55,6 +55,15 @@ export async function fetchModel() {
   return { id: model.id, ...(model.ascendchat ?? {}) };
 }
 
+/** Of a conversation, as the model would read it. */
+export async function countTokens(messages, signal) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await ask("tokenize", { method: "POST", headers, body: JSON.stringify({ messages }), signal });
+  const count = (await response.json().catch(() => null))?.count;
+  if (!Number.isFinite(count)) throw new ChatError("broken", "");
+  return count;
+}
+
 /** Yields { text }, { tool }, { output }, { usage } and { finish }, as they come. */
 export async function* streamChat(request, signal) {
   const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });

@@ -26,7 +26,8 @@ export function checked(value) {
   const time = (number) => (Number.isFinite(number) ? number : 0);
   const leaf = known.has(value.leaf) ? value.leaf : nodes.at(-1)?.id ?? null;
   const title = isText(value.title) ? value.title : "";
-  return { id: value.id, title, created: time(value.created), changed: time(value.changed), leaf, nodes };
+  const start = known.has(value.start) ? value.start : null;
+  return { id: value.id, title, created: time(value.created), changed: time(value.changed), leaf, start, nodes };
 }
 
 const pick = (from, names) => Object.fromEntries(names.flatMap((name) => (name in from ? [[name, from[name]]] : [])));

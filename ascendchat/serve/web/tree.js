@@ -1,5 +1,6 @@
 // A conversation is a tree: an edited message and a second answer are siblings of the first, and nothing is lost.
-// { id, title, created, changed, leaf, nodes: [{ id, parent, role, text, tools, … }] }; parents come before children.
+// { id, title, created, changed, leaf, start, nodes: [{ id, parent, role, text, tools, … }] }; parents come before
+// children. start: the first message that the model still reads (fit.js); null, or not in the branch: all of them.
 import { withoutBidi } from "./dom.js";
 import { words } from "./strings.js";
 
@@ -7,7 +8,7 @@ export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(9)),
 
 export function newConversation() {
   const now = Date.now();
-  return { id: newId(), title: "", created: now, changed: now, leaf: null, nodes: [] };
+  return { id: newId(), title: "", created: now, changed: now, leaf: null, start: null, nodes: [] };
 }
 
 export function addNode(conversation, parent, role, text) {
@@ -61,11 +62,12 @@ export const fullText = (node) =>
     return tool ? `[${tool.call} = ${tool.result}]` : "";
   });
 
-/** What the API is sent: the system prompt and the branch up to a node. */
+/** What the API is sent: the system prompt and the branch up to a node, from `start` on where that is set. */
 export function requestMessages(conversation, upTo, system) {
   const path = pathOf({ ...conversation, leaf: upTo });
+  const start = Math.max(0, path.findIndex(({ id }) => id === conversation.start));
   const said = [];
-  for (const node of path) {
+  for (const node of path.slice(start)) {
     const content = plainText(node);
     // A question whose answer never came is one with the next: models know only turns that alternate.
     if (said.at(-1)?.role === node.role) said.at(-1).content += `\n\n${content}`;

@@ -1,0 +1,71 @@
+"""A pool in the test's own process, with real worker processes, and ways to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from running_server import PATIENCE, make, save
+
+from ascendchat.config.serve import ServeConfig
+from ascendchat.infer.request import Request, Sampling
+from ascendchat.serve.messages import Part
+from ascendchat.serve.pool import Failure, Pool, Process, Ticket, joined
+
+CONTEXT = 4096
+
+
+def request(tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> Request:
+    """Never ends by itself."""
+    settings = {"temperature": 0.0, "stop_tokens": (), "tools": False, **sampling}
+    return Request(list(prompt), Sampling(tokens, **settings))
+
+
+async def whole(ticket: Ticket) -> Part:
+    """The answer in one part."""
+    return joined([part async for part in ticket])
+
+
+async def outcome(ticket: Ticket) -> Part | Failure:
+    try:
+        return await whole(ticket)
+    except Failure as failure:
+        return failure
+
+
+async def gather(*awaitables: Awaitable[Any]) -> list[Any]:
+    return list(await asyncio.gather(*awaitables))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        await asyncio.sleep(0.01)
+
+
+def pid(process: Process) -> int:
+    assert process.child is not None
+    return process.child.process.pid
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """An asynchronous test, with an end in any case."""
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@contextlib.asynccontextmanager
+async def pool(home: Path, **settings: Any) -> AsyncIterator[Pool]:
+    """A pool whose workers answer, by default with random weights; $ASCENDCHAT_HOME must be `home`."""
+    if not (home / "runs").exists():
+        save(home, make.model(seq_len=CONTEXT))
+    made = Pool(ServeConfig(device_type="cpu", run="tiny", stage="sft", **{"slots": 4, **settings}))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close(0)
