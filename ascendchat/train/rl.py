@@ -98,11 +98,11 @@ def generator_of(
         return
     if named and config.rollout_devices:
         raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
-    there = Shape.from_dict(origin.state["shape"])
-    if shape.windows() != there.windows(shape.seq_len):
+    there = origin.state.get("shape") or {}
+    if "window_pattern" in there and shape.windows() != Shape.from_dict(there).windows(shape.seq_len):
         raise UserError(
-            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there.seq_len}, and what its short "
-            "windows see would differ; leave it out, or generate in this process (--rollouts local)"
+            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there['seq_len']}, and what its "
+            "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
     sizes = Sizes((config.slots or min(MOST_SLOTS, answers)) * ranks, shape.seq_len)
     place = folder / "rollouts"
