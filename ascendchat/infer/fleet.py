@@ -46,7 +46,7 @@ THREADS = 64  # that wait for answers at a time
 SLOTS = 64  # that a server is taken to have: a quarter of it is how much more one may have to do for its cache's sake
 MOST_ATTEMPTS = 12  # servers that may fail over one request before it is given up
 PACE = 0.5  # seconds between two looks at a server
-IDLE = 30.0  # seconds without a word after which a server without work is tried
+IDLE = 10.0  # seconds without a word after which a server without work is tried
 
 FAILURES = (UserError, OSError, Damaged, CancelledError)  # of a server, not of a request
 
@@ -308,18 +308,24 @@ class Fleet:
                 self._look(member, remote)
 
     def _look(self, member: Member, remote: Remote) -> None:
-        before = self._syncs
+        before, wanted = self._syncs, self.version
         try:
-            self._try(member.url)
-            member.heard = time.monotonic()
+            found = self._try(member.url)
+            problem = "" if found >= wanted else f"it has the weights of version {found} instead of {wanted}"
         except FAILURES as error:
-            if before == self._syncs and not before % 2:  # else it may have been paused for new weights
-                self.lose(member, remote, f"it generates nothing: {error}")
+            problem = f"it generates nothing: {error}"
+        if not problem:
+            member.heard = time.monotonic()
+        elif before == self._syncs and not before % 2:  # else it may have been paused for new weights
+            self.lose(member, remote, problem)
 
-    def _try(self, url: str) -> None:
-        """A server that accepts connections may still hang: only an answer counts."""
+    def _try(self, url: str) -> int:
+        """A server that accepts connections may still hang: only an answer counts. The version of its weights; where
+        servers do not say it, ours."""
         with self._connect(url, self.hang) as remote:
-            remote.generate([Request([0], Sampling(max_tokens=1, temperature=0.0, stop_tokens=()))])
+            probe = Request([0], Sampling(max_tokens=1, temperature=0.0, stop_tokens=()))
+            answer = remote.generate([probe])[0]
+            return answer.version if remote.ours else self.version
 
     def _return(self, member: Member) -> None:
         """Back into service, with the weights that the others have."""

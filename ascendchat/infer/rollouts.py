@@ -252,7 +252,6 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
     """`ascendchat serve` for one trainer: nobody else asks, and it may ask for as much as it likes."""
     settings = {
         "checkpoint": weights_folder,
-        "tokenizer": config.tokenizer,
         "device-type": here.device.type,
         "devices": config.rollout_devices,
         "host": "127.0.0.1",
@@ -267,8 +266,7 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
         "client-timeout": config.rollout_timeout,
         "drain": 1,
     }
-    if config.attention:
-        settings["attention"] = config.attention
+    settings |= {name: value for name in ("tokenizer", "attention") if (value := getattr(config, name))}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     return [sys.executable, "-m", "ascendchat", "serve", "--weight-updates", "--no-web", *flags]
 

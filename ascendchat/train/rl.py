@@ -155,11 +155,11 @@ def generator_of(
         return
     if named and config.rollout_devices:
         raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
-    there = Shape.from_dict(origin.state["shape"]) if isinstance(begin.learner.model, GPT) else shape
-    if shape.windows() != there.windows(shape.seq_len):
+    there = origin.state.get("shape") or {}
+    if "window_pattern" in there and shape.windows() != Shape.from_dict(there).windows(shape.seq_len):
         raise UserError(
-            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there.seq_len}, and what its short "
-            "windows see would differ; leave it out, or generate in this process (--rollouts local)"
+            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there['seq_len']}, and what its "
+            "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
     sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
     with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, folder=place, sizes=sizes) as fleet:

@@ -180,6 +180,23 @@ def test_a_server_that_hangs_is_left_and_its_answers_are_asked_elsewhere(
     wait_until(lambda: all(in_service(fleet)), "its return")
 
 
+def test_a_rank_that_only_asks_waits_until_another_has_sent_the_weights_again(
+    fleet: Fleet, servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was started anew while the rank that sends weights had nothing to ask: it must look by itself."""
+    monkeypatch.setattr("ascendchat.infer.fleet.IDLE", 1.0)
+    new = make.model(7)
+    fleet.load(new.state_dict(), 5)
+    asked = requests(prompts=2)
+    with Fleet.open([servers[0].url], pushes=False, say=lambda text: None, hang=120.0, **SETTINGS) as asking:
+        asking.renew(5)
+        assert ids(asking.generate(asked)) == expected(new, asked)
+        servers[0].kill()
+        servers[0].start().ready()  # it opens the weights of model 3
+        answers = asking.generate(asked)
+    assert (ids(answers), {answer.version for answer in answers}) == (expected(new, asked), {5})
+
+
 def test_no_server_at_all_is_a_sentence_after_a_while(servers: list[ServerProcess], fleet: Fleet) -> None:
     for server in servers:
         server.kill()
