@@ -246,7 +246,7 @@ class RlStage(Stage):
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy answers to questions that are not trained on."""
         engine = self.engine()
-        engine.renew(step)
+        engine.renew(self.source.rhythm.version)
         examiner = Examiner(
             self.tokenizer,
             GeneratorChooser(engine),
