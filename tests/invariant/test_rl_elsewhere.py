@@ -153,7 +153,12 @@ def test_of_two_servers_one_is_killed_and_comes_back(home: Path, local: str, mon
 
 
 def test_what_cannot_work_is_one_sentence(home: Path) -> None:
+    block = "inference_engine: {type: vllm, vllm_config: {device: cpu, %s: bfloat16}}\n"
+    (home / "engine.yaml").write_text(block % "dtype", encoding="utf-8")
+    (home / "typo.yaml").write_text(block % "dtyp", encoding="utf-8")
     cases: list[tuple[list[str], str]] = [
+        (["--config", "engine.yaml"], "vLLM opens models of Hugging Face"),
+        (["--config", "typo.yaml"], "unknown setting dtyp; did you mean dtype?"),
         (["--rollouts", "http://127.0.0.1:1", "--rollout-devices", "1"], "exclude each other"),
         (["--rollouts", "http://127.0.0.1:1", "--rollout-patience", "1"], "no answer from http://127.0.0.1:1"),
         (["--rollout-key-file", "nowhere", "--rollouts", "http://127.0.0.1:1"], "--rollout-key-file nowhere"),
