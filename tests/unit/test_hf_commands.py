@@ -90,3 +90,10 @@ def test_a_context_beyond_what_the_model_knows_is_refused(
 def test_a_hub_id_is_answered_by_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--model", "Qwen/Qwen3-0.6B", "-p", "x", "--device-type", "cpu"]) == 2
     assert "ascendchat data fetch models/Qwen/Qwen3-0.6B" in capsys.readouterr().err
+
+
+def test_stages_of_our_own_models_say_that_they_do_not_train_it(
+    model: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", "--start", str(model[0]), "--device-type", "cpu"]) == 2
+    assert "`ascendchat sft` does not train; rl does" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""`ascendchat serve --model DIR`: a Hugging Face folder behind OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from running_server import serving
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+import hf_models
+
+PATIENCE = 300.0  # seconds; a guard only
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is seventeen plus?"}]
+
+
+@pytest.mark.slow
+def test_a_hugging_face_folder_is_served_with_its_own_template(tmp_path: Path) -> None:
+    theirs = hf_models.save(tmp_path / "tiny-llama", "llama")
+    tokenizer = hf_models.library().AutoTokenizer.from_pretrained(tmp_path / "tiny-llama")
+    prompt = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        row = theirs.generate(prompt, max_new_tokens=10, do_sample=False)
+    wanted = tokenizer.decode(row[0, prompt.size(1) :], skip_special_tokens=True)
+    flags = ["--model", str(tmp_path / "tiny-llama"), "--device-type", "cpu", "--temperature", "0", "--slots", "2"]
+    with serving(tmp_path, *flags) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        assert [model.id for model in client.models.list()] == ["tiny-llama/hf"]
+        answer = client.chat.completions.create(model="tiny-llama/hf", messages=TALK, max_tokens=10, logprobs=True)  # type: ignore[arg-type]
+        assert answer.choices[0].message.content == wanted
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == prompt.size(1)
+        body = {"messages": TALK, "max_tokens": 60, "response_format": {"type": "json_object"}}
+        found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).json()
+        assert isinstance(json.loads(found["choices"][0]["message"]["content"]), dict)
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+        refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": TALK, "tools": [tool]}, timeout=PATIENCE)
+        assert refused.status_code == 400
+        assert "tools" in refused.json()["error"]["message"]
