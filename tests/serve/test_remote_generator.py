@@ -109,6 +109,7 @@ ASKED = [
     Sampling(max_tokens=30, seed=7, allowed_tokens=tuple(range(97, 103)), stop=("ab", "ca")),
     Sampling(max_tokens=9, seed=8, logit_bias=((97, 100.0), (98, 100.0))),
     Sampling(max_tokens=10_000, seed=9, stop_tokens=()),  # to the end of the context
+    Sampling(max_tokens=40, seed=10, logprobs=True, stop_tokens=tuple(range(97, 140)), keep_stop=True),
 ]
 
 
