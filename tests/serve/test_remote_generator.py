@@ -117,6 +117,7 @@ ASKED = [
     Sampling(max_tokens=9, seed=8, logit_bias=((97, 100.0), (98, 100.0))),
     Sampling(max_tokens=30, seed=3, allowed_tokens=(97, 98, 99), stop_tokens=(99,), keep_stop=True, logprobs=True),
     Sampling(max_tokens=10_000, seed=9, stop_tokens=()),  # to the end of the context
+    Sampling(max_tokens=40, seed=10, logprobs=True, stop_tokens=tuple(range(97, 140)), keep_stop=True),
 ]
 
 
