@@ -16,8 +16,10 @@ from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.hf.model import CausalLM
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS, Attention, documents
-from ascendchat.nn.loss import head_loss, head_objective, token_nats
+from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import dense
+from ascendchat.nn.objective import head_objective
+from ascendchat.nn.readout import Drawn
 from ascendchat.nn.uncapped import uncapped_score
 from ascendchat.train.rows import Learner
 
@@ -102,15 +104,9 @@ def test_an_objective_has_the_gradient_that_autograd_gives_it(pair: tuple[Any, C
     tokens, targets = whole[:, :-1], whole[:, 1:]
     advantage = torch.linspace(-1, 1, targets.numel()).view(targets.shape)
     hidden = model(tokens, dense(model, KERNEL)).detach().requires_grad_()
-    loss, logprobs = head_objective(
-        hidden,
-        model.head.detach(),
-        targets,
-        model.shape.vocab,
-        lambda logprob, a: -logprob * a,
-        (advantage,),
-        scorer=model.score,
-    )
+    drawn = Drawn(model.shape.vocab, softcap=model.softcap)
+    head = model.head.detach()
+    loss, logprobs, _ = head_objective(hidden, head, targets, drawn, lambda logprob, a: -logprob * a, (advantage,))
     (found,) = torch.autograd.grad(loss, hidden)
     plain = (hidden @ model.head.detach().t()).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     (wanted,) = torch.autograd.grad((-plain * advantage).mean(), hidden)

@@ -56,7 +56,7 @@ def answered(policy: PolicyLoss, seed: int, count: int = 12, slots: int = 5) -> 
         group = Group(Question(0, NO_TASK, 0, request.prompt), [answer], [0.0])
         group.advantages = [chance.uniform(-1, 1)]
         groups.append(group)
-    return pack(groups, [1.0 / count] * count, learner.model.shape.seq_len, 0)
+    return pack(groups, lambda answer: 1.0 / count, learner.model.shape.seq_len, 0)
 
 
 def uploaded(rows: TokenRows) -> PolicyBatch:

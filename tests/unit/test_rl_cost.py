@@ -23,7 +23,7 @@ def packed(answers: int) -> TokenRows:
     task = load("toy_arithmetic_en", "train")
     answer = Completion([7] * 5, logprobs=[-1.0] * 5, forced=[False] * 5)
     groups = [Group(Question(i, task, i, [3] * 8), [answer], [1.0], 1, [1.0]) for i in range(answers)]
-    return pack(groups, [0.1] * answers, T, PAD)
+    return pack(groups, lambda answer: 0.1, T, PAD)
 
 
 @pytest.mark.parametrize(("answers", "fill", "sizes"), [(5, True, [4, 4]), (5, False, [4, 1]), (0, False, [1])])
