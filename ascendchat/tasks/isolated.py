@@ -94,17 +94,26 @@ class Link:
 
     def __init__(self, inside: Inside, number: int) -> None:
         self.inside, self.number, self.asked = inside, number, 0
+        self.batch: list[tuple[int, tuple[Any, ...]]] = []
 
     def begin(self) -> None:
         """What is to be called has been found: from now on the time counts."""
         self.inside.send("begun", self.number)
 
-    async def ask(self, what: str, *details: Any) -> Any:
-        """The parent's answer. The time does not count while it is waited for."""
+    async def ask(self, *question: Any) -> Any:
+        """The parent's answer, for which the time does not count. What is asked at once goes out in one message, and
+        is answered by one: so it does not depend on the speed of anything what the parent has to do together."""
+        loop = asyncio.get_running_loop()
         self.asked += 1
-        answer = self.inside.asked[self.number, self.asked] = asyncio.get_running_loop().create_future()
-        self.inside.send("ask", self.number, self.asked, what, details)
+        answer = self.inside.asked[self.number, self.asked] = loop.create_future()
+        if not self.batch:
+            loop.call_soon(self._send)
+        self.batch.append((self.asked, question))
         return await answer
+
+    def _send(self) -> None:
+        batch, self.batch = self.batch, []
+        self.inside.send("ask", self.number, batch)
 
 
 class Inside:
@@ -130,19 +139,20 @@ class Inside:
                     self.tasks[number] = asyncio.get_running_loop().create_task(self.run(number, rest[0]))
                 elif what == "cancel" and number in self.tasks:
                     self.tasks[number].cancel()
-                elif what in ("answer", "refused"):
-                    self.answered(number, rest[0], what == "answer", rest[1])
+                elif what == "answers":
+                    for which, value, problem in rest[0]:
+                        self.answered(number, which, value, problem)
         except (EOFError, OSError):
             self.over.set()
 
-    def answered(self, number: int, which: int, done: bool, value: Any) -> None:
+    def answered(self, number: int, which: int, value: Any, problem: str) -> None:
         asked = self.asked.pop((number, which), None)
         if asked is None or asked.done():  # who asked was cancelled
             return
-        if done:
-            asked.set_result(value)
+        if problem:
+            asked.set_exception(Refused(problem))
         else:
-            asked.set_exception(Refused(value))
+            asked.set_result(value)
 
     async def run(self, number: int, args: tuple[Any, ...]) -> None:
         """One call."""

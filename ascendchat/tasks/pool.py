@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -53,21 +53,21 @@ class Call:
     shared: bool
     attempts: int
     timeout: float
-    hear: Callable[..., None]  # hear("ask", question, what, details), hear("again"): it is begun once more
+    hear: Callable[..., None]  # hear("ask", questions); hear("again"): it is begun once more
     future: Future[Any] = field(default_factory=Future)
     number: int = NOBODY  # in its process
     deadline: float = math.inf
-    asked: int = 0  # questions to which it waits for an answer
+    asked: int = 0  # times that it waits for answers
     cancelled: bool = False
 
 
-@dataclass(frozen=True)
-class Question:
-    """What a call has asked; the answer goes to Pool.answer."""
+@dataclass(frozen=True, eq=False)
+class Questions:
+    """What a call has asked at once; the answers go to Pool.answer, all together."""
 
     process: Process
-    number: int
-    which: int
+    number: int  # of the call
+    asked: Sequence[tuple[int, tuple[Any, ...]]]  # (which, question)
 
 
 class Process:
@@ -157,9 +157,9 @@ class Pool:
         self._tell("submit", call)
         return call.future
 
-    def answer(self, question: Question, value: Any = None, problem: str = "") -> None:
-        """To what a call has asked; `problem`: it is raised there as a Refused. Too late is no error."""
-        self._tell("answer", question, value, problem)
+    def answer(self, questions: Questions, answers: Sequence[tuple[Any, str]]) -> None:
+        """To what a call has asked: (value, problem) of each; a problem is raised there. Too late is no error."""
+        self._tell("answer", questions, answers)
 
     def close(self) -> None:
         """End the processes; calls under way have failed."""
@@ -212,15 +212,15 @@ class Pool:
                     with self._lock:
                         self._closed = True
 
-    def _answer(self, question: Question, value: Any, problem: str) -> None:
-        call = question.process.calls.get(question.number)
-        if call is None or question.process not in self._processes:
+    def _answer(self, questions: Questions, answers: Sequence[tuple[Any, str]]) -> None:
+        call = questions.process.calls.get(questions.number)
+        if call is None:
             return
         call.asked -= 1
         if not call.asked:
             call.deadline = _now() + call.timeout
-        word = ("refused", question.number, question.which, problem) if problem else None
-        question.process.out.put(word or ("answer", question.number, question.which, value))
+        answered = [(which, *answer) for (which, _), answer in zip(questions.asked, answers)]
+        questions.process.out.put(("answers", questions.number, answered))
 
     def _begin_calls(self) -> None:
         """The longest waiting first; one that finds no room lets the others wait too."""
@@ -258,7 +258,7 @@ class Pool:
             call.deadline = _now() + call.timeout
         elif what == "ask":
             call.asked, call.deadline = call.asked + 1, math.inf
-            call.hear("ask", Question(process, number, rest[0]), rest[1], rest[2])
+            call.hear("ask", Questions(process, number, rest[0]))
         elif what == "done":
             del process.calls[number]
             call.future.set_result(rest[0])

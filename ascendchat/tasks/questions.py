@@ -20,14 +20,15 @@ from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, render_choice, text_of
-from ascendchat.data.conversations import PROMPT, checked, openai, parse_choice, read_rows, said, turns
+from ascendchat.data.conversations import PROMPT, REPLY, checked, openai, parse_choice, read_rows, said, turns
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.tables import TABLE_TYPES, TableRow
-from ascendchat.tasks import terms
+from ascendchat.tasks import load, terms
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK
 
+OWN = "prompt", "completion", "messages"  # columns that a reward gets as its first arguments, or as they are asked
 VALIDATION = 0.02  # share of the rows that is kept for examinations
 
 Asked = tuple[Conversation, dict[str, Any]]  # the prompt, and what a reward gets
@@ -35,7 +36,9 @@ Asked = tuple[Conversation, dict[str, Any]]  # the prompt, and what a reward get
 
 def read_question(row: TableRow) -> Asked:
     """A row as a prompt and the columns for the reward."""
-    columns = {str(name): value for name, value in row.items() if name not in (*PROMPT.split("|"), "messages")}
+    columns = {str(name): value for name, value in row.items() if name not in OWN}
+    if "answer" not in row and (replies := [row[name] for name in REPLY.split("|") if row.get(name) is not None]):
+        columns["answer"] = replies[0]
     asked = next((row[name] for name in PROMPT.split("|") if row.get(name)), None)
     if row.get("choices") or (asked and row.get("A") and row.get("B")):
         question, choices, right = parse_choice(row)
@@ -57,6 +60,20 @@ def read_question(row: TableRow) -> Asked:
     if not prompt or prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError("its messages do not end where the assistant must speak")
     return checked(prompt), columns
+
+
+def load_questions(name: str, split: str = "train", source: str = "") -> Task:
+    """A task whose answers can be judged: by name, or a file of your own."""
+    if Path(name).expanduser().is_file():
+        return QuestionFile(name, split)
+    if name == "humaneval":  # it has no other questions
+        task = load(name, "test", source)
+        task.notices = ["humaneval has only test questions: what is trained on them cannot be examined with them"]
+        return task
+    task = load(name, split, source)
+    if task.kind == "dialog":
+        raise UserError(f"--data {name}: its answers cannot be judged; choose tasks such as gsm8k, toy_problems")
+    return task
 
 
 class QuestionFile(Task):

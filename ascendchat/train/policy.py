@@ -36,7 +36,7 @@ from ascendchat.plan.batch import Split
 from ascendchat.plan.schedule import Curve
 from ascendchat.tasks import Task
 from ascendchat.train.grpo import PRESETS, advantages, token_weights
-from ascendchat.train.rollout import SPARE, Group, Rollout, TokenRows, pack
+from ascendchat.train.rollout import SPARE, Group, Rollout, TokenRows, pack, pass_sums, term_sums
 from ascendchat.train.rows import Learner, curve, learning_rates, optimizer_for
 from ascendchat.train.stage import Loss, Stage
 
@@ -122,6 +122,7 @@ class RlStage(Stage):
             more = self.rollout.groups(range(first, first + len(equal) * world.size, world.size))
             for i, group in zip(equal, more):
                 if group.differ:
+                    group.first = groups[i].solved
                     groups[i] = group
         return groups
 
@@ -173,29 +174,37 @@ class RlStage(Stage):
     def _note(self, groups: Sequence[Group], kept: Sequence[Group]) -> None:
         """What a step has seen, over all ranks."""
         answers = [answer for group in groups for answer in group.answers]
+        passes = pass_sums(groups, self.config.samples)
+        judged = self.rollout.judge.terms if not self.config.workflow else []
+        terms = term_sums(groups, [term.name for term in judged] if len(judged) > 1 else [])
         own = torch.tensor(
             [
                 float(len(groups)),
                 float(len(answers)),
                 sum(reward for group in groups for reward in group.rewards),
-                float(sum(max(group.rewards) > 0 for group in groups)),
                 float(sum(len(answer.ids) for answer in answers)),
                 float(sum(answer.finish_reason == "length" for answer in answers)),
                 float(len(kept)),
                 float(sum(len(group.answers) - group.judged for group in groups)),
+                float(sum(group.rejected for group in groups)),
+                *(number for sums in (*passes.values(), *terms.values()) for number in sums),
             ],
             device=self.learner.place,
         )
         dist.all_reduce(own, "sum")
-        questions, count, reward, solved, length, cut, used, unjudged = own.tolist()
+        questions, count, reward, length, cut, used, unjudged, rejected, *sums = own.tolist()
+        count = max(1.0, count)
+        names = [f"pass@{k}" for k in passes] + [f"reward_{name}" for name in terms]
+        means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1]}
         self.tokens_per_step = int(length)
         self._known = {
             "reward": reward / count,
-            f"pass@{self.config.samples}": solved / questions,
+            **means,
             "answer_tokens": length / count,
             "truncated": cut / count,
             "informative": used / questions,
             "unjudged": unjudged,
+            **({"rejected": rejected} if self.config.workflow else {}),
         }
 
     def rates(self, step: int) -> dict[str, float]:
@@ -218,6 +227,7 @@ class RlStage(Stage):
                     "question": group.question.task.question(group.question.index),
                     "answer": answer.text,
                     "reward": reward,
+                    **({"terms": group.terms[i]} if group.terms else {}),
                     "tokens": len(answer.ids),
                     "finish": answer.finish_reason,
                     "version": answer.version,
@@ -225,7 +235,7 @@ class RlStage(Stage):
                 ensure_ascii=False,
             )
             for group in groups
-            for answer, reward in zip(group.answers, group.rewards)
+            for i, (answer, reward) in enumerate(zip(group.answers, group.rewards))
         ]
         write_atomic(folder / f"step_{step:06d}-{dist.world().rank}.jsonl", "\n".join(lines) + "\n")
 
@@ -251,7 +261,7 @@ class RlStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
-        names = "preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill", "reward"
+        names = "preset", "prompts_per_step", "samples", "max_new_tokens", "temperature", "top_k", "refill"
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -259,6 +269,7 @@ class RlStage(Stage):
             "steps": self.steps,
             "seed": config.seed,
             "questions": self.rollout.questions.fingerprint,
+            "reward": ",".join(config.reward) + (f" in {config.workflow}" if config.workflow else ""),
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
             **{name: getattr(config, name) for name in names},
         }
@@ -274,7 +285,7 @@ class RlStage(Stage):
         return True
 
     def close(self) -> None:
-        self.rollout.judge.close()
+        self.rollout.close()
 
 
 def learnt(answer: Completion) -> int:

@@ -23,7 +23,8 @@ from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
-from ascendchat.tasks import Task, load
+from ascendchat.tasks import Task
+from ascendchat.tasks.questions import QuestionFile, load_questions
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, length_penalty
 from ascendchat.train.policy import RlStage
@@ -31,6 +32,7 @@ from ascendchat.train.rollout import Questions, Rollout
 from ascendchat.train.rows import Learner, build, share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.start import only_weights, starting_point
+from ascendchat.train.workflow import Workflows
 
 MOST_SLOTS = 256
 NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size"  # flags of mid and sft without a meaning here
@@ -63,14 +65,16 @@ def run(config: RlConfig) -> int:
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
             config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
+        check_answers(questions, config, here)
         learner = build(config, shape, here)
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
         engine = engine_of(learner, tokenizer, config.slots or min(MOST_SLOTS, answers))
-        rollout = rollout_of(config, questions, engine, here)
+        rollout = rollout_of(config, questions, engine, here, shape.seq_len)
         steps = config.num_iterations or max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         folder = run_folder(config.run or origin.folder.parent.parent.name, "rl")
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
-        exam = [examination(parse_entry(entry).name, config.source) for entry in data]
+        exams = [examination(parse_entry(entry).name, config.source) for entry in data]
+        exam = [task for task in exams if not isinstance(task, QuestionFile) or task.checkable]
         stage = RlStage(learner, split, steps, engine, rollout, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
         if not saved:
@@ -83,8 +87,8 @@ def run(config: RlConfig) -> int:
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=add_files)
 
 
-def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Context) -> Rollout:
-    """How answers are asked for and judged."""
+def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Context, context: int) -> Rollout:
+    """How answers are asked for and judged. `context`: tokens of a row."""
     most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
 
     def shaped(reward: float, answer: Completion) -> float:
@@ -92,15 +96,40 @@ def rollout_of(config: RlConfig, questions: Questions, engine: Engine, here: Con
 
     sampling = Sampling(most, config.temperature, config.top_k, logprobs=True, keep_stop=True)
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
-    return Rollout(questions, engine, judge, sampling, config.samples, config.seed, shaped)
+    rollout = Rollout(questions, engine, judge, sampling, config.samples, config.seed, shaped)
+    if config.workflow:
+        rollout.workflow = Workflows(
+            config.workflow,
+            questions.tokenizer,
+            engine,
+            judge,
+            sampling,
+            seed=config.seed,
+            room=questions.room,
+            context=context,
+            timeout=config.workflow_timeout,
+            say=here.say,
+        )
+    return rollout
+
+
+def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
+    """Say what was left out of the questions; they need answers, or something else that judges."""
+    for task in questions.tasks:
+        for notice in task.notices:
+            here.say(notice)
+        if isinstance(task, QuestionFile) and not task.checkable and not (config.reward or config.workflow):
+            raise UserError(
+                f"the questions of {task.name} have no answers; give them a column answer or test, or name --reward"
+            )
 
 
 def examination(name: str, source: str) -> Task:
     """The questions to be examined with: those kept for validation, else those of the test."""
     try:
-        return load(name, "val", source)
+        return load_questions(name, "val", source)
     except UserError:  # it has no such split
-        return load(name, "test", source)
+        return load_questions(name, "test", source)
 
 
 def batch_rows(answers: int) -> int:

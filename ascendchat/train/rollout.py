@@ -12,12 +12,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
 from ascendchat.data.chat import render_prompt
 from ascendchat.data.mixture import locate, parse_mixture, shares
@@ -26,8 +25,9 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.generator import Generator
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
-from ascendchat.tasks import Task, load
-from ascendchat.tasks.rewards import Judge
+from ascendchat.tasks import Task, pass_at_k
+from ascendchat.tasks.questions import load_questions
+from ascendchat.tasks.rewards import Asked, Judge
 
 SPARE = 1 << 40  # number of the first question that is asked in place of another
 
@@ -51,10 +51,20 @@ class Group:
     rewards: list[float]
     judged: int = 0  # answers that could be judged
     advantages: list[float] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)  # of the answers that could be judged
+    terms: list[dict[str, float]] = field(default_factory=list)  # of each reward, by name and without weights
+    rejected: int = 0  # episodes of a workflow that have no answer here
+    first: tuple[int, int] | None = None  # `solved` of the group in whose place this one stands
 
     @property
     def differ(self) -> bool:
-        return max(self.rewards) > min(self.rewards)
+        return max(self.rewards, default=0.0) > min(self.rewards, default=0.0)
+
+    @property
+    def solved(self) -> tuple[int, int]:
+        """(answers, right ones) to the question that was drawn first, by which pass@k is estimated: those that took its
+        place were chosen for being neither easy nor hard."""
+        return self.first or (len(self.right), sum(self.right))
 
 
 class Questions:
@@ -63,12 +73,7 @@ class Questions:
     def __init__(self, data: Sequence[str], tokenizer: Tokenizer, seed: int, room: int, source: str = "") -> None:
         entries = parse_mixture(data)
         self.tokenizer, self.seed, self.room = tokenizer, seed, room
-        self.tasks = [load(name, "train", source) for name, _ in entries]
-        for (name, _), task in zip(entries, self.tasks):
-            if task.kind != "reply":
-                raise UserError(
-                    f"--data {name}: its answers cannot be judged; choose tasks such as gsm8k, toy_problems"
-                )
+        self.tasks = [load_questions(name, "train", source) for name, _ in entries]
         weights = [float(len(task)) if weight is None else weight for (_, weight), task in zip(entries, self.tasks)]
         self.weights, self._shares = weights, shares(weights)
         self._order = cache(lambda which, epoch: shuffled(len(self.tasks[which]), seed, epoch, which))
@@ -99,6 +104,13 @@ def answer_seed(seed: int, number: int, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {number} {sample}".encode()).digest()[:7], "big")
 
 
+class Workflow(Protocol):
+    """Makes episodes of questions; workflow.py has it."""
+
+    def groups(self, asked: Sequence[Question], samples: int) -> list[Group]: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class Rollout:
     """Asks, lets answer and judges."""
@@ -110,10 +122,13 @@ class Rollout:
     samples: int
     seed: int
     shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward
+    workflow: Workflow | None = None  # several turns: workflow.py
 
     def groups(self, numbers: Iterable[int]) -> list[Group]:
         """All answers to these questions. What cannot be judged counts like the worst answer of its group."""
         asked = [self.questions.ask(number) for number in numbers]
+        if self.workflow is not None:
+            return self.workflow.groups(asked, self.samples)
         requests = [
             Request(question.prompt, replace(self.sampling, seed=answer_seed(self.seed, question.number, sample)))
             for question in asked
@@ -121,18 +136,46 @@ class Rollout:
         ]
         answers = self.generator.generate(requests)
         owners = [question for question in asked for _ in range(self.samples)]
-        rewards = self.judge.rewards(
-            [(question.task, question.index, answer.text) for question, answer in zip(owners, answers)]
+        verdicts = self.judge.verdicts(
+            [
+                Asked(question.task, question.index, answer.text, question.prompt, answer.ids, answer.finish_reason)
+                for question, answer in zip(owners, answers)
+            ]
         )
         groups = []
         for i, question in enumerate(asked):
             span = slice(i * self.samples, (i + 1) * self.samples)
-            known = [reward for reward in rewards[span] if reward is not None]
-            worst = min(known, default=0.0)
-            filled = [worst if reward is None else reward for reward in rewards[span]]
+            known = [verdict for verdict in verdicts[span] if verdict.reward is not None]
+            worst = min((verdict.reward for verdict in known if verdict.reward is not None), default=0.0)
+            filled = [worst if verdict.reward is None else verdict.reward for verdict in verdicts[span]]
             shaped = [self.shape_reward(reward, answer) for reward, answer in zip(filled, answers[span])]
-            groups.append(Group(question, answers[span], shaped, len(known)))
+            right, terms = [verdict.right for verdict in known], [verdict.terms for verdict in verdicts[span]]
+            groups.append(Group(question, answers[span], shaped, len(known), right=right, terms=terms))
         return groups
+
+    def close(self) -> None:
+        """End the processes of the judge and of the workflow."""
+        self.judge.close()
+        if self.workflow is not None:
+            self.workflow.close()
+
+
+def pass_sums(groups: Sequence[Group], samples: int) -> dict[int, tuple[float, float]]:
+    """k -> (sum of the unbiased estimates of pass@k, groups with enough answers for one), for powers of two and all."""
+    counts = [group.solved for group in groups]
+    return {
+        k: (
+            sum(pass_at_k(answers, right, k) for answers, right in counts if answers >= k),
+            float(sum(answers >= k for answers, _ in counts)),
+        )
+        for k in sorted({*(1 << i for i in range(samples.bit_length())), samples})
+    }
+
+
+def term_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Of each term of the rewards: (sum, number) over the answers for which it is known."""
+    known = [terms for group in groups for terms in group.terms]
+    return {name: (sum(t.get(name, 0.0) for t in known), float(sum(name in t for t in known))) for name in names}
 
 
 @dataclass(frozen=True)
