@@ -273,7 +273,7 @@ def conversations(
         reader = reader or detect(row, path)
         return [checked(one) for one in reader(filled(row, slots) if slots else row)]
 
-    for of_row in read_rows(path, read_row, limit=limit, what="conversation", say=say):
+    for of_row in read_rows(path, read_row, limit=limit, say=say):
         yield from of_row
 
 
@@ -281,12 +281,11 @@ def read_rows(
     path: Path,
     read_row: Callable[[TableRow], Row],
     *,
-    what: str,
     limit: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Row]:
     """What `read_row` makes of each row of a table; rows that it cannot read are counted and left out. A UserError of
-    it means columns that it does not know: those of another row may be known. `what`: is in a row, in one word."""
+    it means columns that it does not know: those of another row may be known."""
     unread, read_any, unknown = Unread(path.name), False, None
     try:
         for where, row in islice(entries(path), limit):
@@ -313,7 +312,7 @@ def read_rows(
             f"{path.name} cannot be read beyond row {unread.rows}: {read.reason(error)}; fetch or write it again"
         ) from error
     if not unread.rows:
-        raise UserError(f"{path.name} is empty; name a file with at least one {what}")
+        raise UserError(f"{path.name} is empty; name a file with at least one row")
     if not read_any and unknown is not None:
         raise unknown
     if unread.too_many:

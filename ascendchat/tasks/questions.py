@@ -87,7 +87,7 @@ class QuestionFile(Task):
         if format_of(path.name)[0] not in TABLE_TYPES or not path.is_file():
             raise UserError(f"{path}: questions are read from {' '.join(TABLE_TYPES)} files; name one of these")
         notices: list[str] = []
-        every = [_stored(one) for one in read_rows(path, read_question, what="question", say=say or notices.append)]
+        every = [_stored(one) for one in read_rows(path, read_question, say=say or notices.append)]
         held = [line for line in every if is_held_out(line.encode("utf-8", "surrogatepass"), VALIDATION)]
         kept = set(held)
         train = [line for line in every if line not in kept]

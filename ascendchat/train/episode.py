@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ascendchat.data.chat import Message, canonical, render_message, render_prompt
+from ascendchat.data.chat import Message, render, render_prompt
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.request import Completion
 from ascendchat.infer.text import TextStream
@@ -86,6 +86,7 @@ class Talk:
     prompt: list[int]
     after: Completion = field(default_factory=Completion)  # everything behind the prompt
     lines: list[str] = field(default_factory=list)  # for people to read
+    turn: int = 0  # where in `after` the assistant's last turn begins
 
     @property
     def ids(self) -> list[int]:
@@ -99,9 +100,8 @@ class Talk:
     @property
     def text(self) -> str:
         """What a reader sees of the assistant's last turn."""
-        stream, start = TextStream(self.generator.tokenizer), self._special("assistant_start")
-        ids = self.ids
-        stream.feed_all(ids[len(ids) - ids[::-1].index(start) :])
+        stream = TextStream(self.generator.tokenizer)
+        stream.feed_all(self.after.ids[self.turn :])
         stream.close()
         return stream.text
 
@@ -120,10 +120,19 @@ class Talk:
 
     def say(self, text: str, role: str = "user") -> None:
         """Somebody else says something, and the assistant must speak again."""
-        end = self._special("assistant_end")
-        turn = render_message(self.generator.tokenizer, canonical([{"role": role, "content": text}])[0]).ids
-        self.force([*([] if self.ids[-1] == end else [end]), *turn, self._special("assistant_start")])
+        self.force(self.turn_of(text, role))
+        self.turn = len(self.after.ids)
         self.lines.append(f"[{role}] {text}")
+
+    def turn_of(self, text: str, role: str = "user") -> list[int]:
+        """The tokens that `say` would put there: what a conversation has behind the end of the assistant's turn, and
+        that end too if the model was cut short."""
+        tokenizer, end = self.generator.tokenizer, self._special("assistant_end")
+        before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+        until = render(tokenizer, before).ids
+        ended = len(until) - until[::-1].index(end)
+        turn = render_prompt(tokenizer, [*before, {"role": role, "content": text}])[ended:]
+        return turn if self.ids[-1] == end else [end, *turn]
 
     def result(self, text: str) -> None:
         """The result of the tool that the model has just called."""
@@ -185,8 +194,7 @@ class TryAgain:
         talk = generator.talk(row["messages"])
         reward = await generator.reward(await talk.reply())
         words = TRY_AGAIN["zh" if re.search(r"[\u4e00-\u9fff]", str(row["messages"][-1]["content"])) else "en"]
-        room = len(generator.tokenizer.encode(words)) + 8
-        if reward is not None and reward <= 0 and talk.left > 2 * room:
+        if reward is not None and reward <= 0 and talk.left > 2 * len(talk.turn_of(words)):
             talk.say(words)
             second = await generator.reward(await talk.reply())
             reward = None if second is None else SECOND_TRY * second

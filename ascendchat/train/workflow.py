@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from ascendchat.config import UserError
@@ -315,7 +315,8 @@ def check(trajectory: Trajectory, begin: int, context: int) -> None:
 def group_of(question: Question, trajectories: Sequence[Trajectory], samples: int) -> Group:
     """The group of a question; its prompt is what all trajectories begin with before the model writes."""
     begins = [one.ids[: one.forced.index(False)] for one in trajectories]
-    prompt = list(os.path.commonprefix(begins)) if begins else question.prompt
+    shared = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*begins))
+    prompt = [tokens[0] for tokens in shared] or question.prompt
     answers = [
         Completion(
             one.ids[len(prompt) :],
