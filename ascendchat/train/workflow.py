@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import queue
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator
 from ascendchat.infer.job import Job
 from ascendchat.infer.request import Completion, Request, Sampling
-from ascendchat.tasks.pool import Failure, Pool, Questions
+from ascendchat.tasks.pool import WORKERS, Failure, Pool, Questions
 from ascendchat.tasks.rewards import Asked, Judge, row_of
 from ascendchat.train.episode import Trajectory, run_episode
 from ascendchat.train.rollout import Group, Question, answer_seed
@@ -75,9 +76,10 @@ class Workflows:
         """`room`: tokens of a first prompt; `context`: of a whole trajectory. `timeout`: seconds that an episode may
         take between two answers."""
         self.name, self.generator, self.judge, self.say = name, generator, judge, say
-        self.sampling, self.seed, self.context = sampling, seed, context
+        self.sampling, self.seed, self.context, self.vocab = sampling, seed, context, tokenizer.vocab_size
         self.problem, self.works, self._said = "", False, False
-        self.pool = Pool(partial(run_episode, tokenizer, context, room), timeout, room=UNLIMITED)
+        runner, workers = partial(run_episode, tokenizer, context, room), min(WORKERS, os.cpu_count() or 1)
+        self.pool = Pool(runner, timeout, workers=workers, room=UNLIMITED)
         try:
             self.pool.submit((name,), attempts=1).result()
         except Failure as problem:
@@ -106,7 +108,7 @@ class Workflows:
             if trajectory is None or trajectory.reward is None:
                 self.problem = self.problem or "it rejects every episode"
                 return None
-            check(trajectory, question.prompt[0], self.context)
+            check(trajectory, question.prompt[0], self.context, self.vocab)
             return trajectory
         except (Failure, ValueError, TypeError, AttributeError) as problem:
             self.problem = str(problem)
@@ -296,13 +298,15 @@ class Elsewhere(Episodes):
         return self.outcomes
 
 
-def check(trajectory: Trajectory, begin: int, context: int) -> None:
+def check(trajectory: Trajectory, begin: int, context: int, vocab: int) -> None:
     """What cannot be trained on is a ValueError. `begin`: the first token of every prompt."""
     size = len(trajectory.ids)
     if not size == len(trajectory.forced) == len(trajectory.logprobs) == len(trajectory.versions):
         raise ValueError("a trajectory has as many forced, logprobs and versions as ids")
     if not 1 < size <= context + 1:
         raise ValueError(f"a trajectory of {size} tokens does not fit into {context}")
+    if not all(0 <= token < vocab for token in trajectory.ids):
+        raise ValueError(f"the tokens of a trajectory lie between 0 and {vocab - 1}")
     written = [value for value, forced in zip(trajectory.logprobs, trajectory.forced) if not forced]
     if not written or not trajectory.forced[0] or trajectory.ids[0] != begin:
         raise ValueError("a trajectory begins as a prompt does and has tokens that the model wrote")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,24 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     made.judge.close()
 
 
+class Locked:
+    """A generator that many threads may ask, as one over a connection is."""
+
+    elsewhere, version = True, 0
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.context, self.lock = engine, engine.context, threading.Lock()
+        self.at_once = self.most = 0
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        with self.lock:
+            answers = self.engine.generate(requests)
+        self.at_once -= 1
+        return answers
+
+
 MOODS = ["good", "raise", "good", "block", "wait", "die", "reject", "nonsense", "odd", "too long", "good"]
 
 
@@ -181,6 +200,17 @@ def test_the_same_episodes_whatever_runs_beside_them(flows: str, setting: Settin
         assert all(map(same, group.answers, twin.answers)), "not even the last bit may differ"
     assert [answer.ids for answer in alone.answers] == [answer.ids for answer in many[7].answers]
     assert len({tuple(answer.ids) for group in many for answer in group.answers}) == 3 * len(MOODS)
+
+
+@pytest.mark.slow
+def test_a_generator_elsewhere_is_asked_by_many_at_once_and_gives_the_same_tokens(flows: str, setting: Setting) -> None:
+    here = setting.workflows(f"{flows}:Several").groups(setting.questions(), 2)
+    setting.engine = elsewhere = Locked(setting.engine)  # type: ignore[assignment]
+    there = setting.workflows(f"{flows}:Several").groups(setting.questions(), 2)
+    assert [[answer.ids for answer in group.answers] for group in here] == [
+        [answer.ids for answer in group.answers] for group in there
+    ]
+    assert elsewhere.most > 4
 
 
 @pytest.mark.slow
