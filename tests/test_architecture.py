@@ -62,6 +62,7 @@ OWNERS = {
     "uvicorn": {"serve"},
     "prometheus_client": {"serve.metrics"},
     "llguidance": {"infer.grammar"},
+    "math_verify": {"tasks.terms"},
     "tiktoken": {"data.tokenizer"},
     "rustbpe": {"data.tokenizer"},
     "tokenizers": {"data.tokenizer"},

@@ -18,12 +18,19 @@ class RlConfig(ChatTrainConfig):
     """run, checkpoint folder or Hugging Face model to start from; by default the last earlier stage of --run, or of the
     newest run"""
     data: tuple[str, ...] = ()
-    """questions, as NAME or NAME=WEIGHT: tasks with checkable answers (gsm8k, toy_problems, toy_arithmetic_en, ...); by
-    default toy_problems for a model of the embedded corpus, else gsm8k"""
-    reward: str = ""
-    "function that judges an answer, as module:function; by default whether the task calls it right"
+    """questions, as NAME or NAME=WEIGHT: tasks with checkable answers (gsm8k, mmlu, toy_problems, ...) or files of
+    questions; by default toy_problems for a model of the embedded corpus, else gsm8k"""
+    reward: tuple[str, ...] = ()
+    """what an answer is worth, as NAME or NAME=WEIGHT, added up: task, answer, gsm8k, math-verify, choice, code,
+    toyworld, format, length (tokens), or a function of yours, as module:function; by default task: what the task calls
+    right"""
     reward_timeout: float = option(15.0, above=0, most=1e6)
     "seconds after which such a function is given up"
+    workflow: str = ""
+    """conversations of several turns in place of one answer: calculator, try-again, or a function or class of yours, as
+    module:name"""
+    workflow_timeout: float = option(60.0, above=0, most=1e6)
+    "seconds that a workflow may take between two answers of the model"
     preset: Literal["default", "grpo", "drgrpo", "dapo", "gspo", "cispo", "reinforce"] = "default"
     "how rewards become a loss"
     clip_low: float | None = option(None, also=("epsilon",), above=0, most=1)

@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ascendchat.config import UserError
 from ascendchat.data import read
@@ -51,6 +51,7 @@ TOOLS_OFFERED = "You can call these tools:\n"
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
 CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
 PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
+Row = TypeVar("Row")
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what such a row raises
 
 
@@ -265,7 +266,27 @@ def conversations(
             f"{path.name}: conversations are read from {' '.join(TABLE_TYPES)} files; convert it to .jsonl, with one "
             'line for each conversation, like {"prompt": "Who are you?", "completion": "A small assistant."}'
         )
-    unread, reader, unknown = Unread(path.name), None, None
+    reader: Callable[[TableRow], Iterator[Conversation]] | None = None
+
+    def read_row(row: TableRow) -> list[Conversation]:
+        nonlocal reader
+        reader = reader or detect(row, path)
+        return [checked(one) for one in reader(filled(row, slots) if slots else row)]
+
+    for of_row in read_rows(path, read_row, limit=limit, say=say):
+        yield from of_row
+
+
+def read_rows(
+    path: Path,
+    read_row: Callable[[TableRow], Row],
+    *,
+    limit: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Iterator[Row]:
+    """What `read_row` makes of each row of a table; rows that it cannot read are counted and left out. A UserError of
+    it means columns that it does not know: those of another row may be known."""
+    unread, read_any, unknown = Unread(path.name), False, None
     try:
         for where, row in islice(entries(path), limit):
             unread.rows += 1
@@ -274,15 +295,16 @@ def conversations(
                     raise row
                 if not isinstance(row, dict):
                     raise ValueError(f"it is {type(row).__name__}, not an object with named columns")
-                reader = reader or detect(row, path)
-                of_row = [checked(one) for one in reader(filled(row, slots) if slots else row)]
-            except UserError as error:  # columns that no reader knows; those of another row may be known
+                found = read_row(row)
+            except UserError as error:
                 unknown = unknown or error
                 unread.add(where, f"it has the columns {', '.join(row) or '(none)'}")
             except OF_ANOTHER_FORM as error:
                 unread.add(where, why_unread(error))
+                read_any = read_any or isinstance(row, dict)
             else:
-                yield from of_row
+                read_any = True
+                yield found
             if unread.count > 1000 and unread.too_many:
                 break  # no need to read the wrong thing to its end
     except (ValueError, *read.UNREADABLE) as error:  # of the file, not of a row
@@ -290,8 +312,8 @@ def conversations(
             f"{path.name} cannot be read beyond row {unread.rows}: {read.reason(error)}; fetch or write it again"
         ) from error
     if not unread.rows:
-        raise UserError(f"{path.name} is empty; name a file with at least one conversation")
-    if reader is None and unknown is not None:
+        raise UserError(f"{path.name} is empty; name a file with at least one row")
+    if not read_any and unknown is not None:
         raise unknown
     if unread.too_many:
         raise UserError(f"{unread.line()}; more than 1 % is too much: mend these rows or take them out")

@@ -37,8 +37,9 @@ class Entry(NamedTuple):
     weight: float | None  # None: it counts by its size
 
 
-def parse_entry(text: str) -> Entry:
-    """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`."""
+def parse_entry(text: str, *, signed: bool = False) -> Entry:
+    """`NAME` or `NAME=WEIGHT`; the name of a file that is there may itself contain `=`. A `signed` weight may be
+    negative, as that of a penalty."""
     name, equals, number = text.rpartition("=")
     if not equals or Path(text).exists():
         return Entry(text, None)
@@ -46,8 +47,8 @@ def parse_entry(text: str) -> Entry:
         weight = float(number)
     except ValueError:
         raise UserError(f"{text}: {number!r} is not a weight; write {name}=0.7") from None
-    if not 0 < weight < float("inf"):
-        raise UserError(f"{text}: a weight must be greater than 0")
+    if not 0 < (abs(weight) if signed else weight) < float("inf"):
+        raise UserError(f"{text}: a weight must be {'other' if signed else 'greater'} than 0")
     return Entry(name, weight)
 
 

@@ -42,6 +42,7 @@ class HFTokenizer(Tokenizer):
                 "(save_pretrained of transformers) and open that"
             )
         self.inner, self.json = inner, backend.to_str()
+        self._made = inner, vocab, generation, config
         self._plain, self._marked = (type(backend).from_str(self.json) for _ in range(2))
         for copy in (self._plain, self._marked):
             copy.no_padding()
@@ -93,8 +94,13 @@ class HFTokenizer(Tokenizer):
     def save(self, folder: Path | str, command: str = "") -> None:
         self.inner.save_pretrained(folder)
 
-    def __reduce__(self) -> Any:  # to the process that tries grammars out
-        return GrammarTokens, (self.json, self.vocab_size, self.specials)
+    def __reduce__(self) -> Any:
+        return HFTokenizer, self._made  # to worker processes; never to disk
+
+    @property
+    def for_grammars(self) -> GrammarTokens:
+        """For the process that tries grammars out, which has no time to import transformers."""
+        return GrammarTokens(self.json, self.vocab_size, self.specials)
 
 
 class GrammarTokens:

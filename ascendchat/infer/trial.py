@@ -63,7 +63,7 @@ class Trial:
             env={**os.environ, **one, "PYTHONPATH": os.pathsep.join(path)},
         )
         assert process.stdin is not None
-        pickle.dump(self.tokenizer, process.stdin)
+        pickle.dump(getattr(self.tokenizer, "for_grammars", self.tokenizer), process.stdin)
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], grammar: Grammar) -> str | None:

@@ -9,7 +9,7 @@ task.prompt(3); task.letters(3); task.answer(3)           # for multiple choice,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ascendchat.data.chat import Conversation, text_of
 
@@ -59,6 +59,10 @@ class Task:
     def correct(self, index: int, reply: str) -> bool:
         """Whether the visible text of a reply is right. Safe to call from several threads."""
         raise NotImplementedError
+
+    def row(self, index: int) -> dict[str, Any]:
+        """What a reward may want to know besides the question and its answer."""
+        return {}
 
     def __iter__(self) -> Iterator[Conversation]:
         return (self.example(index) for index in range(len(self)))

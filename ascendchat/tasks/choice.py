@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, render_choice
@@ -63,6 +64,12 @@ class ChoiceQuestion:
         return cls(stem, tuple(str(choice).strip() for choice in choices), answer)
 
 
+def is_letter(reply: str, letter: str) -> bool:
+    """Whether a reply begins with this letter, and with no word of which it is a part."""
+    said = reply.strip()
+    return said[:1] == letter and not said[1:2].isalnum()
+
+
 class Exam(Task):
     """The questions of one examination and split."""
 
@@ -104,6 +111,8 @@ class Exam(Task):
         return self.items[index].choices[self.items[index].answer]
 
     def correct(self, index: int, reply: str) -> bool:
-        """For replies in words: the letter alone, whatever follows it is not a letter."""
-        said = reply.strip()
-        return said[:1] == LETTERS[self.items[index].answer] and not said[1:2].isalnum()
+        """For replies in words."""
+        return is_letter(reply, LETTERS[self.items[index].answer])
+
+    def row(self, index: int) -> dict[str, Any]:
+        return {"letters": list(self.letters(index)), "choices": list(self.items[index].choices)}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 from ascendchat import sandbox
 from ascendchat.config import UserError
@@ -36,6 +38,22 @@ def code_of(reply: str, name: str) -> str:
             if defines(text, name):
                 return text
     return next((code for info, code in blocks if PYTHON.match(info)), codes[0])
+
+
+def program(reply: str, test: str | Sequence[str], starter: str = "", entry_point: str = "") -> str:
+    """The answer between what the question gives (`starter`: imports, other functions, the head of the function) and
+    the tests: one text or several, run behind the answer. HumanEval's define check(f), and `entry_point` names f."""
+    tests = test if isinstance(test, str) else "\n".join(test)
+    call = f"\n\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", tests, re.M) else "\n"
+    code, given = code_of(reply, entry_point), starter
+    if entry_point and defines(code, entry_point) and f"def {entry_point}" in starter:  # else only the body
+        given = starter[: starter.rindex(f"def {entry_point}")]
+    return f"{given}{code}\n\n{tests}{call}"
+
+
+def judged(program: str) -> sandbox.Result:
+    """Run it in the sandbox, for as long and with as much memory as a small function needs."""
+    return sandbox.run(program, seconds=SECONDS, memory=MEMORY)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -70,19 +88,15 @@ class HumanEval(Task):
         ask = ASK.format(prompt=row["prompt"].rstrip())
         return [{"role": "user", "content": ask}, {"role": "assistant", "content": solution}]
 
-    def program(self, index: int, reply: str) -> str:
-        """The answer between what the prompt gives (imports, other functions) and the tests."""
+    def row(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
-        prompt, name = row["prompt"], row["entry_point"]
-        code = code_of(reply, name)
-        if defines(code, name):
-            given = prompt[: prompt.rindex(f"def {name}")]
-        else:  # only the body: it continues the prompt
-            given = prompt
-        return f"{given}{code}\n\n{row['test']}\n\ncheck({name})\n"
+        return {"starter": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
+
+    def program(self, index: int, reply: str) -> str:
+        return program(reply, **self.row(index))
 
     def correct(self, index: int, reply: str) -> bool:
-        result = sandbox.run(self.program(index, reply), seconds=SECONDS, memory=MEMORY)
+        result = judged(self.program(index, reply))
         if result.reason == "sandbox":  # not raised: a program can imitate it
             self.sandbox_failed.append(index)
         return result.ok

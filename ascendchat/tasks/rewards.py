@@ -1,195 +1,228 @@
-"""Judges answers: by the task itself, or by a function of the user's in processes that may crash or hang.
+"""Judges answers: by the task itself, by built-in terms, or by functions of the user's in processes that may crash.
 
-    judge = Judge("my_rewards:short_and_right", timeout=15)     # fn(prompt, completion, **row) -> float, plain or async
-    judge.rewards([(task, index, reply), ...])                  # -> [1.0, 0.0, ...]; None where it could not be judged
+    judge = Judge(("gsm8k=1", "format=0.1", "length=-0.001"))          # `ascendchat rl --reward ...`; none: the task
+    judge = Judge("my_rewards:short_and_right", timeout=15)             # fn(prompt, completion, **row) -> float
+    judge.rewards([(task, index, reply), ...])                          # -> [1.0, 0.0, ...]; None: not judged
+    judge.verdicts([Asked(task, index, reply, ...), ...])               # the same with the terms apart
 
-A reward that raises, hangs or kills its process is tried again, then counts as not judged: a run never stops over it.
+A function may be async, then many run beside one another in a process; it may take `prompt_ids` and `completion_ids`,
+as AReaL's do. One that raises, hangs, fills the memory or kills its process is tried again, then the answer counts as
+not judged: a run never stops over it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib
+import importlib.util
 import inspect
-import math
-import multiprocessing
-import os
-import sys
-import time
-from collections import deque
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from ascendchat.config import UserError
+from ascendchat.config import UserError, nearest
 from ascendchat.data.chat import text_of
+from ascendchat.data.mixture import parse_entry
+from ascendchat.tasks import terms
 from ascendchat.tasks.base import Task
+from ascendchat.tasks.isolated import Link, find_object
+from ascendchat.tasks.pool import WORKERS, Failure, Pool
 
-Asked = tuple[Task, int, str]  # task, row, reply
-WORKERS = 4
-ATTEMPTS = 2
 MOST_REWARD = 1e6  # beyond, float32 has no room for differences
-START_TIMEOUT = 120.0  # seconds until a process must have begun
+# Run here, in threads: they are bounded, and programs of a model run in the sandbox.
+OURS: dict[str, Callable[..., float]] = {
+    "answer": terms.answer,
+    "choice": terms.choice,
+    "code": terms.code,
+    "format": terms.form,
+    "gsm8k": terms.gsm8k,
+    "length": terms.length,
+    "toyworld": terms.toy,
+}
+TASK, MATH = "task", "math-verify"
+MANNERS = ("format", "length")  # terms that say nothing about whether an answer is right
+TAKEN = ("prompt", "completion")  # columns of a row that are the function's own arguments
 
 
-def find_function(path: str) -> Callable[..., Any]:
-    """`module:function`, looked for in the current folder too."""
-    module, colon, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"--reward {path}: {error}; write module:function of a file that can be imported") from None
-    if not colon or not callable(function):
-        raise UserError(f"--reward {path} is not a function; write module:function")
-    return function  # type: ignore[no-any-return]
+class Asked(NamedTuple):
+    """An answer that is to be judged."""
+
+    task: Task
+    row: int
+    reply: str
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
+    finish: str = "stop"  # or "length": it was cut short
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an answer is worth. `reward` is None where a term could not be found out."""
+
+    reward: float | None
+    terms: dict[str, float] = field(default_factory=dict)  # by name, without weights
+    right: bool = False  # the first term that says so is above 0
+
+
+class Term(NamedTuple):
+    """One term of a reward."""
+
+    name: str
+    weight: float
+    shared: bool = False  # an async function: many in one process
 
 
 def row_of(task: Task, index: int) -> dict[str, Any]:
     """What a reward function may want to know of a question, besides its text."""
-    example = task.example(index)
-    return {
-        "task": task.name,
-        "index": index,
-        "messages": task.prompt(index),
-        "answer": text_of(example[-1]["content"]),
-    }
+    known = {"task": task.name, "index": index, "answer": text_of(task.example(index)[-1]["content"])}
+    row = {**known, **task.row(index), "messages": task.prompt(index)}
+    return {name: value for name, value in row.items() if name not in TAKEN}
 
 
-def call(path: str, prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """Run the function, in a worker process."""
-    value = find_function(path)(prompt, completion, **row)
-    if inspect.isawaitable(value):
-        value = asyncio.run(_wait(value))
+async def run(link: Link, path: str, *args: Any) -> Any:
+    """In a process of the pool: a number for an answer; without one, whether the function is async."""
+    function = find_object(path)
+    if not callable(function):
+        raise TypeError(f"{path} is not a function")
+    if not args:
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    link.begin()
+    prompt, completion, row = args
+    value = function(prompt, completion, **accepted(function, row))
+    return checked(await value if inspect.isawaitable(value) else value)
+
+
+def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
+    """The columns that a function takes: all with **row, else those that it names."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return row
+    return {name: value for name, value in row.items() if name in parameters}
+
+
+def checked(value: Any) -> float:
     number = float(value)
     if not abs(number) < MOST_REWARD:
         raise ValueError(f"a reward must be a number between -{MOST_REWARD:g} and {MOST_REWARD:g}, not {number}")
     return number
 
 
-async def _wait(value: Any) -> Any:
-    return await value
-
-
-def work(connection: Connection, path: str) -> None:
-    """A process that judges one answer at a time until its pipe is closed."""
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            prompt, completion, row = connection.recv()
-            connection.send(None)  # from now on the time counts, not while Python starts
-            try:
-                connection.send(call(path, prompt, completion, row))
-            except Exception as error:  # noqa: BLE001 (whatever a user's function raises)
-                connection.send(f"{type(error).__name__}: {error}")
-
-
-class Judging:
-    """One such process, and the answer that it is judging."""
-
-    def __init__(self, path: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, path), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.number, self.deadline = -1, math.inf
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
 class Judge:
-    """Turns answers into rewards. `timeout`: seconds for one answer."""
+    """Turns answers into rewards; any thread may ask. `reward`: terms as NAME=WEIGHT, where NAME may be
+    module:function. `timeout`: seconds for one answer."""
 
-    def __init__(self, path: str = "", timeout: float = 15.0, say: Callable[[str], None] = print) -> None:
-        self.path, self.timeout, self.say = path, timeout, say
-        self._said = self._works = False  # the first failure was said; some answer was judged
-        self._free: list[Judging] = []
-        if path:
-            find_function(path)  # an error now, not in an hour
+    def __init__(
+        self, reward: str | Sequence[str] = (), timeout: float = 15.0, say: Callable[[str], None] = print
+    ) -> None:
+        self.timeout, self.say = timeout, say
+        self._said = False  # the first failure was said
+        self._worked: set[str] = set()  # terms that have judged something
+        self._problems: dict[str, str] = {}  # the last of each term
+        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="judge")
+        self._pool: Pool | None = None
+        self._guard = threading.Lock()
+        given = [reward] if isinstance(reward, str) and reward else reward or [TASK]
+        try:
+            self.terms = [self._open(*parse_entry(text, signed=True)) for text in given]
+        except BaseException:
+            self.close()
+            raise
 
-    def rewards(self, answers: Sequence[Asked]) -> list[float | None]:
-        """Of each answer, in order; None where nothing could be found out."""
-        if not self.path:
-            with ThreadPoolExecutor(WORKERS) as threads:
-                return [float(right) for right in threads.map(_right, answers)]
-        rewards: list[float | None] = [None] * len(answers)
-        left = deque((number, ATTEMPTS) for number in range(len(answers)))
-        busy: dict[Any, tuple[Judging, int]] = {}
-        last = ""
-        while left or busy:
-            while left and len(busy) < WORKERS:
-                number, attempts = left.popleft()
-                judging = self._begin(answers[number], number)
-                busy[judging.connection] = judging, attempts
-            soonest = min(judging.deadline for judging, _ in busy.values())
-            ready = wait(list(busy), max(0.0, soonest - time.monotonic()))
-            late = [connection for connection, (judging, _) in busy.items() if judging.deadline <= time.monotonic()]
-            for connection, (judging, attempts) in list(busy.items()):
-                if connection not in ready and connection not in late:
-                    continue
-                reward, problem = self._result(judging, connection in ready)
-                if reward is None and not problem:
-                    continue  # it has only begun
-                del busy[connection]
-                rewards[judging.number] = reward
-                self._works |= reward is not None
-                if problem:
-                    last = problem
-                    self._say_once(f"--reward {self.path} failed: {problem}")
-                if problem and attempts > 1:
-                    left.append((judging.number, attempts - 1))
-        if answers and not self._works:  # a mistake in the function, which would be found in the morning
+    def _open(self, name: str, weight: float | None) -> Term:
+        """A term that can work; else an error now, not in an hour."""
+        weight = 1.0 if weight is None else weight
+        if name in OURS or name == TASK:
+            return Term(name, weight)
+        if name == MATH:
+            if importlib.util.find_spec("math_verify") is None:
+                raise UserError("--reward math-verify needs the package of this name: pip install math-verify")
+            return Term(name, weight)
+        if ":" not in name:
+            known = nearest(name, [TASK, *OURS, MATH])
+            raise UserError(f"--reward {name} is no built-in term; {known}; or write module:function")
+        try:
+            shared = self._processes().submit((name,), attempts=1).result()
+        except Failure as problem:
             raise UserError(
-                f"--reward {self.path} has judged none of {len(answers)} answers: {last}; mend the function"
-            )
-        return rewards
+                f"--reward {name}: {problem}; write module:function of a file that can be imported"
+            ) from None
+        return Term(name, weight, bool(shared))
 
-    def _begin(self, asked: Asked, number: int) -> Judging:
-        task, index, reply = asked
-        judging = self._free.pop() if self._free else Judging(self.path)
-        judging.number, judging.deadline = number, time.monotonic() + START_TIMEOUT
-        try:
-            judging.connection.send((task.question(index), reply, row_of(task, index)))
-        except OSError:  # died while it had nothing to do
-            judging.end()
-            return self._begin(asked, number)
-        return judging
+    def _processes(self) -> Pool:
+        with self._guard:
+            if self._pool is None:
+                self._pool = Pool(run, self.timeout)
+            return self._pool
 
-    def _result(self, judging: Judging, ready: bool) -> tuple[float | None, str]:
-        """What came of it: a reward, or why there is none; neither when it has just begun. A process that hangs or died
-        is not used again."""
-        try:
-            if ready:
-                value = judging.connection.recv()
-                if value is None:
-                    judging.deadline = time.monotonic() + self.timeout
-                    return None, ""
-                self._free.append(judging)
-                return (value, "") if isinstance(value, float) else (None, str(value))
-            problem = f"it took longer than {self.timeout:g} s"
-        except (EOFError, OSError):
-            problem = "its process died"
-        judging.end()
-        return None, problem
+    def rewards(self, answers: Sequence[Any]) -> list[float | None]:
+        """Of each answer, in order; None where nothing could be found out."""
+        return [verdict.reward for verdict in self.verdicts(answers)]
+
+    def verdicts(self, answers: Sequence[Any]) -> list[Verdict]:
+        """Of each answer (an Asked, or its first fields), in order."""
+        verdicts = [future.result() for future in [self.submit(Asked(*asked)) for asked in answers]]
+        if answers:
+            self.check_worked(len(answers))
+        return verdicts
+
+    def check_worked(self, answers: int) -> None:
+        """A term that has never judged any answer is a mistake in it, which would be found in the morning."""
+        for name, problem in self._problems.items():
+            if name not in self._worked:
+                raise UserError(f"--reward {name} has judged none of {answers} answers: {problem}; mend the function")
+
+    def submit(self, asked: Asked) -> Future[Verdict]:
+        """Begin to judge one answer."""
+        numbers = [self._begin(term, asked) for term in self.terms]
+        whole: Future[Verdict] = Future()
+        left, lock = len(numbers), threading.Lock()
+
+        def count(_: Future[float]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = not left
+            if last:
+                whole.set_result(self._verdict(numbers))
+
+        for number in numbers:
+            number.add_done_callback(count)
+        return whole
+
+    def _begin(self, term: Term, asked: Asked) -> Future[float]:
+        task, index, reply, prompt_ids, completion_ids, finish = asked
+        if term.name == TASK:
+            return self._threads.submit(lambda: float(task.correct(index, reply)))
+        ids = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "finish": finish}
+        question, row = task.question(index), {**row_of(task, index), **ids}
+        if term.name in OURS:
+            return self._threads.submit(lambda: checked(OURS[term.name](question, reply, **row)))
+        path = f"{terms.__name__}:{terms.math_verify.__name__}" if term.name == MATH else term.name
+        return self._processes().submit((path, question, reply, row), shared=term.shared)
+
+    def _verdict(self, numbers: Sequence[Future[float]]) -> Verdict:
+        found: dict[str, float] = {}
+        for term, number in zip(self.terms, numbers):
+            problem = number.exception()
+            if problem is None:
+                found[term.name] = number.result()
+                self._worked.add(term.name)
+            else:
+                text = str(problem) if isinstance(problem, Failure) else f"{type(problem).__name__}: {problem}"
+                self._problems[term.name] = text
+                self._say_once(f"--reward {term.name} failed: {text}")
+        whole = len(found) == len(self.terms)
+        reward = sum(term.weight * found[term.name] for term in self.terms) if whole else None
+        judging = [term.name for term in self.terms if term.name not in MANNERS]
+        return Verdict(reward, found, bool(judging) and found.get(judging[0], 0.0) > 0)
 
     def _say_once(self, text: str) -> None:
         if not self._said:
+            self._said = True
             self.say(f"{text}; answers that cannot be judged count as the worst of their group")
-        self._said = True
 
     def close(self) -> None:
-        """End the processes."""
-        for judging in self._free:
-            judging.end()
-        self._free = []
-
-
-def _right(asked: Asked) -> bool:
-    task, index, reply = asked
-    return task.correct(index, reply)
+        """End the processes and threads."""
+        if self._pool is not None:
+            self._pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)

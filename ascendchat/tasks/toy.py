@@ -7,6 +7,7 @@ ToyExam("fact", "zh", "test")                     # `ascendchat eval chat --task
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data import toyworld
@@ -29,6 +30,11 @@ def _split(split: str) -> str:
 @lru_cache(maxsize=4)
 def _questions(split: str, seed: int) -> list[toyworld.Question]:
     return toyworld.questions(split, seed=seed)
+
+
+def _row(question: toyworld.Question) -> dict[str, Any]:
+    """For the term `toyworld` of a reward: tasks/terms.py."""
+    return {"accept": list(question.accept), "reject": list(question.reject), "rule": question.rule}
 
 
 class ToyChats(Task):
@@ -67,6 +73,9 @@ class ToyExam(Task):
     def correct(self, index: int, reply: str) -> bool:
         return toyworld.correct(self.questions[index], reply)
 
+    def row(self, index: int) -> dict[str, Any]:
+        return _row(self.questions[index])
+
 
 class ToyProblems(Task):
     """Word problems of two steps, for RL and its examination."""
@@ -87,3 +96,6 @@ class ToyProblems(Task):
 
     def correct(self, index: int, reply: str) -> bool:
         return toyworld.correct(self.questions[index], reply)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return _row(self.questions[index])

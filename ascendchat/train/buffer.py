@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ COLUMNS = {
     "forced": np.uint8,
     "versions": np.int64,
 }  # of the tokens of answers
+OF_SLOT = "number", "round", "wave", "first", "rejected"
+OF_GROUP = "rewards", "judged", "right", "terms", "rejected"
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ def to_tensors(slots: Sequence[Slot], parts: Mapping[int, Part]) -> dict[str, Te
     about: dict[str, Any] = {"slots": [], "parts": []}
     answers: list[Completion] = []
     for slot in slots:
-        entry: dict[str, Any] = {"number": slot.number, "round": slot.round, "wave": slot.wave}
+        entry: dict[str, Any] = {name: getattr(slot, name) for name in OF_SLOT}
         if slot.group is not None:
-            group = slot.group
-            entry["group"] = {"question": group.question.number, "rewards": group.rewards, "judged": group.judged}
+            question = slot.group.question
+            known = {name: getattr(slot.group, name) for name in OF_GROUP}
+            entry["group"] = {"question": question.number, "prompt": question.prompt, **known}
         own = slot.group.answers if slot.group is not None else slot.answers
         entry["answers"] = [
             {"tokens": len(one.ids), "text": one.text, "finish_reason": one.finish_reason, "version": one.version}
@@ -88,10 +91,12 @@ def from_tensors(
                 end = at + one["tokens"]
                 answers.append(completion({name: values[at:end] for name, values in columns.items()}, one))
                 at = end
-            slot = Slot(entry["number"], entry["round"], entry["wave"])
+            first = entry["first"] and tuple(entry["first"])
+            slot = Slot(**{**{name: entry[name] for name in OF_SLOT}, "first": first})
             if "group" in entry:
                 known = entry["group"]
-                slot.group = Group(ask(known["question"]), answers, known["rewards"], known["judged"])
+                question = replace(ask(known["question"]), prompt=known["prompt"])
+                slot.group = Group(question, answers, **{name: known[name] for name in OF_GROUP}, first=first)
             else:
                 slot.answers = answers
             slots.append(slot)

@@ -228,10 +228,12 @@ class RlStage(Stage):
         """What a batch has seen, over all ranks."""
         groups = groups_of(sorted(slots, key=lambda slot: slot.number))
         write_transcript(self.folder / "transcripts", step, groups)
-        batch, rejected = step // self.config.updates, sum(slot.round for slot in slots)
-        seen = figures(groups, self.kept(groups), rejected, batch, self.learner.place)
-        tokens = seen["answer_tokens"] * self.config.prompts_per_step * self.config.samples
-        self.tokens_per_step = int(tokens / self.config.updates)
+        batch, replaced, config = step // self.config.updates, sum(slot.round for slot in slots), self.config
+        judged = [] if config.workflow else [term.name for term in self.rollout.judge.terms]
+        terms, place = judged if len(judged) > 1 else [], self.learner.place
+        seen = figures(groups, self.kept(groups), replaced, batch, place, samples=config.samples, terms=terms)
+        tokens = seen["answer_tokens"] * seen.pop("answers")
+        self.tokens_per_step = int(tokens / config.updates)
         return {**seen, **self.source.pace(tokens)}
 
     def rates(self, step: int) -> dict[str, float]:
@@ -244,7 +246,9 @@ class RlStage(Stage):
         return {**self._known, "max_ratio": self.policy_loss.largest_ratio()}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Greedy answers to questions that are not trained on."""
+        """Greedy answers to questions that are not trained on; nothing where none can be checked."""
+        if not self.exam:
+            return {}
         engine = self.engine()
         engine.renew(self.source.rhythm.version)
         examiner = Examiner(
@@ -267,7 +271,7 @@ class RlStage(Stage):
     def identity(self) -> dict[str, Any]:
         config, origin = self.config, self.origin
         names = "preset clip_low clip_high correction kl batch_invariant prompts_per_step samples max_new_tokens"
-        names += " temperature top_k refill reward rhythm staleness"
+        names += " temperature top_k refill rhythm staleness"
         return {
             "stage": "rl",
             "shape": self.model.shape.to_dict(),
@@ -275,6 +279,7 @@ class RlStage(Stage):
             "steps": self.steps,
             "seed": config.seed,
             "questions": self.rollout.questions.fingerprint,
+            "reward": ",".join(config.reward) + (f" in {config.workflow}" if config.workflow else ""),
             "start": f"{origin.state.get('stage')} step {origin.step} {origin.fingerprint}",
             "updates_per_batch": config.updates,
             **{name: getattr(config, name) for name in names.split()},
@@ -292,7 +297,7 @@ class RlStage(Stage):
 
     def close(self) -> None:
         self.source.close()
-        self.rollout.judge.close()
+        self.rollout.close()
 
 
 def groups_of(slots: Sequence[Slot]) -> list[Group]:

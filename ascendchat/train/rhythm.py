@@ -41,6 +41,8 @@ class Slot:
     answers: list[Completion] = field(default_factory=list)  # so far; "cancelled" are those to go on with
     group: Group | None = None  # the end: one with different rewards, or the last that was tried
     taken: bool = False  # by the trainer
+    first: tuple[int, int] | None = None  # `solved` of the group that was replaced first
+    rejected: int = 0  # episodes of the groups that were replaced
 
     @property
     def earliest(self) -> Key:
@@ -92,8 +94,10 @@ class Rhythm:
         """All its answers are there. A group without any difference in reward is replaced, a few times."""
         assert slot.group is None, f"slot {slot.number} was finished twice"
         if group.differ or slot.round >= self.refill:
+            group.first, group.rejected = slot.first, group.rejected + slot.rejected
             slot.group, slot.wave = group, slot.wave + 1
         else:
+            slot.first, slot.rejected = slot.first or group.solved, slot.rejected + group.rejected
             slot.round, slot.wave = slot.round + 1, 0
         slot.answers = []
 

@@ -33,7 +33,8 @@ from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.readout import Drawn, Float32Readout, Readout
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
-from ascendchat.tasks import Task, load
+from ascendchat.tasks import Task
+from ascendchat.tasks.questions import QuestionFile, load_questions
 from ascendchat.tasks.rewards import Judge
 from ascendchat.train.grpo import PRESETS, length_penalty
 from ascendchat.train.huggingface import open_start
@@ -46,6 +47,7 @@ from ascendchat.train.rows import Learner, build, share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.source import Beside, InTurn, chunk_of
 from ascendchat.train.start import only_weights, starting_point
+from ascendchat.train.workflow import Workflows
 
 MOST_SLOTS = 256
 NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size"  # flags of mid and sft without a meaning here
@@ -76,6 +78,7 @@ def run(config: RlConfig) -> int:
         if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
             config = replace(config, max_new_tokens=shape.seq_len - 1)
         questions = Questions(data, tokenizer, config.seed, room, config.source)
+        check_answers(questions, config, here)
         learner = batch_invariant(learner) if config.batch_invariant else learner
         answers = -(-config.prompts_per_step // here.world.size) * config.samples
         drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
@@ -85,11 +88,12 @@ def run(config: RlConfig) -> int:
         generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))
         batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
         steps = config.num_iterations or batches * config.updates
-        source = source_of(config, rollout_of(config, questions, generator, here), steps)
+        rollout = rollout_of(config, questions, generator, here, shape.seq_len)
+        source = source_of(config, rollout, steps)
         split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
-        exam = [examination(parse_entry(entry).name, config.source) for entry in data]
         reference, exact = reference_of(config, learner, origin), config.batch_invariant
         policy_loss = PolicyLoss(learner, method_of(config), drawn, reference, exact=exact)
+        exam = examinations(data, config.source)
         stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
         saved = to_continue(folder, config.resume, say=here.say)
         if not saved and isinstance(learner.model, GPT):  # others were opened with their weights
@@ -186,8 +190,8 @@ def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
     return InTurn(rollout, rhythm, chunk) if config.rhythm == "sync" else Beside(rollout, rhythm, chunk)
 
 
-def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context) -> Rollout:
-    """How answers are asked for and judged."""
+def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context, context: int) -> Rollout:
+    """How answers are asked for and judged. `context`: tokens of a row."""
     most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
 
     def shaped(reward: float, answer: Completion) -> float:
@@ -196,15 +200,47 @@ def rollout_of(config: RlConfig, questions: Questions, generator: Generator, her
     drawn = config.temperature != 1.0 or config.top_k > 0  # from another distribution than the model's own
     sampling = Sampling(most, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn)
     judge = Judge(config.reward, config.reward_timeout, say=here.say)
-    return Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
+    rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
+    if config.workflow:
+        rollout.workflow = Workflows(
+            config.workflow,
+            questions.tokenizer,
+            generator,
+            judge,
+            sampling,
+            seed=config.seed,
+            room=questions.room,
+            context=context,
+            timeout=config.workflow_timeout,
+            least=config.prompts_per_step // here.world.size * config.samples,
+            say=here.say,
+        )
+    return rollout
+
+
+def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
+    """Say what was left out of the questions; they need answers, or something else that judges."""
+    for task in questions.tasks:
+        for notice in task.notices:
+            here.say(notice)
+        if isinstance(task, QuestionFile) and not task.checkable and not (config.reward or config.workflow):
+            raise UserError(
+                f"the questions of {task.name} have no answers; give them a column answer or test, or name --reward"
+            )
+
+
+def examinations(data: Sequence[str], source: str) -> list[Task]:
+    """The questions to be examined with, of those that have answers."""
+    found = [examination(parse_entry(entry).name, source) for entry in data]
+    return [task for task in found if not isinstance(task, QuestionFile) or task.checkable]
 
 
 def examination(name: str, source: str) -> Task:
     """The questions to be examined with: those kept for validation, else those of the test."""
     try:
-        return load(name, "val", source)
+        return load_questions(name, "val", source)
     except UserError:  # it has no such split
-        return load(name, "test", source)
+        return load_questions(name, "test", source)
 
 
 def batch_rows(answers: int) -> int:

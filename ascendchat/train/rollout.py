@@ -3,7 +3,7 @@
 questions = Questions(("gsm8k=0.7", "toy_problems=0.3"), tokenizer, seed=0, room=256)
 asked = questions.ask(number)                             # question `number` of the run: a pure function of the seed
 rollout = Rollout(questions, generator, judge, ...)
-(answers,), _ = rollout.extend([(asked, [])], most=256, version=0)    # or some tokens now and more later
+answers, _ = rollout.extend(rollout.begin(asked), most=256, version=0)    # or some tokens now and more later
 (group,) = rollout.judged([(asked, answers)])
 rows = pack(groups, weight_of, seq_len, pad)              # for train/policy.py
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,9 @@ from ascendchat.infer.generator import Generator
 from ascendchat.infer.partial import joined, rest
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
-from ascendchat.tasks import Task, load
-from ascendchat.tasks.rewards import Judge
+from ascendchat.tasks import Task, pass_at_k
+from ascendchat.tasks.questions import load_questions
+from ascendchat.tasks.rewards import Asked, Judge
 
 SPARE = 1 << 40  # number of the first question that is asked in place of another
 
@@ -55,10 +56,20 @@ class Group:
     rewards: list[float]
     judged: int = 0  # answers that could be judged
     advantages: list[float] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)  # of the answers that could be judged
+    terms: list[dict[str, float]] = field(default_factory=list)  # of each reward, by name and without weights
+    rejected: int = 0  # episodes of a workflow that have no answer here, of the groups before it in its place too
+    first: tuple[int, int] | None = None  # `solved` of the group in whose place this one stands
 
     @property
     def differ(self) -> bool:
-        return max(self.rewards) > min(self.rewards)
+        return max(self.rewards, default=0.0) > min(self.rewards, default=0.0)
+
+    @property
+    def solved(self) -> tuple[int, int]:
+        """(answers, right ones) to the question that was drawn first, by which pass@k is estimated: those that took its
+        place were chosen for being neither easy nor hard."""
+        return self.first or (len(self.right), sum(self.right))
 
 
 class Questions:
@@ -67,12 +78,7 @@ class Questions:
     def __init__(self, data: Sequence[str], tokenizer: Tokenizer, seed: int, room: int, source: str = "") -> None:
         entries = parse_mixture(data)
         self.tokenizer, self.seed, self.room = tokenizer, seed, room
-        self.tasks = [load(name, "train", source) for name, _ in entries]
-        for (name, _), task in zip(entries, self.tasks):
-            if task.kind != "reply":
-                raise UserError(
-                    f"--data {name}: its answers cannot be judged; choose tasks such as gsm8k, toy_problems"
-                )
+        self.tasks = [load_questions(name, "train", source) for name, _ in entries]
         weights = [float(len(task)) if weight is None else weight for (_, weight), task in zip(entries, self.tasks)]
         self.weights, self._shares = weights, shares(weights)
         self._order = cache(lambda which, epoch: shuffled(len(self.tasks[which]), seed, epoch, which))
@@ -103,6 +109,22 @@ def answer_seed(seed: int, number: int, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {number} {sample}".encode()).digest()[:7], "big")
 
 
+Begun = tuple[Request, Completion]  # and as much of its answer as is there
+Generate = Callable[[Sequence[Request]], list[Completion]]
+
+
+def begun(request: Request) -> Begun:
+    """A request of whose answer nothing is there yet."""
+    return request, Completion(finish_reason="cancelled")
+
+
+class Workflow(Protocol):
+    """Makes episodes of questions; workflow.py has it."""
+
+    def groups(self, asked: Sequence[Question], samples: int, generate: Generate) -> list[Group]: ...
+    def close(self) -> None: ...
+
+
 @dataclass
 class Rollout:
     """Asks, lets answer and judges. Several threads may use it where the generator is elsewhere."""
@@ -114,65 +136,90 @@ class Rollout:
     samples: int
     seed: int
     shape_reward: Callable[[float, Completion], float] = lambda reward, answer: reward
+    workflow: Workflow | None = None  # several turns: workflow.py
     tokens: int = 0  # generated so far
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def extend(
-        self, asked: Sequence[tuple[Question, list[Completion]]], most: int, version: int
-    ) -> tuple[list[list[Completion]], bool]:
-        """All answers to each question with up to `most` tokens, those that they have already included. What can still
-        go on has the finish reason "cancelled"; at first there may be no answers at all.
+    def begin(self, question: Question) -> list[Begun]:
+        """Requests for all answers to a question; nothing is there of them yet."""
+        seeds = [answer_seed(self.seed, question.number, sample) for sample in range(self.samples)]
+        return [begun(Request(question.prompt, replace(self.sampling, seed=seed))) for seed in seeds]
+
+    def extend(self, given: Sequence[Begun], most: int, version: int) -> tuple[list[Completion], bool]:
+        """All answers with up to `most` tokens, those that they have already included. What can still go on has the
+        finish reason "cancelled".
 
         Tokens of weights older than `version` are left out, as a server gives them that was started again: then the
         second value is True."""
         tokenizer, context = self.questions.tokenizer, self.generator.context
-        fresh = [Completion(finish_reason="cancelled")] * self.samples
-        answers = [list(begun or fresh) for _, begun in asked]
+        answers = [answer for _, answer in given]
         going = [
-            (i, sample)
-            for i, begun in enumerate(answers)
-            for sample, answer in enumerate(begun)
-            if answer.finish_reason == "cancelled" and len(answer.ids) < most
+            i for i, answer in enumerate(answers) if answer.finish_reason == "cancelled" and len(answer.ids) < most
         ]
-        wholes = [self.request(asked[i][0], sample) for i, sample in going]
-        begun = [answers[i][sample] for i, sample in going]
-        more = self.generator.generate([rest(*pair, tokenizer, most) for pair in zip(wholes, begun)])
+        more = self.generator.generate([rest(*given[i], tokenizer, most) for i in going])
         stale = False
-        for (i, sample), whole, before, part in zip(going, wholes, begun, more):
+        for i, part in zip(going, more):
             if not len(part.ids) == len(part.logprobs) == len(part.versions) == len(part.forced):
                 raise UserError("the generator has not said the log-probability of every token; RL needs them all")
             if min(part.versions, default=version) < version:
                 stale = True
             else:
-                answers[i][sample] = joined(whole, before, part, tokenizer, context)
-        with self._lock:
-            self.tokens += sum(len(part.ids) for part in more)
+                answers[i] = joined(*given[i], part, tokenizer, context)
+        self.count(more)
         return answers, stale
 
-    def request(self, question: Question, sample: int) -> Request:
-        """For one of the answers to a question."""
-        seed = answer_seed(self.seed, question.number, sample)
-        return Request(question.prompt, replace(self.sampling, seed=seed))
+    def count(self, answers: Iterable[Completion]) -> None:
+        """These were generated."""
+        with self._lock:
+            self.tokens += sum(len(answer.ids) for answer in answers)
 
     def judged(self, asked: Sequence[tuple[Question, list[Completion]]]) -> list[Group]:
         """Whole answers become groups. What cannot be judged counts like the worst answer of its group."""
         if any(answer.finish_reason == "cancelled" for _, answers in asked for answer in answers):
             raise ValueError("half an answer cannot be judged")
-        with self._lock:
-            rewards = iter(
-                self.judge.rewards(
-                    [(question.task, question.index, answer.text) for question, answers in asked for answer in answers]
-                )
+        verdicts = iter(
+            self.judge.verdicts(
+                [
+                    Asked(question.task, question.index, answer.text, question.prompt, answer.ids, answer.finish_reason)
+                    for question, answers in asked
+                    for answer in answers
+                ]
             )
+        )
         groups = []
         for question, answers in asked:
-            found = [next(rewards) for _ in answers]
-            known = [reward for reward in found if reward is not None]
-            worst = min(known, default=0.0)
-            filled = [worst if reward is None else reward for reward in found]
+            found = [next(verdicts) for _ in answers]
+            known = [verdict for verdict in found if verdict.reward is not None]
+            worst = min((verdict.reward for verdict in known if verdict.reward is not None), default=0.0)
+            filled = [worst if verdict.reward is None else verdict.reward for verdict in found]
             shaped = [self.shape_reward(reward, answer) for reward, answer in zip(filled, answers)]
-            groups.append(Group(question, answers, shaped, len(known)))
+            right, terms = [verdict.right for verdict in known], [verdict.terms for verdict in found]
+            groups.append(Group(question, answers, shaped, len(known), right=right, terms=terms))
         return groups
+
+    def close(self) -> None:
+        """End the processes of the judge and of the workflow."""
+        self.judge.close()
+        if self.workflow is not None:
+            self.workflow.close()
+
+
+def pass_sums(groups: Sequence[Group], samples: int) -> dict[int, tuple[float, float]]:
+    """k -> (sum of the unbiased estimates of pass@k, groups with enough answers for one), for powers of two and all."""
+    counts = [group.solved for group in groups]
+    return {
+        k: (
+            sum(pass_at_k(answers, right, k) for answers, right in counts if answers >= k),
+            float(sum(answers >= k for answers, _ in counts)),
+        )
+        for k in sorted({*(1 << i for i in range(samples.bit_length())), samples})
+    }
+
+
+def term_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Of each term of the rewards: (sum, number) over the answers for which it is known."""
+    known = [terms for group in groups for terms in group.terms]
+    return {name: (sum(t.get(name, 0.0) for t in known), float(sum(name in t for t in known))) for name in names}
 
 
 @dataclass(frozen=True)

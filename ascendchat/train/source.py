@@ -23,11 +23,10 @@ from ascendchat import dist
 from ascendchat.checkpoint import host_copy
 from ascendchat.config import UserError
 from ascendchat.infer.generator import Weights
-from ascendchat.infer.request import Completion
+from ascendchat.infer.request import Completion, Request
 from ascendchat.train.rhythm import Rhythm, Slot
-from ascendchat.train.rollout import Question, Rollout
+from ascendchat.train.rollout import Begun, Rollout, begun
 
-Asked = tuple[Question, list[Completion]]
 MOST_THREADS = 256  # groups that are asked for at the same time
 FRUITLESS = 30  # times in a row that a generator may answer without a single token
 PAUSE = 1.0  # seconds after which it is asked again
@@ -141,33 +140,48 @@ class InTurn:
     def _advance(self, slots: Sequence[Slot], most: int) -> None:
         """Ask for all answers of these slots, up to `most` tokens; what is finished is judged."""
         rhythm, rollout = self.rhythm, self.rollout
-        asked = [(rollout.questions.ask(rhythm.question(slot)), slot.answers) for slot in slots]
-        asked = self._answered(asked, most)
-        whole = [all(answer.finish_reason != "cancelled" for answer in answers) for _, answers in asked]
-        groups = iter(rollout.judged([pair for pair, over in zip(asked, whole) if over]))
+        asked = [rollout.questions.ask(rhythm.question(slot)) for slot in slots]
+        if rollout.workflow is not None:  # conversations come as a whole
+            groups = rollout.workflow.groups(asked, rollout.samples, self.answer)
+            if not rollout.generator.elsewhere:  # else counted as they came
+                rollout.count(answer for group in groups for answer in group.answers)
+            with self.lock:
+                for slot, group in zip(slots, groups):
+                    rhythm.finished(slot, group)
+            return
+        given = [
+            [(request, answer) for (request, _), answer in zip(fresh, slot.answers)] if slot.answers else fresh
+            for fresh, slot in zip(map(rollout.begin, asked), slots)
+        ]
+        flat = iter(self._go_on([one for group in given for one in group], most))
+        answers = [[next(flat) for _ in group] for group in given]
+        whole = [all(answer.finish_reason != "cancelled" for answer in group) for group in answers]
+        judged = iter(rollout.judged([pair for pair, over in zip(zip(asked, answers), whole) if over]))
         with self.lock:
-            for slot, (_, answers), over in zip(slots, asked, whole):
+            for slot, group, over in zip(slots, answers, whole):
                 if over:
-                    rhythm.finished(slot, next(groups))
+                    rhythm.finished(slot, next(judged))
                 else:
-                    slot.answers = answers
+                    slot.answers = group
                     rhythm.passed(slot)
 
-    def _answered(self, asked: list[Asked], most: int) -> list[Asked]:
-        """The same questions with answers that are whole or have `most` tokens, however often it takes."""
-        questions, fruitless = [question for question, _ in asked], 0
+    def answer(self, requests: Sequence[Request]) -> list[Completion]:
+        """Whole answers of the weights that were pushed. Any thread may ask where the generator is elsewhere."""
+        return self._go_on(list(map(begun, requests)), max(request.sampling.max_tokens for request in requests))
+
+    def _go_on(self, given: Sequence[Begun], most: int) -> list[Completion]:
+        """Answers that are whole or have `most` tokens, however often it takes."""
+        requests, answers, fruitless = [request for request, _ in given], [answer for _, answer in given], 0
         while True:
             with self._pushing:
                 version, loads = self.pushed, self._loads  # pinned before anything is sent
-            answers, stale = self.rollout.extend(asked, most, version)
+            before = sum(len(answer.ids) for answer in answers)
+            answers, stale = self.rollout.extend(list(zip(requests, answers)), most, version)
             if stale:
                 self._push_again(loads)
-            before = sum(len(answer.ids) for _, group in asked for answer in group)
-            asked = list(zip(questions, answers))
-            every = [answer for group in answers for answer in group]
-            if all(answer.finish_reason != "cancelled" or len(answer.ids) >= most for answer in every):
-                return asked
-            fruitless = 0 if sum(len(answer.ids) for answer in every) > before else fruitless + 1
+            if all(answer.finish_reason != "cancelled" or len(answer.ids) >= most for answer in answers):
+                return answers
+            fruitless = 0 if sum(len(answer.ids) for answer in answers) > before else fruitless + 1
             if fruitless > FRUITLESS:
                 raise UserError(f"the generator gave up the same answers {fruitless} times; look at its log")
             if fruitless:

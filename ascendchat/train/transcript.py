@@ -1,6 +1,6 @@
 """What a step of RL has seen: figures over all ranks for metrics.jsonl, and every answer in the run's folder.
 
-figures(groups, kept, 2, batch, place)       # alike on all ranks
+figures(groups, kept, 2, batch, place, samples=8)     # alike on all ranks
 write_transcript(folder, step, groups)       # runs/NAME/rl/transcripts/step_000012-0.jsonl
 """
 
@@ -15,7 +15,7 @@ import torch
 from ascendchat import dist
 from ascendchat.files import write_atomic
 from ascendchat.infer.request import Completion
-from ascendchat.train.rollout import Group
+from ascendchat.train.rollout import Group, pass_sums, term_sums
 
 
 def learnt(answer: Completion) -> int:
@@ -35,38 +35,53 @@ def ages(groups: Sequence[Group], batch: int) -> list[int]:
 
 
 def figures(
-    groups: Sequence[Group], kept: Sequence[Group], rejected: int, batch: int, place: torch.device
+    groups: Sequence[Group],
+    kept: Sequence[Group],
+    replaced: int,
+    batch: int,
+    place: torch.device,
+    *,
+    samples: int,
+    terms: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Of the groups of a batch; `kept` are learnt from, so many were `rejected` and replaced."""
+    """Of the groups of a batch, of up to `samples` answers each; `kept` are learnt from, so many others were
+    `replaced`. `terms`: those of the rewards that are shown apart."""
     answers, old = [answer for group in groups for answer in group.answers], ages(kept, batch)
+    passes, parts = pass_sums(groups, samples), term_sums(groups, terms)
     own = torch.tensor(
         [
             float(len(groups)),
             float(len(answers)),
             sum(reward for group in groups for reward in group.rewards),
-            float(sum(max(group.rewards) > 0 for group in groups)),
             float(sum(len(answer.ids) for answer in answers)),
             float(sum(answer.finish_reason == "length" for answer in answers)),
             float(len(kept)),
             float(sum(len(group.answers) - group.judged for group in groups)),
-            float(rejected),
+            float(sum(group.rejected for group in groups)),
+            float(replaced),
             float(sum(old)),
             float(len(old)),
+            *(number for sums in (*passes.values(), *parts.values()) for number in sums),
         ],
         device=place,
     )
     oldest = torch.tensor([float(max(old, default=0))], device=place)
     dist.all_reduce(own, "sum")
     dist.all_reduce(oldest, "max")
-    questions, count, reward, solved, length, cut, used, unjudged, replaced, age, tokens = own.tolist()
+    questions, count, reward, length, cut, used, unjudged, rejected, others, age, tokens, *sums = own.tolist()
+    names = [f"pass@{k}" for k in passes] + [f"reward_{name}" for name in terms]
+    means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1]}
+    count = max(1.0, count)
     return {
         "reward": reward / count,
-        f"pass@{count / questions:.0f}": solved / questions,
+        **means,
+        "answers": count,
         "answer_tokens": length / count,
         "truncated": cut / count,
         "informative": used / questions,
         "unjudged": unjudged,
-        "rejected": replaced,
+        "rejected": rejected,
+        "replaced": others,
         "staleness_max": oldest.item(),
         "staleness_mean": age / max(1.0, tokens),
     }
@@ -83,6 +98,7 @@ def write_transcript(folder: Path, step: int, groups: Sequence[Group]) -> None:
                 "question": group.question.task.question(group.question.index),
                 "answer": answer.text,
                 "reward": reward,
+                **({"terms": group.terms[i]} if group.terms else {}),
                 "tokens": len(answer.ids),
                 "finish": answer.finish_reason,
                 "version": answer.version,
@@ -90,6 +106,6 @@ def write_transcript(folder: Path, step: int, groups: Sequence[Group]) -> None:
             ensure_ascii=False,
         )
         for group in groups
-        for answer, reward in zip(group.answers, group.rewards)
+        for i, (answer, reward) in enumerate(zip(group.answers, group.rewards))
     ]
     write_atomic(folder / f"step_{step:06d}-{dist.world().rank}.jsonl", "\n".join(lines) + "\n")

@@ -35,6 +35,15 @@ def vowels(prompt, completion, **row):
     """Share of the bytes that are vowels, in steps: some groups have no difference."""
     found = sum(letter in "aeiouAEIOU" for letter in completion) / max(1, len(completion))
     return round(found * 12) / 12
+
+
+async def twice(generator, row):
+    """Two turns; some episodes raise."""
+    talk = generator.talk(row["messages"])
+    if len((await talk.reply(max_tokens=8)).ids) < 2:
+        raise RuntimeError("too short")
+    talk.say("again")
+    return talk.trajectory(await generator.reward(await talk.reply(max_tokens=12)))
 '''
 COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --device-batch-size 2 --lr-multiplier 0.3"
 SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 48 --save-every 2"

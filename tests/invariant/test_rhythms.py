@@ -110,6 +110,30 @@ def test_a_run_outlives_its_server(home: Path, rhythm: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rhythm", ["sync", "stream", "async"])
+def test_a_workflow_is_asked_of_servers_in_every_rhythm(home: Path, rhythm: str) -> None:
+    """Also when the server is lost in between and comes back with other weights."""
+    run, bound = f"turns-{rhythm}", 2 if rhythm == "async" else 0
+    with runs.serving(home) as server:
+        flags = "--rhythm", rhythm, "--staleness", "2", "--rollouts", server.url, "--workflow", "judges:twice"
+        process = start(home, words(run, *flags, steps=STEPS))
+        wait_for_step(home, run, process, 2)
+        server.kill()
+        server.start()
+        process.join(runs.PATIENCE)
+        assert process.exitcode == 0, (home / "log").read_text(errors="replace")[-3000:]
+    rows = rows_of(home, run)
+    assert len(rows) == STEPS
+    assert all(row["staleness_max"] <= bound for row in rows)
+    assert all(row["logprob_gap"] < (10 if bound else 1e-4) for row in rows), "other weights have answered"
+    assert sum(row["rejected"] for row in rows) > 0
+    files = sorted((home / "runs" / run / "rl/transcripts").iterdir())
+    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert all("[user] again" in line["answer"] for line in lines)
+    assert all(row["rollout_tokens_per_second"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_several_updates_of_a_batch_go_on_in_the_middle(home: Path) -> None:
     flags = "--updates", "3", "--prompts-per-step", "6", "--save-every", "1"
     finish(home, words("updates-whole", *flags, steps=STEPS))

@@ -29,6 +29,17 @@ async def waited(prompt, completion, **row):
     return vowels(prompt, completion)
 
 
+async def twice(generator, row):
+    """Two turns; some episodes raise."""
+    talk = generator.talk(row["messages"])
+    first = await talk.reply(max_tokens=8)
+    if len(first.ids) < 2:
+        raise RuntimeError("too short")
+    talk.say("again")
+    second = await talk.reply(max_tokens=12)
+    return talk.trajectory(await generator.reward(second))
+
+
 def moody(prompt, completion, **row):
     """Raises, hangs or dies for a fifth of the answers each."""
     mood = len(completion) % 15
@@ -89,6 +100,7 @@ def test_the_reward_rises_and_everything_is_recorded(home: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     assert all(row["logprob_gap"] < 1e-5 for row in rows), "engine and trainer disagree"
     assert all(0 <= row["informative"] <= 1 and row["entropy"] > 0 for row in rows)
+    assert all(0 <= row["pass@1"] <= row["pass@2"] <= row["pass@4"] <= row["pass@8"] <= 1 for row in rows)
     lines = (home / "runs/rises/rl/transcripts/step_000000-0.jsonl").read_text(encoding="utf-8").splitlines()
     said = [json.loads(line) for line in lines]
     assert len(said) == 4 * 8
@@ -147,6 +159,31 @@ def test_a_killed_run_ends_in_the_same_bytes(home: Path) -> None:
         whole, killed = (home / "runs" / run / "rl" / f"step_{STEPS:06d}" / file for run in ("whole", "killed"))
         assert whole.read_bytes() == killed.read_bytes()
     assert [row["reward"] for row in rows_of(home, "whole")] == [row["reward"] for row in rows_of(home, "killed")]
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_a_workflow_ends_in_the_same_bytes(home: Path) -> None:
+    flow = "--workflow", "judges:twice"
+    finish(home, rl("turns", "vowels=1,format=0.5", *flow, steps=6))
+    process = start(home, rl("turns-killed", "vowels=1,format=0.5", *flow, steps=6))
+    assert process.stdout is not None
+    steps = 5  # the checkpoint of step 4 is there
+    for line in process.stdout:
+        steps -= " step " in line
+        if not steps:
+            break
+    process.kill()
+    process.wait()
+    finish(home, rl("turns-killed", "vowels=1,format=0.5", *flow, steps=6))
+    for file in ("model.safetensors", "optim-0-of-1.safetensors"):
+        whole, killed = (home / "runs" / run / "rl" / "step_000006" / file for run in ("turns", "turns-killed"))
+        assert whole.read_bytes() == killed.read_bytes()
+    rows = rows_of(home, "turns")
+    assert [row["reward"] for row in rows] == [row["reward"] for row in rows_of(home, "turns-killed")]
+    assert all(row["logprob_gap"] < 1e-5 for row in rows), "engine and trainer disagree behind what was forced"
+    assert sum(row["rejected"] for row in rows) > 0
+    lines = (home / "runs/turns/rl/transcripts/step_000000-0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all("[user] again" in json.loads(line)["answer"] for line in lines)
 
 
 @pytest.mark.slow

@@ -86,6 +86,14 @@ def test_the_reward_of_a_qwen_rises_and_it_goes_back_to_a_folder_that_transforme
 
 
 @pytest.mark.slow
+def test_a_workflow_speaks_by_the_template_of_the_model(home: Path) -> None:
+    finish(home, rl("turns", "--workflow", "try-again", "--reward", "judges:vowels", steps=2))
+    rows = [row for row in read_metrics(home / "runs" / "turns" / "rl") if "reward" in row]
+    assert len(rows) == 2
+    assert all(row["logprob_gap"] < 1e-4 and not row["rejected"] for row in rows)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_resumed_ends_in_the_same_bytes(home: Path) -> None:
     finish(home, rl("once"))
     finish(home, rl("twice"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_answers_end_where_the_model_says_and_where_a_turn_closes() -> None:
     assert made.specials["<|assistant_end|>"] == special["<|im_end|>"]
     assert made.specials["<|tool_start|>"] >= made.vocab_size
     assert made.bos == special["<|bos|>"]
+
+
+def test_another_process_gets_a_whole_tokenizer_and_the_one_of_grammars_what_it_needs() -> None:
+    generation = hf_models.library().GenerationConfig(eos_token_id=[hf_models.texts().specials["<|bos|>"]])
+    made = HFTokenizer(inner_of(hf_models.CHATML), hf_models.texts().vocab_size + 5, generation)
+    there = pickle.loads(pickle.dumps(made))
+    assert there.fingerprint == made.fingerprint
+    assert (there.stops, there.specials, there.vocab_size) == (made.stops, made.specials, made.vocab_size)
+    assert render_prompt(there, TALK[:2]) == render_prompt(made, TALK[:2])
+    grammar = pickle.dumps(made.for_grammars)
+    assert b"transformers" not in grammar, "it would take seconds to import"
+    assert pickle.loads(grammar).json == made.json
 
 
 def test_the_fingerprint_is_of_text_template_and_stops() -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.tasks import load
-from ascendchat.tasks.rewards import Judge
+from ascendchat.tasks import load, pool
+from ascendchat.tasks.rewards import Asked, Judge, row_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 MODULE = """
-import os, time
+import asyncio, multiprocessing, os, subprocess, sys, threading, time
+from pathlib import Path
 
 def fate(prompt, completion, **row):
     if completion == "raise":
@@ -27,6 +34,69 @@ def fate(prompt, completion, **row):
 
 async def later(prompt, completion, **row):
     return float(row["index"])
+
+def wild(prompt, completion, **row):
+    if completion == "fork":
+        while True:
+            os.fork()
+    if completion == "memory":
+        taken = []
+        while True:
+            taken.append(bytearray(os.urandom(1 << 20)) * 16)
+    if completion == "children":  # they hold the pipe to the trainer open
+        if not os.fork():
+            time.sleep(3600)
+        os._exit(3)
+    if completion == "twice":
+        os.fork()
+    if completion == "exit":
+        sys.exit("enough")
+    if completion == "unreadable":
+        return Unreadable()
+    if completion == "thread":
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+    return float(os.getpid())
+
+class Unreadable:
+    def __float__(self):
+        raise KeyboardInterrupt
+
+met = {}
+
+async def meet(prompt, completion, **row):
+    "Only two that run beside one another in one process come through."
+    if completion == "block":
+        time.sleep(3600)
+    if completion == "die":
+        os._exit(5)
+    if completion == "wait":
+        await asyncio.sleep(3600)
+    if completion == "nap":
+        await asyncio.sleep(1)
+        return 1.0
+    key = completion
+    first = met.pop(key, None)
+    if first is None:
+        first = met[key] = asyncio.Event()
+        await first.wait()
+    else:
+        first.set()
+    return 1.0
+
+def areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
+    return 100 * prompt_ids[0] + completion_ids[-1] + len(kwargs["finish"])
+
+def few(prompt, completion, index):
+    return index
+
+class Callable:
+    async def __call__(self, prompt, completion, **row):
+        return 2.5
+
+instance = Callable()
+
+def threads(prompt, completion, **row):
+    return float(threading.current_thread() is threading.main_thread())
 """
 
 
@@ -77,6 +147,92 @@ def test_a_function_may_be_async_and_sees_its_row(module: str) -> None:
         judge.close()
 
 
+@pytest.mark.slow
+def test_neither_forks_nor_memory_nor_children_stop_the_others(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MOST_MEMORY", 512 << 20)
+    task, said = load("toy_arithmetic_en", "train"), list[str]()
+    judge = Judge(f"{module}:wild", timeout=60.0, say=said.append)
+    words = ["a", "fork", "memory", "children", "twice", "exit", "unreadable", "thread", *["b"] * 8]
+    try:
+        found = judge.rewards([(task, 0, word) for word in words])
+        pids = {int(value) for value in found if value is not None}
+        assert [value is None for value in found] == [word not in ("a", "twice", "thread", "b") for word in words]
+        assert judge.rewards([(task, 0, "again")]) != [None]
+    finally:
+        judge.close()
+    assert not set(pool.usage()) & pids, "processes of a reward are left behind"
+
+
+@pytest.mark.slow
+def test_async_functions_run_beside_one_another_and_one_that_blocks_does_not_take_others_along(module: str) -> None:
+    task = load("toy_arithmetic_en", "train")
+    judge = Judge(f"{module}:meet", timeout=5.0, say=lambda text: None)
+    words = ["nap", "block", "nap", "die", "nap", "wait", *["nap"] * 9]
+    try:
+        assert judge.rewards([(task, 0, "two in each of four processes")] * 8) == [1.0] * 8
+        found = judge.rewards([(task, 0, word) for word in words])
+        assert found == [1.0 if word == "nap" else None for word in words]
+    finally:
+        judge.close()
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_judge_end_with_the_trainer(module: str) -> None:
+    program = (
+        "from ascendchat.tasks import load\nfrom ascendchat.tasks.rewards import Judge\n"
+        f"judge = Judge('{module}:wild', timeout=3600)\n"
+        "task = load('toy_arithmetic_en', 'train')\n"
+        "print(int(judge.rewards([(task, 0, 'pid')])[0]), flush=True)\n"
+        f"Judge('{module}:fate', timeout=3600).rewards([(task, 0, 'hang')])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.getcwd()])}
+    with subprocess.Popen(
+        [sys.executable, "-c", f"if __name__ == '__main__':\n {program.replace(chr(10), chr(10) + ' ')}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        children = {int(line) for line in Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()}
+        trainer.kill()
+    assert pid not in (0, trainer.pid)
+    deadline = time.monotonic() + 120
+    while ({pid} | children) & set(pool.usage()):
+        assert time.monotonic() < deadline, "a process outlives its trainer"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_functions_of_other_shapes(module: str) -> None:
+    task = load("toy_arithmetic_en", "train")
+    for name, wanted in (("areal", 706.0), ("few", 3.0), ("instance", 2.5), ("threads", 1.0)):
+        judge = Judge(f"{module}:{name}")
+        try:
+            assert judge.rewards([Asked(task, 3, "x", (7, 8), (1, 2, 0), "length")]) == [wanted], name
+        finally:
+            judge.close()
+
+
+@pytest.mark.slow
+def test_terms_are_added_with_their_weights_and_any_thread_may_ask(module: str) -> None:
+    task = load("toy_arithmetic_en", "train")
+    right = str(row_of(task, 0)["answer"])
+    judge = Judge(("task=2", f"{module}:fate=0.5", "length=-0.25", "format"))
+    try:
+        replies = [right, "no"] * 4
+        with ThreadPoolExecutor(4) as threads:
+            asked = [Asked(task, 0, reply, (), (1, 2, 3), "stop") for reply in replies]
+            found = list(threads.map(lambda one: judge.verdicts([one])[0], asked))
+        for verdict, reply in zip(found, replies):
+            good = reply == right
+            assert verdict.terms == {"task": good, f"{module}:fate": len(reply), "length": 3.0, "format": 1.0}
+            assert verdict.reward == 2 * good + 0.5 * len(reply) - 0.75 + 1.0
+            assert verdict.right == good
+    finally:
+        judge.close()
+
+
 def test_without_a_function_the_task_decides() -> None:
     task = load("toy_arithmetic_en", "train")
     right = task.example(0)[-1]["content"]
@@ -84,7 +240,7 @@ def test_without_a_function_the_task_decides() -> None:
     assert Judge().rewards([(task, 0, text), (task, 0, "I do not know.")]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("path", ["fates", "fates:nothing", "no_such_module:fate", ":"])
+@pytest.mark.parametrize("path", ["fates", "fates:nothing", "no_such_module:fate", ":", "gsm8", "gsm8k=x", "gsm8k=0"])
 def test_a_wrong_name_is_one_sentence(module: str, path: str) -> None:
-    with pytest.raises(UserError, match="--reward"):
+    with pytest.raises(UserError, match=r"--reward|weight"):
         Judge(path)

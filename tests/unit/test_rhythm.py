@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -208,7 +208,8 @@ def test_short_groups_are_trained_while_a_long_one_runs() -> None:
 
 def group(number: int, *, text: str = "") -> Group:
     answers = [Completion([5, 6 + i], text, [-0.1 / 3, None], [False, True], "stop", 3, [3, 4 + i]) for i in range(2)]
-    return Group(ask(number), answers, [0.1, 0.7], 1)
+    right, terms = [True, False], [{"task": 1.0}, {"task": 0.0, "format": 1 / 3}]
+    return Group(ask(number), answers, [0.1, 0.7], 1, right=right, terms=terms, rejected=3)
 
 
 def parts(rows: int) -> dict[int, Part]:
@@ -237,6 +238,26 @@ def test_what_is_not_trained_yet_survives_to_the_last_digit(tmp_path: Path) -> N
     assert (mine[1].tokens, mine[1].answers, len(mine[2].rows.inputs)) == (17, 2, 0)
     assert (mine[1].rows.behaviour == torch.full((3, 4), 1 / 3).numpy()).all()
     assert to_tensors([], {}) == {}
+
+
+def test_a_group_that_stands_in_for_others_remembers_the_first_and_what_was_rejected(tmp_path: Path) -> None:
+    rhythm = Rhythm(per_batch=1, staleness=0, refill=2, batches=1)
+    (slot,) = rhythm.admit()
+    for right in ([True, True, True], [False, False]):
+        rhythm.finished(slot, Group(ask(0), [], [0.0] * len(right), right=right, rejected=1))
+    writer = Writer(tmp_path, say=lambda text: None)
+    writer.save(1, model={"w": torch.zeros(1)}, shards={}, state={}, extra=to_tensors([slot], {}))
+    writer.wait()
+    found = newest(tmp_path)
+    assert found is not None
+    ((again,), _) = from_tensors(found.extras(), ask)
+    assert again == slot
+    rhythm.finished(again, replace(group(7), question=replace(ask(7), prompt=[1, 2, 3])))
+    assert again.group is not None
+    assert again.group.solved == (3, 3), "pass@k is of the question that was drawn"
+    assert again.group.rejected == 1 + 1 + 3
+    state = to_tensors([again], {})
+    assert from_tensors([state], ask)[0] == [again], "the prompt is that of its conversations"
 
 
 def test_rows_are_dealt_to_another_number_of_ranks() -> None:

@@ -1,0 +1,185 @@
+"""Inside a process that runs functions of a user's, started by pool.py. It may hang, die or fill up: no run ends so.
+
+Calls come over a pipe and run in one event loop in the main thread, where `signal.alarm` works. The process leads a
+session of its own, so that all it has started can be ended with it, and it ends itself when its parent is gone. Before
+each piece of a call that runs, its number is noted in memory that the parent can read: so the parent knows which of
+several calls killed the process or holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+NOBODY = -1  # no call is running right now
+RUNNING, FORKS = 0, 1  # places in the shared memory: number of the call that runs; forks since it was begun
+MOST_FORKS = 128  # beyond, the process and all its children end: a fork bomb would take the machine
+
+Runner = Callable[..., Awaitable[Any]]  # async def runner(link, *args): what a call does
+
+
+class Refused(Exception):
+    """The parent could not do what it was asked; the text says why."""
+
+
+def find_object(path: str) -> Any:
+    """`module:name`, looked for in the current folder too."""
+    module, colon, name = path.partition(":")
+    if not colon or not name:
+        raise ImportError(f"{path} is not of the form module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def contain(shared: Any) -> None:
+    """Be the leader of a session, the first to go when memory is short, and never outlive the parent."""
+    parent = os.getppid()
+    os.setsid()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.killpg(0, signal.SIGKILL)
+
+    def count_fork() -> None:  # the memory is shared with the children, which count on
+        shared[FORKS] += 1
+        if shared[FORKS] > MOST_FORKS:
+            os.killpg(0, signal.SIGKILL)
+
+    os.register_at_fork(before=count_fork)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Noted:
+    """Awaits a coroutine, and notes its number in the shared memory whenever it runs."""
+
+    def __init__(self, coroutine: Awaitable[Any], number: int, shared: Any) -> None:
+        self.inner, self.number, self.shared = coroutine.__await__(), number, shared
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            self.shared[RUNNING] = self.number
+            try:
+                waits_for = self.inner.send(value) if error is None else self.inner.throw(error)  # type: ignore[attr-defined]
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.shared[RUNNING] = NOBODY
+            try:
+                value, error = (yield waits_for), None
+            except BaseException as thrown:  # noqa: BLE001 (it is thrown into the coroutine)
+                value, error = None, thrown
+
+
+class Link:
+    """What a call has to do with the parent."""
+
+    def __init__(self, inside: Inside, number: int) -> None:
+        self.inside, self.number, self.asked = inside, number, 0
+        self.batch: list[tuple[int, tuple[Any, ...]]] = []
+
+    def begin(self) -> None:
+        """What is to be called has been found: from now on the time counts."""
+        self.inside.send("begun", self.number)
+
+    async def ask(self, *question: Any) -> Any:
+        """The parent's answer, for which the time does not count. What is asked at once goes out in one message, and
+        is answered by one: so it does not depend on the speed of anything what the parent has to do together."""
+        loop = asyncio.get_running_loop()
+        self.asked += 1
+        answer = self.inside.asked[self.number, self.asked] = loop.create_future()
+        if not self.batch:
+            loop.call_soon(self._send)
+        self.batch.append((self.asked, question))
+        return await answer
+
+    def _send(self) -> None:
+        batch, self.batch = self.batch, []
+        self.inside.send("ask", self.number, batch)
+
+
+class Inside:
+    """The calls of this process. Messages to it: (what, number, ...), and from it the same."""
+
+    def __init__(self, connection: Connection, shared: Any, runner: Runner) -> None:
+        self.connection, self.shared, self.runner = connection, shared, runner
+        self.own = os.getpid()
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self.over = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Until the pipe is closed."""
+        asyncio.get_running_loop().add_reader(self.connection.fileno(), self.read)
+        await self.over.wait()
+
+    def read(self) -> None:
+        try:
+            while self.connection.poll():
+                what, number, *rest = self.connection.recv()
+                if what == "call":
+                    self.tasks[number] = asyncio.get_running_loop().create_task(self.run(number, rest[0]))
+                elif what == "cancel" and number in self.tasks:
+                    self.tasks[number].cancel()
+                elif what == "answers":
+                    for which, value, problem in rest[0]:
+                        self.answered(number, which, value, problem)
+        except (EOFError, OSError):
+            self.over.set()
+
+    def answered(self, number: int, which: int, value: Any, problem: str) -> None:
+        asked = self.asked.pop((number, which), None)
+        if asked is None or asked.done():  # who asked was cancelled
+            return
+        if problem:
+            asked.set_exception(Refused(problem))
+        else:
+            asked.set_result(value)
+
+    async def run(self, number: int, args: tuple[Any, ...]) -> None:
+        """One call."""
+        self.shared[FORKS] = 0
+        try:
+            value = await Noted(self.runner(Link(self, number), *args), number, self.shared)
+            self.send("done", number, value)
+        except asyncio.CancelledError:
+            self.send("failed", number, "it was cancelled")
+        except BaseException as error:  # noqa: BLE001 (whatever a user's function raises)
+            self.send("failed", number, f"{type(error).__name__}: {error}")
+        finally:
+            self.tasks.pop(number, None)
+
+    def send(self, *message: Any) -> None:
+        if os.getpid() != self.own:  # a child that the function has forked and let return: not for it to speak
+            os._exit(0)
+        self.connection.send(message)
+
+
+def work(connection: Connection, shared: Any, runner: Runner) -> None:
+    """The process."""
+    contain(shared)
+
+    async def serve() -> None:
+        await Inside(connection, shared, runner).serve()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+    os._exit(0)  # whatever threads the functions have left behind

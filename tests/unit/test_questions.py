@@ -1,0 +1,119 @@
+"""Questions of one's own for RL: every form that a row may have, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_models import tokenizer
+
+from ascendchat.config import UserError
+from ascendchat.data.chat import render_choice
+from ascendchat.infer.request import Completion
+from ascendchat.tasks import pass_at_k
+from ascendchat.tasks.humaneval import ASK
+from ascendchat.tasks.questions import QuestionFile, load_questions
+from ascendchat.tasks.rewards import row_of
+from ascendchat.train.rollout import Group, Questions, pass_sums, term_sums
+
+
+def write(folder: Path, rows: list[Any], name: str = "mine.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+USER = {"role": "user", "content": "What is 6 * 7?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "columns"),
+    [
+        ({"question": "What is 6 * 7?", "answer": "42"}, [USER], {"answer": "42"}),
+        ({"prompt": "What is 6 * 7?", "answer": 42, "level": [3]}, [USER], {"answer": 42, "level": [3]}),
+        ({"prompt": [USER], "completion": "42"}, [USER], {"answer": "42"}),
+        ({"messages": [USER], "answer": "42", "x": 1}, [USER], {"answer": "42", "x": 1}),
+        ({"messages": [USER, {"role": "assistant", "content": "42"}]}, [USER], {"answer": "42"}),
+        ({"query": "What is 6 * 7?"}, [USER], {}),
+        (
+            {"question": "Red?", "choices": ["sky", "rose"], "answer": 1},
+            [{"role": "user", "content": render_choice("Red?", ["sky", "rose"])}],
+            {"answer": "B", "letters": ["A", "B"], "choices": ["sky", "rose"]},
+        ),
+        (
+            {"prompt": "def f():\n", "entry_point": "f", "test": "def check(f): pass"},
+            [{"role": "user", "content": ASK.format(prompt="def f():")}],
+            {"starter": "def f():\n", "entry_point": "f", "test": "def check(f): pass"},
+        ),
+    ],
+)
+def test_every_form_of_a_row(tmp_path: Path, row: dict[str, Any], prompt: list[Any], columns: dict[str, Any]) -> None:
+    task = QuestionFile(write(tmp_path, [row] * 2))
+    assert task.prompt(0) == prompt
+    given = row_of(task, 0)
+    assert {name: given[name] for name in columns} == columns
+    assert given["messages"] == prompt
+    assert not {"prompt", "completion"} & set(given), "a function has them as its own arguments"
+    assert task.checkable == ("answer" in columns or "test" in columns)
+
+
+def test_malformed_rows_are_counted_and_named_by_file_and_line(tmp_path: Path) -> None:
+    good = [{"question": f"{i}?", "answer": i} for i in range(400)]
+    bad = ["{not json\n", {"question": 7, "answer": 1}, {"answer": "to what?"}]
+    task = QuestionFile(write(tmp_path, [*good[:10], *bad, *good[10:]]))
+    held = QuestionFile(write(tmp_path, [*good[:10], *bad, *good[10:]]), "val")
+    assert len(task) + len(held) == 400
+    assert 0 < len(held) < 30
+    assert not {task.question(i) for i in range(len(task))} & {held.question(i) for i in range(len(held))}
+    [notice] = task.notices
+    assert "mine.jsonl: 3 of 403 rows cannot be read" in notice
+    assert "line 11" in notice
+    assert "line 12" in notice
+    assert "line 13" in notice
+    with pytest.raises(UserError, match="more than 1 % is too much"):
+        QuestionFile(write(tmp_path, [*good[:10], *bad]))
+    with pytest.raises(UserError, match="a question needs a column messages"):
+        QuestionFile(write(tmp_path, [{"answer": "to what?"}] * 3))
+    with pytest.raises(UserError, match="at least one row"):
+        QuestionFile(write(tmp_path, []))
+    with pytest.raises(UserError, match="questions are read from"):
+        QuestionFile(str(tmp_path / "nothing.jsonl"))
+
+
+def test_a_run_asks_files_multiple_choice_and_programs(tmp_path: Path) -> None:
+    exam = [{"question": f"q{i}", "A": "a", "B": "b", "C": "c", "D": "d", "answer": "C"} for i in range(4)]
+    (tmp_path / "mmlu" / "train").mkdir(parents=True)
+    write(tmp_path / "mmlu" / "train", exam, "x.jsonl")
+    code = {
+        "task_id": "HumanEval/0",
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "canonical_solution": "    return 1\n",
+    }
+    write(tmp_path, [{**code, "test": "def check(f):\n    assert f() == 1"}], "HumanEval.jsonl")
+    mine = write(tmp_path, [{"question": "6*7?", "answer": "42"}] * 3)
+    questions = Questions(("mmlu=1", "humaneval=1", f"{mine}=2"), tokenizer(), 0, 4096, str(tmp_path))
+    asked = [questions.ask(number) for number in range(8)]
+    assert sorted(question.task.name for question in asked) == ["humaneval"] * 2 + ["mine"] * 4 + ["mmlu"] * 2
+    right = {"mmlu": "C", "humaneval": "def f():\n    return 1", "mine": "It is 42."}
+    for question in asked:
+        assert question.task.correct(question.index, right[question.task.name])
+        assert not question.task.correct(question.index, "no")
+    with pytest.raises(UserError, match="cannot be judged"):
+        load_questions("toy_sft")
+
+
+def test_pass_at_k_is_of_the_questions_that_were_drawn_first() -> None:
+    def group(right: list[bool], first: tuple[int, int] | None = None) -> Group:
+        answers = [Completion() for _ in right]
+        return Group(None, answers, [0.0] * len(right), len(right), right=right, first=first)  # type: ignore[arg-type]
+
+    groups = [group([True, False, False, False]), group([False] * 4), group([True] * 3), group([True] * 4, (4, 0))]
+    sums = pass_sums(groups, 4)
+    assert {k: count for k, (_, count) in sums.items()} == {1: 4.0, 2: 4.0, 4: 3.0}
+    assert sums[2][0] == pytest.approx(pass_at_k(4, 1, 2) + 0 + 1 + 0)
+    assert sums[4][0] == pytest.approx(1.0)
+    groups[0].terms = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
+    assert term_sums(groups, ["a", "b"]) == {"a": (4.0, 2.0), "b": (2.0, 1.0)}
