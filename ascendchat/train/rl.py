@@ -274,7 +274,7 @@ def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Reado
         learner.place,
         slots=slots,
         context=context,
-        graphs=False,  # a trainer's process cannot capture on every chip
+        graphs=learner.device.compiles,  # the task queue of a trainer on NPUs captures nothing
         reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
         prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
     )
