@@ -22,6 +22,9 @@ from ascendchat.record import Run
 from ascendchat.record.earlier import notice
 
 
+SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal came in the middle of something that may be broken off."""
 
@@ -43,13 +46,16 @@ class StopSignals:
         return self
 
     def _listen(self) -> None:
-        count = 0
+        first: float | None = None
         while number := os.read(self._read, 1):
-            count += number[0] in (signal.SIGTERM, signal.SIGINT)
-            if count > 1:
-                self._end(number[0], "stopped by a second signal, at once")
-            elif count and not self.unsaved:
+            if number[0] not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            if not self.unsaved:
                 self._end(number[0], "stopped by a signal; there was nothing to save")
+            elif first is None:
+                first = time.monotonic()
+            elif time.monotonic() - first > SAME:
+                self._end(number[0], "stopped by a second signal, at once")
         os.close(self._read)
 
     def _end(self, number: int, reason: str) -> None:

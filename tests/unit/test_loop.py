@@ -386,3 +386,20 @@ def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_alw
     assert "nothing to save" in shown if signals == 1 else "second signal" in shown
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
     assert checkpoints(tmp_path / "run") == ([] if signals == 1 else [2])
+
+
+def test_a_signal_that_is_sent_twice_at_once_is_one(tmp_path: Path, device: Device) -> None:
+    """As `timeout` does it, and job managers: to the process, and to its group."""
+
+    class Stopped(ToyStage):
+        def loss(self, batch: int, scale: float = 1.0) -> Loss:
+            if batch == 3:
+                for _ in range(2):
+                    signal.raise_signal(signal.SIGTERM)
+                time.sleep(0.1)  # the listener has seen both
+            return super().loss(batch, scale)
+
+    with start(tmp_path) as run:
+        result = fit(Stopped(), device, run, Options(save_every=100))
+    assert result.stopped_by == signal.SIGTERM
+    assert checkpoints(tmp_path) == [result.step]
