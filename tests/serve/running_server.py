@@ -249,7 +249,7 @@ def begin(home: Path, *flags: str, module: str = "ascendchat serve", **environme
     if not (home / "runs").exists():
         save(home, endless())
     log = home / f"log{time.monotonic_ns()}"
-    env = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", **environment}
+    env = {**os.environ, **environment, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *module.split(), "--device-type=cpu", "--port=0", *flags]
     with log.open("wb") as file:
         return Server(subprocess.Popen(command, env=env, cwd=ROOT, stderr=file, stdout=file), log)
