@@ -146,8 +146,8 @@ class InTurn:
             if not rollout.generator.elsewhere:  # else counted as they came
                 rollout.count(answer for group in groups for answer in group.answers)
             with self.lock:
-                for slot, group in zip(slots, groups):
-                    rhythm.finished(slot, group)
+                for slot, found in zip(slots, groups):
+                    rhythm.finished(slot, found)
             return
         given = [
             [(request, answer) for (request, _), answer in zip(fresh, slot.answers)] if slot.answers else fresh

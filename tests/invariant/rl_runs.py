@@ -40,8 +40,8 @@ def vowels(prompt, completion, **row):
 async def twice(generator, row):
     """Two turns; some episodes raise."""
     talk = generator.talk(row["messages"])
-    if len((await talk.reply(max_tokens=8)).ids) < 2:
-        raise RuntimeError("too short")
+    if sum((await talk.reply(max_tokens=8)).ids) % 5 == 0:
+        raise RuntimeError("as told")
     talk.say("again")
     return talk.trajectory(await generator.reward(await talk.reply(max_tokens=12)))
 '''
