@@ -21,7 +21,6 @@ from ascendchat import dist
 from ascendchat.record import Run
 from ascendchat.record.earlier import notice
 
-
 SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group
 
 

@@ -24,7 +24,7 @@ from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
 from ascendchat.train.loop import GRADIENT, Diverged, LossScale, Options, fit, train_step
 from ascendchat.train.signals import Interrupted, StopSignals
-from ascendchat.train.stage import Loss, Stage
+from ascendchat.train.stage import Correction, Loss, Stage
 
 
 class Line(torch.nn.Module):
@@ -115,9 +115,9 @@ def test_a_factor_that_is_known_last_changes_loss_and_gradient_alike(device: Dev
             value = super().loss(batch, scale).value / 4
             return Loss(value, {"error": value.detach() / scale})
 
-        def correction(self, step: int) -> float:
+        def correction(self, step: int) -> Correction:
             assert [batch for name, batch in self.seen if name == "loss"][-2:] == [step, step], "not before the last"
-            return 4.0
+            return Correction(loss=4.0, metrics=2.0)
 
     for chip in (device, Half([False] * 6)):
         plain, late = ToyStage(), Late()
@@ -126,7 +126,7 @@ def test_a_factor_that_is_known_last_changes_loss_and_gradient_alike(device: Dev
             found = train_step(late, step, LossScale(chip))  # type: ignore[arg-type]
             assert torch.equal(plain.model.weight, late.model.weight)
             assert torch.equal(found["loss"], wanted["loss"])
-            assert torch.equal(found["error"], wanted["loss"])
+            assert torch.equal(found["error"], wanted["loss"] / 2)
             assert torch.equal(found[GRADIENT], wanted[GRADIENT])
 
 
@@ -386,20 +386,3 @@ def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_alw
     assert "nothing to save" in shown if signals == 1 else "second signal" in shown
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
     assert checkpoints(tmp_path / "run") == ([] if signals == 1 else [2])
-
-
-def test_a_signal_that_is_sent_twice_at_once_is_one(tmp_path: Path, device: Device) -> None:
-    """As `timeout` does it, and job managers: to the process, and to its group."""
-
-    class Stopped(ToyStage):
-        def loss(self, batch: int, scale: float = 1.0) -> Loss:
-            if batch == 3:
-                for _ in range(2):
-                    signal.raise_signal(signal.SIGTERM)
-                time.sleep(0.1)  # the listener has seen both
-            return super().loss(batch, scale)
-
-    with start(tmp_path) as run:
-        result = fit(Stopped(), device, run, Options(save_every=100))
-    assert result.stopped_by == signal.SIGTERM
-    assert checkpoints(tmp_path) == [result.step]
