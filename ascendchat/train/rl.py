@@ -157,6 +157,10 @@ def generator_of(
     if not named and not config.rollout_devices and not config.inference_engine:
         yield engine()
         return
+    if config.batch_invariant:
+        raise UserError(
+            "--batch-invariant holds for answers of this process only; leave it out, or generate here (local)"
+        )
     if named and config.rollout_devices:
         raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
     there = origin.state.get("shape") or {}
@@ -259,7 +263,8 @@ def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Lear
     if not config.kl:
         return None
     model = deepcopy(learner.model).requires_grad_(False)
-    model.load_state_dict(origin.model(learner.place))
+    if isinstance(model, GPT):  # others were opened with their weights
+        model.load_state_dict(origin.model(learner.place))
     return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
 
 

@@ -160,6 +160,7 @@ def test_what_cannot_work_is_one_sentence(home: Path) -> None:
         (["--config", "engine.yaml"], "vLLM opens models of Hugging Face"),
         (["--config", "typo.yaml"], "unknown setting dtyp; did you mean dtype?"),
         (["--rollouts", "http://127.0.0.1:1", "--rollout-devices", "1"], "exclude each other"),
+        (["--rollout-devices", "1", "--batch-invariant"], "--batch-invariant holds for answers of this process only"),
         (["--rollouts", "http://127.0.0.1:1", "--rollout-patience", "1"], "no answer from http://127.0.0.1:1"),
         (["--rollout-key-file", "nowhere", "--rollouts", "http://127.0.0.1:1"], "--rollout-key-file nowhere"),
     ]
