@@ -27,7 +27,7 @@ def library() -> ModuleType:
         from transformers.utils import import_utils
     except ImportError as error:
         raise UserError(
-            f"Hugging Face models need transformers ({error}); install it: pip install 'ascendchat[hf]'"
+            f"Hugging Face models need transformers ({error}); install it: pip install -e '.[hf]'"
         ) from None
     transformers.utils.logging.disable_progress_bar()
     if "torch_npu" not in sys.modules:  # transformers would import it wherever it is installed

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from running_server import ROOT, listening
+from running_server import ROOT
 
 from ascendchat.launch.port import free_port
 
@@ -23,6 +24,14 @@ def wait_until(true: Callable[[], object], what: str = "it") -> None:
     while not true():
         assert time.monotonic() < until, f"{what} never happened"
         time.sleep(0.02)
+
+
+def listening(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except OSError:
+        return False
+    return True
 
 
 class ServerProcess:
@@ -47,7 +56,7 @@ class ServerProcess:
         return self
 
     def ready(self) -> ServerProcess:
-        wait_until(lambda: self.process.poll() is not None or listening(self.url), "the start of a server")
+        wait_until(lambda: self.process.poll() is not None or listening(self.port), "the start of a server")
         assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
         return self
 

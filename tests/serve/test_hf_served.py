@@ -28,7 +28,8 @@ def test_a_hugging_face_folder_is_served_with_its_own_template(tmp_path: Path) -
         row = theirs.generate(prompt, max_new_tokens=10, do_sample=False)
     wanted = tokenizer.decode(row[0, prompt.size(1) :], skip_special_tokens=True)
     flags = ["--model", str(tmp_path / "tiny-llama"), "--device-type", "cpu", "--temperature", "0", "--slots", "2"]
-    with serving(tmp_path, *flags) as url:
+    with serving(tmp_path, *flags) as server:
+        url = server.url
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         assert [model.id for model in client.models.list()] == ["tiny-llama/hf"]
         answer = client.chat.completions.create(model="tiny-llama/hf", messages=TALK, max_tokens=10, logprobs=True)  # type: ignore[arg-type]

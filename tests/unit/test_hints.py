@@ -17,12 +17,13 @@ from ascendchat.doctor.explain_rules import all_rules, answer
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "ascendchat").rglob("*.py"))
-# Flags of other programs: docker, pip, srun, ps, git, torchrun, tensorboard, vendor tools and installers.
+# Flags of other programs: docker, pip, srun, ps, git, torchrun, tensorboard, vLLM, vendor tools and installers.
 OTHERS = set(
     "device shm-size ipc net upgrade version only-binary no-build-isolation force-reinstall install format sort "
-    "query-gpu query-compute-apps ntasks-per-node rdzv-backend porcelain logdir pid".split()
+    "query-gpu query-compute-apps ntasks-per-node rdzv-backend porcelain logdir pid "
+    "weight-transfer-config additional-config worker-extension-cls".split()
 )
-PROSE = set("command computes does itself knows leaves needs stopped trains".split())  # `ascendchat needs Python 3.10`
+PROSE = set("command computes does is itself knows leaves needs or stopped trains".split())  # `ascendchat needs ...`
 STANDING_IN = {"flags", "X", "no-X"}  # `--flags` in a usage line; `--{name}` in an f-string
 
 
@@ -118,7 +119,7 @@ def test_commands_and_flags_in_explanations_exist() -> None:
     [
         "run `ascendchat finetune --port 8`",
         "ascendchat base --dtype bf16",
-        "when --dtype is not given",
+        "when --precision is not given",
         "ascendchat launch --devices 8 base --dept 3",
         "ascendchat plan --yes   # a flag of another command",
         "ascendchat fetch climbmix",
