@@ -15,7 +15,7 @@ class RlConfig(ChatTrainConfig):
 
     data: tuple[str, ...] = ()
     """questions, as NAME or NAME=WEIGHT: tasks with checkable answers (gsm8k, toy_problems, toy_arithmetic_en, ...); by
-    default toy_problems for a model of the embedded corpus, else gsm8k"""
+    default gsm8k, for a model of the embedded corpus its arithmetic and word problems"""
     reward: str = ""
     "function that judges an answer, as module:function; by default whether the task calls it right"
     reward_timeout: float = option(15.0, above=0, most=1e6)
