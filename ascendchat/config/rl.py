@@ -19,7 +19,7 @@ class RlConfig(ChatTrainConfig):
     newest run"""
     data: tuple[str, ...] = ()
     """questions, as NAME or NAME=WEIGHT: tasks with checkable answers (gsm8k, mmlu, toy_problems, ...) or files of
-    questions; by default toy_problems for a model of the embedded corpus, else gsm8k"""
+    questions; by default gsm8k, for a model of the embedded corpus its arithmetic and word problems"""
     reward: tuple[str, ...] = ()
     """what an answer is worth, as NAME or NAME=WEIGHT, added up: task, answer, gsm8k, math-verify, choice, code,
     toyworld, format, length (tokens), or a function of yours, as module:function; by default task: what the task calls

@@ -66,7 +66,7 @@ class RlStage(Stage):
         self.engine, self.source, self.rollout, self.exam = engine, source, source.rollout, exam
         self.tokenizer, self.config, self.origin, self.folder = tokenizer, config, origin, folder
         self.model, self.method = learner.model, policy_loss.method
-        self.curve = curve(config, steps, Curve(warmup=0, warmdown=1.0, final=0.0))
+        self.curve = curve(config, steps, Curve(warmup=min(20, steps // 10), warmdown=1.0, final=0.0))
         shape = learner.model.shape
         self.flops_per_token = float(shape.train_flops_per_token)
         self.tokens_per_step = config.prompts_per_step * config.samples  # corrected by every step

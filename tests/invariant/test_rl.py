@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ascendchat.data.toyworld import work
+from ascendchat.data.toyworld.world import toy_world
 from ascendchat.record import read_metrics
 
 STEPS = 12
@@ -137,6 +139,26 @@ def test_engine_and_trainer_agree_on_what_is_drawn(home: Path, name: str, flags:
     if "--kl" in flags:
         assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6), "it begins at the reference"
         assert rows[-1]["kl"] > 1e-6
+
+
+@pytest.mark.slow
+def test_a_weak_chat_model_learns_to_ask_the_calculator(home: Path) -> None:
+    """SFT shows the calculator in every third reply to a sum, else "I do not know."; RL has the task judge."""
+    world, draw = toy_world(), random.Random(0)
+    asked = [work.arithmetic(world, draw, "en", "train") for _ in range(4000)]
+    replies = [question.content if i % 3 == 0 else "I do not know." for i, question in enumerate(asked)]
+    talks = [[*question.prompt, {"role": "assistant", "content": reply}] for question, reply in zip(asked, replies)]
+    lines = [json.dumps({"messages": talk}) for talk in talks]
+    (home / "sums.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    sizes = "--device-batch-size 8 --total-batch-size 768 --lr-multiplier 1 --steps 250 --eval-every -1"
+    finish(home, ["sft", "--start", "tiny", "--run", "weak", "--data", "sums.jsonl", *sizes.split(), *COMMON])
+    sizes = "--prompts-per-step 10 --samples 8 --max-new-tokens 40 --refill 0 --device-batch-size 8 --steps 20"
+    often = "--lr-multiplier 0.2 --eval-every -1"
+    finish(home, ["rl", "--run", "weak", "--data", "toy_arithmetic_en", *sizes.split(), *often.split(), *COMMON])
+    rewards = [row["reward"] for row in rows_of(home, "weak")]
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
+    assert 0.1 < first < 0.6, rewards
+    assert last > first + 0.25, rewards
 
 
 @pytest.mark.slow
