@@ -38,6 +38,7 @@ from ascendchat.infer.generator import Weights
 from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.infer.routing import Candidate, blocks_of, choose, remember
+from ascendchat.infer.verify import Scorer, remembered
 
 RETRIES = 5.0  # seconds for which a server that is busy or gone is asked again before another one is
 TOGETHER = 8  # requests that are handed over at a time at least, and a group is never divided below that
@@ -90,7 +91,7 @@ class Fleet:
     `pushes`: False on ranks that only ask; weights come from another rank, which is told by `renew`. `timeout`: seconds
     for an answer. `patience`: seconds to wait for any server at all. `hang`: seconds in which a server that has work,
     or is tried, must have generated something. `store`: folder for a copy of the weights, for a server
-    that comes back. `more`: settings of Remote.
+    that comes back. `more`: settings of Remote; a `scorer` is asked in `load`, of the weights that are loaded.
     """
 
     elsewhere = True
@@ -118,6 +119,7 @@ class Fleet:
         self._own = store is None
         self.store = Path(tempfile.mkdtemp(prefix="ascendchat-fleet-")) if store is None else store
         self._weights: Path | None = None  # file with those in use
+        self._scorer: Scorer | None = None  # knows what they say of the probe
         self._numbers = itertools.count()
         self._changed = threading.Condition()  # guards the members
         self._sync = threading.Lock()  # one change of weights at a time
@@ -196,8 +198,10 @@ class Fleet:
         self.store.mkdir(parents=True, exist_ok=True)
         write_weights(file, weights)
         how, end = {"interrupt": True} if interrupt else {}, time.monotonic() + self.patience
+        probed = any(member.remote is None or not member.remote.ours for member in self.members)
+        score = (self._scorer if version == self.version else None) or (remembered(self.settings) if probed else None)
         try:
-            while not self._load_all(file, version, how):
+            while not self._load_all(file, version, how, score):
                 if time.monotonic() > end:
                     raise UserError(f"no server took the weights of version {version}: {self._reasons()}")
                 self.give(self.take([Request([0])])[0], 1)  # waits until one is back
@@ -279,7 +283,7 @@ class Fleet:
     # ---- in and out of service -----------------------------------------------------------------
 
     def _connect(self, url: str, timeout: float | None = None) -> Remote:
-        return Remote.open(url, timeout=timeout or self.timeout, **self.settings)
+        return Remote.open(url, timeout=timeout or self.timeout, **{**self.settings, "scorer": self._scorer})
 
     def _enter(self, member: Member, remote: Remote) -> None:
         with self._changed:
@@ -355,11 +359,12 @@ class Fleet:
             finally:
                 self._syncs += 1
 
-    def _load_all(self, file: Path, version: int, how: dict[str, bool]) -> bool:
+    def _load_all(self, file: Path, version: int, how: dict[str, bool], score: Scorer | None) -> bool:
         """Every server in service takes them, or leaves it. False: none has them, and nothing is changed."""
         weights = read_file(file)
 
         def one(pair: tuple[Member, Remote]) -> Exception | None:
+            pair[1].scorer = score
             try:
                 pair[1].load(weights, version, **how)
             except (*FAILURES, ValueError) as error:
@@ -379,7 +384,7 @@ class Fleet:
             if refusal is not None:
                 raise refusal
             if took := any(error is None for _, error in outcomes):
-                old, self._weights, self.version = self._weights, file, version
+                old, self._weights, self.version, self._scorer = self._weights, file, version, score
                 if old is not None:
                     old.unlink(missing_ok=True)
             return took
@@ -388,6 +393,7 @@ class Fleet:
         """The weights from before."""
         if self._weights is None:
             return self.lose(member, remote, "it has weights that others refused, and those before are not known here")
+        remote.scorer = self._scorer
         try:
             remote.load(read_file(self._weights), self.version)
         except (*FAILURES, ValueError) as error:

@@ -124,7 +124,8 @@ class Link:
         await self._commands.aclose()
 
 
-TROUBLE = (Again, httpx.TransportError, asyncio.TimeoutError, UserError, ValueError)  # what one attempt may end in
+GONE = (Again, httpx.TransportError, asyncio.TimeoutError)  # the server is not there, or cannot answer now
+TROUBLE = (*GONE, UserError, ValueError)  # what one attempt may end in
 
 
 def found(response: httpx.Response) -> Any:

@@ -32,12 +32,12 @@ from ascendchat.config import UserError
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.answer import Answer, Unusable, body_of
 from ascendchat.infer.generator import Weights
-from ascendchat.infer.link import FIRST_PAUSE, LONGEST_PAUSE, TROUBLE, Again, Link
+from ascendchat.infer.link import FIRST_PAUSE, GONE, LONGEST_PAUSE, TROUBLE, Again, Link
 from ascendchat.infer.remote_stream import RemoteStream
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.infer.servers import PauseMode, Server
-from ascendchat.infer.verify import Scorer
-from ascendchat.infer.vllm import VllmServer, find_out
+from ascendchat.infer.verify import Scorer, probe_of
+from ascendchat.infer.vllm import VllmServer, find_out, first_line
 
 PATH = "/v1/completions"
 MOST_UNUSABLE = 3  # attempts at an answer that can be learnt from
@@ -146,7 +146,10 @@ class Remote:
     def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
         """Answer with these weights from now on, verified; see Generator.load."""
         with self._load_lock:
-            self._wait(self._load(weights, version, interrupt))
+            try:
+                self._wait(self._load(weights, version, interrupt))
+            except GONE as error:
+                raise UserError(f"{self.url} has not taken version {version}: {first_line(error)}") from None
 
     def renew(self, version: int) -> None:
         """Another process has loaded new weights there."""
@@ -310,7 +313,7 @@ class Remote:
                 self.torn = f"version {version} was being sent"
                 await server.push(weights, version)
             if isinstance(server, VllmServer):
-                await server.verify(self.scorer, self.tokenizer.vocab_size if self.tokenizer else 256)
+                await server.verify(self.scorer, probe_of(self.tokenizer))
             self.version, self.torn = version, ""
         except Exception as error:
             if self.torn:

@@ -34,6 +34,7 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device.env import devices_behind, without_own_settings
 from ascendchat.dist.context import Context
 from ascendchat.infer.fleet import Fleet
+from ascendchat.infer.verify import Scorer
 from ascendchat.launch.port import free_port
 from ascendchat.launch.rollout_server import first_key
 
@@ -150,9 +151,11 @@ def open_rollouts(
     here: Context,
     folder: Path,
     sizes: Sizes,
+    scorer: Scorer | None = None,
 ) -> Iterator[Fleet]:
     """The servers, on every rank; rank 0 starts them and sends them weights. `weights_folder`: a checkpoint, the first.
-    `folder`: for logs, key and weights."""
+    `folder`: for logs, key and weights. `scorer`: the trainer's, by which a vLLM is verified whose checksums do not say
+    it all."""
     with contextlib.ExitStack() as stack:
         urls, key = list(config.rollouts), first_key(config.rollout_key_file, os.environ, "--rollout-key-file")
         if config.rollouts == ("local",):
@@ -166,6 +169,7 @@ def open_rollouts(
             store=folder,
             pushes=here.main,
             say=say,
+            scorer=scorer,
         )
         with fleet:
             if fleet.context < sizes.context:

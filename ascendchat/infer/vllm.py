@@ -32,7 +32,7 @@ from ascendchat.infer import transfer
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.link import TROUBLE, Again, Link, NoRoute
 from ascendchat.infer.servers import OurServer, PauseMode, Server
-from ascendchat.infer.verify import Scorer, Scores, compare, judge, probe_tokens
+from ascendchat.infer.verify import Scorer, Scores, compare, judge
 
 OLDEST = (0, 12, 0)  # with /pause
 WEIGHTS_SINCE = (0, 16, 0)
@@ -253,7 +253,7 @@ class VllmServer(Server):
             raise UserError(f"{self.link.url} has other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more")
         self.proven = not unknown
 
-    async def verify(self, scorer: Scorer | None, vocab: int) -> None:
+    async def verify(self, scorer: Scorer | None, tokens: list[int]) -> None:
         """By an answer, where checksums do not prove it: the server is not paused any more."""
         if self.proven:
             return
@@ -262,7 +262,6 @@ class VllmServer(Server):
                 f"{self.link.url} ({self.name}) cannot say which weights it has, and there is nobody to score a probe: "
                 "set Remote.scorer to a function that gives the log-probabilities of tokens"
             )
-        tokens = probe_tokens(vocab)
         own = await asyncio.to_thread(scorer, tokens)
         now = Scores(tuple(float(value) for value in own), tuple(await self.score(tokens)))
         problem = judge(now, self._before, self.dtype)

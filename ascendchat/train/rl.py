@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError
@@ -31,6 +34,7 @@ from ascendchat.infer.rollouts import Sizes, open_rollouts
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
+from ascendchat.nn.objective import head_logprobs
 from ascendchat.nn.readout import Drawn, Float32Readout, Readout
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
@@ -174,7 +178,8 @@ def generator_of(
             "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
         )
     sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
-    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, folder=place, sizes=sizes) as fleet:
+    more: dict[str, Any] = {"folder": place, "sizes": sizes, "scorer": scorer_of(begin.learner)}
+    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as fleet:
         yield fleet
 
 
@@ -260,6 +265,23 @@ def readout_of(learner: Learner) -> Readout:
     """How generator and trainer make logits: in float32, whatever the model's dtype."""
     kind = InvariantReadout if isinstance(learner, InvariantLearner) else Float32Readout
     return kind(learner.model.head.dtype, learner.place)
+
+
+def scorer_of(learner: Learner) -> Callable[[list[int]], list[float]]:
+    """Log-probabilities of all tokens but the first, by the weights as they are."""
+    model = learner.model
+    drawn = Drawn(model.shape.vocab, softcap=model.softcap, readout=readout_of(learner))
+
+    @torch.no_grad()
+    def score(tokens: list[int]) -> list[float]:
+        row = torch.tensor([tokens], device=learner.place)
+        inputs = row[:, :-1].contiguous()
+        known = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
+        hidden = model(inputs, learner.attend, documents=known)  # not compiled: no other row has this length
+        found: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
+        return found
+
+    return score
 
 
 def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Learner | None:

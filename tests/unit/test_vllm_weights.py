@@ -203,3 +203,11 @@ def test_digests_of_a_server_name_the_weights_that_differ() -> None:
     assert compare(told, weights) == ([], 2), "unknown, and packed for a kernel"
     assert compare({**told, "dp0:pp0:pcp0:tp1:l.0.o_proj.weight": "x"}, weights) == ([], 4)
     assert len(set(probe_tokens(512))) > 20
+
+
+def test_an_embedding_has_rows_of_zeros_up_to_a_multiple_of_64_there() -> None:
+    table = torch.randn(70, 4)
+    kept = torch.cat([table, torch.zeros(58, 4)])
+    told = {"dp0:pp0:pcp0:tp0:embed": hashlib.sha256(kept.numpy().tobytes()).hexdigest()}
+    assert compare(told, {"embed": table}) == ([], 0)
+    assert compare(told, {"embed": table + 1}) == (["embed"], 0)
