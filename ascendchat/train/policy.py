@@ -234,7 +234,7 @@ class RlStage(Stage):
         seen = figures(groups, self.kept(groups), replaced, batch, place, samples=config.samples, terms=terms)
         tokens = seen["answer_tokens"] * seen.pop("answers")
         self.tokens_per_step = int(tokens / config.updates)
-        return {**seen, **self.source.pace(tokens)}
+        return {**seen, **self.source.pace(tokens, self.learner.place)}
 
     def rates(self, step: int) -> dict[str, float]:
         scale = schedule.lr_scale(step, self.steps, **asdict(self.curve))

@@ -187,10 +187,10 @@ class InTurn:
             if fruitless:
                 time.sleep(PAUSE)
 
-    def pace(self, trained: float) -> dict[str, float]:
+    def pace(self, trained: float, place: torch.device) -> dict[str, float]:
         """Tokens per second of both sides while they worked, and seconds that each waited for the other, since this was
-        last asked for; `trained` tokens since then, of all ranks like the tokens generated."""
-        generated = torch.tensor([float(self.rollout.tokens - self._told[1])])
+        last asked for; `trained` tokens since then, of all ranks like the tokens generated. `place`: of this rank."""
+        generated = torch.tensor([float(self.rollout.tokens - self._told[1])], device=place)
         dist.all_reduce(generated, "sum")
         now, (trainer, rollouts) = time.perf_counter(), self.clock.read()
         seconds = now - self._told[0]
