@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import hf_models
 from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.infer.remote import Remote
-from ascendchat.infer.verify import compare, gap
+from ascendchat.infer.verify import Scores, compare, gap
 from ascendchat.infer.vllm import VllmServer
 from ascendchat.record import read_metrics
 
@@ -33,27 +34,27 @@ def vowels(prompt, completion, **row):
     return sum(letter in "aeiou" for letter in letters) / max(1, len(letters))
 '''
 SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 16 --max-seq-len 128"
-MORE = "--learning-rate 0.01 --device-batch-size 4 --save-every -1 --eval-every -1 --log-every 1 --device-type cpu"
+MORE = "--learning-rate 0.0015 --device-batch-size 4 --save-every -1 --eval-every -1 --log-every 1 --device-type cpu"
 
 
 @pytest.fixture
-def syncs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of every sync that was verified by log-probabilities, how far those of trainer and server are apart."""
-    found: list[float] = []
+def syncs(monkeypatch: pytest.MonkeyPatch) -> list[Scores]:
+    """Of every sync that was verified by log-probabilities, those of trainer and server."""
+    found: list[Scores] = []
     verify = VllmServer.verify
 
     async def noted(self: VllmServer, *args: Any) -> None:
         await verify(self, *args)
         assert not self.proven, "on a CPU checksums cannot say it all"
         assert self._before is not None
-        found.append(gap(self._before.trainer, self._before.server))
+        found.append(self._before)
 
     monkeypatch.setattr(VllmServer, "verify", noted)
     return found
 
 
 def test_twenty_steps_of_grpo_against_a_real_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncs: list[float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncs: list[Scores]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -66,13 +67,17 @@ def test_twenty_steps_of_grpo_against_a_real_server(
         assert main(words) == 0
         rows = [row for row in read_metrics(home() / "runs" / "it" / "rl") if "reward" in row]
         rewards, gaps = [row["reward"] for row in rows], [row["logprob_gap"] for row in rows]
+        probes = [gap(scores.trainer, scores.server) for scores in syncs]
         print(f"rewards {[round(value, 3) for value in rewards]}")
-        print(f"largest mean |dlogp| of a step {max(gaps):.2g}; of the probe after {len(syncs)} syncs {max(syncs):.2g}")
+        print(
+            f"largest mean |dlogp| of a step {max(gaps):.2g}; of the probe after {len(probes)} syncs {max(probes):.2g}"
+        )
         assert len(rows) == STEPS
         assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15
         assert max(gaps) < MOST_GAP
         assert len(syncs) == STEPS + 1, "the weights of the start, and those of every step"
-        assert max(syncs) < MOST_GAP
+        assert max(probes) < MOST_GAP
+        assert all(gap(a.server, b.server) > 2 * max(probes) for a, b in pairwise(syncs)), "each moved it"
         assert main(["export", "--run", "it", "--out", str(tmp_path / "out"), "--device-type", "cpu"]) == 0
         trained = open_qwen2(tmp_path / "out")
         with Remote.open(server.url) as remote:  # what it has in the end is the model that was exported
