@@ -11,7 +11,7 @@ from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import Reference
 from ascendchat.tasks import load
-from ascendchat.train.rl import engine_of
+from ascendchat.train.rl import engine_of, readout_of
 from ascendchat.train.rollout import Group, Question, TokenRows, pack
 from ascendchat.train.rows import Learner
 
@@ -41,7 +41,7 @@ def test_all_prompts_are_read_before_the_first_step() -> None:
     the other, and every step is paid for rows that have not begun or are over."""
     device = pick("cpu")
     learner = Learner(model(seq_len=128), Reference(), device, device.bind(0))
-    engine, steps = engine_of(learner, tokenizer(), 12), 0
+    engine, steps = engine_of(learner, tokenizer(), 12, readout_of(learner)), 0
     usual = engine.decoder.step
 
     def counted(*given: object) -> object:
