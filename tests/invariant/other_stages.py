@@ -19,10 +19,13 @@ from ascendchat.checkpoint import newest
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import joined
+from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.gpt import GPT, dense
-from ascendchat.nn.loss import IGNORE, head_objective, softcap
+from ascendchat.nn.loss import softcap
+from ascendchat.nn.objective import head_objective
 from ascendchat.nn.optim import Group, MuonAdamW, groups
+from ascendchat.nn.readout import Drawn
 from ascendchat.plan.schedule import rates
 from ascendchat.plan.shape import Shape
 from ascendchat.train.run import train_stage
@@ -77,8 +80,9 @@ class Policy(Stage):
         targets = rows[:, 1:].clone()
         targets[:, : PROMPT - 1] = IGNORE
         weight = torch.tensor(scale / (16 * REPLY))
-        value, logprobs = head_objective(
-            self.hidden(rows[:, :-1]), self.model.head, targets, VOCAB, reinforce, (advantage,), weight=weight
+        hidden, drawn = self.hidden(rows[:, :-1]), Drawn(VOCAB)
+        value, logprobs, _ = head_objective(
+            hidden, self.model.head, targets, drawn, reinforce, (advantage,), weight=weight
         )
         return Loss(value, {"logprob": logprobs.sum() / (16 * REPLY)})
 
