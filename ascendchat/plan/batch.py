@@ -93,12 +93,20 @@ def largest_rows(fits: Callable[[int], bool], most: int = MAX_ROWS) -> int:
 
 
 def fit_split(
-    shape: Shape, chip: Chip, devices: int, total: int, *, rows: int | None = None, checkpointing: bool = False
+    shape: Shape,
+    chip: Chip,
+    devices: int,
+    total: int,
+    *,
+    rows: int | None = None,
+    checkpointing: bool = False,
+    beside: int = 0,
 ) -> Split:
-    """How a training command shares out `total` tokens: with the rows it was told, else with the most that fit."""
+    """How a training command shares out `total` tokens: with the rows it was told, else with the most that fit beside
+    so many bytes of something else."""
     if rows is not None:
         return split_fixed(total, devices, shape.seq_len, rows)
-    have = usable(chip)
+    have = usable(chip) - beside
     most = largest_rows(lambda n: sum(training(shape, chip, devices, n, checkpointing).values()) <= have)
     if not most:
         command = f"ascendchat plan --depth {shape.depth} --chip '{chip.name}' --devices {devices}"

@@ -89,9 +89,9 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
     return asked or RATES[shape.total_parameters >= LARGE]
 
 
-def most_rows(shape: HFShape, chip: Chip, devices: int, checkpointing: bool) -> int:
-    """The largest device batch that fits, by plan/hf.py."""
-    counted, have = shape.counted, usable(chip)
+def most_rows(shape: HFShape, chip: Chip, devices: int, checkpointing: bool, beside: int = 0) -> int:
+    """The largest device batch that fits beside so many bytes of something else, by plan/hf.py."""
+    counted, have = shape.counted, usable(chip) - beside
     most = largest_rows(lambda rows: sum(finetuning(counted, chip, devices, rows, checkpointing).values()) <= have)
     if not most:
         raise UserError(

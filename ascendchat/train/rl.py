@@ -26,6 +26,7 @@ from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.toyworld import LANGUAGES
 from ascendchat.dist.context import Context
+from ascendchat.hf.shape import HFShape
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
@@ -36,6 +37,8 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.objective import head_logprobs
 from ascendchat.nn.readout import Drawn, Float32Readout, Readout
+from ascendchat.plan.batch import Split
+from ascendchat.plan.memory import caches
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import Task
@@ -55,6 +58,7 @@ from ascendchat.train.start import only_weights, starting_point
 from ascendchat.train.workflow import Workflows
 
 MOST_SLOTS = 256
+BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
@@ -98,7 +102,7 @@ def run(config: RlConfig) -> int:
         steps = config.num_iterations or batches * config.updates
         rollout = rollout_of(config, questions, generator, here, shape.seq_len)
         source = source_of(config, rollout, steps)
-        split = share_out(config, shape, here.device, here.world.size * batch_rows(answers) * shape.seq_len)
+        split = split_of(config, shape, here, answers, slots)
         reference, exact = reference_of(config, learner, origin), config.batch_invariant
         policy_loss = PolicyLoss(learner, method_of(config), drawn, reference, exact=exact)
         exam = examinations(data, config.source)
@@ -259,6 +263,18 @@ def examination(name: str, source: str) -> Task:
 def batch_rows(answers: int) -> int:
     """Rows that the answers of a step may fill, as a power of two: the size of the learning rates follows from it."""
     return 1 << max(0, (answers // 4).bit_length())
+
+
+def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: int, slots: int) -> Split:
+    """Micro-batches beside the engine's caches. The last one of a step is filled up with padding, and nobody knows how
+    many rows the answers will fill: so they are no larger than keeps a device busy."""
+    counted = shape.counted if isinstance(shape, HFShape) else shape
+    beside = sum(caches(counted, here.device.chip, slots, shape.seq_len).values())
+    total = here.world.size * batch_rows(answers) * shape.seq_len
+    split = share_out(config, shape, here.device, total, beside)
+    while not config.device_batch_size and split.rows * shape.seq_len > BUSY_TOKENS and (less := split.smaller()):
+        split = less
+    return split
 
 
 def readout_of(learner: Learner) -> Readout:

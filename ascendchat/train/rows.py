@@ -49,14 +49,14 @@ SAMPLE_TOKENS = 24
 _Model = TypeVar("_Model", bound=LanguageModel)
 
 
-def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int) -> Split:
-    """How the devices share `total` tokens a step."""
+def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
+    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
     if isinstance(shape, HFShape):
-        rows = fixed or most_rows(shape, device.chip, size, checkpointing)
+        rows = fixed or most_rows(shape, device.chip, size, checkpointing, beside)
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
-        split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing)
+        split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
     asked = config.gradient_accumulation_steps
     if asked is not None and config.total_batch_size is None:
         return replace(split, accumulation=asked)

@@ -132,3 +132,11 @@ def test_a_training_command_takes_the_most_rows_that_fit_or_those_it_was_told() 
     assert fit_split(shape, chip, 8, 2**20, rows=4).accumulation == 16
     with pytest.raises(UserError, match="ascendchat plan --depth 64"):
         fit_split(Shape.from_depth(64), find("T4"), 1, 2**20)
+
+
+def test_what_else_needs_memory_is_left_alone() -> None:
+    shape, chip = Shape.from_depth(20), find("Ascend910B3")
+    beside = 20 * 2**30
+    found = fit_split(shape, chip, 8, 2**20, beside=beside)
+    assert found.rows < fit_split(shape, chip, 8, 2**20).rows
+    assert sum(training(shape, chip, 8, found.rows).values()) + beside <= usable(chip)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from engine_models import model, tokenizer
 
+from ascendchat.chips import find
+from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import Reference
+from ascendchat.plan.memory import caches, training, usable
+from ascendchat.plan.shape import Shape
 from ascendchat.tasks import load
-from ascendchat.train.rl import engine_of, readout_of
+from ascendchat.train.rl import BUSY_TOKENS, batch_rows, engine_of, readout_of, split_of
 from ascendchat.train.rollout import Group, Question, TokenRows, pack
 from ascendchat.train.rows import Learner
 
@@ -54,3 +61,15 @@ def test_all_prompts_are_read_before_the_first_step() -> None:
     answers = engine.generate([Request([10 + i] * 60, sampling) for i in range(12)])
     assert [len(answer.ids) for answer in answers] == [6] * 12
     assert steps == 5  # the first token of each comes with its prompt
+
+
+@pytest.mark.parametrize(("slots", "longest"), [(64, 2048), (512, 2048), (512, 4096)])
+def test_rl_trains_beside_the_caches_of_its_engine_in_batches_without_much_padding(slots: int, longest: int) -> None:
+    shape, chip = Shape.from_depth(12, seq_len=longest), find("H200")
+    here: Any = SimpleNamespace(device=SimpleNamespace(chip=chip), world=SimpleNamespace(size=1))
+    split = split_of(RlConfig(), shape, here, 512, slots)
+    engine = sum(caches(shape, chip, slots, longest).values())
+    assert sum(training(shape, chip, 1, split.rows).values()) + engine <= usable(chip)
+    assert split.rows * longest <= BUSY_TOKENS
+    assert split.total == batch_rows(512) * longest
+    assert split_of(RlConfig(device_batch_size=64), shape, here, 512, slots).rows == 64
