@@ -63,6 +63,11 @@ def world() -> World:
     return _state.world
 
 
+def place() -> torch.device:
+    """The device of this process."""
+    return _state.place
+
+
 def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | None = None) -> World:
     """Bind this process to its device and join the job; with one process nothing is connected.
 
