@@ -1,0 +1,54 @@
+"""Weights shared out over simulated NPUs (FSDP2 over HCCL), in one copy or two: losses as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+CODE = """
+import os, torch, cannsim
+from ascendchat import dist
+from ascendchat.device import pick
+from ascendchat.nn.attention import KERNELS
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import MuonAdamW, adamw_groups
+from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights
+from ascendchat.plan.shape import Shape
+
+SHAPE = Shape.from_depth(2, vocab=61, seq_len=24, dim=32, head_dim=16)
+
+def train(place, kernel, first, last, optimizer_of):
+    model = GPT(SHAPE)
+    model.initialise(0)
+    optimizer = optimizer_of(model)
+    attend, losses = dense(model, KERNELS[kernel]), []
+    for step in range(4):
+        rows = torch.randint(0, 61, (8, 25), generator=torch.Generator().manual_seed(step % 2))[first:last].to(place)
+        loss = head_loss(model(rows[:, :-1], attend), model.head, rows[:, 1:], SHAPE.vocab)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step(lr_scale=1.0, clip=0.2)
+    return torch.stack(losses)
+
+expected = train("cpu", "sdpa", 0, 8, lambda model: MuonAdamW(adamw_groups(model, 1e-2), compute_dtype=torch.float32))
+device = pick("npu", dtype="fp32", compiled=False)
+world = dist.init(device)
+place, mine = dist.place(), 8 // world.size
+
+def sharded(model):
+    mesh = mesh_over(place, int(os.environ["TOGETHER"]))
+    share_out_weights(model, model.blocks, mesh, torch.float32)
+    return ShardedAdamW(adamw_groups(model, 1e-2), mesh)
+
+losses = train(place, "npu_fusion", world.rank * mine, (world.rank + 1) * mine, sharded)
+dist.all_reduce(losses, "mean")
+assert expected[-1] < expected[1] - 0.02, expected
+assert (losses.cpu() - expected).abs().max() < 1e-4, (losses, expected)
+assert any("FlashAttention" in name for name in cannsim.launches())
+dist.teardown()
+"""
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2)])
+def test_shares_on_simulated_npus_train_like_a_cpu(on_npu, ranks: int, together: int) -> None:
+    on_npu(CODE, ranks, TOGETHER=together, timeout=300)
