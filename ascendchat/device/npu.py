@@ -128,6 +128,12 @@ class NPUOps:
         lead = (1,) * (x.dim() - cos.dim())  # (T, 1, D) -> (1, T, 1, D)
         return self.api.npu_rotary_mul(x, cos.view(*lead, *cos.shape), sin.view(*lead, *sin.shape))
 
+    def weighted_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.api.npu_rms_norm(x, weight, eps)[0]
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.api.npu_swiglu(torch.cat((gate, up), dim=-1))
+
     def relu2(self, x: torch.Tensor) -> torch.Tensor:
         return SquaredRelu.apply(x)
 

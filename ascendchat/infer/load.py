@@ -26,6 +26,7 @@ from ascendchat.data.verify import MANIFEST
 from ascendchat.dist.context import Context
 from ascendchat.hf.folder import OpenedFolder
 from ascendchat.hf.folder import find as find_hf
+from ascendchat.hf.fused import fuse
 from ascendchat.hf.model import CausalLM
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained
@@ -123,6 +124,7 @@ def _opened(
 ) -> Opened:
     """A Hugging Face model on the device."""
     model = found.model.requires_grad_(False).eval().to(here.place)
+    fuse(model, here.device.operators())
     kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention)
     return Opened(model, kernel, found.tokenizer, source, settings, why, here)
 

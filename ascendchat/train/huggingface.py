@@ -19,6 +19,7 @@ from ascendchat.config.train import ChatTrainConfig, StepConfig
 from ascendchat.dist.context import Context
 from ascendchat.hf.export import describe
 from ascendchat.hf.folder import OpenedFolder, find
+from ascendchat.hf.fused import fuse
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.tokenizer import HFTokenizer
@@ -77,6 +78,8 @@ def open_start(config: ChatTrainConfig, here: Context) -> Theirs | None:
 
 def _on_device(opened: OpenedFolder, config: StepConfig, here: Context) -> CausalLM:
     model = opened.model.to_compute(here.device.dtype).to(here.place)
+    if names := fuse(model, here.device.operators()):
+        here.say(f"fused operators: {', '.join(names)}")
     if config.activation_checkpointing:
         model.checkpoint_activations()
     if config.fp8:

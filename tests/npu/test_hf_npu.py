@@ -11,6 +11,7 @@ import torch
 
 import cannsim
 from ascendchat.device import pick
+from ascendchat.hf.fused import fuse
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import KERNELS, documents
@@ -38,6 +39,8 @@ def test_packed_losses_and_gradients_are_those_of_the_cpu(kind: str, tmp_path: P
         device = pick(place, dtype="fp32", compiled=False)
         where = device.bind(0)
         model = hf_models.opened(tmp_path / kind).model.to(where)
+        names = fuse(model, device.operators())
+        assert len(names) == (3 if place == "npu" else 0), names
         cannsim.reset()
         inputs, targets = tokens[:, :-1].to(where), tokens[:, 1:].to(where)
         known = documents(kernel, LENGTHS, inputs, torch.float32, restarts=True)
@@ -46,6 +49,9 @@ def test_packed_losses_and_gradients_are_those_of_the_cpu(kind: str, tmp_path: P
         loss.backward()
         if place == "npu":
             assert launched("FlashAttentionVarLen", "Grad") == LAYERS
+            norms = 4 * LAYERS + 1 if kind == "qwen3" else 2 * LAYERS + 1
+            assert [launched(name) for name in ("RmsNormGrad", "SwiGluGrad")] == [norms, LAYERS]
+            assert launched("RotaryPositionEmbeddingGrad") == 2 * LAYERS
         gradient = model.head.grad
         assert gradient is not None
         found[place] = loss.detach().cpu(), gradient.cpu()
