@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench decode": ("infer:BenchDecodeConfig", "infer.bench:run", "time the generation of text on this device"),
     "eval chat": ("eval:EvalChatConfig", "eval.chat:run", "ChatCORE, its Chinese counterpart and the toy world"),
     "bench train": ("train:BenchTrainConfig", "train.bench:run", "time training steps on this device"),
+    "report": ("report:ReportConfig", "report:run", "curves, tables and samples of a run in one file"),
     "speedrun": ("speedrun:SpeedrunConfig", "speedrun:run", "every stage of a recipe, from text to a chat model"),
     "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),
 }

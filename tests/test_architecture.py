@@ -63,6 +63,7 @@ OWNERS = {
     "prometheus_client": {"serve.metrics"},
     "llguidance": {"infer.grammar"},
     "math_verify": {"tasks.terms"},
+    "matplotlib": {"report.plots"},
     "tiktoken": {"data.tokenizer"},
     "rustbpe": {"data.tokenizer"},
     "tokenizers": {"data.tokenizer"},

@@ -316,6 +316,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                         texts = stage.sample(result.step)
                     for text in texts:
                         console.print(f"  > {text}")
+                    run.log(result.step, samples=texts)
                 if due.evaluate or due.examine or due.sample:
                     progress.since = device.event()
             except Interrupted:  # what is broken off is no more than looking at the model

@@ -1,0 +1,299 @@
+"""What a report says: sections with tables, plots and texts. html.py and markdown.py write it down.
+
+sections = content([gather("demo")], price=1.5)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ascendchat.chips import GIB
+from ascendchat.config.language import translate
+from ascendchat.record.console import clock
+from ascendchat.report.gather import RunData, StageData, results_table, same_but_seed
+from ascendchat.report.plots import Curve, Panel, draw
+
+DOTS = ("bpb", "val_loss", "accuracy", "core")
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+EXACT = {"lr_scale", "memory_peak"}  # no noise in them
+FROM_ZERO = {"lr_scale", "memory_peak", "tokens_per_second", "mfu", "rollout_tokens_per_second"}
+PACKAGES = "torch", "torch_npu", "numpy", "transformers", "peft", "safetensors"
+
+
+# Title and metrics of each panel; those without numbers are left out. A metric that ends with * stands for all that
+# begin so.
+Panels = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def training_panels() -> Panels:
+    return (
+        (translate("loss"), ("loss",)),
+        (translate("validation"), DOTS),
+        (translate("learning rate, as a share of its peak"), ("lr_scale",)),
+        (translate("gradient norm"), ("gradient_norm",)),
+        (translate("tokens per second"), ("tokens_per_second",)),
+        ("MFU", ("mfu",)),
+        (translate("memory, GiB"), ("memory_peak",)),
+    )
+
+
+def policy_panels() -> Panels:
+    return (
+        (translate("reward"), ("reward*",)),
+        (translate("accuracy on held-out questions"), ("accuracy",)),
+        ("pass@k", ("pass@*",)),
+        (translate("tokens of an answer"), ("answer_tokens",)),
+        (translate("share of answers cut, of questions learnt from"), ("truncated", "informative")),
+        (translate("entropy, nats"), ("entropy",)),
+        (translate("trainer against generator"), ("logprob_gap", "mismatch_kl")),
+        (translate("clipped and masked tokens"), ("clip_fraction", "masked_fraction")),
+        (translate("age of the answers, in updates"), ("staleness_mean", "staleness_max")),
+        (translate("tokens per second"), ("rollout_tokens_per_second", "training_tokens_per_second")),
+        (translate("seconds of waiting"), ("trainer_waited", "rollouts_waited")),
+        (translate("gradient norm"), ("gradient_norm",)),
+        (translate("memory, GiB"), ("memory_peak",)),
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    head: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    name: str  # for a file
+    svg: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Text:
+    label: str
+    text: str
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    parts: list[Table | Plot | Text]
+
+
+def content(runs: Sequence[RunData], price: float | None = None) -> list[Section]:
+    """The whole report."""
+    groups = same_but_seed(runs)
+    sections = [Section(translate("Stages"), [stage_table(runs, price)])]
+    if results := results_section(groups):
+        sections.append(results)
+    sections += stage_sections(groups)
+    if samples := [part for run in runs for part in spoken(run)]:
+        sections.append(Section(translate("What it says"), samples))
+    sections.append(Section(translate("Environment"), [environment(runs), *settings(runs)]))
+    return sections
+
+
+def name_of(group: Sequence[RunData]) -> str:
+    if len(group) == 1:
+        return group[0].name
+    return translate(f"{group[0].name} and {len(group) - 1} more seeds")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def stage_table(runs: Sequence[RunData], price: float | None) -> Table:
+    """A line per stage: how long, how fast, how good."""
+    head = [translate("run"), translate("stage"), translate("status"), translate("steps"), translate("tokens")]
+    head += [translate("time"), "tokens/s", "MFU", translate("memory, GiB"), translate("loss"), translate("validation")]
+    head += [translate("cost")] if price is not None else []
+    rows = []
+    for run in runs:
+        for stage in run.stages:
+            shown = [f"{name} {number(value)}" for name in DOTS if (value := stage.last(name)) is not None]
+            if (reward := stage.last("reward", 10)) is not None:
+                first = stage.series("reward")[1][:10]
+                shown.insert(0, f"reward {number(sum(first) / len(first))} → {number(reward)}")
+            memory = stage.last("memory_peak")
+            row = [
+                run.name,
+                stage.name,
+                str(stage.facts.get("status", "–")),
+                str(stage.steps),
+                number(stage.tokens or None),
+                clock(stage.seconds),
+                number(stage.last("tokens_per_second", 50)),
+                number(stage.last("mfu", 50), 3),
+                number(None if memory is None else memory / GIB, 3),
+                "–" if reward is not None else number(stage.last("loss", 20)),
+                ", ".join(shown),
+            ]
+            if price is not None:
+                row.append(f"{stage.seconds / 3600 * stage.devices * price:,.2f}")
+            rows.append(row)
+    total = sum(stage.seconds for run in runs for stage in run.stages)
+    hours = sum(stage.seconds * stage.devices for run in runs for stage in run.stages) / 3600
+    return Table(head, rows, translate(f"{clock(total)} in all, {hours:.3g} device-hours"))
+
+
+def results_section(groups: Sequence[Sequence[RunData]]) -> Section | None:
+    """Evaluations: a line per task, a column per stage; of several seeds the mean and the spread."""
+    tables: list[Table | Plot | Text] = []
+    for group in groups:
+        columns, table = results_table(group)
+        stages = list(dict.fromkeys(stage for _, stage in columns))
+        rows = []
+        for (kind, task), found in table.items():
+            cells = []
+            for stage in stages:
+                values = [value for run in group for value in found.get(f"{run.name}/{stage}", ())]
+                cells.append(spread(values, percent=kind != "bpb"))
+            rows.append([f"{task} ({translate('bits per byte')})" if kind == "bpb" else task, *cells])
+        rows += means(group, stages)
+        if rows:
+            tables.append(Table([translate("task"), *(stage.upper() for stage in stages)], rows, name_of(group)))
+    return Section(translate("Evaluations"), tables) if tables else None
+
+
+def means(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
+    """The mean of the tasks of each kind that all stages have in common, where there are several."""
+    rows = []
+    for kind, title in (("core", translate("mean over CORE tasks")), ("chat", translate("mean over chat tasks"))):
+        known = [{task for run in group for task in tasks_of(run, stage, kind)} for stage in stages]
+        shared = set.intersection(*(each for each in known if each)) if any(known) else set()
+        if len(shared) < 2:
+            continue
+        cells = []
+        for stage in stages:
+            values = [found for run in group if (found := tasks_of(run, stage, kind)) and shared <= set(found)]
+            cells.append(spread([sum(each[task] for task in shared) / len(shared) for each in values], percent=True))
+        rows.append([title, *cells])
+    return rows
+
+
+def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
+    found = run.stage(stage)
+    rows = found.results.get(kind, {}) if found else {}
+    return {task: float(row["result"]["accuracy"]) for task, row in rows.items() if "accuracy" in row["result"]}
+
+
+def spread(values: Sequence[float], *, percent: bool) -> str:
+    if not values:
+        return "–"
+    middle = sum(values) / len(values)
+    half = half_band(values)
+    if percent:
+        return f"{100 * middle:.1f} %" + (f" ± {100 * half:.1f}" if len(values) > 1 else "")
+    return f"{middle:.4f}" + (f" ± {half:.4f}" if len(values) > 1 else "")
+
+
+def half_band(values: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence band of a mean."""
+    count = len(values)
+    if count < 2:
+        return 0.0
+    middle = sum(values) / count
+    deviation = math.sqrt(sum((value - middle) ** 2 for value in values) / (count - 1))
+    return (STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96) * deviation / math.sqrt(count)
+
+
+def stage_sections(groups: Sequence[Sequence[RunData]]) -> list[Section]:
+    """The curves of every stage, of all groups in the same panels."""
+    sections = []
+    names = list(dict.fromkeys(stage.name for group in groups for run in group for stage in run.stages))
+    for name in names:
+        members = [(name_of(group), [stage for run in group if (stage := run.stage(name))]) for group in groups]
+        known = [(label, stages) for label, stages in members if stages]
+        policy = any(stage.last("reward") is not None for _, stages in known for stage in stages)
+        panels = [
+            made
+            for title, metrics in (policy_panels() if policy else training_panels())
+            if (made := panel(title, metrics, known))
+        ]
+        if panels:
+            alt = ", ".join(shown.title for shown in panels)
+            title = translate(f"Curves of {name}")
+            sections.append(Section(title, [Plot(name, draw(panels), f"{title}: {alt}")]))
+    return sections
+
+
+def panel(title: str, metrics: Sequence[str], members: Sequence[tuple[str, list[StageData]]]) -> Panel | None:
+    curves = []
+    for label, stages in members:
+        names = list(dict.fromkeys(name for metric in metrics for stage in stages for name in matching(metric, stage)))
+        for name in names:
+            scale = GIB if name == "memory_peak" else 1.0
+            made = curve(stages, name, scale)
+            if made is not None:
+                several = len(names) > 1 or len(metrics) > 1
+                words = [*([label] if len(members) > 1 else []), *([name] if several else [])]
+                curves.append(Curve(" ".join(words), *made, dots=name.startswith(DOTS), exact=name in EXACT))
+    return Panel(title, curves, from_zero=bool(FROM_ZERO & set(metrics))) if curves else None
+
+
+def matching(metric: str, stage: StageData) -> list[str]:
+    if metric.endswith("*"):
+        return [name for name in stage.metrics if name.startswith(metric[:-1])]
+    return [metric] if metric in stage.metrics else []
+
+
+def curve(stages: Sequence[StageData], name: str, scale: float) -> tuple[list[float], ...] | None:
+    """Steps, means, and of several runs the borders of the band, over the steps that all of them have."""
+    known = [dict(zip(*stage.series(name))) for stage in stages]
+    steps = sorted(set.intersection(*(set(each) for each in known)))
+    if not steps:
+        return None
+    columns = [[each[step] / scale for each in known] for step in steps]
+    middle = [sum(column) / len(column) for column in columns]
+    if len(known) == 1:
+        return steps, middle
+    halves = [half_band(column) for column in columns]
+    return steps, middle, [m - h for m, h in zip(middle, halves)], [m + h for m, h in zip(middle, halves)]
+
+
+def spoken(run: RunData) -> list[Text]:
+    """Samples of the last stage that has any, and answers of RL."""
+    parts = []
+    for stage in run.stages:
+        if texts := stage.samples():
+            parts.append(Text(f"{run.name}, {stage.name}, {translate('samples')}", "\n".join(texts)))
+        for answer in stage.transcripts():
+            about = translate(f"reward {answer['reward']:.3g}")
+            parts.append(Text(f"{run.name}, {stage.name}, {about}", f"{answer['question']}\n\n{answer['answer']}"))
+    return parts
+
+
+def environment(runs: Sequence[RunData]) -> Table:
+    """Where and with what each stage ran; without names of hosts and paths."""
+    head = [translate("run"), translate("stage"), translate("chip"), translate("devices"), "ascendchat"]
+    head += [translate("commit"), "Python", translate("platform"), translate("packages")]
+    rows = []
+    for run in runs:
+        for stage in run.stages:
+            facts: dict[str, Any] = stage.facts
+            known = facts.get("packages") or {}
+            packages = ", ".join(f"{name} {known[name]}" for name in PACKAGES if name in known)
+            row = [facts.get(name) for name in ("chip", "world", "ascendchat")]
+            row += [
+                str(facts["commit"])[:12] if facts.get("commit") else None,
+                facts.get("python"),
+                facts.get("platform"),
+            ]
+            rows.append([run.name, stage.name, *("–" if value is None else str(value) for value in row), packages])
+    return Table(head, rows)
+
+
+def settings(runs: Sequence[RunData]) -> list[Text]:
+    return [
+        Text(f"{run.name}, {stage.name}: {translate('settings')}", path.read_text(encoding="utf-8"), folded=True)
+        for run in runs
+        for stage in run.stages
+        if (path := stage.folder / "config.yaml").is_file()
+    ]

@@ -1,0 +1,181 @@
+"""What run folders hold, put in order: runs/NAME/{base,mid,sft,rl}/{metrics.jsonl,run.json,config.yaml}, results.jsonl.
+
+    run = gather("demo")
+    run.stages[0].series("loss")             # ([1, 2, ...], [7.3, 7.1, ...])
+    results_table([run])                     # task -> stage -> accuracy
+
+A run may be training while it is read: what is not there yet is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config import UserError, home, load_yaml
+from ascendchat.config.stages import STAGES
+from ascendchat.record import read_metrics, run_folder
+from ascendchat.record.earlier import read_facts
+from ascendchat.record.results import best_results, stage_results
+
+VALIDATION = "bpb", "val_loss", "accuracy", "core"  # metrics that a model is chosen by begin so
+OWN = {"seed", "run", "resume", "start", "device_type", "config", "track", "tokenizer"}  # no settings of the training
+TRANSCRIPTS = 3  # answers of RL that are shown
+
+Series = tuple[list[float], list[float]]  # steps, values
+
+
+@dataclass(frozen=True)
+class StageData:
+    """One stage of a run."""
+
+    name: str
+    folder: Path
+    facts: dict[str, Any]
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)  # evaluation -> task -> row
+
+    def series(self, metric: str) -> Series:
+        """Steps and values, where there are any and they are finite."""
+        found = [(row["step"], row[metric]) for row in self.rows if _is_number(row.get(metric))]
+        return [float(step) for step, _ in found], [float(value) for _, value in found]
+
+    def last(self, metric: str, count: int = 1) -> float | None:
+        """The mean of the last few."""
+        values = self.series(metric)[1][-count:]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def metrics(self) -> list[str]:
+        """All that have numbers, in the order in which they came."""
+        return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if _is_number(value)))
+
+    @property
+    def steps(self) -> int:
+        return max((int(row["step"]) for row in self.rows), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Of all its sessions; of one that was killed, as long as it is known to have lived."""
+        sessions = [*self.facts.get("history", ()), self.facts]
+        times = sorted(row["time"] for row in self.rows if _is_number(row.get("time")))
+        total = 0.0
+        for session in sessions:
+            begin = session.get("started")
+            if not _is_number(begin):
+                continue
+            later = [
+                other["started"] for other in sessions if _is_number(other.get("started")) and other["started"] > begin
+            ]
+            known = [time for time in times if begin <= time < min(later, default=math.inf)]
+            end = session.get("ended")
+            total += max(0.0, (end if _is_number(end) else max(known, default=begin)) - begin)
+        return total
+
+    @property
+    def tokens(self) -> float:
+        """Trained on, as far as the record says."""
+        split = self.facts.get("split") or {}
+        per_step = math.prod(split.get(name, 0) for name in ("devices", "rows", "accumulation", "seq_len"))
+        return float(per_step * self.steps)
+
+    @property
+    def devices(self) -> int:
+        return int(self.facts.get("world") or 1)
+
+    def samples(self) -> list[str]:
+        """The last texts of the model."""
+        return next((list(row["samples"]) for row in reversed(self.rows) if row.get("samples")), [])
+
+    def transcripts(self) -> list[dict[str, Any]]:
+        """A few answers of the last step of RL: the best, the worst, one between."""
+        files = sorted((self.folder / "transcripts").glob("step_*.jsonl"))
+        lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
+        answers = sorted((json.loads(line) for line in lines if line), key=lambda answer: answer["reward"])
+        places = sorted({len(answers) - 1, len(answers) // 2, 0}, reverse=True)
+        return [answers[place] for place in places if answers][:TRANSCRIPTS]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All stages of a run that have begun."""
+
+    name: str
+    stages: list[StageData]
+
+    def stage(self, name: str) -> StageData | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+
+def gather(name: str) -> RunData:
+    """Everything that the folder of a run says."""
+    stages = []
+    for stage in stage_names():
+        folder = run_folder(name, stage)
+        if not (folder / "metrics.jsonl").is_file():
+            continue
+        path = folder / "config.yaml"
+        settings = load_yaml(path) if path.is_file() else {}
+        results = {kind: best_results(stage_results(folder, kind)) for kind in ("bpb", "core", "chat")}
+        stages.append(
+            StageData(stage, folder, read_facts(folder / "run.json"), settings, read_metrics(folder), results)
+        )
+    if not stages:
+        raise UserError(
+            f"there is nothing to report in {run_folder(name, '').parent}; train first, or name another --run"
+        )
+    return RunData(name, stages)
+
+
+def stage_names() -> list[str]:
+    return list(dict.fromkeys([*STAGES, "hf"]))
+
+
+def newest_run() -> str:
+    """The run that was written to last."""
+    files = (home() / "runs").glob("*/*/metrics.jsonl")
+    last = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    if last is None:
+        raise UserError(f"no run in {home() / 'runs'}; train one first, or set ASCENDCHAT_HOME")
+    return last.parents[1].name
+
+
+def same_but_seed(runs: Sequence[RunData]) -> list[list[RunData]]:
+    """Runs with the same stages and settings together, in the order in which they were named."""
+    groups: dict[str, list[RunData]] = {}
+    for run in runs:
+        known = [(stage.name, {k: v for k, v in stage.settings.items() if k not in OWN}) for stage in run.stages]
+        groups.setdefault(json.dumps(known, sort_keys=True, default=str), []).append(run)
+    return list(groups.values())
+
+
+def accuracies(stage: StageData) -> Iterator[tuple[str, str, float]]:
+    """(evaluation, task, its figure) of a stage: accuracy, centred accuracy or bits per byte."""
+    for kind, tasks in stage.results.items():
+        for task, row in tasks.items():
+            value = row["result"].get("bits_per_byte" if kind == "bpb" else "accuracy")
+            if _is_number(value):
+                yield kind, task, float(value)
+
+
+def results_table(
+    runs: Sequence[RunData],
+) -> tuple[list[tuple[str, str]], dict[tuple[str, str], dict[str, list[float]]]]:
+    """Columns (run, stage) and, by evaluation and task, the figures of each column; for seeds several runs."""
+    table: dict[tuple[str, str], dict[str, list[float]]] = {}
+    columns: dict[tuple[str, str], None] = {}
+    for run in runs:
+        for stage in run.stages:
+            for kind, task, value in accuracies(stage):
+                columns[run.name, stage.name] = None
+                table.setdefault((kind, task), {}).setdefault(f"{run.name}/{stage.name}", []).append(value)
+    return list(columns), table
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

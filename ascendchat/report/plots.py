@@ -1,0 +1,123 @@
+"""Curves as SVG: the only importer of matplotlib.
+
+    text = draw([Panel("loss", [Curve("base", steps, values)])])
+
+Text stays text, so that the reader's fonts show it, Chinese included.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ascendchat.config import UserError
+
+COLOURS = (
+    "#0b62a8",
+    "#b3470a",
+    "#1a7f37",
+    "#8a2f8f",
+    "#8c6d00",
+    "#444444",
+)  # readable on white, also without red or green
+MOST_POINTS = 600  # of a curve: more make a file large and nothing clearer
+SMOOTH = 0.02  # of a curve's points are averaged with each
+COLUMNS, WIDTH, HEIGHT = 3, 3.9, 2.5  # panels beside each other; inches of one
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line; `low` and `high` are the borders of a band around it."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dots: bool = False  # few points, such as validations
+    exact: bool = False  # no noise to be smoothed
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot."""
+
+    title: str
+    curves: list[Curve] = field(default_factory=list)
+    from_zero: bool = False
+
+
+def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Means of neighbours, so that at most MOST_POINTS are left."""
+    x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    width = -(-len(x) // MOST_POINTS)
+    if width <= 1:
+        return x, y
+    parts = np.arange(0, len(x), width)
+    counts = np.diff(np.append(parts, len(x)))
+    return np.add.reduceat(x, parts) / counts, np.add.reduceat(y, parts) / counts
+
+
+def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of each with those around it; fewer at the ends."""
+    reach = max(1, round(len(values) * SMOOTH))
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    place = np.arange(len(values))
+    first, last = np.maximum(place - reach, 0), np.minimum(place + reach + 1, len(values))
+    found: NDArray[np.float64] = (sums[last] - sums[first]) / (last - first)
+    return found
+
+
+def draw(panels: Sequence[Panel]) -> str:
+    """All panels as one SVG."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("plots need matplotlib; install it: pip install matplotlib") from None
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "ascendchat", "font.size": 8.0, "font.family": "sans-serif"}
+    with rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's fonts have it
+        figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
+        figure.get_layout_engine().set(hspace=0.08, wspace=0.04)  # type: ignore[union-attr, call-arg]
+        FigureCanvasSVG(figure)
+        for place, panel in enumerate(panels):
+            axes = figure.add_subplot(rows, columns, place + 1)
+            fill(axes, panel)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def fill(ax: Any, panel: Panel) -> None:
+    """The curves of a panel."""
+    for number, curve in enumerate(panel.curves):
+        colour = COLOURS[number % len(COLOURS)]
+        x, y = thinned(curve.steps, curve.values)
+        if curve.low:
+            low, high = (thinned(curve.steps, border)[1] for border in (curve.low, curve.high))
+            ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+        if curve.dots or len(x) < 20:
+            ax.plot(x, y, "o-", color=colour, label=curve.label, lw=1.2, ms=3)
+        else:
+            if not curve.exact:
+                ax.plot(x, y, color=colour, alpha=0.25, lw=0.8)
+            ax.plot(x, y if curve.exact else smoothed(y), color=colour, label=curve.label, lw=1.4)
+    ax.set_title(panel.title, fontsize=9)
+    ax.grid(alpha=0.25, lw=0.5)
+    if panel.from_zero:
+        ax.set_ylim(bottom=0)
+    ax.spines[["top", "right"]].set_visible(False)
+    if len(panel.curves) > 1 or any(curve.label for curve in panel.curves):
+        ax.legend(frameon=False, fontsize=7)
