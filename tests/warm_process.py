@@ -135,11 +135,11 @@ def warm_workers() -> Any:
 def children(number: int) -> list[int]:
     """Processes that a process has started, warm or not, and that have not ended, zombies included."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, _, fields = path.read_text().partition("(")[2].rpartition(")")
+    for process in filter(str.isdecimal, os.listdir("/proc")):  # often asked: no Path, which takes twice as long
+        with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
+            name, _, fields = file.read().partition("(")[2].rpartition(")")
             if int(fields.split()[1]) == number or name == NAME.format(number):
-                found.append(int(path.parent.name))
+                found.append(int(process))
     return found
 
 

@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import engine_models as make
+from warm_process import PRELOADED, ServerPopen
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
@@ -49,7 +50,7 @@ COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --dev
 SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 48 --save-every 2"
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["ascendchat.cli", "ascendchat.train.rl"])
+FORK.set_forkserver_preload(["pytest", *PRELOADED])
 
 
 def talkative() -> GPT:
@@ -152,7 +153,7 @@ class Server:
         command += ["--run", "tiny", "--stage", "sft", "--weight-updates", "--slots", "16", *self.flags]
         before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as file:
-            self.process = subprocess.Popen(
+            self.process = ServerPopen(
                 command, env={**os.environ, **variables}, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
         wait_until(lambda: self.process.poll() is not None or b"ready: " in self.log.read_bytes()[before:])

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_process import Popen
+from warm_process import run as run_warm
 
 import cannsim
 from ascendchat.data.prepare import prepare
@@ -39,9 +41,9 @@ def run(home: Path, command: list[str], *, npu: bool, **more: str) -> str:
     environment |= {"ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
     if not npu:
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = run_warm(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return str(result.stdout)
 
 
 def base(home: Path, name: str, steps: int, *more: str) -> list[str]:
@@ -93,9 +95,7 @@ def run_until(home: Path, command: list[str], last: int, *, npu: bool, **more: s
     environment |= {"ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
     if not npu:
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     seen, saved = "", home / "runs" / "move" / "base" / f"step_{last:06d}"
     for line in process.stdout:

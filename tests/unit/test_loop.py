@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_process import Popen
 
 from ascendchat.checkpoint import checkpoints
 from ascendchat.config import UserError
@@ -372,7 +373,7 @@ def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_alw
     tmp_path: Path, forward: str, signals: int
 ) -> None:
     code = STUCK.format(tests=str(Path(__file__).parent), forward=forward, folder=str(tmp_path / "run"))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "long operation" in line:
