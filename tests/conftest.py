@@ -41,6 +41,7 @@ def pytest_collection_finish() -> None:
     """The collector need not look again and again at thousands of tests and at the modules they have imported."""
     gc.collect()
     gc.freeze()
+    gc.unfreeze = lambda: None  # a training ends with it, and the next one begins with a collection of all there is
 
 
 @pytest.fixture(scope="session")

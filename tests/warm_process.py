@@ -79,6 +79,7 @@ class _Warm(subprocess.Popen):  # type: ignore[type-arg]
             "env": dict(os.environ if env is None else env),
             "session": bool(start_new_session),
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "cores": [*os.sched_getaffinity(0)],
             "files": [0, 1, 2, *pass_fds],  # their numbers there
             "parent": os.getpid(),
             "way": self.handing_on,
@@ -210,6 +211,7 @@ def become(job: dict[str, Any], files: list[int]) -> list[str]:
         os.dup2(file, number)
         os.close(file)
     Path("/proc/self/comm").write_text(NAME.format(job["parent"]))
+    os.sched_setaffinity(0, job["cores"])
     signal.pthread_sigmask(signal.SIG_SETMASK, job["blocked"])
     if job["session"]:
         os.setsid()
