@@ -56,7 +56,7 @@ def nursery() -> socket.socket:
         )
 
     def end() -> None:
-        ours.close()
+        process.terminate()
         process.wait()
 
     atexit.register(end)
@@ -173,16 +173,23 @@ def wait_for_work(jobs: socket.socket) -> list[str]:
                 with running.pop(ended[0]) as asking, contextlib.suppress(OSError):
                     asking.send(READY.pack(ended[1]))
 
+    def end(*_: object) -> None:
+        for number in running:  # what a test has left behind
+            os.kill(number, signal.SIGKILL)
+        os._exit(0)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGCHLD, report)
     while True:
         message, files, _, _ = socket.recv_fds(jobs, 1 << 20, 16)
         if not message:
-            os._exit(0)
+            end()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the number is known
         number = os.fork()
         if number == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             jobs.close()
             for asking in running.values():
@@ -236,7 +243,7 @@ def perform(kind: str, *words: str) -> None:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         elif kind == "-c":
             sys.path[0], sys.argv = "", ["-c", *words[1:]]
-            exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+            exec(compile(words[0], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
         else:
             sys.path[0], sys.argv = os.path.dirname(kind), [kind, *words]
             runpy.run_path(kind, run_name="__main__")

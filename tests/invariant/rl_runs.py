@@ -46,7 +46,7 @@ async def twice(generator, row):
     return talk.trajectory(await generator.reward(await talk.reply(max_tokens=12)))
 '''
 COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --device-batch-size 2 --lr-multiplier 0.3"
-SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 48 --save-every 2"
+SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 24 --save-every 2"
 
 
 def talkative() -> GPT:

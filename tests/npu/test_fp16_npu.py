@@ -23,7 +23,7 @@ from ascendchat.record import read_metrics
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
 ANSWER = "the bird sings over the blue river."
-STEPS = {"base": 16, "mid": 6, "sft": 16}
+STEPS = {"base": 30, "mid": 12, "sft": 20}
 OnNpu = Callable[..., Any]
 
 CHAIN = """
