@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
+TWO := -n 2 --dist loadfile --no-loadscope-reorder  # the order is that of tests/conftest.py
 
 .PHONY: demo test test-fast vllm-test lint cannsim clean
 
@@ -40,10 +41,10 @@ cannsim: $(VENV)/.dev
 	@$(MAKE) --no-print-directory -C cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)
 
 # Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
-# torch_npu).
+# torch_npu), each of the two processes on simulated NPUs of its own.
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m 'not vllm' --ignore tests/npu -n 2 --dist loadfile $(TEST_FLAGS)
-	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TEST_FLAGS))
+	$(BIN)/python -m pytest -m 'not vllm' --ignore tests/npu $(TWO) $(TEST_FLAGS)
+	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TWO) $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)

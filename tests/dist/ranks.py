@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
+from warm_process import PRELOADED
 
 from ascendchat.launch import port
+
+FORK = multiprocessing.get_context("forkserver")  # ranks have imported torch already
+FORK.set_forkserver_preload(["pytest", *PRELOADED])
 
 
 class Host:
@@ -30,6 +34,7 @@ class Host:
 
 
 def _rank(rank: int, fn: Callable[..., Any], environ: Mapping[str, str], args: tuple[Any, ...], results: Any) -> None:
+    os.environ.clear()  # that of the first test
     os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         results.put((rank, True, fn(rank, *args)))
@@ -55,14 +60,18 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, seconds: float = 60.0, absent: tuple[int, ...] = ()
 ) -> list[Any]:
     """[fn(0, *args), fn(1, *args), ...]; raises if a rank fails or the time is over. `absent` ranks never start."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = FORK.Queue()
     environ = {
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port.free_port()), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.free_port()),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
     ranks = [rank for rank in range(world_size) if rank not in absent]
-    processes = [context.Process(target=_rank, args=(rank, fn, environ, args, results)) for rank in ranks]
+    processes = [FORK.Process(target=_rank, args=(rank, fn, environ, args, results)) for rank in ranks]
     end = time.monotonic() + seconds
     values: dict[int, Any] = {}
     try:

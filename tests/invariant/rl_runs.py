@@ -1,10 +1,9 @@
-"""RL runs that are started often: a tiny model, `ascendchat rl` forked from a process that has imported it all, and a
+"""RL runs that are started often: a tiny model, `ascendchat rl` that starts warm, and a
 real `ascendchat serve --weight-updates` that can be killed and started again on its port."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import engine_models as make
+from warm_process import Popen, ServerPopen
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
@@ -46,10 +46,7 @@ async def twice(generator, row):
     return talk.trajectory(await generator.reward(await talk.reply(max_tokens=12)))
 '''
 COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --device-batch-size 2 --lr-multiplier 0.3"
-SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 48 --save-every 2"
-
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["ascendchat.cli", "ascendchat.train.rl"])
+SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 24 --save-every 2"
 
 
 def talkative() -> GPT:
@@ -77,25 +74,12 @@ def words(run: str, *more: str, steps: int = 6) -> list[str]:
     return ["rl", *reward, *SIZES.split(), *COMMON.split(), *more]
 
 
-def child(home: Path, command: list[str], log: Path) -> None:
-    """The command in a forked process."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.environ.update(ASCENDCHAT_HOME=str(home), ASCENDCHAT_API_KEYS=KEY, OMP_NUM_THREADS="1")
-    os.chdir(home)
-    torch.set_num_threads(1)
-    from ascendchat.cli import main
-
-    code = main(command)
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def start(home: Path, command: list[str]) -> Any:
-    process = FORK.Process(target=child, args=(home, command, home / "log"))
-    process.start()
-    return process
+def start(home: Path, command: list[str]) -> subprocess.Popen[bytes]:
+    """What it says goes to home/log."""
+    variables = {"ASCENDCHAT_HOME": str(home), "ASCENDCHAT_API_KEYS": KEY, "OMP_NUM_THREADS": "1"}
+    with (home / "log").open("ab") as log:
+        words = [sys.executable, "-m", "ascendchat", *command]
+        return Popen(words, env={**os.environ, **variables}, cwd=home, stdout=log, stderr=log)
 
 
 def finish(home: Path, command: list[str], status: int = 0) -> str:
@@ -103,11 +87,12 @@ def finish(home: Path, command: list[str], status: int = 0) -> str:
     log = home / "log"
     before = log.stat().st_size if log.exists() else 0
     process = start(home, command)
-    process.join(PATIENCE)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE)
     said = log.read_bytes()[before:].decode(errors="replace")
-    if process.exitcode is None:
+    if process.poll() is None:
         process.kill()
-    assert process.exitcode == status, said[-5000:]
+    assert process.returncode == status, said[-5000:]
     return said
 
 
@@ -152,7 +137,7 @@ class Server:
         command += ["--run", "tiny", "--stage", "sft", "--weight-updates", "--slots", "16", *self.flags]
         before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as file:
-            self.process = subprocess.Popen(
+            self.process = ServerPopen(
                 command, env={**os.environ, **variables}, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
         wait_until(lambda: self.process.poll() is not None or b"ready: " in self.log.read_bytes()[before:])

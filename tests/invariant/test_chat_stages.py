@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from warm_process import Popen
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
@@ -53,11 +54,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUIET = ["--device-type", "cpu", "--sample-every", "0", "--log-every", "1"]
 
 
-def start(home: Path, words: list[str]) -> subprocess.Popen[str]:
-    """In a process of its own, to be killed or compared with one that was."""
+def start(home: Path, words: list[str]) -> Popen:
+    """In a process of its own, to be killed."""
     environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "ascendchat", *words, *QUIET]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(home: Path, words: list[str], status: int = 0) -> str:
@@ -103,7 +104,7 @@ def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mid", "sft"])
 def test_a_killed_stage_ends_with_the_same_weights(home: Path, name: str) -> None:
-    finish_apart(home, stage(home, name, "tiny", "--run", f"whole_{name}"))
+    finish(home, stage(home, name, "tiny", "--run", f"whole_{name}"))
     rng, kills = random.Random(0), 0
     while kills < 4:
         process = start(home, stage(home, name, "tiny", "--run", f"killed_{name}"))

@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from warm_process import run
 
 from ascendchat.checkpoint import checkpoints
 from ascendchat.record import read_metrics
@@ -20,9 +23,9 @@ SCRIPT = Path(__file__).with_name("other_stages.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # no simulated CANN here
 
 
-def train(name: str, folder: Path, *more: str) -> int:
+def train(name: str, folder: Path, *more: str, how: Callable[..., Any] = run) -> int:
     words = [sys.executable, str(SCRIPT), name, str(folder), *more]
-    return subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, timeout=600).returncode
+    return int(how(words, cwd=ROOT, env=ENVIRONMENT, timeout=600).returncode)
 
 
 @pytest.mark.slow
@@ -30,7 +33,7 @@ def train(name: str, folder: Path, *more: str) -> int:
 def test_a_killed_run_of_another_stage_ends_in_the_same_bytes(name: str, tmp_path: Path) -> None:
     if name == "adapters":
         pytest.importorskip("transformers")
-    assert train(name, tmp_path / "whole") == 0
+    assert train(name, tmp_path / "whole", how=subprocess.run) == 0
     assert train(name, tmp_path / "killed", "8") == -9
     assert checkpoints(tmp_path / "killed")[-1] == 6
     assert train(name, tmp_path / "killed") == 0

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from warm_process import Popen
+from warm_process import run as run_warm
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
@@ -50,9 +52,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def finish(home: Path, run: str, *more: str) -> str:
-    result = subprocess.run(
-        command(home, run, *more), env=environment(home), capture_output=True, text=True, check=False
-    )
+    result = run_warm(command(home, run, *more), env=environment(home), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -65,13 +65,14 @@ def final(home: Path, run: str) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> dict[str, bytes]:
-    finish(home, "whole")
+    """Of a process that has nothing in common with those that are killed."""
+    subprocess.run(command(home, "whole"), env=environment(home), stdout=subprocess.DEVNULL, check=True)
     return final(home, "whole")
 
 
 def kill_at(home: Path, run: str, moment: float) -> bool:
     """Start the run and kill -9 it `moment` seconds after its first step; True if it was still running."""
-    process = subprocess.Popen(command(home, run), env=environment(home), stdout=subprocess.PIPE, text=True)
+    process = Popen(command(home, run), env=environment(home), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if " step " in line:
@@ -107,7 +108,7 @@ def test_a_run_that_was_killed_once_ends_with_the_same_weights(home: Path, undis
 
 @pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(home: Path, undisturbed: dict[str, bytes]) -> None:
-    process = subprocess.Popen(command(home, "term"), env=environment(home), stdout=subprocess.PIPE, text=True)
+    process = Popen(command(home, "term"), env=environment(home), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if " step 4/" in line:
@@ -151,7 +152,7 @@ def interrupt(home: Path, run: str, line: str, number: signal.Signals, *more: st
     """Start the run with --resume never and send a signal at the first line that holds `line`."""
     words = command(home, run, "--resume", "never", *more)
     both = subprocess.STDOUT
-    process = subprocess.Popen(words, env=environment(home), stdout=subprocess.PIPE, stderr=both, text=True)
+    process = Popen(words, env=environment(home), stdout=subprocess.PIPE, stderr=both, text=True)
     assert process.stdout is not None
     shown = ""
     for text in process.stdout:
@@ -203,7 +204,7 @@ def test_a_restart_of_the_launcher_means_nothing_from_before_this_launch(
     shutil.copytree(home / "runs" / "whole", home / "runs" / "launched")
     launched = {**environment(home), "ASCENDCHAT_LAUNCH": "one", "ASCENDCHAT_RESTART": "1"}
     words = command(home, "launched", "--resume", "never", "--seed", "7")
-    process = subprocess.Popen(words, env=launched, stdout=subprocess.PIPE, text=True)
+    process = Popen(words, env=launched, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     shown = ""
     for line in process.stdout:
@@ -213,12 +214,10 @@ def test_a_restart_of_the_launcher_means_nothing_from_before_this_launch(
             break
     process.wait()
     assert "continuing after" not in shown
-    again = subprocess.run(
-        words, env={**launched, "ASCENDCHAT_RESTART": "2"}, capture_output=True, text=True, check=True
-    )
+    again = run_warm(words, env={**launched, "ASCENDCHAT_RESTART": "2"}, capture_output=True, text=True, check=True)
     assert "continuing after step" in again.stdout  # what this launch has saved itself is used
     other = {**launched, "ASCENDCHAT_LAUNCH": "two"}
-    assert "continuing" not in subprocess.run(words, env=other, capture_output=True, text=True, check=True).stdout
+    assert "continuing" not in run_warm(words, env=other, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.slow
@@ -245,7 +244,7 @@ def test_corpora_in_folders_of_one_name_are_told_apart_and_found_from_any_direct
     for name in ("a", "b"):
         shutil.copytree(home / "data" / "words", tmp_path / name / "words")
     words = [*command(home, "twins"), "--data", "a/words,b/words"]
-    subprocess.run(words, env=environment(home), cwd=tmp_path, capture_output=True, check=True)
+    run_warm(words, env=environment(home), cwd=tmp_path, capture_output=True, check=True)
     last = [row for row in read_metrics(home / "runs" / "twins" / "base") if "bpb" in row][-1]
     assert {"bpb", "bpb_a/words", "bpb_b/words"} <= set(last)
     examine = [
@@ -261,7 +260,7 @@ def test_corpora_in_folders_of_one_name_are_told_apart_and_found_from_any_direct
         "--eval-tokens",
         "500",
     ]
-    shown = subprocess.run(
+    shown = run_warm(
         [sys.executable, "-m", "ascendchat", *examine], env=environment(home), cwd="/", capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stderr

@@ -38,12 +38,12 @@ def killed(home: Path, run: str, *flags: str, kills: int, seed: int) -> None:
         wait_for_step(home, run, process, until)
         time.sleep(chance.uniform(0.0, 1.5))
         process.kill()
-        process.join()
+        process.wait()
     finish(home, command)
 
 
 def wait_for_step(home: Path, run: str, process: Any, step: int) -> None:
-    wait_until(lambda: process.exitcode is not None or done(home, run) >= step)
+    wait_until(lambda: process.poll() is not None or done(home, run) >= step)
 
 
 def check_killed(home: Path, server: Server | None, rhythm: str, kills: int) -> None:
@@ -55,10 +55,6 @@ def check_killed(home: Path, server: Server | None, rhythm: str, kills: int) -> 
     whole, again = ([row["reward"] for row in rows_of(home, f"{name}-{how}")] for how in ("whole", "killed"))
     assert whole == again
     assert len(whole) == STEPS
-
-
-def test_stream_killed_three_times_ends_in_the_same_bytes(home: Path, server: Server) -> None:
-    check_killed(home, server, "stream", 3)
 
 
 @pytest.mark.slow
@@ -102,8 +98,7 @@ def test_a_run_outlives_its_server(home: Path, rhythm: str) -> None:
             time.sleep(chance.uniform(0.0, 0.5))
             server.kill()
             server.start()
-        process.join(runs.PATIENCE)
-        assert process.exitcode == 0, (home / "log").read_text(errors="replace")[-3000:]
+        assert process.wait(runs.PATIENCE) == 0, (home / "log").read_text(errors="replace")[-3000:]
     rows = rows_of(home, f"outlives-{rhythm}")
     assert len(rows) == STEPS
     assert all(row["staleness_max"] <= (2 if rhythm == "async" else 0) for row in rows)
@@ -121,8 +116,7 @@ def test_a_workflow_is_asked_of_servers_in_every_rhythm(home: Path, rhythm: str)
         wait_for_step(home, run, process, 2)
         server.kill()
         server.start()
-        process.join(runs.PATIENCE)
-        assert process.exitcode == 0, (home / "log").read_text(errors="replace")[-3000:]
+        assert process.wait(runs.PATIENCE) == 0, (home / "log").read_text(errors="replace")[-3000:]
     rows = rows_of(home, run)
     assert len(rows) == STEPS
     assert all(row["staleness_max"] <= bound for row in rows)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_process import Popen
 
 from ascendchat.data.toyworld import work
 from ascendchat.data.toyworld.world import toy_world
@@ -69,15 +70,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMON = ["--device-type", "cpu", "--sample-every", "0", "--log-every", "1"]
 
 
-def start(home: Path, words: list[str]) -> subprocess.Popen[str]:
+def start(home: Path, words: list[str], how: type[subprocess.Popen[str]] = Popen) -> subprocess.Popen[str]:
     environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "ascendchat", *words]
     out = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, cwd=home, stdout=out, stderr=subprocess.STDOUT, text=True)
+    return how(command, env=environment, cwd=home, stdout=out, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(home: Path, words: list[str], status: int = 0) -> str:
-    output, _ = (process := start(home, words)).communicate()
+def finish(home: Path, words: list[str], status: int = 0, how: type[subprocess.Popen[str]] = Popen) -> str:
+    output, _ = (process := start(home, words, how)).communicate()
     assert process.returncode == status, output
     return output
 
@@ -163,7 +164,7 @@ def test_a_weak_chat_model_learns_to_ask_the_calculator(home: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_bytes(home: Path) -> None:
-    finish(home, rl("whole", "waited"))
+    finish(home, rl("whole", "waited"), how=subprocess.Popen)  # nothing in common with those that are killed
     chance, kills = random.Random(0), 0
     while kills < 3:
         process = start(home, rl("killed", "waited"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_process import run
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 import hf_models
@@ -35,14 +36,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finish(home: Path, words: list[str], status: int = 0) -> str:
     environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "ascendchat", *words],
         env=environment,
         cwd=home,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
     assert done.returncode == status, done.stdout
     return done.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
-KILLS = 8
+KILLS = 4
 RECIPE = """
 run: tiny
 stages:

@@ -164,18 +164,15 @@ def problems_of(fault: str, ranks: list) -> list[str]:
 
 
 @pytest.mark.slow
-def test_fifty_random_faults_end_in_time_with_a_message_that_explain_knows(many_on_npu):
+def test_random_faults_end_in_time_with_a_message_that_explain_knows(many_on_npu):
     before = set(os.listdir("/dev/shm"))
     limits = {"CANNSIM_TIME_SCALE": "0.003", "HCCL_CONNECT_TIMEOUT": "2400", "HCCL_EXEC_TIMEOUT": "1200"}
-    happened, problems = 0, []
-    for first in range(0, 51, 17):  # 17 jobs at a time: most of them wait
-        faults = [random_fault(seed) for seed in range(first, first + 17)]
-        jobs = many_on_npu(TRAINING, 2, [{"CANNSIM_FAULT": fault, **limits} for fault in faults], timeout=90)
-        for fault, ranks in zip(faults, jobs):
-            happened += any(not rank.ok for rank in ranks)
-            problems += problems_of(fault, ranks)
+    faults = [random_fault(seed) for seed in range(17)]  # at the same time: most of them wait
+    jobs = many_on_npu(TRAINING, 2, [{"CANNSIM_FAULT": fault, **limits} for fault in faults], timeout=90)
+    problems = [problem for fault, ranks in zip(faults, jobs) for problem in problems_of(fault, ranks)]
     assert not problems, "\n\n".join(problems)
-    assert happened >= 40  # the others named a call that the training does not make
+    happened = sum(any(not rank.ok for rank in ranks) for ranks in jobs)
+    assert happened >= 13  # the others named a call that the training does not make
     assert [name for name in set(os.listdir("/dev/shm")) - before if re.search("cannsim|hccl|torch", name)] == []
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import run
 
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
@@ -70,9 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "OMP_NUM_THREADS": "1",
     }
     program = CHAIN.format(commands=commands(folder, "cpu", "cpu"))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ANSWER in done.stdout
     return folder

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from warm_process import Popen
 
 import cannsim
 from ascendchat.record import read_metrics
@@ -38,7 +39,8 @@ def command(home: Path, words: list[str], *, npu: bool) -> subprocess.Popen[str]
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     words = [sys.executable, "-m", "ascendchat", *words]
     out = subprocess.PIPE
-    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+    start = subprocess.Popen if npu else Popen
+    return start(words, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:

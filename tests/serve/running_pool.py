@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
 from running_server import PATIENCE, make, save
+from warm_process import warm_workers
 
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Request, Sampling
+from ascendchat.serve import child
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Pool, Process, Ticket, joined
 
@@ -64,8 +67,10 @@ async def pool(home: Path, **settings: Any) -> AsyncIterator[Pool]:
     if not (home / "runs").exists():
         save(home, make.model(seq_len=CONTEXT))
     made = Pool(ServeConfig(device_type="cpu", run="tiny", stage="sft", **{"slots": 4, **settings}))
-    try:
-        await made.start()
-        yield made
-    finally:
-        await made.close(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "subprocess", warm_workers())
+        try:
+            await made.start()
+            yield made
+        finally:
+            await made.close(0)

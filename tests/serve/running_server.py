@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from warm_process import ServerPopen, children
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import engine_models as make
@@ -213,21 +214,10 @@ def wait_until(true: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < end, "it never happened"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 # ---- processes -----------------------------------------------------------------------------------
-
-
-def children(number: int) -> list[int]:
-    """Processes that a process has started and that have not ended, zombies included."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == number:
-                found.append(int(path.parent.name))
-    return found
 
 
 def running(number: int) -> bool:
@@ -244,19 +234,20 @@ def cpu_seconds(number: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def begin(home: Path, *flags: str, module: str = "ascendchat serve", **environment: str) -> Server:
-    """Start it; it may not be ready yet."""
+def begin(home: Path, *flags: str, module: str = "ascendchat serve", warm: bool = True, **environment: str) -> Server:
+    """Start it; it may not be ready yet. Not warm: where the test is about the processes themselves."""
     if not (home / "runs").exists():
         save(home, endless())
     log = home / f"log{time.monotonic_ns()}"
     env = {**os.environ, **environment, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *module.split(), "--device-type=cpu", "--port=0", *flags]
+    start = ServerPopen if warm else subprocess.Popen
     with log.open("wb") as file:
-        return Server(subprocess.Popen(command, env=env, cwd=ROOT, stderr=file, stdout=file), log)
+        return Server(start(command, env=env, cwd=ROOT, stderr=file, stdout=file), log)
 
 
 @contextlib.contextmanager
-def serving(home: Path, *flags: str, ends: bool = False, **settings: str) -> Iterator[Server]:
+def serving(home: Path, *flags: str, ends: bool = False, **settings: Any) -> Iterator[Server]:
     """A server that answers, until the end of the block. `ends`: the test itself ends it. `settings`: as of begin()."""
     server = begin(home, *flags, **settings)
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from running_server import ROOT
+from warm_process import ServerPopen
 
 from ascendchat.launch.port import free_port
 
@@ -46,7 +46,7 @@ class ServerProcess:
         variables = {"ASCENDCHAT_HOME": str(self.home), "OMP_NUM_THREADS": "1", "ASCENDCHAT_API_KEYS": KEY}
         command = [sys.executable, "-m", "ascendchat", "serve", "--device-type=cpu", "--port", str(self.port)]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = ServerPopen(
                 [*command, "--weight-updates", "--drain", "1", *self.flags],
                 cwd=ROOT,
                 env={**os.environ, **variables},

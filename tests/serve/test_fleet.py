@@ -109,7 +109,7 @@ def test_a_server_that_is_killed_loses_nothing_and_comes_back_with_the_current_w
 ) -> None:
     new = make.model(6)
     fleet.load(new.state_dict(), 7)
-    asked = requests(prompts=8, samples=4, tokens=100)
+    asked = requests(prompts=8, samples=4, tokens=40)
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.extend(fleet.generate(asked)))
     asking.start()
@@ -168,7 +168,7 @@ def test_a_server_that_hangs_is_left_and_its_answers_are_asked_elsewhere(
     fleet: Fleet, servers: list[ServerProcess], said: list[str]
 ) -> None:
     fleet.hang = 10.0
-    asked = requests(prompts=8, samples=4, tokens=100)
+    asked = requests(prompts=8, samples=4, tokens=40)
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.extend(fleet.generate(asked)))
     servers[0].signal(signal.SIGSTOP)

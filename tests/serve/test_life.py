@@ -99,7 +99,7 @@ def wait(server: real.Server, seconds: float) -> None:
 
 
 def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
-    server = real.begin(tmp_path, "--devices=2")
+    server = real.begin(tmp_path, "--devices=2", warm=False)
     real.wait_until(lambda: len(server.workers) == 2)
     workers = server.workers
     server.process.send_signal(signal.SIGTERM)
@@ -110,7 +110,7 @@ def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("doing", ["nothing", "a step", "sending"])
 def test_workers_do_not_survive_the_front(tmp_path: Path, doing: str) -> None:
-    with real.serving(tmp_path, "--devices=2", ends=True) as server:
+    with real.serving(tmp_path, "--devices=2", ends=True, warm=doing != "nothing") as server:
         real.wait_until(lambda: len(server.workers) == 3)  # two, and the one that waits
         workers = server.workers
         links = [server.link() for _ in range(8 if doing != "nothing" else 0)]
@@ -126,9 +126,9 @@ def test_workers_do_not_survive_the_front(tmp_path: Path, doing: str) -> None:
 
 
 def test_the_end_of_a_worker_leaves_no_zombie(tmp_path: Path) -> None:
-    with real.serving(tmp_path) as server:
+    with real.serving(tmp_path, warm=False) as server:
         real.wait_until(lambda: len(server.workers) == 2)
-        for _ in range(3):
+        for _ in range(2):
             before = server.workers
             os.kill(before[0], signal.SIGKILL)
             real.wait_until(lambda old=before[0]: old not in server.workers and len(server.workers) == 2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from warm_process import Popen
 
 from ascendchat.checkpoint import checkpoints
 from ascendchat.config import UserError
@@ -349,7 +350,7 @@ def test_the_best_checkpoint_is_the_best_that_was_saved_and_a_resumed_run_knows_
 
 STUCK = """
 import hashlib, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from pathlib import Path
 from test_loop import ToyStage, start
 from ascendchat.device import pick
@@ -371,8 +372,9 @@ with start(Path({folder!r})) as run:
 def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_always(
     tmp_path: Path, forward: str, signals: int
 ) -> None:
-    code = STUCK.format(tests=str(Path(__file__).parent), forward=forward, folder=str(tmp_path / "run"))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    tests = [str(folder) for folder in Path(__file__).parents[:2]]
+    code = STUCK.format(tests=tests, forward=forward, folder=str(tmp_path / "run"))
+    process = Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "long operation" in line:

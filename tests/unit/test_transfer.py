@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_process import Popen
 
 from ascendchat.infer.transfer import Group, address_towards, described, listen, meet
 
@@ -31,7 +32,7 @@ for facts in iter(sys.stdin.readline, ""):
 def receiver(port: int, rank: int, size: int, timeout: float = 60.0) -> subprocess.Popen[str]:
     told = json.dumps({"port": port, "rank": rank, "size": size, "timeout": timeout})
     command = [sys.executable, "-c", RECEIVER, told]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ascendchat import __version__
 from ascendchat.config import UserError
 from ascendchat.data.fetch.redact import redact
+
+if TYPE_CHECKING:  # 0.15 s, which processes that only read the table of sets would pay, too
+    import httpx
 
 T = TypeVar("T")
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every URL, signatures and passwords included
@@ -78,10 +79,14 @@ def read_timeout(policy: Policy) -> float:
 @functools.lru_cache(maxsize=4)
 def _tls(*_: str) -> ssl.SSLContext:
     """Trusted certificates; made once (reading them takes 0.1 s) for each value of the variables that choose them."""
+    import httpx
+
     return httpx.create_ssl_context()
 
 
 def host_of(url: str) -> str:
+    import httpx
+
     return httpx.URL(url).host
 
 
@@ -89,6 +94,8 @@ class Web:
     """An HTTP client that knows which errors are worth a retry."""
 
     def __init__(self, policy: Policy, connections: int = 8) -> None:
+        import httpx
+
         self.policy = policy
         self.timeout = read_timeout(policy)
         self.stopped = threading.Event()
@@ -122,6 +129,8 @@ class Web:
     @contextlib.contextmanager
     def get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
         """An open response with status 200, 206 or 416; everything else becomes Retry or SourceFailed."""
+        import httpx
+
         if (pause := self._not_before - time.monotonic()) > 0:
             self.wait(pause)
         try:
