@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from importlib import metadata
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +48,8 @@ MODULES = {
     "flash_attn.flash_attn_interface": FUNCTIONS,
     "flash_attn.bert_padding": PADDING,
 }
+IN_TRANSFORMERS = "transformers.integrations.npu_flash_attention"
+_replaced: dict[str, Any] = {}  # its functions
 
 
 class Listing(metadata.Distribution, metadata.DistributionFinder):
@@ -57,8 +59,19 @@ class Listing(metadata.Distribution, metadata.DistributionFinder):
         name = getattr(context, "name", None)
         return [self] if name is None or name.lower().replace("_", "-") == "flash-attn" else []
 
-    def find_spec(self, *ignored: Any) -> None:
-        """It has no files to load."""
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """transformers has functions of its own for NPUs, which take no window_size and no softcap: when they are
+        imported, ours take their place."""
+        spec = PathFinder.find_spec(name, path) if name == IN_TRANSFORMERS else None
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _take_their_place(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
     def read_text(self, filename: str) -> str | None:
         about = f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {__version__}\nSummary: ascendchat's stand-in\n"
@@ -66,6 +79,14 @@ class Listing(metadata.Distribution, metadata.DistributionFinder):
 
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).parent / path
+
+
+def _take_their_place(module: Any) -> None:
+    for function in FUNCTIONS:
+        name = f"npu_{function.__name__}"
+        if hasattr(module, name):
+            _replaced[name] = getattr(module, name)
+            setattr(module, name, function)
 
 
 def is_installed() -> bool:
@@ -100,6 +121,8 @@ def install(*, replace: bool = False) -> bool:
         if parent:
             setattr(sys.modules[parent], own, module)
     sys.meta_path.insert(0, Listing())
+    if IN_TRANSFORMERS in sys.modules:
+        _take_their_place(sys.modules[IN_TRANSFORMERS])
     return True
 
 
@@ -108,4 +131,7 @@ def uninstall() -> None:
     if is_installed():
         for name in MODULES:
             del sys.modules[name]
+    for name, function in _replaced.items():
+        setattr(sys.modules[IN_TRANSFORMERS], name, function)
+    _replaced.clear()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Listing)]

@@ -298,7 +298,10 @@ def flash_attn_varlen_func(
         from ascendchat.nn.flash_kernel import banded
 
         q, k, v = (_last_dim_dense(x) for x in (q, k, v))
-        bounds = (cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k))
+        longest = int(max_seqlen_q)
+        if q.size(0) != cu_seqlens_q.numel() - 1:  # told 1, the kernel takes every sequence to have one query
+            longest = max(longest, 2)
+        bounds = (cu_seqlens_q.int(), cu_seqlens_k.int(), longest, int(max_seqlen_k))
         return _result(*banded(q, k, v, *bounds, rule.left, rule.right, rule.scale), return_attn_probs)
     q_bounds = _bounds("cu_seqlens_q", cu_seqlens_q, q.size(0))
     k_bounds = _bounds("cu_seqlens_k", cu_seqlens_k, k.size(0))

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ascendchat.nn.attention import HIDDEN
 
+SMALL = 128  # a window is cut into blocks of at least so many queries
+
 
 class Rule(NamedTuple):
     """What a query sees, and what becomes of the scores. The last query stands at the last key."""
@@ -54,13 +56,29 @@ def inside(own: Tensor, places: Tensor, rule: Rule) -> Tensor:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, rule: Rule, *, formula: bool = False) -> tuple[Tensor, Tensor | None]:
     """(B, Tq, H, D), and (B, H, Tq) if wanted. Every query sees a key. `formula`: without SDPA, whose hidden scores of
-    -inf some chips report as overflow."""
+    -inf some chips report as overflow. A window is cut into blocks of queries with the keys in their sight, so that
+    nothing of the size of all scores exists."""
     queries, keys = q.size(1), k.size(1)
-    places = torch.arange(keys, device=q.device)
-    own = torch.arange(keys - queries, keys, device=q.device)
+    if rule.left < 0 or rule.right < 0:
+        return _block(q, k, v, 0, keys - queries, rule, formula)
+    size, parts = max(rule.left + rule.right + 1, SMALL), []
+    for start in range(0, queries, size):
+        stop, first = min(start + size, queries), start + keys - queries  # `first`: the place of the first query
+        low, high = max(0, first - rule.left), min(keys, first + stop - start + rule.right)
+        parts.append(_block(q[:, start:stop], k[:, low:high], v[:, low:high], low, first, rule, formula))
+    out = torch.cat([out for out, _ in parts], 1)
+    return out, torch.cat([lse for _, lse in parts if lse is not None], 2) if rule.lse else None
+
+
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, low: int, first: int, rule: Rule, formula: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Queries that stand at `first` and after, with keys that stand at `low` and after."""
+    places = torch.arange(low, low + k.size(1), device=q.device)
+    own = torch.arange(first, first + q.size(1), device=q.device)
     if formula or rule.lse or rule.changes_scores:
         return by_formula(q, k, v, own, places, inside(own, places, rule), rule)
-    causal = rule.left < 0 and rule.right == 0 and queries == keys
+    causal = rule.left < 0 and rule.right == 0 and q.size(1) == k.size(1)
     free = rule.left < 0 and rule.right < 0
     return by_sdpa(q, k, v, None if causal or free else inside(own, places, rule), rule, causal), None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ascendchat.nn import flash
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HEADS = ((4, 4), (4, 2), (4, 1))
 WINDOWS = ((-1, -1), (-1, -1), (2, 0), (3, 1), (0, 0), (-1, 2), (2, -1), (50, 50))
 
@@ -109,15 +109,15 @@ def compare(place: str, dtype: torch.dtype, exact: list[Tensor], expected: Any, 
     found, sums, dropped = call(there, True)
     assert (found.dtype, sums.dtype, dropped.numel()) == (dtype, torch.promote_types(dtype, torch.float32), 0)
     close(found, out, dtype)
-    close(sums, lse, torch.float32 if dtype != torch.float64 else dtype)
+    close(sums, lse, torch.float32, times=5)
     assert not sums.requires_grad
     found = call(there, False)
     close(found, out, dtype)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    for one, other in zip(
-        gradients(found, there, weight.to(place, dtype)), gradients(out, exact, weight.to(dtype).double())
-    ):
-        close(one, other, dtype, times=8)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
+    given, wanted = gradients(found, there, weight.to(place)), gradients(out, exact, weight.double())
+    for one, other in zip(given, wanted):
+        error = (one.detach().cpu().double() - other).norm() / other.norm().clamp_min(1.0)
+        assert error <= TOLERANCE[dtype]
 
 
 def check_rows(place: str, seed: int, dtype: torch.dtype, *, changes_scores: bool = True) -> None:
@@ -150,7 +150,7 @@ def check_sequences(place: str, seed: int, dtype: torch.dtype, *, changes_scores
     lengths = [(draw.choice((0, 1, 4, 7)), draw.choice((0, 1, 4, 9))) for _ in range(batch)]
     paged = draw.random() < 0.25
     options = draw.options(batch, changes_scores=changes_scores)
-    padding = draw.choice((0, 0, 3))
+    padding = draw.choice((0, 0, 3)) if place != "cuda" else 0  # undefined there, as in flash-attn
     bounds = [[sum(both[side] for both in lengths[:b]) for b in range(batch + 1)] for side in (0, 1)]
     sizes = ((bounds[0][-1] + padding, draw.heads), (bounds[1][-1], draw.kv_heads), (bounds[1][-1], draw.kv_heads))
     exact = [draw.normal(total, heads, 16).requires_grad_() for total, heads in sizes]

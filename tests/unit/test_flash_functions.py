@@ -6,34 +6,205 @@ pytest tests/unit/test_flash_functions.py -k cuda    # on a CUDA device
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from flash_cases import check_cache, check_rows, check_sequences
 
+from ascendchat.config import UserError
+from ascendchat.nn import flash
+
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = [(torch.float32, range(16)), (torch.float16, range(16, 22)), (torch.bfloat16, range(22, 28))]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seeds", [range(8), range(8, 16)], ids=str)
+@pytest.mark.parametrize(("dtype", "seeds"), CASES, ids=str)
 def test_rows_equal_the_definition(place: str, dtype: torch.dtype, seeds: range) -> None:
     for seed in seeds:
         check_rows(place, seed, dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seeds", [range(8), range(8, 16)], ids=str)
+@pytest.mark.parametrize(("dtype", "seeds"), CASES, ids=str)
 def test_sequences_equal_the_definition(place: str, dtype: torch.dtype, seeds: range) -> None:
     for seed in seeds:
         check_sequences(place, seed, dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seeds", [range(12), range(12, 24)], ids=str)
+@pytest.mark.parametrize(("dtype", "seeds"), CASES, ids=str)
 def test_queries_behind_a_cache_equal_the_definition(place: str, dtype: torch.dtype, seeds: range) -> None:
     for seed in seeds:
         check_cache(place, seed, dtype)
+
+
+ROWS = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+BOUNDS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+CACHE = {
+    **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")),
+    **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale")),
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "rotary_interleaved": True,
+    "alibi_slopes": None,
+    "num_splits": 0,
+    "return_softmax_lse": False,
+}
+SIGNATURES = {  # of flash-attn 2.8
+    "flash_attn_func": (("q", "k", "v"), ROWS),
+    "flash_attn_kvpacked_func": (("q", "kv"), ROWS),
+    "flash_attn_qkvpacked_func": (("qkv",), ROWS),
+    "flash_attn_varlen_func": (("q", "k", "v", *BOUNDS), {**ROWS, "block_table": None}),
+    "flash_attn_varlen_kvpacked_func": (("q", "kv", *BOUNDS), ROWS),
+    "flash_attn_varlen_qkvpacked_func": (("qkv", "cu_seqlens", "max_seqlen"), ROWS),
+    "flash_attn_with_kvcache": (("q", "k_cache", "v_cache"), CACHE),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_are_the_published_ones_in_their_order(name: str) -> None:
+    needed, defaults = SIGNATURES[name]
+    parameters = inspect.signature(getattr(flash, name)).parameters
+    assert tuple(parameters) == (*needed, *defaults)
+    assert {key: p.default for key, p in parameters.items() if p.default is not p.empty} == defaults
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_tensors_packed_together_give_the_same(place: str) -> None:
+    qkv = torch.randn(2, 6, 3, 4, 16, generator=torch.Generator().manual_seed(0)).to(place).requires_grad_()
+    known = {"causal": True, "window_size": (3, 0), "softmax_scale": 0.3}
+    expected = flash.flash_attn_func(*qkv.unbind(2), **known)
+    torch.testing.assert_close(flash.flash_attn_qkvpacked_func(qkv, **known), expected)
+    bounds, flat = torch.tensor([0, 6, 12], dtype=torch.int32).to(place), qkv.flatten(0, 1)
+    found = flash.flash_attn_varlen_qkvpacked_func(flat, bounds, 6, **known)
+    torch.testing.assert_close(found, expected.flatten(0, 1))
+    found = flash.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], bounds, bounds, 6, 6, **known)
+    torch.testing.assert_close(found, expected.flatten(0, 1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_dropout_keeps_the_mean_and_the_gradient_has_the_same_pattern(place: str, softcap: float) -> None:
+    """Of equal scores and the identity as values, the result is the dropped probabilities."""
+    torch.manual_seed(0)
+    q = torch.zeros(1, 64, 1, 64, device=place)
+    v = torch.eye(64, device=place)[None, :, None].clone().requires_grad_()
+    out = flash.flash_attn_func(q, q, v, dropout_p=0.25, softcap=softcap)
+    values = out.detach().cpu().unique()
+    torch.testing.assert_close(values, torch.tensor([0.0, 1 / 64 / 0.75]))
+    assert abs(float((out == 0).float().mean()) - 0.25) < 0.03
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(gradient[0, :, 0].sum(1), out[0, :, 0].sum(0) * 64)
+
+
+def pair(heads: int = 4, dim: int = 8, length: int = 5) -> torch.Tensor:
+    return torch.zeros(2, length, heads, dim)
+
+
+REFUSED = {
+    "k, v": lambda: flash.flash_attn_func(pair(), pair(3), pair(3)),
+    "q, k, v": lambda: flash.flash_attn_func(pair(), pair(), pair(dim=16)),
+    "dropout_p": lambda: flash.flash_attn_func(pair(), pair(), pair(), 1.0),
+    "return_attn_probs": lambda: flash.flash_attn_func(pair(), pair(), pair(), 0.1, return_attn_probs=True),
+    "alibi_slopes": lambda: flash.flash_attn_func(pair(), pair(), pair(), alibi_slopes=torch.zeros(3)),
+    "cu_seqlens_q": lambda: flash.flash_attn_varlen_func(
+        *[pair()[0]] * 3, torch.tensor([0, 6]), torch.tensor([0, 5]), 6, 5
+    ),
+    "cu_seqlens_k": lambda: flash.flash_attn_varlen_func(
+        *[pair()[0]] * 3, torch.tensor([0, 5]), torch.tensor([0, 3, 5]), 5, 3
+    ),
+    "k, v: give both": lambda: flash.flash_attn_with_kvcache(pair(), pair(), pair(), k=pair(), cache_seqlens=0),
+    "cache_seqlens: needed": lambda: flash.flash_attn_with_kvcache(pair(), pair(), pair(), k=pair(), v=pair()),
+    "cache_seqlens: 3": lambda: flash.flash_attn_with_kvcache(
+        pair(), pair(), pair(), k=pair(), v=pair(), cache_seqlens=3
+    ),
+    "rotary_cos": lambda: flash.flash_attn_with_kvcache(
+        pair(), pair(), pair(), rotary_cos=pair()[0, 0], rotary_sin=pair()[0, 0]
+    ),
+    "k_cache": lambda: flash.flash_attn_with_kvcache(pair(), pair()[:1], pair()[:1]),
+    "cache_batch_idx": lambda: flash.flash_attn_with_kvcache(
+        pair(), pair(), pair(), cache_batch_idx=torch.zeros(2), block_table=torch.zeros(2, 1)
+    ),
+    "cache_leftpad": lambda: flash.flash_attn_with_kvcache(
+        pair(), pair(), pair(), cache_leftpad=torch.zeros(2), block_table=torch.zeros(2, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_by_the_name_of_the_argument(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}"):
+        REFUSED[name]()
+
+
+def test_a_cache_that_is_full_is_not_written_to() -> None:
+    cache = pair()
+    with pytest.raises(UserError, match="do not fit"):
+        flash.flash_attn_with_kvcache(
+            pair(), cache, cache, k=pair() + 1, v=pair() + 1, cache_seqlens=torch.tensor([0, 1], dtype=torch.int32)
+        )
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0), (60, 70)])
+def test_nothing_of_the_size_of_all_scores_is_made(window: tuple[int, int]) -> None:
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                largest = max(largest, found.untyped_storage().nbytes())
+            return found
+
+    x = torch.randn(1, 1024, 2, 32)
+    with Watch(), torch.no_grad():
+        flash.flash_attn_func(x, x, x, causal=window[1] == 0, window_size=window)
+    assert 0 < largest <= x.nbytes
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_windows_over_several_blocks_equal_all_scores_at_once(place: str) -> None:
+    q = torch.randn(1, 300, 2, 16).to(place)
+    k = torch.randn(1, 350, 1, 16).to(place)
+    for left, right in ((5, 0), (40, 100), (0, 149)):
+        places = torch.arange(350, device=place)
+        distance = places[50:, None] - places
+        seen = (distance <= left) & (distance >= -right)
+        scores = torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double()) / 4
+        expected = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ k[:, None, :, 0].double()
+        found, lse, _ = flash.flash_attn_func(q, k, k, window_size=(left, right), return_attn_probs=True)
+        for each in (found, flash.flash_attn_func(q, k, k, window_size=(left, right))):
+            torch.testing.assert_close(each.double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            lse.double(), scores.masked_fill(~seen, float("-inf")).logsumexp(-1), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_padding_is_taken_out_and_put_back() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]])
+    x = torch.randn(3, 4, 2, 5, requires_grad=True)
+    tokens, indices, bounds, longest, used = flash.unpad_input(x, mask)
+    assert (indices.tolist(), bounds.tolist(), longest, used.tolist()) == ([0, 1, 5, 6, 7], [0, 2, 5, 5], 3, [2, 3, 0])
+    assert bounds.dtype == torch.int32
+    torch.testing.assert_close(tokens, x[mask.bool()])
+    back = flash.pad_input(tokens, indices, 3, 4)
+    torch.testing.assert_close(back, x * mask[..., None, None])
+    (gradient,) = torch.autograd.grad(back.sum(), x)
+    torch.testing.assert_close(gradient, mask[..., None, None].expand(x.shape).float())
+    kept = flash.unpad_input(x, mask, torch.tensor([[0, 0, 1, 0]] * 3))
+    assert (kept[2].tolist(), kept[4].tolist()) == ([0, 3, 6, 7], [2, 3, 0])
