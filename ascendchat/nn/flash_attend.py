@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,24 @@ Found = Tensor | tuple[Tensor, ...]
 NPU, TORCH, FINITE = "npu_fusion", "flash", ("eager", "reference")  # names of kernels in attention.py
 
 
-@cache
+_names: dict[tuple[str, torch.dtype, int], str] = {}
+_said: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
 def kernel_name(device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    return choose(device_type, dtype, head_dim)[0].name
+    """Of the kernel that attention.py chooses."""
+    if (device_type, dtype, head_dim) not in _names:
+        _names[device_type, dtype, head_dim] = choose(device_type, dtype, head_dim)[0].name
+    return _names[device_type, dtype, head_dim]
 
 
-@cache
-def _say(text: str) -> None:
-    warnings.warn(text, stacklevel=5)
+@torch.compiler.assume_constant_result
+def say(text: str) -> None:
+    """A warning, once in a process."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=5)
 
 
 def kernel_for(q: Tensor, rule: Rule) -> str:
@@ -41,7 +51,7 @@ def kernel_for(q: Tensor, rule: Rule) -> str:
     name = kernel_name(q.device.type, q.dtype, q.size(-1))
     if name in (NPU, TORCH) and rule.changes_scores:
         what = "softcap" if rule.softcap > 0 else "alibi_slopes"
-        _say(f"{what}: the attention kernel {name} has none; computed by plain operations, with memory for all scores")
+        say(f"{what}: the attention kernel {name} has none; computed by plain operations, with memory for all scores")
         return "eager"
     return "sdpa" if name == TORCH and rule.dropout else name
 
@@ -61,7 +71,8 @@ def make_rule(
     """The arguments that all functions have, checked."""
     heads, dim = q.shape[-2:]
     if v.shape != k.shape or k.size(-1) != dim:
-        raise UserError(f"q, k, v: {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} need the same head_dim")
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        raise UserError(f"q, k, v: {shapes} do not fit; k and v need one shape, with the head_dim of q")
     if k.size(-2) == 0 or heads % k.size(-2):
         raise UserError(f"k, v: their {k.size(-2)} heads do not divide the {heads} heads of q")
     if not 0 <= dropout_p < 1:
@@ -210,9 +221,8 @@ def _sequences(
     if kernel_for(q, rule) == NPU:
         return _sequences_npu(q, k, v, q_bounds, k_bounds, rule)
     outs, lses = [], []
-    for b, (a, c) in enumerate(zip(q_bounds, k_bounds)):
-        if b + 1 < len(q_bounds) and a < q_bounds[b + 1]:
-            end, stop = q_bounds[b + 1], k_bounds[b + 1]
+    for b, ((a, end), (c, stop)) in enumerate(zip(pairwise(q_bounds), pairwise(k_bounds))):
+        if a < end:
             slopes = rule.slopes[b] if rule.slopes is not None and rule.slopes.dim() == 2 else rule.slopes
             out, lse = _rows(q[None, a:end], k[None, c:stop], v[None, c:stop], rule._replace(slopes=slopes))
             outs.append(out[0])
@@ -256,6 +266,8 @@ def _seeing_sequences_npu(
             out, lse = npu_attention.packed(*part, causal_mask(q.device), ends, stops, *limits)
             outs.append(out)
             lses += [] if lse is None else [lse]
+    if len(outs) == 1:
+        return out, lse
     return torch.cat(outs), torch.cat(lses, 1) if lses else None
 
 

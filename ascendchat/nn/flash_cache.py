@@ -8,6 +8,7 @@ on the device is read once, and again when it has changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +17,17 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 from ascendchat.nn import flash_plain as plain
-from ascendchat.nn.attention import KERNELS, causal_mask
-from ascendchat.nn.flash_attend import FINITE, NPU, TORCH, Found, kernel_for, make_rule, on_host
+from ascendchat.nn.attention import causal_mask
+from ascendchat.nn.flash_attend import FINITE, NPU, TORCH, Found, kernel_for, make_rule, on_host, say
 from ascendchat.nn.flash_plain import Rule
+
+TRITON = find_spec("triton") is not None  # not on Windows
 
 
 def read_pages(k: Tensor, v: Tensor, table: Tensor, lengths: Any) -> tuple[Tensor, Tensor]:
     """Pages (pages, size, K, D) as sequences of these lengths, end to end: (N, K, D)."""
-    size, ends = k.size(1), np.cumsum(lengths)
-    place = torch.from_numpy(np.arange(ends[-1]) - (ends - lengths).repeat(lengths)).to(table.device)
+    size, starts = k.size(1), np.cumsum(lengths) - lengths
+    place = torch.from_numpy(np.arange(lengths.sum()) - starts.repeat(lengths)).to(table.device)
     row = torch.from_numpy(np.arange(len(lengths)).repeat(lengths)).to(table.device)
     slot = table[row, place // size].long() * size + place % size
     return k.flatten(0, 1)[slot], v.flatten(0, 1)[slot]
@@ -34,8 +37,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """The first channels of x (B, T, H, D), as many as two times the width of cos and sin (S, R / 2), by the angles at
     its positions (B, T). Pairs are neighbours if interleaved, else half the rotated width apart."""
     width = 2 * cos.size(-1)
-    c, s = cos[positions].float().unsqueeze(2), sin[positions].float().unsqueeze(2)  # (B, T, 1, R / 2)
-    part = x[..., :width].float()
+    high = torch.promote_types(x.dtype, torch.float32)
+    c, s = (angles[positions].to(high).unsqueeze(2) for angles in (cos, sin))  # (B, T, 1, R / 2)
+    part = x[..., :width].to(high)
     one, other = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
     turned = one * c - other * s, one * s + other * c
     both = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
@@ -119,7 +123,7 @@ def flash_attn_with_kvcache(
         where = _places(k_cache, rows, positions, block_table)
         k_cache[where], v_cache[where] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     held = None if known is None else [length + new for length in known]
-    cached = Cached(k_cache, v_cache, starts + new, held, rows, cache_batch_idx is None, cache_leftpad, block_table)
+    cached = Cached(k_cache, v_cache, starts, new, held, rows, cache_batch_idx is None, cache_leftpad, block_table)
     out, lse = _attend(q, cached, rule)
     return (out, lse) if lse is not None else out
 
@@ -129,8 +133,9 @@ class Cached(NamedTuple):
 
     k: Tensor  # (rows, S, K, D), or (pages, size, K, D)
     v: Tensor
-    totals: Tensor  # (B,) keys in each row
-    held: list[int] | None  # the same on the host, where it is known
+    starts: Tensor  # (B,) keys that were in each row
+    new: int  # and that were added
+    held: list[int] | None  # keys in each row, where the host knows it
     rows: Tensor  # (B,) of the cache
     in_order: bool  # they are the first ones
     leftpad: Tensor | None  # (B,) where the keys begin
@@ -145,14 +150,11 @@ class Cached(NamedTuple):
         where = _places(self.k, self.rows, positions, self.table)
         return self.k[where], self.v[where]
 
-    def contents(self) -> tuple[Tensor, Tensor]:
-        """(B, S, K, D) twice: the rows, no further than the longest if that is known; of pages a copy."""
-        longest = self.room if self.held is None else max(1, *self.held)
-        if self.table is not None:
-            positions = torch.arange(longest, device=self.k.device)
-            return self.read(positions.expand(len(self.rows), -1))
-        k, v = self.k[:, :longest], self.v[:, :longest]
-        return (k[: len(self.rows)], v[: len(self.rows)]) if self.in_order else (k[self.rows], v[self.rows])
+    def contents(self, length: int) -> tuple[Tensor, Tensor]:
+        """(B, length, K, D) twice, a copy only of pages and of picked rows."""
+        if self.in_order and self.table is None:
+            return self.k[: len(self.rows), :length], self.v[: len(self.rows), :length]
+        return self.read(torch.arange(length, device=self.k.device).expand(len(self.rows), -1))
 
 
 def _attend(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | None]:
@@ -165,14 +167,17 @@ def _attend(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | Non
         if found is not None:
             return found
         name = FINITE[0]
-    k, v = cached.contents()
-    totals, leftpad = cached.totals, cached.leftpad
+    longest = cached.room if cached.held is None else max(1, *cached.held)
+    k, v = cached.contents(longest)
+    totals, leftpad = cached.starts + cached.new, cached.leftpad
     free = rule.left < 0 and rule.right < 0 and leftpad is None
-    packed = all(x.stride() == k.stride() and x.stride(2) == x.size(3) and x.stride(3) == 1 for x in (k, v))
-    if name == TORCH and queries == 1 and free and packed and not rule.lse:
-        out = KERNELS[TORCH].cached(q, k, v, totals, k.size(1), rule.scale)
-        return out.masked_fill((totals == 0)[:, None, None, None], 0), None
-    return plain.cached(q, k, v, totals, leftpad, rule, formula=name in FINITE)
+    dense = all(x.stride() == k.stride() and x.stride(2) == x.size(3) and x.stride(3) == 1 for x in (k, v))
+    if name == TORCH and TRITON and queries == 1 and free and dense and not rule.lse:
+        from ascendchat.nn.one_query import one_query
+
+        return one_query(q, k, v, totals, rule.scale).masked_fill((totals == 0)[:, None, None, None], 0), None
+    whole = leftpad is None and cached.held is not None and min(cached.held) == longest
+    return plain.cached(q, k, v, totals, leftpad, rule, whole=whole, formula=name in FINITE)
 
 
 def _attend_npu(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | None] | None:
@@ -183,6 +188,7 @@ def _attend_npu(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor |
     queries, held, k, v, table = q.size(1), cached.held, cached.k, cached.v, cached.table
     assert held is not None, "known for NPUs"
     if not npu_attention.can_cache(q, k.size(2)):
+        say(f"flash_attn_with_kvcache: the NPU's kernel takes no {q.dtype} with head_dim {q.size(3)}; plain operations")
         return None
     first = [0] * len(held) if cached.leftpad is None else on_host(cached.leftpad)
     if queries == 1 and rule.left >= 0:
@@ -194,7 +200,8 @@ def _attend_npu(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor |
         k, v = cached.read(positions.clamp(max=cached.room - 1))
         table = None
     elif table is None or not npu_attention.can_page(queries, k.size(1)):
-        k, v = cached.contents()
+        in_place = cached.in_order and table is None  # a slice of it would be copied
+        k, v = cached.contents(k.size(1) if in_place else max(1, *lengths))
         table = None
     pages = None if table is None else table.int()
     limits = (rule.left, rule.right, rule.scale, rule.lse)

@@ -84,15 +84,26 @@ def _block(
 
 
 def cached(
-    q: Tensor, k: Tensor, v: Tensor, totals: Tensor, starts: Tensor | None, rule: Rule, *, formula: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    totals: Tensor,
+    starts: Tensor | None,
+    rule: Rule,
+    *,
+    whole: bool = False,
+    formula: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Row b of the cache (B, S, K, D) holds keys from `starts[b]` (or 0) to `totals[b]`; queries that see none of them
-    give 0, and a logsumexp of inf."""
+    give 0, and a logsumexp of inf. `whole`: every row is full."""
     queries, places = q.size(1), torch.arange(k.size(1), device=q.device)
     own = (totals[:, None] - queries + torch.arange(queries, device=q.device))[:, None]  # (B, 1, Tq)
-    seen = inside(own, places, rule) & (places < totals[:, None, None, None])  # (B, 1, Tq, S)
+    held = places < totals[:, None]  # (B, S)
     if starts is not None:
-        seen = seen & (places >= starts[:, None, None, None])
+        held = held & (places >= starts[:, None])
+    if not whole:  # unwritten memory may hold NaN, which a weight of 0 does not hide
+        k, v = (x.masked_fill(~held[:, :, None, None], 0) for x in (k, v))
+    seen = inside(own, places, rule) & held[:, None, None]  # (B, 1, Tq, S)
     if formula or rule.lse or rule.changes_scores:
         out, lse = by_formula(q, k, v, own, places, seen, rule)
     else:

@@ -84,6 +84,16 @@ def test_pages_are_read_where_they_lie() -> None:
             torch.testing.assert_close(found[b].cpu().double(), expected, rtol=4e-3, atol=4e-3)
 
 
+def test_a_step_of_decoding_copies_no_cache() -> None:
+    q, k = torch.randn(2, 1, 4, 16).half().npu(), torch.randn(2, 1, 2, 16).half().npu()
+    caches = [torch.randn(2, 64, 2, 16).half().npu() for _ in "kv"]
+    flash.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=5, causal=True)
+    cannsim.reset()
+    flash.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=6, causal=True)
+    assert (launched("FusedInferAttentionScore"), launched("IndexPut")) == (1, 2)
+    assert sum(cannsim.launches().values()) <= 7, "the others make indices"
+
+
 def test_more_sequences_than_one_call_takes_become_several() -> None:
     lengths = [1] * 1030 + [3]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()

@@ -94,7 +94,10 @@ def moved(options: dict[str, Any], place: str) -> dict[str, Any]:
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1) -> None:
     assert found.shape == expected.shape
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found.detach().cpu().double(), expected.detach(), rtol=tolerance, atol=times * tolerance)
+    limits = {"rtol": tolerance, "atol": times * tolerance}
+    torch.testing.assert_close(
+        found.detach().cpu().double(), expected.detach(), **limits, equal_nan=bool(expected.isnan().any())
+    )
 
 
 def gradients(found: Tensor, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
@@ -212,6 +215,9 @@ def check_cache(place: str, seed: int, dtype: torch.dtype, *, changes_scores: bo
     leftpad = [draw.randint(0, length) for length in lengths] if not paged and draw.random() < 0.3 else [0] * batch
     rows = draw.sample(range(5), batch) if not paged and draw.random() < 0.4 else None
     kept = [draw.normal(5, room, draw.kv_heads, 16) for _ in "kv"]  # what each row holds, by row of the cache
+    for x in kept:  # what nobody wrote may be anything
+        for b, row in enumerate(rows or range(batch)):
+            x[row, : leftpad[b]] = x[row, lengths[b] :] = float("nan")
     logical = kept if rows is None else [x[rows] for x in kept]
     q = draw.normal(batch, queries, draw.heads, 16)
     added = [draw.normal(batch, new or 0, draw.kv_heads, 16) for _ in "kv"]
@@ -253,7 +259,7 @@ def check_cache(place: str, seed: int, dtype: torch.dtype, *, changes_scores: bo
         given["block_table"] = table.int().to(place)
         caches = [torch.full((batch * pages + 2, page, draw.kv_heads, 16), 7.0).to(place, dtype) for _ in "kv"]
         for cache, x in zip(caches, kept):
-            filled = torch.nn.functional.pad(x[:batch], (0, 0, 0, 0, 0, pages * page - room))
+            filled = torch.nn.functional.pad(x[:batch], (0, 0, 0, 0, 0, pages * page - room), value=float("nan"))
             cache[table.to(place)] = filled.unflatten(1, (pages, page)).to(place, dtype)
     before = [cache.clone() for cache in caches]
 

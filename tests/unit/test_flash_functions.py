@@ -7,13 +7,15 @@ pytest tests/unit/test_flash_functions.py -k cuda    # on a CUDA device
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
-from flash_cases import check_cache, check_rows, check_sequences
+from flash_cases import check_cache, check_rows, check_sequences, definition, turned
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ascendchat.config import UserError
-from ascendchat.nn import flash
+from ascendchat.nn import flash, flash_attend
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
 CASES = [(torch.float32, range(16)), (torch.float16, range(16, 22)), (torch.bfloat16, range(22, 28))]
@@ -39,6 +41,32 @@ def test_sequences_equal_the_definition(place: str, dtype: torch.dtype, seeds: r
 def test_queries_behind_a_cache_equal_the_definition(place: str, dtype: torch.dtype, seeds: range) -> None:
     for seed in seeds:
         check_cache(place, seed, dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, -1)}], ids=str)
+def test_queries_without_limits_are_all_rotated_by_the_first_angle(place: str, options: dict[str, Any]) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 16, generator=g).double() for n in (3, 3, 3))
+    caches, angles = torch.randn(2, 1, 12, 2, 16, generator=g).double(), torch.rand(20, 8, generator=g).double() * 6
+    at = torch.tensor([5, 5, 5] if not options else [5, 6, 7])
+    turned_q, turned_k = turned(q[0], angles[at], False), turned(k[0], angles[5:8], False)
+    keys, values = (torch.cat([cache[0, :5], x]) for cache, x in zip(caches, (turned_k, v[0])))
+    expected, _ = definition(turned_q, keys, values, **options)
+    there = [x.float().to(place) for x in (q, caches[0], caches[1], k, v, angles.cos(), angles.sin())]
+    found = flash.flash_attn_with_kvcache(*there, cache_seqlens=5, rotary_interleaved=False, **options)
+    torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.filterwarnings("ignore:alibi_slopes")
+def test_every_sequence_has_its_own_slopes(place: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, slopes = torch.randn(9, 2, 16, generator=g).double(), torch.tensor([[0.1, 2.0], [1.0, 0.3]])
+    expected = [definition(y, y, y, alibi_slopes=slope)[0] for y, slope in zip(x.split((4, 5)), slopes)]
+    there, bounds = x.float().to(place), torch.tensor([0, 4, 9], dtype=torch.int32).to(place)
+    found = flash.flash_attn_varlen_func(there, there, there, bounds, bounds, 5, 5, alibi_slopes=slopes.to(place))
+    torch.testing.assert_close(found.cpu().double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 ROWS = {
@@ -208,3 +236,32 @@ def test_padding_is_taken_out_and_put_back() -> None:
     torch.testing.assert_close(gradient, mask[..., None, None].expand(x.shape).float())
     kept = flash.unpad_input(x, mask, torch.tensor([[0, 0, 1, 0]] * 3))
     assert (kept[2].tolist(), kept[4].tolist()) == ([0, 3, 6, 7], [2, 3, 0])
+
+
+@pytest.mark.slow
+def test_rows_compile_as_one_graph() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return flash.flash_attn_func(x, x, x, causal=True, window_size=(3, 0))
+
+    x = torch.randn(2, 8, 4, 16)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
+def test_the_way_to_the_flash_kernel_of_torch_has_the_right_shapes(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a CUDA device, on tensors that have shapes only."""
+    monkeypatch.setattr(flash_attend, "kernel_name", lambda *_: "flash")
+    with FakeTensorMode():
+        q = torch.empty(2, 5, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(2, 7, 2, 16, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+        bounds = [torch.empty(3, dtype=torch.int32) for _ in "qk"]
+        rows = flash.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        ends = flash.flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)), *bounds, 5, 7, return_attn_probs=True, **options
+        )
+        assert [tuple(x.shape) for x in rows] == [(2, 5, 4, 16), (2, 4, 5), (0,)]
+        assert [tuple(x.shape) for x in ends] == [(10, 4, 16), (4, 10), (0,)]
+        (rows[0].sum() + ends[0].sum()).backward()
+        assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]
