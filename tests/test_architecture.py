@@ -42,7 +42,7 @@ TORCH_FREE = [
     "serve",
 ]
 NEEDS_TORCH = {
-    "device": {"npu", "cuda", "mps", "cpu", "accelerator"},
+    "device": {"npu", "npu_attention", "cuda", "mps", "cpu", "accelerator"},
     "doctor": {"collective"},
     "serve": {"terminal", "worker"},
 }

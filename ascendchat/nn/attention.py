@@ -266,7 +266,7 @@ class Flash(Sdpa):
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             y: Any = flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.size(1) != k.size(1))
             return y.transpose(1, 2)
-        from ascendchat.nn.flash import flash
+        from ascendchat.nn.flash_kernel import flash
 
         return flash(q, k, v, None, q.size(1), window, scale)
 
@@ -281,7 +281,7 @@ class Flash(Sdpa):
         return upload(torch.from_numpy(bounds))
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
-        from ascendchat.nn.flash import flash
+        from ascendchat.nn.flash_kernel import flash
 
         a, b, c = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         return flash(a, b, c, bounds, q.size(1), window, scale).view(q.shape)

@@ -1,84 +1,137 @@
-"""torch's flash kernel with what scaled_dot_product_attention does not expose: windows, and documents end to end.
+"""The functions of flash-attn 2 (names, arguments, results), on Ascend NPUs and on anything else that torch runs on.
 
-    flash(q, k, v, None, T, window, scale)            # rows (B, T, H, D)
-    flash(q, k, v, bounds, longest, window, scale)    # documents (N, H, D); bounds (documents + 1,) int32, from 0 to N
+    from ascendchat.nn.flash import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+    flash_attn_func(q, k, v, causal=True, window_size=(255, 0))     # (B, T, H, D); the heads of k and v divide H
 
-Used by the kernel `flash` of attention.py, on CUDA. It is an operator of its own, which a compiler calls as it is: what
-torch's version of it returns besides the result differs between versions, and only the result and the normaliser matter
-without dropout. Documents may have no tokens, so the bounds can have the same size for every batch.
+    import ascendchat.nn.flash as flash; flash.install()            # then `from flash_attn import …` gives these
+
+What cannot be done is refused by the name of the argument; nothing is ignored. Guide: docs/en/flash.md.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? bounds, int longest, int window, float scale"
-
-
-def _limits(window: int, longest: int, scale: float) -> dict[str, Any]:
-    """-1 is no limit, and the faster kernel."""
-    return {"scale": scale, "window_size_left": window - 1 if window < longest else -1, "window_size_right": 0}
-
-
-@torch.library.custom_op("ascendchat::flash", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    known = (bounds, bounds, longest, longest, 0.0, True, False)  # no dropout, causal, no debug mask
-    result = torch.ops.aten._flash_attention_forward(q, k, v, *known, **_limits(window, longest, scale))
-    return result[0], result[1]
-
-
-@torch.library.custom_op(
-    "ascendchat::flash_gradient",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor normaliser, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+from ascendchat import __version__ as own_version
+from ascendchat.nn.flash_attend import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
 )
-def _gradient(
-    grad: Tensor,
-    out: Tensor,
-    normaliser: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor | None,
-    longest: int,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    random = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of the dropout that there is not
-    known = (bounds, bounds, longest, longest, 0.0, True, random, random)
-    tensors = (grad.contiguous(), q, k, v, out, normaliser)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, *known, **_limits(window, longest, scale))
-    return dq, dk, dv
+from ascendchat.nn.flash_cache import flash_attn_with_kvcache
+from ascendchat.nn.flash_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+
+__version__ = f"2.8.3+ascendchat.{own_version}"  # the release whose functions these are, and whose work they are
+FUNCTIONS = (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+PADDING = (index_first_axis, index_put_first_axis, pad_input, unpad_input)
+MODULES = {
+    "flash_attn": FUNCTIONS,
+    "flash_attn.flash_attn_interface": FUNCTIONS,
+    "flash_attn.bert_padding": PADDING,
+}
+IN_TRANSFORMERS = "transformers.integrations.npu_flash_attention"
+_replaced: dict[str, Any] = {}  # its functions
 
 
-@_flash.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    size = (q.size(1), q.size(0)) if bounds is not None else (q.size(0), q.size(2), q.size(1))
-    return torch.empty_like(q), q.new_empty(size, dtype=torch.float32)
+class Listing(metadata.Distribution, metadata.DistributionFinder):
+    """Makes importlib.metadata know a package flash-attn of our version; some libraries ask it, not the module."""
+
+    def find_distributions(self, context: Any = None) -> Iterable[metadata.Distribution]:
+        name = getattr(context, "name", None)
+        return [self] if name is None or name.lower().replace("_", "-") == "flash-attn" else []
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """transformers has functions of its own for NPUs, which take no window_size and no softcap: when they are
+        imported, ours take their place."""
+        spec = PathFinder.find_spec(name, path) if name == IN_TRANSFORMERS else None
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                _take_their_place(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def read_text(self, filename: str) -> str | None:
+        about = f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {__version__}\nSummary: ascendchat's stand-in\n"
+        return {"METADATA": about, "top_level.txt": "flash_attn\n"}.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent / path
 
 
-@_gradient.register_fake
-def _(grad: Tensor, out: Tensor, normaliser: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _take_their_place(module: Any) -> None:
+    for function in FUNCTIONS:
+        name = f"npu_{function.__name__}"
+        if hasattr(module, name):
+            _replaced[name] = getattr(module, name)
+            setattr(module, name, function)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:4])
-    ctx.rest = inputs[4:]
+def is_installed() -> bool:
+    """Whether `import flash_attn` gives ours."""
+    return getattr(sys.modules.get("flash_attn"), "__version__", "") == __version__
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_gradient(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+def install(*, replace: bool = False) -> bool:
+    """Let `from flash_attn import …`, `flash_attn.flash_attn_interface` and `flash_attn.bert_padding` give the
+    functions above, in this process. A real flash-attn stays, unless it is to be replaced. Returns whether ours are in
+    place. Call it before whatever imports flash_attn or asks for it, as transformers does when it is imported."""
+    if is_installed():
+        return True
+    there = "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None
+    if there and not replace:
+        return False
+    if "transformers" in sys.modules:
+        warnings.warn(
+            "transformers has looked for flash_attn already; call install() before importing it", stacklevel=2
+        )
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+    for name, functions in MODULES.items():
+        module: Any = ModuleType(name, "ascendchat's stand-in for flash-attn: docs/en/flash.md")
+        module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=name == "flash_attn")
+        module.__version__ = __version__
+        module.__path__ = []
+        for function in functions:
+            setattr(module, function.__name__, function)
+        sys.modules[name] = module
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+    sys.meta_path.insert(0, Listing())
+    if IN_TRANSFORMERS in sys.modules:
+        _take_their_place(sys.modules[IN_TRANSFORMERS])
+    return True
 
 
-_flash.register_autograd(_backward, setup_context=_keep)
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float) -> Tensor:
-    """Causal attention; a query sees `window` keys, its own among them."""
-    return _flash(q, k, v, bounds, longest, window, scale)[0]
+def uninstall() -> None:
+    """Undo `install`. What was imported from it stays where it was imported."""
+    if is_installed():
+        for name in MODULES:
+            del sys.modules[name]
+    for name, function in _replaced.items():
+        setattr(sys.modules[IN_TRANSFORMERS], name, function)
+    _replaced.clear()
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Listing)]

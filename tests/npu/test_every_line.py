@@ -1,4 +1,4 @@
-"""Every statement for the NPU, in device/npu.py and nn/attention.py, is executed on simulated chips: the scenarios
+"""Every statement for the NPU, in device/npu*.py and nn/attention.py, is executed on simulated chips: the scenarios
 below, each in a process of its own.
 
 A new line there that none of them reaches fails this test: add the scenario that needs it.
@@ -23,7 +23,11 @@ from marked_lines import statements
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-NPU = {"ascendchat.device.npu": (), "ascendchat.nn.attention": ("NpuFusion", "causal_mask", "Eager")}  # () is all
+NPU = {  # () is all
+    "ascendchat.device.npu": (),
+    "ascendchat.device.npu_attention": (),
+    "ascendchat.nn.attention": ("NpuFusion", "causal_mask", "Eager"),
+}
 
 PROGRAM = '''
 import json, os, sys
@@ -76,6 +80,21 @@ known = documents(kernel, [6, 10], torch.zeros(1, 16).to(place), device.dtype)
 kernel.packed(*[torch.randn(1, 16, 2, 32).to(place, device.dtype) for _ in "qkv"], known.bounds, 16, 1.0)
 kernel.cached(*[torch.randn(1, n, 2, 32).half().to(place) for n in (1, 16, 16)], torch.tensor([9]).to(place), 16, 1.0)
 assert "it needs an Ascend NPU" in choose("cpu", torch.float32, 32)[1]
+"""
+
+FLASH = """
+import torch
+from ascendchat.device import pick
+from ascendchat.nn import flash
+
+place = pick("npu").bind(0)
+x = torch.randn(2, 16, 2, 32).half().to(place)
+for limits in ({}, {"causal": True}, {"window_size": (3, 1)}):
+    flash.flash_attn_func(x, x, x, return_attn_probs=True, **limits)
+ends = torch.tensor([0, 6, 16], dtype=torch.int32).to(place)
+flash.flash_attn_varlen_func(x[0], x[0], x[0], ends, ends, 10, 10)
+flash.flash_attn_with_kvcache(x[:, :1], x, x, cache_seqlens=9)
+flash.flash_attn_with_kvcache(x[:1, :1], x, x, cache_seqlens=20, block_table=torch.tensor([[1, 0]]).to(place))
 """
 
 GRAPH = """
@@ -136,6 +155,7 @@ print(refused(lambda: pick("npu")))
 
 SCENARIOS: list[tuple[str, dict[str, Any], str]] = [  # program, chip and environment, what it must say
     (TRAINING, {}, ""),
+    (FLASH, {}, ""),
     (GRAPH, {"TASK_QUEUE_ENABLE": "1"}, ""),
     (GRAPH, {"TASK_QUEUE_ENABLE": "2"}, "no captured graphs with TASK_QUEUE_ENABLE=2"),
     (OLD, {"chip": "Ascend910A"}, ""),

@@ -17,7 +17,7 @@ from ascendchat.dist import World
 from ascendchat.dist.context import Context
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.nn.attention import Attention, Documents, Eager, Flash, NpuFusion, Reference, Sdpa, documents
-from ascendchat.nn.flash import flash
+from ascendchat.nn.flash_kernel import flash
 from ascendchat.nn.gpt import GPT, dense, shifted
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.plan.shape import Shape
