@@ -81,3 +81,21 @@ class BenchDecodeConfig(DeviceConfig):
     "attention kernel by name; by default the best that runs here"
     compile: bool | None = None
     "torch.compile on or off; by default on where it is sound"
+
+
+@dataclass(frozen=True)
+class ImportNanochatConfig(DeviceConfig):
+    """Make a run of nanochat's checkpoints, by nanochat or its NPU ports; nothing in them is executed."""
+
+    paths: tuple[str, ...] = option((), words="each")
+    "folder of nanochat (with base_checkpoints, tokenizer, ...), of one kind of checkpoints, of one model, or a .pt file"
+    run: str = ""
+    "name of the run to make; by default that of the model, such as d18"
+    model_tag: str = option("", also=("g",))
+    "which model, where there are several: d18"
+    step: int | None = option(None, also=("s",), least=0, most=1e9)
+    "step of the checkpoint; by default the last one of each stage"
+    tokenizer: str = ""
+    "folder of tokenizer.pkl; by default the folder `tokenizer` beside the checkpoints"
+    window_pattern: str = ""
+    "windows that the model was trained with, where they are not those of its meta file (a port without windows: L)"
