@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
@@ -28,8 +29,10 @@ class ModelConfig(DeviceConfig):
 
 @dataclass(frozen=True)
 class ExportConfig(ModelConfig):
-    """Write a trained model as a Hugging Face folder, which transformers and vLLM load as it is."""
+    """Write a trained model as a Hugging Face folder, which transformers loads offline (and vLLM, but for our own)."""
 
+    to: Literal["hf", "gguf"] = "hf"
+    "format: a Hugging Face folder; for gguf it says who makes it"
     out: str = ""
     "folder to write; it must not exist, or be empty"
 
@@ -88,7 +91,7 @@ class ImportNanochatConfig(DeviceConfig):
     """Make a run of nanochat's checkpoints, by nanochat or its NPU ports; nothing in them is executed."""
 
     paths: tuple[str, ...] = option((), words="each")
-    "folder of nanochat (with base_checkpoints, tokenizer, ...), of one kind of checkpoints, of one model, or a .pt file"
+    "folder of nanochat (with base_checkpoints and tokenizer), of one kind of checkpoints, of one model, or a .pt file"
     run: str = ""
     "name of the run to make; by default that of the model, such as d18"
     model_tag: str = option("", also=("g",))

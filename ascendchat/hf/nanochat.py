@@ -93,17 +93,16 @@ def sources(path: Path, tag: str = "", step: int | None = None) -> list[Source]:
         models = [path]
     else:
         kinds = [path] if path.name in STAGE_OF else [path / kind for kind in STAGE_OF if (path / kind).is_dir()]
-        models = [model for kind in kinds for model in sorted(kind.iterdir()) if model.is_dir()]
+        models = [model for kind in kinds for model in sorted(kind.iterdir()) if any(model.glob("model_*.pt"))]
     tags = sorted({model.name for model in models})
     if not tags:
         raise UserError(f"{path} holds no checkpoints of nanochat (base_checkpoints/d18/model_013351.pt)")
-    if tag and tag not in tags or not tag and len(tags) > 1:
+    if tag not in tags if tag else len(tags) > 1:
         raise UserError(f"{path} holds the models {', '.join(tags)}; name one of them: --model-tag {tags[0]}")
     found = []
     for model in models:
-        files = sorted(file for file in model.iterdir() if FILE.fullmatch(file.name))
-        known = {Source("", file).step: file for file in files}
-        if model.name == (tag or tags[0]) and known and (step is None or step in known):
+        known = {Source("", file).step: file for file in model.iterdir() if FILE.fullmatch(file.name)}
+        if model.name == (tag or tags[0]) and (step is None or step in known):
             found.append(Source(_stage(model), known[max(known) if step is None else step]))
     if not found:
         raise UserError(f"{path} holds no model_{step or 0:06d}.pt; leave out --step, or give one that is there")
@@ -113,7 +112,7 @@ def sources(path: Path, tag: str = "", step: int | None = None) -> list[Source]:
 def _stage(model: Path) -> str:
     kind = model.absolute().parent.name
     if kind not in STAGE_OF:
-        raise UserError(f"{model} lies in {kind}, which says no stage; it must be one of {', '.join(STAGE_OF)}")
+        raise UserError(f"{model} lies in {kind}, which says no stage; put it into one of {', '.join(STAGE_OF)}")
     return STAGE_OF[kind]
 
 
@@ -126,8 +125,8 @@ def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path, say:
     shape = shape_of(source.file, weights, {**config, **({"window_pattern": pattern} if pattern else {})})
     if tokenizer.vocab_size != shape.vocab:
         raise UserError(
-            f"{source.file} has {shape.vocab} tokens, its tokenizer {tokenizer.vocab_size}; name the one it was trained "
-            "with: --tokenizer FOLDER"
+            f"{source.file} has {shape.vocab} tokens, its tokenizer {tokenizer.vocab_size}; name the one that it was "
+            "trained with: --tokenizer FOLDER"
         )
     try:
         converted = convert(source.file, weights, shape)
@@ -173,7 +172,7 @@ def read_config(source: Source) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
         return {**found, **{name: int(found[name]) for name in SIZES}}
     except FileNotFoundError:
-        raise UserError(f"{path} is missing, which says how many heads the model has; copy it beside the model") from None
+        raise UserError(f"{path} is missing, which says the sizes of the model; copy it beside that") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} has no whole model_config ({error!r}); copy it again") from None
 
@@ -193,9 +192,13 @@ def shape_of(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any
     depth, dim, heads = config["n_layer"], config["n_embd"], config["n_head"]
     up, table = (weights.get(name) for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"))
     if up is None or table is None:
-        raise UserError(f"{path} is no model of nanochat: it has no transformer.wte or transformer.h.0.mlp.c_fc")
+        raise UserError(
+            f"{path} is no model of nanochat: it lacks transformer.wte or transformer.h.0.mlp.c_fc; import model_*.pt"
+        )
     if heads < 1 or dim % heads:
-        raise UserError(f"{path}: its meta file names {heads} heads for a width of {dim}, which does not divide")
+        raise UserError(
+            f"{path}: its meta file names {heads} heads for a width of {dim}, which does not fit; copy both again"
+        )
     return Shape(
         depth=depth,
         dim=dim,
@@ -220,7 +223,7 @@ def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str
 
     def take(name: str) -> Tensor:
         if name not in left:
-            raise UserError(f"{path} lacks the weight {name}; it is no whole checkpoint of nanochat")
+            raise UserError(f"{path} lacks the weight {name}; copy the file again from where it was trained")
         return left.pop(name).float()
 
     def table(name: str) -> Tensor:
@@ -252,7 +255,10 @@ def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str
     made["backout"] = take("backout_lambda") if smears else torch.zeros(1)
     odd = sorted(name for name in left if name not in ("cos", "sin"))
     if odd:
-        raise UserError(f"{path} has {odd[0]}, which no version of nanochat has that we know; it cannot be imported")
+        raise UserError(
+            f"{path} has {odd[0]}, which no version of nanochat has that we know: its model is another one "
+            "and cannot be imported"
+        )
     wrong = [name for name, size in wanted.items() if made[name].shape != size]
     if wrong:
         raise RuntimeError(f"{wrong[0]} is {tuple(made[wrong[0]].shape)} instead of {tuple(wanted[wrong[0]])}")

@@ -51,8 +51,8 @@ class Reader(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):
             return _bytes
         raise UserError(
-            f"{self.path} asks for {module}.{name}, which no tokenizer of nanochat needs: nothing of it was run, and it "
-            "is not opened; get the file from where the model was trained"
+            f"{self.path} asks for {module}.{name}, which no tokenizer of nanochat needs: nothing of it was run, and "
+            "it is not opened; get the file from where the model was trained"
         )
 
 
@@ -62,15 +62,21 @@ def read_tokenizer(path: Path) -> Tokenizer:
         with open(path, "rb") as file:
             kept = Reader(file, path).load()
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); name the folder that holds it: --tokenizer") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); name the folder that holds it: --tokenizer FOLDER"
+        ) from None
     except BROKEN as error:
         raise UserError(f"{path} is no whole pickle ({error or type(error).__name__}); copy it again") from None
     state = getattr(kept, "state", None)
     if not isinstance(kept, Kept) or not isinstance(state, dict):
-        raise UserError(f"{path} holds no vocabulary of its own; only tokenizers that nanochat has trained are imported")
+        raise UserError(
+            f"{path} holds no vocabulary of its own; only tokenizers that nanochat has trained are imported"
+        )
     pattern, ranks, specials = (state.get(name) for name in ("pat_str", "mergeable_ranks", "special_tokens"))
     if type(pattern) is not str or not _table(ranks, bytes) or not _table(specials, str):
-        raise UserError(f"{path} is no tokenizer of nanochat: pattern, ranks or special tokens are missing")
+        raise UserError(
+            f"{path} is no tokenizer of nanochat: pattern, ranks or special tokens are missing; copy it again"
+        )
     return _tokenizer(path, pattern, ranks, specials)
 
 
@@ -82,12 +88,20 @@ def _tokenizer(path: Path, pattern: str, ranks: dict[bytes, int], specials: dict
     ordered = sorted(specials, key=specials.__getitem__)
     names = [RENAMED.get(name, name) for name in ordered]
     if missing := [name for name in NEEDED if f"<|{name}|>" not in names]:
-        raise UserError(f"{path} has no special token <|{missing[0]}|>, so no conversation can be written with it")
+        raise UserError(
+            f"{path} has no special token <|{missing[0]}|>, so no conversation can be written; name another: "
+            "--tokenizer FOLDER"
+        )
     try:
         made = Tokenizer(merges_of(ranks), pattern, names)
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"{path} is no byte-level BPE as nanochat learns it: {error}") from None
+        raise UserError(
+            f"{path} is no byte-level BPE as nanochat learns it ({error}); name another: --tokenizer FOLDER"
+        ) from None
     same = all(ranks.get(token) == number for number, token in enumerate(made.tokens))
     if not same or len(ranks) != len(made.tokens) or list(made.specials.values()) != [specials[n] for n in ordered]:
-        raise UserError(f"{path} numbers its tokens otherwise than bytes, merges, special tokens; it cannot be imported")
+        raise UserError(
+            f"{path} numbers its tokens otherwise than nanochat does (bytes, merges, special tokens); name another: "
+            "--tokenizer FOLDER"
+        )
     return made

@@ -6,7 +6,9 @@ attention, other gates) and `2026-03-14` (smear, backout).
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import pickle
 import sys
 import types
@@ -80,7 +82,7 @@ def logits(era: str, config: dict[str, Any], given: dict[str, Tensor], tokens: T
         gate = torch.sigmoid(x[:, 1:, :24] @ told["smear_gate.weight"].T) * told["smear_lambda"]
         x = torch.cat((x[:, :1], x[:, 1:] + gate * x[:, :-1]), 1)
     first, middle = x, torch.zeros_like(x)
-    short = -(-(-(-config["sequence_len"] // known.share)) // known.block) * known.block
+    short = math.ceil(math.ceil(config["sequence_len"] / known.share) / known.block) * known.block
     for i in range(depth):
         pattern = config.get("window_pattern", "L")
         far = short if pattern[i % len(pattern)] == "S" and i < depth - 1 else count
@@ -134,7 +136,7 @@ def ranks(texts: str, merges: int) -> dict[bytes, int]:
     while len(found) < 256 + merges:
         counts: dict[tuple[bytes, bytes], int] = {}
         for word in words:
-            for pair in zip(word, word[1:]):
+            for pair in itertools.pairwise(word):
                 counts[pair] = counts.get(pair, 0) + 1
         best = max(counts, key=lambda pair: (counts[pair], pair))
         found[best[0] + best[1]] = len(found)
