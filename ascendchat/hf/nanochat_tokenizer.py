@@ -17,8 +17,7 @@ from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer.learn import merges_of
 
 RENAMED = {"<|python_start|>": "<|tool_start|>", "<|python_end|>": "<|tool_end|>"}
-NEEDED = ("bos", "user_start", "user_end", "assistant_start", "assistant_end")
-NEEDED += ("tool_start", "tool_end", "output_start", "output_end")
+NEEDED = ("bos", *(f"{who}_{edge}" for who in ("user", "assistant", "tool", "output") for edge in ("start", "end")))
 BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, MemoryError)
 
 
@@ -72,7 +71,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise UserError(
             f"{path} holds no vocabulary of its own; only tokenizers that nanochat has trained are imported"
         )
-    pattern, ranks, specials = (state.get(name) for name in ("pat_str", "mergeable_ranks", "special_tokens"))
+    pattern: Any = state.get("pat_str")
+    ranks: Any = state.get("mergeable_ranks")
+    specials: Any = state.get("special_tokens")
     if type(pattern) is not str or not _table(ranks, bytes) or not _table(specials, str):
         raise UserError(
             f"{path} is no tokenizer of nanochat: pattern, ranks or special tokens are missing; copy it again"

@@ -96,7 +96,7 @@ class AscendchatForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = AscendchatConfig
     main_input_name = "input_ids"
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers wants a list)
 
     def __init__(self, config: AscendchatConfig) -> None:
         super().__init__(config)
@@ -116,7 +116,7 @@ class AscendchatForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.embed = value
 
     def norm(self, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class AscendchatForCausalLM(PreTrainedModel, GenerationMixin):
         kept = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
         cap = config.logit_cap
         logits = cap * torch.tanh(F.linear(kept, self.head[: config.vocab_size]).float() / cap)
-        loss = None
+        loss: Any = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
