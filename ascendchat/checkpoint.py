@@ -252,10 +252,19 @@ class Checkpoint:
         return [read_file(self.folder / name) for _, name in names]
 
     def reader(self) -> Callable[[Shard], Tensor]:
-        """A function that puts any shard of the optimizer's state together from whoever saved it."""
+        """A function that puts any shard of the optimizer's state together from whoever saved it; an imported model has
+        no such state, but weights."""
         index = self.index()
 
         def read(wanted: Shard) -> Tensor:
+            if not index and wanted.kind == "weight":
+                with safe_open(self.folder / "model.safetensors", "pt") as file:
+                    return file.get_tensor(wanted.parameter).flatten()[wanted.start : wanted.stop].float()
+            if not index:
+                raise UserError(
+                    f"{self.folder} was imported without the state of its optimizer; start a stage from it without "
+                    "--warm-start"
+                )
             if (wanted.parameter, wanted.kind) not in index:
                 raise UserError(
                     f"{self.folder} was written by another version of ascendchat: it has no {wanted.kind} of "

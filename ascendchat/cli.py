@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
     "rl": ("rl:RlConfig", "train.rl:run", "reinforcement learning on questions with checkable answers"),
     "export": ("infer:ExportConfig", "infer.export:run", "write a trained model as a Hugging Face folder"),
+    "import nanochat": ("infer:ImportNanochatConfig", "hf.nanochat:run", "make a run of checkpoints of nanochat"),
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
     "chat": ("infer:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
     "serve": ("serve:ServeConfig", "serve.command:run", "a web chat and an OpenAI-compatible API for a model"),

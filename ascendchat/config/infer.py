@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
@@ -28,8 +29,10 @@ class ModelConfig(DeviceConfig):
 
 @dataclass(frozen=True)
 class ExportConfig(ModelConfig):
-    """Write a trained model as a Hugging Face folder, which transformers and vLLM load as it is."""
+    """Write a trained model as a Hugging Face folder, which transformers loads offline (and vLLM, but for our own)."""
 
+    to: Literal["hf", "gguf"] = "hf"
+    "format: a Hugging Face folder; for gguf it says who makes it"
     out: str = ""
     "folder to write; it must not exist, or be empty"
 
@@ -81,3 +84,21 @@ class BenchDecodeConfig(DeviceConfig):
     "attention kernel by name; by default the best that runs here"
     compile: bool | None = None
     "torch.compile on or off; by default on where it is sound"
+
+
+@dataclass(frozen=True)
+class ImportNanochatConfig(DeviceConfig):
+    """Make a run of nanochat's checkpoints, by nanochat or its NPU ports; nothing in them is executed."""
+
+    paths: tuple[str, ...] = option((), words="each")
+    "folder of nanochat (with base_checkpoints and tokenizer), of one kind of checkpoints, of one model, or a .pt file"
+    run: str = ""
+    "name of the run to make; by default that of the model, such as d18"
+    model_tag: str = option("", also=("g",))
+    "which model, where there are several: d18"
+    step: int | None = option(None, also=("s",), least=0, most=1e9)
+    "step of the checkpoint; by default the last one of each stage"
+    tokenizer: str = ""
+    "folder of tokenizer.pkl; by default the folder `tokenizer` beside the checkpoints"
+    window_pattern: str = ""
+    "windows that the model was trained with, where they are not those of its meta file (a port without windows: L)"

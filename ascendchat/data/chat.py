@@ -132,6 +132,34 @@ def canonical(messages: Sequence[Message]) -> Conversation:
     return [{"role": role, "content": content_of(parts)} for role, parts in turns]
 
 
+def spoken(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
+    """Canonical messages as the tokenizer can write them: without tokens for the system (nanochat's has none), what it
+    says stands before the words of the next user, with a blank line between."""
+    if "<|system_start|>" in tokenizer.specials:
+        return list(turns)
+    talk: Conversation = []
+    held: list[str] = []
+    for turn in turns:
+        if turn["role"] == "system":
+            held.append(text_of(turn["content"]))
+            continue
+        if held and turn["role"] == "user":
+            turn = {"role": "user", "content": "\n\n".join([*held, text_of(turn["content"])])}
+        elif held:
+            talk.append({"role": "user", "content": "\n\n".join(held)})
+        held = []
+        talk.append(turn)
+    return [*talk, {"role": "user", "content": "\n\n".join(held)}] if held else talk
+
+
+def render_turns(tokenizer: Encoder, turns: Sequence[Message]) -> Rendered:
+    """Canonical messages one after the other."""
+    rendered = Rendered([], [])
+    for message in spoken(tokenizer, turns):
+        rendered += render_message(tokenizer, message)
+    return rendered
+
+
 def render_message(tokenizer: Encoder, message: Message) -> Rendered:
     """One canonical message between its special tokens."""
     special, role = tokenizer.specials, message["role"]
@@ -162,10 +190,7 @@ def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
     """A whole conversation, of any length."""
     if template := template_of(tokenizer):
         return template.render(messages)
-    rendered = Rendered([tokenizer.specials["<|bos|>"]], [0])
-    for message in canonical(messages):
-        rendered += render_message(tokenizer, message)
-    return rendered
+    return Rendered([tokenizer.specials["<|bos|>"]], [0]) + render_turns(tokenizer, canonical(messages))
 
 
 def exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
@@ -195,27 +220,34 @@ def render_prompt(
         return template.prompt(messages, limit, counts)
     special = tokenizer.specials
     system, groups = exchanges(messages)
-    head = [i for message in system for i in render_message(tokenizer, message).ids]
-    bodies = [[i for message in group for i in render_message(tokenizer, message).ids] for group in groups]
+    groups = groups or [[]]
+    bodies = [render_turns(tokenizer, group).ids for group in groups]
     room = (limit if limit is not None else 1 << 60) - 2  # <|bos|> and <|assistant_start|>
     if room < 1:
         raise ValueError(f"a prompt needs more than {limit} tokens")
-    whole = len(head) + sum(map(len, bodies))
-    while len(bodies) > 1 and len(head) + sum(map(len, bodies)) > room:
-        bodies.pop(0)
-    body = [i for ids in bodies for i in ids]
-    if len(head) + len(body) > room:
-        head = []
+
+    def lead(first: int) -> list[int]:
+        """One exchange behind the system message."""
+        return render_turns(tokenizer, [*system, *groups[first]]).ids if system else bodies[first]
+
+    first, head, rest = 0, lead(0), sum(map(len, bodies[1:]))
+    whole = len(head) + rest
+    while first < len(groups) - 1 and len(head) + rest > room:
+        first += 1
+        head, rest = lead(first), rest - len(bodies[first])
+    if len(head) + rest > room:
+        head = bodies[first]
+    body = [*head, *(i for ids in bodies[first + 1 :] for i in ids)]
     if len(body) > room:
         body = shorten(body, room, special["<|user_start|>"])
     if counts is not None:
-        kept = len(head) + len(body)
+        kept = len(body)
         counts.pieces += 1
         counts.tokens += kept + 2
         counts.whole, counts.split = counts.whole + (kept == whole), counts.split + (kept < whole)
         counts.cut_prompts += kept < whole
         counts.lost_tokens += whole - kept
-    return [special["<|bos|>"], *head, *body, special["<|assistant_start|>"]]
+    return [special["<|bos|>"], *body, special["<|assistant_start|>"]]
 
 
 def shorten(ids: list[int], room: int, start: int) -> list[int]:
@@ -253,21 +285,16 @@ def split_long(tokenizer: Encoder, messages: Sequence[Message], limit: int, coun
     """The pieces of a conversation that is longer than `limit`."""
     system, groups = exchanges(messages)
     bos = Rendered([tokenizer.specials["<|bos|>"]], [0])
-    opening = bos
-    for message in system:
-        opening += render_message(tokenizer, message)
     pieces: list[Rendered] = []
     current: Rendered | None = None
     for group in groups:
-        body = Rendered([], [])
-        for message in group:
-            body += render_message(tokenizer, message)
+        body = render_turns(tokenizer, group)
         if current is not None and len(current.ids) + len(body.ids) <= limit:
             current += body
             continue
         if current is not None:
             pieces.append(current)
-        current = opening + body
+        current = bos + render_turns(tokenizer, [*system, *group])
         if len(current.ids) > limit:
             current = cut(bos, body, limit, tokenizer.specials["<|user_start|>"], counts)
     return [piece for piece in [*pieces, *([current] if current else [])] if any(piece.mask)]

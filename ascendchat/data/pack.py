@@ -79,7 +79,8 @@ class ChatRows:
     ) -> ChatRows:
         """Render, split what is too long, pack."""
         pieces = (piece for talk in conversations for piece in render_pieces(tokenizer, talk, seq_len + 1, counts))
-        return cls(pieces, seq_len, seed, tokenizer.specials["<|pad|>"])
+        special = tokenizer.specials
+        return cls(pieces, seq_len, seed, special.get("<|pad|>", special["<|bos|>"]))
 
     @property
     def filled(self) -> float:

@@ -24,7 +24,7 @@ from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
-from ascendchat.infer.huggingface import HFSource
+from ascendchat.hf.model import CausalLM
 from ascendchat.infer.load import Opened, open_model
 from ascendchat.record.results import NewResults
 
@@ -39,7 +39,7 @@ def corpora_of(config: EvalBaseConfig, opened: Opened) -> list[Corpus]:
     corpora = [corpus for corpus, _ in open_corpora(data, split="val")]
     for corpus in corpora:
         if opened.tokenizer.fingerprint != corpus.tokenizer:
-            if opened.tokenizer.template is not None or isinstance(opened.checkpoint, HFSource):
+            if isinstance(opened.model, CausalLM):
                 raise UserError(
                     f"{corpus.folder} was not prepared with this model's tokenizer, and corpora are prepared with ours "
                     "only; score a Hugging Face model with --eval core"

@@ -28,6 +28,7 @@ from ascendchat.hf.tokenizer import HFTokenizer
 
 HUB_ID = re.compile(r"(models/)?(?P<id>[\w.-]+/[\w.-]+)")
 BLOCKS, BLOCK = 64, 1 << 16  # of each file that make its fingerprint
+OURS = "ascendchat"  # model type of our own models, as `ascendchat export` writes them
 TROUBLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -108,6 +109,20 @@ def find(named: str | Path) -> Folder | None:
     return Folder(path)
 
 
+def is_ours(folder: Folder) -> bool:
+    """Whether it is a model of our own, exported: it is opened as such (infer/load.py), not by transformers."""
+    return not folder.gguf and read_json(folder.path / "config.json").get("model_type") == OURS
+
+
+def refuse_ours(folder: Folder) -> None:
+    """For those who train."""
+    if is_ours(folder):
+        raise UserError(
+            f"{folder.path} is a model that ascendchat has exported: chat, serve and eval open it, training does not; "
+            "train its run instead (--run NAME, or --start FOLDER of a checkpoint)"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -118,6 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) -> OpenedFolder:
     """Model and tokenizer of a folder, on the host. `seq_len`: tokens per row, at most as many as the model knows."""
+    refuse_ours(folder)
     named = {"gguf_file": folder.gguf} if folder.gguf else {}
     transformers = library()
     register()

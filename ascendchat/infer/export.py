@@ -1,35 +1,44 @@
-"""`ascendchat export --run mine --stage rl --out DIR`: a trained model as a Hugging Face folder.
+"""`ascendchat export --run mine --stage sft --out DIR`: a trained model as a Hugging Face folder.
 
-transformers and vLLM load it as it is: weights, config, tokenizer, chat template. For now models that came from Hugging
-Face go back there; also a GGUF file becomes a folder so.
+transformers loads it offline: weights, config, tokenizer, chat template; vLLM too, where the model came from Hugging
+Face (also a GGUF file becomes a folder so). A model of our own brings its code: trust_remote_code=True.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError
 from ascendchat.config.infer import ExportConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import joined
-from ascendchat.hf.export import export
+from ascendchat.hf.export import export, export_own
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.load import open_model
+from ascendchat.plan.shape import Shape
 
 
 def run(config: ExportConfig) -> int:
     """The command."""
+    if config.to == "gguf":
+        raise UserError(
+            "no maintained library writes GGUF for our own architecture, and llama.cpp has no code to run it: use "
+            "--to hf; a model that came from Hugging Face is converted from that folder by llama.cpp's "
+            "convert_hf_to_gguf.py"
+        )
     if not config.out:
         raise UserError("name the folder to write: --out DIR")
     with joined(pick(config.device_type)) as here:
         opened = open_model(here, config, config.stage)
-        if not isinstance(opened.model, CausalLM) or not isinstance(opened.tokenizer, HFTokenizer):
-            raise UserError(
-                f"{opened.checkpoint.folder} is a model of our own architecture, for which transformers has no code; "
-                "serve it with `ascendchat serve`"
-            )
-        folder = Path(config.out).expanduser()
-        export(opened.model, opened.tokenizer, folder)
+        folder, saved = Path(config.out).expanduser(), opened.checkpoint
+        if isinstance(opened.model, CausalLM) and isinstance(opened.tokenizer, HFTokenizer):
+            export(opened.model, opened.tokenizer, folder)
+        else:
+            shape = Shape.from_dict(opened.model.shape.to_dict())
+            weights = saved.model() if isinstance(saved, Checkpoint) else dict(opened.model.state_dict())
+            about = {"stage": saved.state.get("stage", ""), "step": saved.step}
+            export_own(shape, weights, opened.tokenizer, about, folder)
         here.say(f"{opened.checkpoint.folder} -> {folder}")
     return 0

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ascendchat.checkpoint import Checkpoint
+from ascendchat.checkpoint import Checkpoint, Damaged, read_file
 from ascendchat.config import UserError
-from ascendchat.hf.folder import Folder, OpenedFolder, at, empty_model, load_tokenizer, open_folder
+from ascendchat.hf.folder import Folder, OpenedFolder, at, empty_model, load_tokenizer, open_folder, read_json
 
 BESIDE = "huggingface"  # folder beside the checkpoints: config.json, tokenizer, chat template
 
@@ -36,6 +36,21 @@ class HFSource:
     @property
     def fingerprint(self) -> str:
         return self.model.fingerprint
+
+
+def exported_source(folder: Folder) -> HFSource:
+    """A model of our own that `ascendchat export` has written; its config.json says what a checkpoint's state does."""
+    state = read_json(folder.path / "config.json")
+    return HFSource(folder, state, int(state.get("step") or 0))
+
+
+def exported_weights(folder: Folder) -> dict[str, torch.Tensor]:
+    try:
+        return read_file(folder.path / "model.safetensors")
+    except (Damaged, OSError) as error:
+        raise UserError(
+            f"{folder.path / 'model.safetensors'} cannot be read ({error}); export the model again"
+        ) from None
 
 
 def open_hf(folder: Folder, dtype: torch.dtype, seq_len: int | None, tokenizer: str) -> OpenedFolder:

@@ -24,12 +24,20 @@ from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
 from ascendchat.dist.context import Context
-from ascendchat.hf.folder import OpenedFolder
+from ascendchat.hf.folder import OpenedFolder, is_ours
 from ascendchat.hf.folder import find as find_hf
 from ascendchat.hf.fused import fuse
 from ascendchat.hf.model import CausalLM
 from ascendchat.infer.engine import Engine
-from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained
+from ascendchat.infer.huggingface import (
+    BESIDE,
+    HFSource,
+    exported_source,
+    exported_weights,
+    is_trained_hf,
+    open_hf,
+    open_trained,
+)
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.model import LanguageModel
@@ -89,17 +97,25 @@ def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseCon
     """Find, verify and load what the flags name; everything that does not fit is a UserError."""
     device, length = here.device, getattr(config, "context", None) or getattr(config, "max_seq_len", None)
     if config.checkpoint and (folder := find_hf(config.checkpoint)):
+        if is_ours(folder):
+            return _ours(exported_source(folder), here, config)
         found = open_hf(folder, device.dtype, length, config.tokenizer)
         return _opened(found, HFSource(folder), {}, here, config.attention)
     saved = find_checkpoint(config.run, stage, config.checkpoint, here.say)
     if is_trained_hf(saved):
         return _opened(open_trained(saved, device.dtype, length), saved, settings_of(saved), here, config.attention)
+    return _ours(saved, here, config)
+
+
+def _ours(saved: Checkpoint | HFSource, here: Context, config: ModelConfig | EvalChatConfig | EvalBaseConfig) -> Opened:
+    """A model of our own."""
+    device = here.device
     if "shape" not in saved.state:
         raise UserError(f"{saved.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(saved.state["shape"])
     text = open_tokenizer(tokenizer_folder(config.tokenizer, saved), saved, shape)
     model = GPT(shape, device.operators())
-    weights = saved.model()
+    weights = saved.model() if isinstance(saved, Checkpoint) else exported_weights(saved.model)
     expected = dict(model.state_dict())
     odd = sorted(set(weights) ^ set(expected))
     if odd:
@@ -116,7 +132,8 @@ def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseCon
     model.load_state_dict(weights)
     model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
     kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention)
-    return Opened(model, kernel, text, saved, settings_of(saved), why, here)
+    settings = settings_of(saved) if isinstance(saved, Checkpoint) else {}
+    return Opened(model, kernel, text, saved, settings, why, here)
 
 
 def _opened(
@@ -189,7 +206,7 @@ def tokenizer_folder(named: str, saved: Checkpoint | HFSource) -> Path:
     return next((place for place in places if place.is_dir()), home() / "tokenizer")
 
 
-def open_tokenizer(path: Path, saved: Checkpoint, shape: Shape) -> Tokenizer:
+def open_tokenizer(path: Path, saved: Checkpoint | HFSource, shape: Shape) -> Tokenizer:
     """The tokenizer in a folder; it must be the one that the model was trained with."""
     if not (path / MANIFEST).exists():  # to train one is no help here
         raise UserError(

@@ -29,11 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from ascendchat.nn.attention import Documents
 from ascendchat.nn.loss import SOFTCAP, score, softcap
 from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
-from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, VALUE_GATE_CHANNELS, Shape
+from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, Formulas, Shape
 
-ROPE_BASE = 100_000.0
-QK_GAIN = 1.2  # sharpens attention: unit-RMS queries and keys would otherwise be too soft
-VALUE_GATE_RANGE = 3.0
 NORM_EPS = 1e-6
 
 __all__ = ["GPT", "Attend", "Block", "Heads", "Ops", "PlainOps", "Rope", "Shift", "attention_scale", "dense", "shifted"]
@@ -115,12 +112,12 @@ def shifted(layer: int, qkv: Tensor, share: Tensor, follows: Tensor | None = Non
     return _Shifted.apply(qkv, share, follows)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0) -> Rope:
+def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0, base: float = Formulas().rope_base) -> Rope:
     """cos and sin, each (length, 1, D) float32, made on the host, so alike on every device.
 
     With the first half of sin negated, (a, b) -> (a cos - b sin, b cos + a sin) is x * cos + swapped halves * sin.
     """
-    frequency = ROPE_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)[:, None, :]
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((sin_sign * sin, sin), -1)
@@ -131,7 +128,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, layer: int, ops: Ops) -> None:
         super().__init__()
-        self.shape, self.layer, self.ops = shape, layer, ops
+        self.shape, self.layer, self.ops, self.gate_range = shape, layer, ops, shape.constants.gate_range
         group = shape.heads // shape.kv_heads  # query heads that share one key-value head
         self.qkv = nn.Parameter(torch.empty(group + 2, shape.kv_dim, shape.dim))
         self.shift = nn.Parameter(torch.empty(shape.q_dim + 2 * shape.kv_dim))  # share of the previous token
@@ -139,7 +136,7 @@ class Block(nn.Module):
         self.up = nn.Parameter(torch.empty(shape.mlp_dim, shape.dim))
         self.down = nn.Parameter(torch.empty(shape.mlp_dim, shape.dim))  # transposed: the same stack as `up`
         if layer in shape.value_layers:
-            self.gate = nn.Parameter(torch.empty(shape.kv_heads, min(VALUE_GATE_CHANNELS, shape.dim)))
+            self.gate = nn.Parameter(torch.empty(shape.kv_heads, shape.gate_channels))
 
     def forward(
         self,
@@ -173,7 +170,7 @@ class Block(nn.Module):
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
             q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
         if value is not None:
-            gate = self.ops.gate(x[..., : self.gate.size(1)], self.gate) * VALUE_GATE_RANGE  # (B, T, K)
+            gate = self.ops.gate(x[..., : self.gate.size(1)], self.gate) * self.gate_range  # (B, T, K)
             v = torch.addcmul(v, gate.unsqueeze(-1), value.unflatten(-1, (shape.kv_heads, shape.head_dim)))
         if documents is None:
             y = attend(self.layer, q, k, v)
@@ -256,7 +253,8 @@ class GPT(LanguageModel):
         """The rotary tables, made once per length."""
         key = (length, dtype, device)
         if key not in self._rope:
-            cos, sin = rope_tables(length, self.shape.head_dim, self.ops.sin_sign)
+            base = self.shape.constants.rope_base
+            cos, sin = rope_tables(length, self.shape.head_dim, self.ops.sin_sign, base)
             self._rope[key] = cos.to(device, dtype), sin.to(device, dtype)
         return self._rope[key]
 
@@ -334,5 +332,5 @@ class GPT(LanguageModel):
 
 
 def attention_scale(shape: Shape) -> float:
-    """Queries and keys are each sharpened by QK_GAIN: folded into the one factor on their product."""
-    return QK_GAIN**2 / math.sqrt(shape.head_dim)
+    """Queries and keys are each sharpened by a gain: folded into the one factor on their product."""
+    return shape.constants.qk_gain**2 / math.sqrt(shape.head_dim)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ascendchat.config import UserError
 
 HEAD_DIM = 128
 VOCAB_MULTIPLE = 64  # matrix units like round sizes, and the rows then divide among 2, 4, ... 64 devices
 WINDOW_MULTIPLE = 128  # block of the attention kernels
-VALUE_GATE_CHANNELS = 12  # channels of the residual stream that gate the value embedding of each key-value head
 PREFIX_BLOCK = 64  # a prompt can go on behind every so many cached tokens (infer/prefix.py)
 SMEAR_GATE_CHANNELS = 24  # channels that gate how much of the previous token's embedding is mixed in
 
@@ -26,9 +25,30 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def short_window(seq_len: int) -> int:
-    """Tokens seen by an S layer: a quarter of the row, in whole kernel blocks, never more than the row."""
-    return min(round_up(-(-seq_len // 4), WINDOW_MULTIPLE), seq_len)
+class Formulas(NamedTuple):
+    """Constants of the model's formulas. Ours are the defaults; those of nanochat's checkpoints changed with time."""
+
+    rope_base: float = 100_000.0
+    qk_gain: float = 1.2  # on queries and on keys: of unit RMS they would attend too softly
+    gate_channels: int = 12  # channels of the residual stream that gate the value embedding of each key-value head
+    gate_range: float = 3.0  # of that gate
+    short_share: int = 4  # an S layer sees one part in so many of the row
+    short_multiple: int = WINDOW_MULTIPLE  # in whole blocks of so many tokens
+    short_more: int = 0  # and so many tokens besides
+
+    def short_window(self, seq_len: int) -> int:
+        """Tokens seen by an S layer, the own one included, never more than the row."""
+        return min(round_up(-(-seq_len // self.short_share), self.short_multiple) + self.short_more, seq_len)
+
+
+# The dates are those from which nanochat computed so; it does not count the own token of a window.
+FORMULAS = {
+    "": Formulas(),
+    "nanochat-2025-10": Formulas(rope_base=10_000.0, qk_gain=1.0),  # no value embeddings
+    "nanochat-2026-01": Formulas(10_000.0, 1.0, 32, 2.0, short_share=2, short_multiple=1, short_more=1),
+    "nanochat-2026-03-09": Formulas(qk_gain=1.15, short_share=3, short_more=1),
+    "nanochat-2026-03-14": Formulas(short_more=1),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,7 @@ class Shape:
     seq_len: int  # tokens per training row
     window_pattern: str  # S and L, repeated over the layers; the last layer is always L
     value_layers: tuple[int, ...]  # layers that have a value embedding
+    formulas: str = ""  # name in FORMULAS; of an imported model
 
     def __post_init__(self) -> None:
         sizes = ("depth", "dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab", "seq_len")
@@ -62,6 +83,8 @@ class Shape:
             raise UserError(f"window pattern {self.window_pattern!r} must be made of S and L, for example SSSL")
         if any(not 0 <= layer < self.depth for layer in self.value_layers):
             raise UserError(f"value_layers {self.value_layers} must name layers 0 to {self.depth - 1}")
+        if self.formulas not in FORMULAS:
+            raise UserError(f"model shape: unknown formulas {self.formulas!r}; the file was written by another version")
 
     @classmethod
     def from_depth(
@@ -104,6 +127,15 @@ class Shape:
         )
 
     @property
+    def constants(self) -> Formulas:
+        return FORMULAS[self.formulas]
+
+    @property
+    def gate_channels(self) -> int:
+        """Channels that gate a value embedding."""
+        return min(self.constants.gate_channels, self.dim)
+
+    @property
     def q_dim(self) -> int:
         """Width of the queries of one layer."""
         return self.heads * self.head_dim
@@ -121,7 +153,7 @@ class Shape:
     def windows(self, seq_len: int | None = None) -> tuple[int, ...]:
         """Tokens that each layer sees, the own one included. S follows the training row, L the row at hand."""
         length = seq_len or self.seq_len
-        short = min(short_window(self.seq_len), length)
+        short = min(self.constants.short_window(self.seq_len), length)
         tiled = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.depth)]
         return tuple(length if kind == "L" or i == self.depth - 1 else short for i, kind in enumerate(tiled))
 
@@ -135,7 +167,7 @@ class Shape:
         for size in layer:
             counts[size] = counts.get(size, 0) + self.depth
         if self.value_layers:
-            gate = (self.kv_heads, min(VALUE_GATE_CHANNELS, self.dim))
+            gate = (self.kv_heads, self.gate_channels)
             counts[gate] = counts.get(gate, 0) + len(self.value_layers)
         return counts
 
@@ -147,7 +179,7 @@ class Shape:
             "value_embeddings": len(self.value_layers) * self.padded_vocab * self.kv_dim,
             "attention": self.depth * self.dim * (2 * self.q_dim + 2 * self.kv_dim),
             "mlp": self.depth * 2 * self.dim * self.mlp_dim,
-            "value_gates": len(self.value_layers) * self.kv_heads * min(VALUE_GATE_CHANNELS, self.dim),
+            "value_gates": len(self.value_layers) * self.kv_heads * self.gate_channels,
             "smear_gate": min(SMEAR_GATE_CHANNELS, self.dim),
             "shifts": self.depth * self.qkv_dim,
             "scalars": 2 * self.depth + 2,  # residual and first-embedding weight per layer, smear, backout
@@ -194,13 +226,16 @@ class Shape:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"value_layers": list(self.value_layers)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"value_layers": list(self.value_layers)}
+        if not self.formulas:
+            del values["formulas"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Shape:
         """Read back `to_dict`; a missing or unknown name is an error, so that an old file is never half understood."""
         names = {f.name for f in fields(cls)}
-        wrong = sorted(names ^ set(values))
+        wrong = sorted((names ^ set(values)) - {"formulas"})
         if wrong:
             raise UserError(
                 f"model shape: {'unknown' if wrong[0] in values else 'missing'} size {wrong[0]}; "

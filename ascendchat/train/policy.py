@@ -220,7 +220,7 @@ class RlStage(Stage):
 
     @property
     def pad(self) -> int:
-        return self.tokenizer.specials["<|pad|>"]
+        return self.tokenizer.pad
 
     # ---- what is known of it -------------------------------------------------------------------
 

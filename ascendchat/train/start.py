@@ -12,6 +12,7 @@ from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home
 from ascendchat.config.stages import STAGES, StageName
 from ascendchat.config.train import ChatTrainConfig
+from ascendchat.hf.folder import Folder, refuse_ours
 from ascendchat.nn.optim import Shard
 from ascendchat.record import run_folder
 
@@ -20,6 +21,7 @@ def starting_point(config: ChatTrainConfig, stage: StageName, say: Callable[[str
     """The checkpoint to start from: a folder, a run (its last earlier stage), or this run's own earlier stage."""
     named = config.start
     if named and (Path(named) / "config.json").is_file():
+        refuse_ours(Folder(Path(named)))
         raise UserError(f"{named} is a Hugging Face model, which `ascendchat {stage}` does not train; rl does")
     if named and Path(named).is_dir():
         folders = [Path(named)]

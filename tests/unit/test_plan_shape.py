@@ -15,7 +15,7 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.config.infer import BenchDecodeConfig
 from ascendchat.config.train import BaseConfig, BenchTrainConfig
 from ascendchat.plan.batch import batch_for, horizon
-from ascendchat.plan.shape import Shape, short_window
+from ascendchat.plan.shape import Formulas, Shape
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
 
@@ -78,7 +78,7 @@ def test_the_last_layer_sees_the_whole_row_and_has_a_value_embedding() -> None:
 
 
 def test_short_windows_are_whole_kernel_blocks_and_fit_the_row() -> None:
-    assert [short_window(n) for n in (2048, 1024, 600, 256, 64)] == [512, 256, 256, 128, 64]
+    assert [Formulas().short_window(n) for n in (2048, 1024, 600, 256, 64)] == [512, 256, 256, 128, 64]
 
 
 def test_tiny_widths_take_smaller_heads() -> None:

@@ -66,7 +66,8 @@ class Tokenizer:
         for left, right in self.merges:
             self.tokens.append(self.tokens[left] + self.tokens[right])
         self.specials = {name: len(self.tokens) + number for number, name in enumerate(specials)}
-        self.bos, self.pad = self.specials["<|bos|>"], self.specials["<|pad|>"]
+        self.bos = self.specials["<|bos|>"]
+        self.pad = self.specials.get("<|pad|>", self.bos)  # nobody sees what stands there
         self.stops = tuple(self.specials[name] for name in ("<|assistant_end|>", "<|bos|>") if name in self.specials)
         self.vocab_size = len(self.tokens) + len(self.specials)
         parts = json.dumps([pattern, self.merges, list(specials)], ensure_ascii=False, separators=(",", ":"))

@@ -62,6 +62,35 @@ CHAT_TEMPLATE = """\
 """
 
 
+# Before it, for tokenizers without tokens for the system: what that says is put before the words of the next user.
+SPOKEN = """\
+{%- set talk = namespace(turns=[], held='') -%}
+{%- for message in messages -%}
+{%- if message.content is string -%}{%- set text = message.content -%}
+{%- else -%}{%- set text = (message.content or []) | map(attribute='text') | join -%}{%- endif -%}
+{%- if message.role == 'system' -%}
+{%- set talk.held = talk.held ~ text ~ '\\n\\n' -%}
+{%- else -%}
+{%- if message.role == 'user' -%}
+{%- set talk.turns = talk.turns + [{'role': 'user', 'content': talk.held ~ text}] -%}
+{%- else -%}
+{%- if talk.held -%}{%- set talk.turns = talk.turns + [{'role': 'user', 'content': talk.held[:-2]}] -%}{%- endif -%}
+{%- set talk.turns = talk.turns + [message] -%}
+{%- endif -%}
+{%- set talk.held = '' -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if talk.held -%}{%- set talk.turns = talk.turns + [{'role': 'user', 'content': talk.held[:-2]}] -%}{%- endif -%}
+"""
+
+
+def chat_template(specials: Mapping[str, int]) -> str:
+    """Of a tokenizer that has these."""
+    if "<|system_start|>" in specials:
+        return CHAT_TEMPLATE
+    return SPOKEN + CHAT_TEMPLATE.replace("for message in messages", "for message in talk.turns")
+
+
 @functools.cache
 def byte_letters() -> list[str]:
     """The printable letter by which byte-level vocabularies in JSON write each byte: itself, or one above U+0100."""
@@ -105,17 +134,18 @@ def hf_tokenizer(
 
 def hf_config(specials: Mapping[str, int]) -> dict[str, Any]:
     """The content of tokenizer_config.json."""
+    pad = "<|pad|>" if "<|pad|>" in specials else "<|bos|>"
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|bos|>",
         "eos_token": "<|assistant_end|>",  # generation of a chat reply ends here
-        "pad_token": "<|pad|>",
+        "pad_token": pad,
         "added_tokens_decoder": {str(number): {"content": name, **flags} for name, number in specials.items()},
-        "additional_special_tokens": [n for n in specials if n not in ("<|bos|>", "<|assistant_end|>", "<|pad|>")],
+        "additional_special_tokens": [n for n in specials if n not in ("<|bos|>", "<|assistant_end|>", pad)],
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template(specials),
     }
 
 

@@ -1,0 +1,187 @@
+"""`ascendchat export` of models of our own: plain transformers, which knows nothing of ascendchat, agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import engine_models
+import nanochat_reference as nanochat
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_import_nanochat import STATE, VOCAB
+
+from ascendchat.checkpoint import Writer
+from ascendchat.cli import main
+from ascendchat.config import home
+from ascendchat.config.infer import ModelConfig
+from ascendchat.config.serve import ServeConfig
+from ascendchat.data.chat import render, render_prompt
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.device import pick
+from ascendchat.dist.context import joined
+from ascendchat.infer.load import Opened, open_model
+from ascendchat.infer.request import Request, Sampling
+from ascendchat.nn.model import dense
+from ascendchat.serve.command import open_tokenizer
+from ascendchat.serve.worker import open_engine
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+
+TEXTS = ["hello he's 12345\n\n 你好", "  the cat\tsat.\n", "\U0001f600"]
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "17 + 25?"},
+    {"role": "assistant", "content": [{"type": "text", "text": "see: "}, {"type": "tool", "text": "17+25"}]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "it is 42"},
+    {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+]
+ROWS = torch.randint(0, 250, (2, 140), generator=torch.Generator().manual_seed(3))  # longer than a window of 128
+
+# Run by a Python without ascendchat: it may not be imported. Writes <folder>.safetensors and <folder>.json.
+PLAIN = """
+import json, sys
+sys.modules["torch_npu"] = sys.modules["ascendchat"] = None
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+told = json.load(sys.stdin)
+for folder in told["folders"]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = torch.tensor(told["rows"])
+    with torch.no_grad():
+        plain = model(rows, use_cache=False).logits
+        half = model(rows[:, :70], use_cache=True)
+        rest = [model(rows[:, 70:100], past_key_values=half.past_key_values)]
+        rest += [model(rows[:, at : at + 1], past_key_values=half.past_key_values) for at in range(100, 140)]
+        cached = torch.cat([half.logits, *(part.logits for part in rest)], 1)
+        padded = torch.cat((torch.full((2, 5), 7), rows), 1)
+        mask = torch.cat((torch.zeros(2, 5, dtype=torch.long), torch.ones_like(rows)), 1)
+        left = model(padded, attention_mask=mask, use_cache=False).logits[:, 5:]
+        loss = model(rows, labels=rows).loss
+    ends = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    written = [model.generate(rows[:1, :130], use_cache=cache, **ends)[0, 130:].tolist() for cache in (True, False)]
+    beams = model.generate(rows[:1, :130], num_beams=3, **ends)[0, 130:].tolist()
+    both = model.generate(padded, attention_mask=mask, **ends)[:, 145:].tolist()
+    save_file({"plain": plain, "cached": cached, "left": left + 0, "loss": loss[None]}, folder + ".safetensors")
+    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in told["texts"]]
+    chats = [tokenizer.apply_chat_template(told["talk"][:end], add_generation_prompt=end != 5, tokenize=False)
+             for end in (2, 5, 6)]
+    found = {"written": written, "both": both, "beams": beams, "chats": chats, "vocab": len(tokenizer),
+             "stop": model.generation_config.eos_token_id, "pad": tokenizer.pad_token_id}
+    found["texts"] = texts
+    json.dump(found, open(folder + ".json", "w"))
+"""
+
+
+def save_run(name: str, stage: str) -> None:
+    """A run with one checkpoint of a small model in which every part matters."""
+    made, tokenizer = engine_models.model(kv_heads=2), engine_models.tokenizer()
+    folder = home() / "runs" / name / stage
+    tokenizer.save(folder / "tokenizer")
+    writer = Writer(folder)
+    state = {"stage": stage, "shape": made.shape.to_dict(), "tokenizer": tokenizer.fingerprint}
+    writer.save(7, model=dict(made.state_dict()), shards={}, state=state)
+    writer.wait()
+
+
+def opened(**named: Any) -> Opened:
+    with joined(pick("cpu")) as here:
+        return open_model(here, ModelConfig(device_type="cpu", **named), None)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Our own model and one of nanochat's, exported, and what transformers makes of both."""
+    place = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASCENDCHAT_HOME", str(place / "home"))
+        save_run("mine", "sft")
+        config = nanochat.sizes("2026-01", VOCAB)
+        nanochat.save(place / "n" / "chatsft_checkpoints" / "d4", 5, nanochat.weights("2026-01", config, 320), config)
+        nanochat.write_tokenizer(place / "n" / "tokenizer", STATE)
+        assert main(["import", "nanochat", str(place / "n"), "--run", "theirs"]) == 0
+        for run in ("mine", "theirs"):
+            asked = ["export", "--to", "hf", "--run", run, "--stage", "sft", "--out", str(place / run)]
+            assert main([*asked, "--device-type", "cpu"]) == 0
+    folders = {"mine": place / "mine", "theirs": place / "theirs"}
+    told = {"folders": [str(path) for path in folders.values()], "rows": ROWS.tolist(), "texts": TEXTS, "talk": TALK}
+    own = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    asked = [sys.executable, "-c", PLAIN]
+    done = subprocess.run(
+        asked, input=json.dumps(told), text=True, env={**os.environ, **own}, cwd=place, capture_output=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {**folders, "home": place / "home"}
+
+
+@pytest.mark.parametrize("name", ["mine", "theirs"])
+def test_transformers_alone_computes_the_same_logits(
+    name: str, exported: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(exported["home"]))
+    ours = opened(run=name)
+    hidden = ours.model(ROWS, dense(ours.model, ours.kernel, ROWS.size(1)))
+    wanted = ours.model.cap(hidden @ ours.model.head[: ours.model.shape.vocab].t())
+    assert wanted.std() > 0.5
+    found = load_file(f"{exported[name]}.safetensors")
+    for kind in ("plain", "cached", "left"):
+        assert (found[kind] - wanted).abs().max() < 1e-4, kind
+    loss = torch.nn.functional.cross_entropy(wanted[:, :-1].flatten(0, 1), ROWS[:, 1:].flatten())
+    assert float(found["loss"]) == pytest.approx(float(loss), abs=1e-4)
+    told = json.loads(Path(f"{exported[name]}.json").read_text())
+    engine = ours.engine(1, 256)
+    ends = Sampling(8, 0.0, stop_tokens=(), tools=False)
+    (answer,) = engine.generate([Request(ROWS[0, :130].tolist(), ends)])
+    assert told["written"] == [answer.ids, answer.ids]
+    assert told["both"] == [found.ids for found in engine.generate([Request(row.tolist(), ends) for row in ROWS])]
+    assert len(told["beams"]) == 8
+
+
+@pytest.mark.parametrize("name", ["mine", "theirs"])
+def test_transformers_alone_has_the_same_tokens_and_conversations(name: str, exported: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(exported[name])
+    told = json.loads(Path(f"{exported[name]}.json").read_text())
+    assert told["texts"] == [tokenizer.encode(text) for text in TEXTS]
+    assert told["vocab"] == tokenizer.vocab_size
+    assert (told["stop"], told["pad"]) == (list(tokenizer.stops), tokenizer.pad)
+    wanted = [render_prompt(tokenizer, TALK[:2]), render(tokenizer, TALK[:5]).ids, render_prompt(tokenizer, TALK)]
+    assert told["chats"] == [tokenizer.decode(ids) for ids in wanted]
+
+
+def test_chat_serve_and_eval_open_an_exported_model_as_their_own(
+    exported: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(exported["mine"])
+    found = opened(checkpoint=folder)
+    assert (type(found.model).__name__, found.chats, found.checkpoint.step) == ("GPT", True, 7)
+    assert main(["chat", "--model", folder, "-p", "hello", "--max-tokens", "5", "--device-type", "cpu"]) == 0
+    asked = ["eval", "chat", "--model", folder, "--tasks", "toy_arithmetic_en", "--max-per-task", "2"]
+    assert main([*asked, "--max-new-tokens", "4", "--device-type", "cpu"]) == 0
+    engine, ready = open_engine(ServeConfig(checkpoint=folder, device_type="cpu", slots=1), 0)
+    assert (ready.model["stage"], ready.model["chats"]) == ("sft", True)
+    assert open_tokenizer(Path(ready.model["tokenizer"])).fingerprint == engine.tokenizer.fingerprint
+    capsys.readouterr()
+    assert main(["export", "--model", folder, "--out", f"{folder}-again", "--device-type", "cpu"]) == 0
+    again = Path(f"{folder}-again")
+    assert (again / "model.safetensors").read_bytes() == (exported["mine"] / "model.safetensors").read_bytes()
+
+
+def test_training_from_an_exported_folder_names_what_to_train_instead(
+    exported: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("sft", "rl"):
+        assert main([command, "--start", str(exported["mine"]), "--device-type", "cpu"]) == 2
+        assert "train its run instead" in capsys.readouterr().err
+
+
+def test_gguf_is_answered_by_who_makes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--to", "gguf", "--run", "mine", "--out", "x"]) == 2
+    assert "no maintained library writes GGUF for our own architecture" in capsys.readouterr().err
