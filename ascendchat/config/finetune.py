@@ -20,9 +20,7 @@ _OWN = "the model's own chat template is used"
 _RESUME = "a run goes on from its newest checkpoint by itself; resume: never starts anew"
 _BEFORE = "data is prepared once, at the start of a run"
 _ATTENTION = "the best attention kernel that runs here is chosen and named; --attention chooses another"
-_LAUNCH = (
-    "start it by `ascendchat launch --devices N finetune ...`; the optimizer's state is shared out over the devices"
-)
+_LAUNCH = "`ascendchat launch --devices N finetune ...` runs on many; the optimizer's state is shared out over them"
 _SEEN = "packed conversations never see each other"
 _ADAMW = "AdamW with betas 0.9 and 0.999, fused where the device can; muon: true is the other one"
 _METRICS = "metrics.jsonl in the run's folder has all; track: tensorboard, swanlab or wandb receives it too"
@@ -90,7 +88,7 @@ class FinetuneConfig(ChatTrainConfig):
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
     start: str = option("", also=("model", "model_name_or_path", "model_name", "base_model"))
-    "model to start from: folder, GGUF file, OWNER/NAME that was fetched, or run or checkpoint of an earlier fine-tuning"
+    "model to start from: folder, GGUF file, OWNER/NAME that was fetched, run or checkpoint of an earlier fine-tuning"
     data: tuple[str, ...] = option((), also=("dataset", "train_file", "data_path"))
     """what to learn, as NAME or NAME=WEIGHT: files and folders of conversations in any usual format, tasks (gsm8k,
     smoltalk, ...), toyworld"""

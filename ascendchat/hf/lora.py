@@ -92,10 +92,6 @@ def check_targets(model: CausalLM, targets: tuple[str, ...]) -> None:
             )
 
 
-def has_adapters(model: CausalLM) -> bool:
-    return bool(getattr(model.inner, "peft_config", None))
-
-
 def adapter_weights(model: CausalLM) -> dict[str, Tensor]:
     """The adapters by the names that peft gives them in its files."""
     found = peft_library().get_peft_model_state_dict(model.inner, adapter_name=NAME, save_embedding_layers=False)
@@ -143,5 +139,5 @@ def merge(model: CausalLM) -> CausalLM:
         module.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.inner.get_submodule(parent), child, module.get_base_layer())
-    model.inner.peft_config = {}
-    return model.requires_grad_(False)  # type: ignore[return-value]
+    del model.inner.peft_config
+    return model.requires_grad_(True)  # type: ignore[return-value]

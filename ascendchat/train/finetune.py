@@ -24,6 +24,7 @@ from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import pick
 from ascendchat.dist.context import Context
 from ascendchat.hf.export import check_free, export, export_adapter
 from ascendchat.hf.lora import LoraSettings, adapter_weights
@@ -170,9 +171,14 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
 
 @contextmanager
 def finetuning_context(config: FinetuneConfig) -> Iterator[Context]:
-    """The training context, in the dtype that was asked for."""
-    dtype = "bf16" if config.bf16 else "fp16" if config.fp16 else None
-    with training_context(config, dtype) as here:
+    """The training context. Of bf16 and fp16 what the device is good at is used, with a notice; float16 is used where
+    it is asked for and the device would rather take bfloat16."""
+    own = pick(config.device_type, compiled=config.compile).dtype if config.bf16 or config.fp16 else None
+    with training_context(config, "fp16" if config.fp16 and own is torch.bfloat16 else None) as here:
+        asked = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else here.device.dtype
+        if asked is not here.device.dtype:
+            names = [str(dtype).removeprefix("torch.") for dtype in (asked, here.device.dtype)]
+            here.say(f"{names[0]} is not used: {here.device.chip.name} computes in {names[1]}")
         yield here
 
 
