@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.train import ChatTrainConfig
@@ -84,8 +84,8 @@ REFUSED: Mapping[str, str] = {
 class FinetuneConfig(ChatTrainConfig):
     """Fine-tune an existing model of Hugging Face on conversations: all weights, or LoRA adapters."""
 
-    not_used: ClassVar[Mapping[str, str]] = NOT_USED
-    refused: ClassVar[Mapping[str, str]] = REFUSED
+    not_used = NOT_USED
+    refused = REFUSED
 
     start: str = option("", also=("model", "model_name_or_path", "model_name", "base_model"))
     "model to start from: folder, GGUF file, OWNER/NAME that was fetched, run or checkpoint of an earlier fine-tuning"
@@ -163,8 +163,3 @@ class FinetuneConfig(ChatTrainConfig):
     without it: `ascendchat export`"""
     run: str = option("", also=("run_name",))
     "name of the run; its folder holds settings, metrics and checkpoints; by default after --output-dir, or the model"
-
-    @property
-    def adapts(self) -> bool:
-        """Whether adapters are trained."""
-        return self.lora or self.finetuning_type == "lora"

@@ -151,17 +151,19 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
             raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
     if config.lr_multiplier != 1.0:
         raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
+    lora = config.lora or config.finetuning_type == "lora"
     asked = [name for name in LORA_ONLY if getattr(config, name)]
-    if asked and not config.adapts:
+    if asked and not lora:
         raise UserError(f"--{asked[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
     if config.bf16 and config.fp16:
         raise UserError("bf16 and fp16 exclude each other; give one of them")
-    if config.muon and config.adapts:
+    if config.muon and lora:
         raise UserError("--muon is for all weights; adapters are trained by AdamW: leave one of --muon and --lora out")
-    usual = LORA_RATE if config.adapts else FULL_RATE
+    usual = LORA_RATE if lora else FULL_RATE
     both = config.warmup_steps is not None and config.warmup_ratio is not None
     return replace(
         config,
+        lora=lora,
         learning_rate=config.learning_rate or usual,
         num_iterations=None if config.num_iterations == -1 else config.num_iterations,
         warmup_steps=None if both and not config.warmup_steps else config.warmup_steps,
@@ -184,7 +186,7 @@ def finetuning_context(config: FinetuneConfig) -> Iterator[Context]:
 
 def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
     """The adapters that are asked for; None: all weights are trained."""
-    if not config.adapts:
+    if not config.lora:
         return None
     rank = config.lora_rank or LoraSettings.rank
     return LoraSettings(

@@ -129,7 +129,7 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
 
 def lora_rank_of(config: StepConfig) -> int:
     """Of the adapters that are trained; 0: all weights are."""
-    return (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "adapts", False) else 0
+    return (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
 
 
 def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, lora_rank: int = 0) -> int:

@@ -114,7 +114,7 @@ def read(tmp_path: Path, text: str, *flags: str) -> FinetuneConfig:
 
 
 def test_a_lora_file_of_llama_factory_means_the_same_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = read(tmp_path, FACTORY_LORA)
+    config = checked(read(tmp_path, FACTORY_LORA))
     assert (config.start, config.data) == ("Qwen/Qwen2.5-7B-Instruct", ("identity", "alpaca_en_demo"))
     assert (config.max_seq_len, config.max_samples, config.dataset_dir) == (1024, 1000, "data")
     assert (config.device_batch_size, config.gradient_accumulation_steps, config.epochs) == (1, 8, 3.0)
