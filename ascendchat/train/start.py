@@ -20,7 +20,9 @@ def starting_point(config: ChatTrainConfig, stage: StageName, say: Callable[[str
     """The checkpoint to start from: a folder, a run (its last earlier stage), or this run's own earlier stage."""
     named = config.start
     if named and (Path(named) / "config.json").is_file():
-        raise UserError(f"{named} is a Hugging Face model, which `ascendchat {stage}` does not train; rl does")
+        raise UserError(
+            f"{named} is a Hugging Face model, which `ascendchat {stage}` does not train; finetune and rl do"
+        )
     if named and Path(named).is_dir():
         folders = [Path(named)]
     else:

@@ -30,6 +30,7 @@ def ours(model: str, data: str, folder: Path, steps: int) -> dict[str, Any]:
         f"--warmup-steps {WARMUP} --val-size {HELD_OUT} --save-every 0 --eval-every 0 --sample-every -1 --log-every 1"
     )
     words = [sys.executable, "-m", "ascendchat", "finetune", "--model", model, "--data", data, "--run", "measured"]
+    words += ["--resume", "never", "--log-every", "1"]
     words += [
         *sizes.split(),
         *pace.split(),
