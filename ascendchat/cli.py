@@ -37,6 +37,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "base": ("train:BaseConfig", "train.base:run", "pretrain a model from raw text"),
     "mid": ("train:MidConfig", "train.mid:run", "teach a base model the form of conversations"),
     "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
+    "finetune": (
+        "finetune:FinetuneConfig",
+        "train.finetune:run",
+        "fine-tune an existing model: all weights or LoRA",
+    ),
     "rl": ("rl:RlConfig", "train.rl:run", "reinforcement learning on questions with checkable answers"),
     "export": ("infer:ExportConfig", "infer.export:run", "write a trained model as a Hugging Face folder"),
     "import nanochat": ("infer:ImportNanochatConfig", "hf.nanochat:run", "make a run of checkpoints of nanochat"),

@@ -29,7 +29,7 @@ from ascendchat.files import write_atomic
 from ascendchat.record import read_metrics, run_folder
 from ascendchat.record.earlier import read_facts
 
-ON_DEVICES = (*STAGES, "eval base", "eval chat")  # commands that run on the devices and know --run
+ON_DEVICES = (*STAGES, "finetune", "eval base", "eval chat")  # commands that run on the devices and know --run
 RESUMED = "continues where it was"
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 import types
 import typing
 from pathlib import Path
@@ -192,6 +193,7 @@ def _split(cls: type, argv: list[str]) -> tuple[dict[str, Any], list[str], str |
         negated = key not in spellings and key.startswith("no_") and key[3:] in spellings
         field = spellings.get(key[3:] if negated else key)
         if field is None:
+            _refuse(cls, key, name)
             raise UserError(f"unknown flag {name}; {nearest(name, [spelling(n) for n in [*spellings, 'config']])}")
         if kinds[field.name] in (bool, bool | None) and not equals:
             given[field.name] = not negated
@@ -223,11 +225,16 @@ def parse(cls: type[C], argv: list[str]) -> C:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kinds = _types(cls)
     given, words, config_file = _split(cls, argv)
+    takes_words = any(f.metadata.get("words") for f in fields.values())
+    if config_file is None and len(words) == 1 and words[0].endswith((".yaml", ".yml")) and not takes_words:
+        config_file = words.pop()
     values: dict[str, Any] = {}
     if config_file is not None:
         spellings = _flags(cls)
         for key, value in load_yaml(config_file).items():
             field = spellings.get(_plain(str(key)))
+            if field is None and _is_left_out(cls, _plain(str(key)), value, f"{config_file}: {key}"):
+                continue
             if field is None:
                 raise UserError(f"{config_file}: unknown setting {key}; {nearest(_plain(str(key)), list(fields))}")
             values[field.name] = accept(f"{config_file}: {key}", field, kinds[field.name], value)
@@ -247,6 +254,26 @@ def parse(cls: type[C], argv: list[str]) -> C:
         shown = [n.upper() if fields[n].metadata.get("words") else spelling(n) for n in missing]
         raise UserError(f"missing {', '.join(shown)}; see --help")
     return cls(**values)
+
+
+def _is_left_out(cls: type, key: str, value: Any, name: str) -> bool:
+    """Whether a setting of another program has no meaning here, or is off; then what stands in its place is said, once
+    for all ranks. One that asks for what is not done here is refused."""
+    known = key in getattr(cls, "not_used", {}) or key in getattr(cls, "refused", {})
+    if not known or value is None or value is False or str(value).lower() in ("none", "no", ""):
+        return known
+    if key in getattr(cls, "refused", {}):
+        _refuse(cls, key, name)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name} is not used: {cls.not_used[key]}", file=sys.stderr)  # type: ignore[attr-defined]
+    return True
+
+
+def _refuse(cls: type, key: str, name: str) -> None:
+    """A name of another program that means nothing here, where it cannot be passed over."""
+    reasons = {**getattr(cls, "not_used", {}), **getattr(cls, "refused", {})}
+    if key in reasons:
+        raise UserError(f"{name} is not done here: {reasons[key]}; leave it out")
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

@@ -79,10 +79,10 @@ class PlanConfig:
     "training tokens per scaling parameter"
     activation_checkpointing: bool = False
     "recompute activations in the backward pass"
-    hf_config: str = ""
-    "plan an existing model instead: path of its Hugging Face config.json"
+    hf_config: str = option("", also=("model",))
+    "plan the fine-tuning of an existing model instead: its Hugging Face folder, or the config.json of it"
     lora_rank: int = option(0, least=0, most=1e5)
-    "with --hf-config: train adapters of this rank instead of all weights"
+    "with --model: train adapters of this rank instead of all weights"
     rollout_devices: int = option(0, least=0, most=1e6)
     "RL: devices that only generate; by default trainer and rollout share all devices"
     mfu: float | None = option(None, above=0, most=1)

@@ -35,6 +35,8 @@ class ExportConfig(ModelConfig):
     "format: a Hugging Face folder; for gguf it says who makes it"
     out: str = ""
     "folder to write; it must not exist, or be empty"
+    adapter: bool = False
+    "of a LoRA run: only the adapter, as peft loads it onto the base; by default it is added to the weights"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-StageName = Literal["base", "mid", "sft", "rl"]
+StageName = Literal["base", "mid", "sft", "hf", "rl"]  # hf: `ascendchat finetune`
 
 
 class StageFacts(NamedTuple):
@@ -18,5 +18,6 @@ STAGES: dict[str, StageFacts] = {
     "base": StageFacts(starts_from=(), chats=False),
     "mid": StageFacts(starts_from=("base",), chats=True),
     "sft": StageFacts(starts_from=("mid", "base"), chats=True),
+    "hf": StageFacts(starts_from=(), chats=True),
     "rl": StageFacts(starts_from=("sft", "mid", "base"), chats=True),
 }

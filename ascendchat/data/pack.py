@@ -52,7 +52,8 @@ def best_fit(lengths: Sequence[int], seq_len: int, window: int = WINDOW) -> list
 class ChatRows:
     """The packed rows of a set of conversations: see mixture.Rows."""
 
-    def __init__(self, pieces: Iterable[Rendered], seq_len: int, seed: int, pad: int) -> None:
+    def __init__(self, pieces: Iterable[Rendered], seq_len: int, seed: int, pad: int, packing: bool = True) -> None:
+        """Without `packing` every row holds one piece."""
         self.seq_len, self.seed, self.pad = seq_len, seed, pad
         ids, mask, starts = array("i"), array("b"), array("q", [0])
         for piece in pieces:
@@ -67,7 +68,8 @@ class ChatRows:
         self.mask = np.frombuffer(mask, dtype=np.int8)
         self.starts = np.frombuffer(starts, dtype=np.int64)
         order = shuffled(len(starts) - 1, seed, 0, ORDER)
-        packed = best_fit((np.diff(self.starts)[order] - 1).tolist(), seq_len)
+        lengths = (np.diff(self.starts)[order] - 1).tolist()
+        packed = best_fit(lengths, seq_len) if packing else [[number] for number in range(len(lengths))]
         self.members = [order[row] for row in packed]  # row -> its conversations
         self.per_epoch = len(self.members)
         learnt = np.add.reduceat(self.mask, self.starts[:-1], dtype=np.int64) - self.mask[self.starts[:-1]]
@@ -75,12 +77,18 @@ class ChatRows:
 
     @classmethod
     def build(
-        cls, tokenizer: Encoder, conversations: Iterable[Conversation], seq_len: int, seed: int, counts: Counts
+        cls,
+        tokenizer: Encoder,
+        conversations: Iterable[Conversation],
+        seq_len: int,
+        seed: int,
+        counts: Counts,
+        packing: bool = True,
     ) -> ChatRows:
         """Render, split what is too long, pack."""
         pieces = (piece for talk in conversations for piece in render_pieces(tokenizer, talk, seq_len + 1, counts))
         special = tokenizer.specials
-        return cls(pieces, seq_len, seed, special.get("<|pad|>", special["<|bos|>"]))
+        return cls(pieces, seq_len, seed, special.get("<|pad|>", special["<|bos|>"]), packing)
 
     @property
     def filled(self) -> float:

@@ -13,7 +13,7 @@ from ascendchat.tasks import EVALUATIONS
 from ascendchat.tasks.toy import TOY_EXAMS
 from ascendchat.tasks.toy import TOY_TASKS as TOY
 
-COLUMNS = *STAGES, "hf"  # of a run; the last is a Hugging Face model as it was downloaded
+COLUMNS = tuple(STAGES)  # of a run; hf is a Hugging Face model, fine-tuned or as it was downloaded
 GROUPS: dict[str, tuple[str, ...]] = {
     "chatcore": ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval"),
     "chinese": ("ceval", "cmmlu"),

@@ -1,6 +1,7 @@
 """Writes a model as a Hugging Face folder, which transformers and vLLM load as it is.
 
 export(model, tokenizer, Path("out"))                  # weights, config, tokenizer, chat template
+export_adapter(run / "huggingface", weights, Path("out"))    # a folder of peft's, with the tokenizer
 describe(model, tokenizer, run / "huggingface")        # all but the weights
 export_own(shape, weights, tokenizer, {"stage": "sft", "step": 100}, Path("out"))
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.hf.folder import OURS
+from ascendchat.hf.lora import save_weights
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.nn.gpt import NORM_EPS, attention_scale
@@ -43,11 +45,16 @@ def describe(model: CausalLM, tokenizer: HFTokenizer, folder: Path) -> None:
     tokenizer.save(folder)
 
 
+def check_free(folder: Path) -> None:
+    """Nothing is ever written over."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is not empty; name another folder")
+
+
 @contextmanager
 def draft_of(folder: Path) -> Iterator[Path]:
     """A folder to write to; it gets its name when it is complete."""
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; name another folder")
+    check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
         draft = Path(place) / folder.name
@@ -64,6 +71,14 @@ def export(model: CausalLM, tokenizer: HFTokenizer, folder: Path, weights: Mappi
         describe(model, tokenizer, draft)
         known = dict(weights if weights is not None else model.state_dict())
         model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in known.items()})
+
+
+def export_adapter(beside: Path, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Adapters as peft has them: `beside` is the folder next to the checkpoints, which describes them."""
+    with draft_of(folder) as draft:
+        left_out = shutil.ignore_patterns("config.json", "generation_config.json", "base.json")  # those of the base
+        shutil.copytree(beside, draft, ignore=left_out, dirs_exist_ok=True)
+        save_weights(weights, draft)
 
 
 def export_own(

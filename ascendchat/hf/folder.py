@@ -134,11 +134,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) -> OpenedFolder:
     """Model and tokenizer of a folder, on the host. `seq_len`: tokens per row, at most as many as the model knows."""
     refuse_ours(folder)
-    named = {"gguf_file": folder.gguf} if folder.gguf else {}
+    named: dict[str, Any] = {"gguf_file": folder.gguf} if folder.gguf else {}
     transformers = library()
     register()
     if folder.gguf:  # it asks nobody before it draws a progress bar
         vars(importlib.import_module("transformers.modeling_gguf_pytorch_utils"))["tqdm"] = lambda items, **_: items
+        if unpacked := getattr(transformers, "GgufConfig", None):  # newer ones may leave weights in their blocks
+            named["quantization_config"] = unpacked(dequantize=True)
     with explained(folder):
         made, about = transformers.AutoModelForCausalLM.from_pretrained(
             folder.path,
@@ -150,6 +152,8 @@ def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) 
             **({} if folder.gguf else {"use_safetensors": True}),
             **named,
         )
+    if quantizer := getattr(made, "hf_quantizer", None):  # the weights are plain, and can be saved as such
+        quantizer.remove_quantization_config(made)
     complain(folder, about)
     model = CausalLM(made, seq_len)
     check(model)

@@ -1,7 +1,8 @@
 """`ascendchat export --run mine --stage sft --out DIR`: a trained model as a Hugging Face folder.
 
 transformers loads it offline: weights, config, tokenizer, chat template; vLLM too, where the model came from Hugging
-Face (also a GGUF file becomes a folder so). A model of our own brings its code: trust_remote_code=True.
+Face (also a GGUF file becomes a folder so). A model of our own brings its code: trust_remote_code=True. Adapters are
+added to the weights, or with --adapter written as peft loads them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from ascendchat.config import UserError
 from ascendchat.config.infer import ExportConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import joined
-from ascendchat.hf.export import export, export_own
+from ascendchat.hf.export import export, export_adapter, export_own
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.tokenizer import HFTokenizer
-from ascendchat.infer.load import open_model
+from ascendchat.infer.huggingface import BESIDE, is_adapter
+from ascendchat.infer.load import find_checkpoint, open_model
 from ascendchat.plan.shape import Shape
 
 
@@ -31,6 +33,11 @@ def run(config: ExportConfig) -> int:
     if not config.out:
         raise UserError("name the folder to write: --out DIR")
     with joined(pick(config.device_type)) as here:
+        if config.adapter:
+            saved = find_checkpoint(config.run, config.stage, config.checkpoint, here.say)
+            write_adapter_folder(saved, Path(config.out).expanduser())
+            here.say(f"{saved.folder} -> {config.out}")
+            return 0
         opened = open_model(here, config, config.stage)
         folder, saved = Path(config.out).expanduser(), opened.checkpoint
         if isinstance(opened.model, CausalLM) and isinstance(opened.tokenizer, HFTokenizer):
@@ -42,3 +49,10 @@ def run(config: ExportConfig) -> int:
             export_own(shape, weights, opened.tokenizer, about, folder)
         here.say(f"{opened.checkpoint.folder} -> {folder}")
     return 0
+
+
+def write_adapter_folder(saved: Checkpoint, folder: Path) -> None:
+    """The adapters of a checkpoint as a folder of peft's."""
+    if not is_adapter(saved):
+        raise UserError(f"{saved.folder} holds a whole model and no adapters; leave out --adapter")
+    export_adapter(saved.folder.parent / BESIDE, saved.model(), folder)

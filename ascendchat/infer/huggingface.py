@@ -3,22 +3,27 @@
 ascendchat chat --model Qwen2.5-0.5B-Instruct          # the folder
 ascendchat chat --run mine --stage rl                  # after `ascendchat rl --model Qwen2.5-0.5B-Instruct --run mine`
 
-Beside the checkpoints of such a run lies what the model is besides its weights, in the folder `huggingface`.
+Beside the checkpoints of such a run lies what the model is besides its weights, in the folder `huggingface`. A
+checkpoint of LoRA holds adapters alone: there the folder also says which, and where the model is that they are for.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ascendchat.checkpoint import Checkpoint, Damaged, read_file
+from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config import UserError
-from ascendchat.hf.folder import Folder, OpenedFolder, at, empty_model, load_tokenizer, open_folder, read_json
+from ascendchat.files import write_atomic
+from ascendchat.hf.folder import Folder, OpenedFolder, at, empty_model, find, load_tokenizer, open_folder, read_json
+from ascendchat.hf.lora import load_adapter, merge
 
 BESIDE = "huggingface"  # folder beside the checkpoints: config.json, tokenizer, chat template
+BASE = "base.json"  # in it, with adapters: the path and the fingerprint of the model that they are for
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,39 @@ def is_trained_hf(saved: Checkpoint) -> bool:
     return "hf" in (saved.state.get("shape") or {})
 
 
+def is_adapter(saved: Checkpoint) -> bool:
+    """Whether it holds adapters and not a whole model."""
+    return bool(saved.state.get("lora"))
+
+
+def write_base(origin: HFSource | Checkpoint, beside: Path) -> None:
+    """Say what the adapters of a run are for."""
+    known = {"path": str(origin.folder.absolute()), "fingerprint": origin.fingerprint}
+    write_atomic(beside / BASE, json.dumps(known, indent=1))
+
+
+def open_base(beside: Path, dtype: torch.dtype, seq_len: int) -> OpenedFolder:
+    """The model that adapters are for, with the tokenizer that lies beside them; it must be the very same."""
+    known = json.loads((beside / BASE).read_text(encoding="utf-8"))
+    path, opened, found = Path(known["path"]), None, ""
+    if (path / "manifest.json").is_file():
+        try:
+            saved = verify(path, optimizer=False)
+        except Damaged as damage:
+            raise UserError(f"{damage}: the adapters in {beside.parent} are for it; restore it") from None
+        opened, found = open_trained(saved, dtype, seq_len), saved.fingerprint
+    elif path.exists() and (folder := find(path)):
+        found = folder.fingerprint
+        opened = open_folder(folder, dtype, seq_len) if found == known["fingerprint"] else None
+    if opened is None or found != known["fingerprint"]:
+        what = "has changed since" if found else "is not there"
+        raise UserError(
+            f"{path} {what}: the adapters in {beside.parent} were trained on it; bring it back, or set its path in "
+            f"{beside / BASE}"
+        )
+    return OpenedFolder(opened.model, load_tokenizer(Folder(beside)), opened.folder)
+
+
 def open_trained(saved: Checkpoint, dtype: torch.dtype, seq_len: int | None) -> OpenedFolder:
     """A checkpoint of ours whose model is one of Hugging Face's."""
     beside = saved.folder.parent / BESIDE
@@ -73,6 +111,9 @@ def open_trained(saved: Checkpoint, dtype: torch.dtype, seq_len: int | None) -> 
             f"{beside} is missing, which says what model {saved.folder} is; copy it from where the run was trained"
         )
     shape = saved.state["shape"]
+    if is_adapter(saved):
+        base = open_base(beside, dtype, seq_len or shape["seq_len"])
+        return OpenedFolder(merge(load_adapter(base.model, beside, saved.model())), base.tokenizer, base.folder)
     opened = empty_model(beside, dtype, seq_len or shape["seq_len"])
     weights = saved.model()
     own = dict(opened.model.state_dict())

@@ -98,15 +98,18 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Targets) -> Tensor:
         rows = chunk_rows(hidden, head)
         grad_hidden, grad_head = torch.empty_like(hidden), None
+        learns = ctx.needs_input_grad[1]  # a head that is frozen costs a third less
         losses = []
         for start in range(0, hidden.size(0), rows):
             part = hidden[start : start + rows]
             loss, gradient, factor = wanted.scorer(part @ head.t(), *wanted.chunk(start, start + rows))
             losses.append(loss.sum())
             grad_hidden[start : start + rows] = (gradient @ head) * factor
+            if not learns:
+                continue
             scaled = (part * factor).to(part.dtype)
             grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
-        assert grad_head is not None, "a batch without rows has no loss"
+        assert losses, "a batch without rows has no loss"
         ctx.save_for_backward(grad_hidden, grad_head)
         return torch.stack(losses).sum() * wanted.weight
 
@@ -114,7 +117,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_output.to(grad_hidden.dtype)
-        return grad_hidden * scale, grad_head * scale, None
+        return grad_hidden * scale, None if grad_head is None else grad_head * scale, None
 
 
 def head_loss(

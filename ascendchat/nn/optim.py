@@ -92,6 +92,25 @@ def adamw_groups(model: nn.Module, lr: float, decay: float = 0.01) -> list[Group
     ]
 
 
+def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.0) -> list[Group]:
+    """Muon for the matrices inside the layers of another model, AdamW for the rest: tables, head, norms, biases."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables.add(id(getattr(model, "head", None)))
+    stacks: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in tables:
+            stacks.setdefault((parameter.size(0), parameter.size(1)), []).append((name, parameter))
+    made = [
+        Group(f"matrices_{out}x{into}", members, matrix_lr, True, [math.sqrt(max(1.0, out / into))] * len(members))
+        for (out, into), members in stacks.items()
+    ]
+    taken = {name for group in made for name, _ in group.parameters}
+    rest = adamw_groups(model, lr, decay)
+    for group in rest:
+        group.parameters = [(name, parameter) for name, parameter in group.parameters if name not in taken]
+    return made + [group for group in rest if group.parameters]
+
+
 @dataclass(frozen=True)
 class Shard:
     """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""

@@ -24,16 +24,15 @@ def uncapped_score(
     and that factor (N, 1) times `weight`. Nothing bounds the logits, so the largest of each row is taken off first."""
     if later is not None or ahead is not None:
         raise NotImplementedError("guessing the token after next is for our own models")
-    wide = logits[:, :vocab].float()
-    top = wide.amax(dim=-1, keepdim=True)
-    unscaled = torch.exp(wide - top)
+    top = logits[:, :vocab].amax(dim=-1, keepdim=True).float()
+    unscaled = (logits[:, :vocab] - top).exp_()  # the only float32 of their size that there is
     total = unscaled.sum(dim=-1, keepdim=True)
     valid = (targets != IGNORE).unsqueeze(-1)
     index = targets.clamp(min=0).unsqueeze(-1)
     chosen = logits.gather(-1, index).float() - top
     nats = torch.where(valid, total.log() - chosen, 0.0).squeeze(-1)
     size = total / FP16_LIFT if logits.dtype == torch.float16 else torch.ones_like(total)
-    gradient = (unscaled / size).to(logits.dtype)
+    gradient = (unscaled / size if logits.dtype == torch.float16 else unscaled).to(logits.dtype)
     gradient = gradient.scatter(-1, index, ((chosen.exp() - total) / size).to(gradient.dtype))
     if logits.size(-1) > vocab:
         gradient = torch.nn.functional.pad(gradient, (0, logits.size(-1) - vocab))

@@ -124,6 +124,13 @@ def _batch(split: batch.Split, largest: int) -> dict[str, int]:
     }
 
 
+def _flops(config: PlanConfig, model: Shape | HFModel) -> int:
+    """Of a token in training."""
+    if isinstance(model, HFModel):
+        return model.finetuning_flops_per_token(config.lora_rank)
+    return model.train_flops_per_token
+
+
 def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
     """Checkpointing runs the forward pass of the layers again: a third of their share of the FLOPs."""
     if not config.activation_checkpointing:
@@ -133,11 +140,11 @@ def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
 
 
 def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
-    """Bytes that devices exchange in a step: gradients as they are kept, and the trained weights (adapters: fp32)."""
-    weights = memory.compute_bytes(chip) * model.total_parameters
+    """Bytes that devices exchange in a step: gradients as they are kept, and the weights that learn."""
+    trained = model.total_parameters
     if isinstance(model, HFModel) and config.lora_rank:
-        weights = memory.FP32 * model.lora_parameters(config.lora_rank)
-    return train_parts(config, model, chip, 1, 1)["gradients"] + weights
+        trained = model.lora_parameters(config.lora_rank)
+    return train_parts(config, model, chip, 1, 1)["gradients"] + memory.compute_bytes(chip) * trained
 
 
 def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
@@ -149,11 +156,11 @@ def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
     exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
-    time = batch.duration(model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, config.price, again)
+    time = batch.duration(_flops(config, model), exchanged, chip, split, steps, config.mfu, config.price, again)
     plan: dict[str, Any] = {
         "memory": device_memory(parts, chip),
         "batch": _batch(split, largest),
-        "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * model.train_flops_per_token},
+        "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * _flops(config, model)},
         "time": dataclasses.asdict(time),
     }
     if isinstance(model, Shape):
@@ -239,7 +246,7 @@ def rl_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     if not config.tokens:
         notes.append(f"no --tokens given: {RL_STEPS} steps assumed")
     exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
-    time = batch.duration(model.train_flops_per_token, exchanged, chip, split, steps, config.mfu, None, again)
+    time = batch.duration(_flops(config, model), exchanged, chip, split, steps, config.mfu, None, again)
     rollout = split.total / rate
     hours = steps * (max(rollout, time.step_seconds) if apart else rollout + time.step_seconds) / 3600
     return {

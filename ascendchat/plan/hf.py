@@ -1,6 +1,6 @@
 """Sizes of an existing model from its Hugging Face config.json: Llama, Mistral, Qwen2, Qwen3 and their MoE kin.
 
-    ascendchat plan --hf-config Qwen2.5-1.5B/config.json --chip Ascend910B3 --lora-rank 16
+    ascendchat plan --model Qwen2.5-1.5B --chip Ascend910B3 --lora-rank 16
 
 Only the JSON file is read: no transformers, no torch, no weights.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from ascendchat.chips import Chip
 from ascendchat.config import UserError, nearest
-from ascendchat.plan.memory import FP32, HEAD_CHUNK_TOKENS, TRAITS, compute_bytes, outside
+from ascendchat.plan.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, outside
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,12 @@ class HFModel:
     def train_flops_per_token(self) -> int:
         return 6 * self.matmul_parameters + 12 * self.q_dim * sum(self.windows())
 
+    def finetuning_flops_per_token(self, lora_rank: int) -> int:
+        """Frozen weights have no gradients of their own: a third less of each of their products."""
+        if not lora_rank:
+            return self.train_flops_per_token
+        return self.train_flops_per_token - 2 * self.matmul_parameters + 6 * self.lora_parameters(lora_rank)
+
     def decode_flops_per_token(self, context: int) -> int:
         return 2 * self.matmul_parameters + 4 * self.q_dim * sum(self.windows(context))
 
@@ -219,22 +225,29 @@ def finetuning_activations(model: HFModel, chip: Chip, rows: int, checkpointing:
     return tokens * (layers + 4 * model.dim * size)
 
 
+def adapter_activations(model: HFModel, chip: Chip, rows: int, lora_rank: int) -> int:
+    """What the two matrices of each of a layer's seven adapters have between them, for the backward pass."""
+    return rows * model.seq_len * model.depth * 7 * lora_rank * compute_bytes(chip)
+
+
 def finetuning(
     model: HFModel, chip: Chip, devices: int, rows: int, checkpointing: bool = False, lora_rank: int = 0
 ) -> dict[str, int]:
-    """Bytes by part on one device. Full: weights and gradients in the compute dtype, fp32 master and two AdamW moments
-    sharded over the devices. LoRA: frozen weights in the compute dtype; adapters, their gradients in fp32."""
+    """Bytes by part on one device, as nn/optim.py keeps them: all weights in the compute dtype, and of those that learn
+    (all, or adapters) the gradients in fp32 on every device; fp32 masters, two AdamW moments and the reduced gradient
+    are shared out over the devices."""
     size = compute_bytes(chip)
-    frozen = model.total_parameters * size
-    trained = model.lora_parameters(lora_rank) if lora_rank else model.total_parameters
+    adapters = model.lora_parameters(lora_rank) if lora_rank else 0
+    trained = adapters or model.total_parameters
     own = -(-trained // devices)
-    tokens = min(rows * model.seq_len, HEAD_CHUNK_TOKENS)
-    master = 0 if lora_rank or size == FP32 else FP32
+    tokens = min(rows * model.seq_len, HEAD_CHUNK_BYTES[size] // (size * model.vocab))
     return {
-        "weights": frozen + (trained * FP32 if lora_rank else 0),
-        "gradients": trained * (FP32 if lora_rank else size),
-        "optimizer": own * (2 * FP32 + master),
-        "activations": finetuning_activations(model, chip, rows, checkpointing),
+        "weights": (model.total_parameters + adapters) * size,
+        "masters": 0 if size == FP32 else own * FP32,
+        "gradients": trained * FP32 + (own * FP32 if devices > 1 else 0),
+        "optimizer": own * 2 * FP32,
+        "activations": finetuning_activations(model, chip, rows, checkpointing)
+        + adapter_activations(model, chip, rows, lora_rank),
         "logits": tokens * model.vocab * (2 * size + FP32),
         "workspace": 0,
         **outside(chip),

@@ -19,7 +19,6 @@ from ascendchat.plan.shape import Shape
 MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
-HEAD_CHUNK_TOKENS = 4096  # the same for a Hugging Face model, in tokens
 FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 

@@ -98,6 +98,18 @@ def lr_scale(
     return min(up, left + (1 - left) * final)
 
 
+def finetuning_scale(step: int, steps: int, form: str, warmup: int, final: float = 0.0) -> float:
+    """Factor on the learning rate of a fine-tuning at `step` (from 0): linear up, then down to `final` by a cosine, by
+    a line, or not at all (constant). As transformers has it, but that the first step already learns."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if form.startswith("constant") or steps <= warmup:
+        return 1.0
+    done = (step - warmup) / (steps - warmup)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if form == "cosine" else 1 - done
+    return left + (1 - left) * final
+
+
 def momentum(
     step: int,
     steps: int,

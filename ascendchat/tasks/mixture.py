@@ -36,6 +36,18 @@ Pack = Callable[[Iterable[Conversation], Counts], ChatRows]
 
 
 @dataclass(frozen=True)
+class Portion:
+    """What is taken of each entry that has conversations."""
+
+    held_out: float = VALIDATION  # for validation: a share, or from 1 on a number of conversations; 0: none
+    most: int | None = None  # conversations at most
+
+    def share(self, conversations: int) -> float:
+        """That is held out of so many conversations."""
+        return self.held_out if self.held_out < 1 else min(0.5, self.held_out / max(1, conversations))
+
+
+@dataclass(frozen=True)
 class ChatMixture:
     """An opened mixture."""
 
@@ -65,15 +77,18 @@ def open_chat_mixture(
     source: str = "",
     find_overlaps: bool = True,
     say: Say = print,
+    portion: Portion = Portion(),  # noqa: B008 (it cannot be changed)
+    packing: bool = True,
 ) -> ChatMixture:
     """Read every entry once. `source` is a folder with local copies of data sets and evaluations; evaluation questions
-    are looked for only if their sets are in it. Entries without a weight count by their rows."""
+    are looked for only if their sets are in it. Entries without a weight count by their rows. Without `packing` a row
+    holds one conversation."""
     entries = parse_mixture(data)
     finder = overlap_finder([name for name, _ in entries], source) if find_overlaps else None
     opened = ChatMixture([], [], [], finder)
 
     def pack(conversations: Iterable[Conversation], counts: Counts) -> ChatRows:
-        return ChatRows.build(tokenizer, conversations, seq_len, seed, counts)
+        return ChatRows.build(tokenizer, conversations, seq_len, seed, counts, packing)
 
     for name, weight in entries:
         rows: TextRows | ChatRows
@@ -84,28 +99,35 @@ def open_chat_mixture(
             opened.texts.extend(corpus for corpus, _ in open_corpora([name], "val", needed=False))
         else:
             if name == TOYWORLD:
-                rows, validation = open_toyworld(stage, seed, pack, say)
+                rows, validation = open_toyworld(stage, seed, pack, say, portion)
             else:
-                rows, validation = open_conversations(name, source, finder, pack, say)
-            opened.validation.append(validation)
+                rows, validation = open_conversations(name, source, finder, pack, say, portion)
+            if validation is not None:
+                opened.validation.append(validation)
         opened.sources.append((rows, float(rows.per_epoch) if weight is None else weight))
     return opened
 
 
-def open_toyworld(stage: str, seed: int, pack: Pack, say: Say) -> tuple[ChatRows, ChatRows]:
+def open_toyworld(stage: str, seed: int, pack: Pack, say: Say, portion: Portion) -> tuple[ChatRows, ChatRows | None]:
     """The embedded conversations of a stage (`mid` or `sft`): rows to train on and rows to validate on."""
-    rows = _pack_and_say(TOYWORLD, toyworld.chats("train", kind=stage, seed=seed), pack, say)
-    return rows, pack(toyworld.chats("validation", kind=stage, seed=seed), Counts())
+    train = itertools.islice(toyworld.chats("train", kind=stage, seed=seed), portion.most)
+    rows = _pack_and_say(TOYWORLD, train, pack, say)
+    kept = portion.held_out > 0
+    return rows, pack(toyworld.chats("validation", kind=stage, seed=seed), Counts()) if kept else None
 
 
 def open_conversations(
-    name: str, source: str, finder: OverlapFinder | None, pack: Pack, say: Say
-) -> tuple[ChatRows, ChatRows]:
+    name: str, source: str, finder: OverlapFinder | None, pack: Pack, say: Say, portion: Portion
+) -> tuple[ChatRows, ChatRows | None]:
     """Rows to train on and rows to validate on of a file or a task, which is read once."""
     task, held = load(name, "train", source), list[Conversation]()
     for notice in task.notices:
         say(notice)
-    train = hold_out(finder.over(task) if finder else task, held)
+    count = min(len(task), portion.most or len(task))
+    taken = itertools.islice(finder.over(task) if finder else task, count)
+    if not portion.held_out:
+        return _pack_and_say(name, taken, pack, say), None
+    train = hold_out(taken, held, portion.share(count))
     begin: list[Conversation] = []  # up to the first with a reply
     for conversation in train:
         begin.append(conversation)
@@ -126,12 +148,25 @@ def _pack_and_say(name: str, conversations: Iterable[Conversation], pack: Pack, 
     return rows
 
 
-def hold_out(conversations: Iterable[Conversation], held: list[Conversation]) -> Iterator[Conversation]:
+def held_out_rows(names: Sequence[str], source: str, tokenizer: Tokenizer, seq_len: int, say: Say) -> list[ChatRows]:
+    """Files or tasks that only validate, whole, as rows."""
+    rows = []
+    for name in names:
+        task, counts = load(name, source=source), Counts()
+        rows.append(ChatRows.build(tokenizer, task, seq_len, 0, counts))
+        for line in (*task.notices, f"validation {name}: {counts.line()}"):
+            say(line)
+    return rows
+
+
+def hold_out(
+    conversations: Iterable[Conversation], held: list[Conversation], share: float = VALIDATION
+) -> Iterator[Conversation]:
     """The conversations to train on, in one pass over all; those that are kept for validation go to `held`. One without
     a reply cannot validate: it goes on, to be counted with the others that are left out."""
     for conversation in conversations:
         content = json.dumps(conversation, sort_keys=True).encode()
-        if is_held_out(content, VALIDATION) and has_reply(conversation):
+        if is_held_out(content, share) and has_reply(conversation):
             held.append(conversation)
         else:
             yield conversation

@@ -22,6 +22,7 @@ from ascendchat.data.mixture import Batches, absolute
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.huggingface import HFSource
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Sampling
 from ascendchat.nn import IGNORE
@@ -54,10 +55,10 @@ class ChatStage(RowStage):
         mixture: ChatMixture,
         tokenizer: Tokenizer,
         config: ChatTrainConfig,
-        origin: Checkpoint,
+        origin: Checkpoint | HFSource,
     ) -> None:
         self.name, self.mixture, self.origin = name, mixture, origin
-        usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN[name], final=0.0)
+        usual = Curve(warmup=min(20, steps // 10), warmdown=WARMDOWN.get(name, 1.0), final=0.0)
         super().__init__(learner, split, steps, tokenizer, config, usual)
 
     def batches(self, rows_per_step: int) -> Batches:
@@ -100,6 +101,7 @@ class ChatStage(RowStage):
 
     def begin(self, warm: bool) -> None:
         """Take the weights of the model that this stage starts from, and with `warm` the moments of its optimizer."""
+        assert isinstance(self.origin, Checkpoint), "others are opened with their weights"
         read = self.origin.reader()
         self.optimizer.load(read if warm else only_weights(read), updates_of(self.origin) if warm else 0)
 

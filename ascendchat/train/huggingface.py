@@ -1,32 +1,35 @@
-"""Training that starts from a Hugging Face model: `ascendchat rl --model Qwen2.5-0.5B-Instruct`.
+"""Training that starts from a Hugging Face model: `ascendchat finetune`, `ascendchat rl --model Qwen2.5-0.5B-Instruct`.
 
     theirs = open_start(config, here)                   # None: what --start names is a checkpoint of ours
     theirs.model, theirs.tokenizer, theirs.origin
 
-All weights are trained, by AdamW. Checkpoints are ours, with the weights under the names of transformers; beside them
-lies what else makes the model a Hugging Face folder again (`ascendchat export`).
+All weights are trained, or adapters (hf/lora.py). Checkpoints are ours, with the weights under the names of
+transformers, or of peft; beside them lies what else makes the model a Hugging Face folder again (`ascendchat export`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ascendchat.checkpoint import Checkpoint, Damaged, verify
+from ascendchat.checkpoint import Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
 from ascendchat.config.train import ChatTrainConfig, StepConfig
 from ascendchat.dist.context import Context
 from ascendchat.hf.export import describe
-from ascendchat.hf.folder import OpenedFolder, find
+from ascendchat.hf.folder import Folder, OpenedFolder, find, read_json
 from ascendchat.hf.fused import fuse
+from ascendchat.hf.lora import LoraSettings, add_lora, write_adapter
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.tokenizer import HFTokenizer
-from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained
+from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
 from ascendchat.plan.batch import largest_rows
-from ascendchat.plan.hf import finetuning
+from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config
 from ascendchat.plan.memory import usable
+from ascendchat.record import run_folder
 
 ROW = 2048  # tokens of a row where nobody says
 LARGE = 2e9  # parameters from which the learning rate is the smaller one
@@ -41,6 +44,7 @@ class Theirs:
     model: CausalLM
     tokenizer: HFTokenizer
     origin: HFSource | Checkpoint
+    lora: LoraSettings | None = None  # the adapters that it was given
 
     @property
     def name(self) -> str:
@@ -51,33 +55,67 @@ class Theirs:
     def add_files(self, run: Path) -> None:
         """What the model is besides its weights; without it the checkpoints are lost."""
         describe(self.model, self.tokenizer, run / BESIDE)
+        if self.lora:
+            write_adapter(self.model, str(self.origin.folder.absolute()), run / BESIDE)
+            write_base(self.origin, run / BESIDE)
 
 
-def open_start(config: ChatTrainConfig, here: Context) -> Theirs | None:
-    """The model that --start names, if it is one of Hugging Face's: a folder, a GGUF file, or a checkpoint of ours
-    that was trained from one."""
-    named, seq_len, dtype = config.start, config.max_seq_len, here.device.dtype
-    origin: HFSource | Checkpoint
-    if named and (folder := find(named)):
-        origin, opened = HFSource(folder), open_hf(folder, dtype, seq_len or ROW, config.tokenizer)
-    elif named and (Path(named) / "manifest.json").is_file():
-        try:
-            origin = verify(Path(named), optimizer=False)
-        except Damaged as damage:
-            raise UserError(f"{damage}; name another checkpoint with --start") from None
-        if not is_trained_hf(origin):
-            return None
-        opened = open_trained(origin, dtype, seq_len)
-    else:
+def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None = None) -> Theirs | None:
+    """The model that --start names, if it is one of Hugging Face's: a folder, a GGUF file, or a checkpoint or run of
+    ours that was trained from one. With `lora` it is frozen and gets adapters."""
+    seq_len, dtype = config.max_seq_len, here.device.dtype
+    found = start_of(config, here)
+    if found is None:
         return None
     for name in OURS:
-        if getattr(config, name) is not None:
+        if getattr(config, name) is not None and not (name == "matrix_lr" and getattr(config, "muon", False)):
             raise UserError(f"--{name.replace('_', '-')} is of our own models; here --learning-rate is that of all")
-    return Theirs(_on_device(opened, config, here), opened.tokenizer, origin)
+    rank = lora.rank if lora else 0
+    if isinstance(found, Checkpoint):
+        refuse_too_large(found.folder.parent / BESIDE, config, here, rank)
+        opened = open_trained(found, dtype, seq_len)
+        return Theirs(_on_device(opened, config, here, lora), opened.tokenizer, found, lora)
+    refuse_too_large(found.path, config, here, rank)
+    opened = open_hf(found, dtype, seq_len or ROW, config.tokenizer)
+    return Theirs(_on_device(opened, config, here, lora), opened.tokenizer, HFSource(found), lora)
 
 
-def _on_device(opened: OpenedFolder, config: StepConfig, here: Context) -> CausalLM:
-    model = opened.model.to_compute(here.device.dtype).to(here.place)
+def start_of(config: ChatTrainConfig, here: Context) -> Folder | Checkpoint | None:
+    """Where that model is; None where --start names something else."""
+    named = config.start
+    if named and (folder := find(named)):
+        return folder
+    path, saved = Path(named), None
+    if named and (path / "manifest.json").is_file():
+        try:
+            saved = verify(path, optimizer=False)
+        except Damaged as damage:
+            raise UserError(f"{damage}; name another checkpoint with --start") from None
+    elif named and checkpoints(path):
+        saved = newest(path, optimizer=False, say=here.say)
+    elif named and "/" in named:
+        return None
+    elif named or config.run:
+        saved = newest(run_folder(named or config.run, "hf"), optimizer=False, say=here.say)
+    return saved if saved and is_trained_hf(saved) else None
+
+
+def refuse_too_large(folder: Path, config: StepConfig, here: Context, lora_rank: int) -> None:
+    """Before any weight is read: a model that cannot be trained here is a UserError that says what would fit."""
+    path = folder / "config.json"
+    values: dict[str, Any] = read_json(path) if path.is_file() else {}
+    if values.get("model_type") not in FAMILIES:  # that of a GGUF file is known when it is open
+        return
+    longest = int(values.get("max_position_embeddings") or ROW)
+    counted = from_config(values, min(getattr(config, "max_seq_len", None) or ROW, longest))
+    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, lora_rank)
+
+
+def _on_device(opened: OpenedFolder, config: StepConfig, here: Context, lora: LoraSettings | None) -> CausalLM:
+    model = opened.model.to_compute(here.device.dtype)
+    if lora:
+        add_lora(model, lora, config.seed)
+    model = model.to(here.place)
     if names := fuse(model, here.device.operators()):
         here.say(f"fused operators: {', '.join(names)}")
     if config.activation_checkpointing:
@@ -92,13 +130,25 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
     return asked or RATES[shape.total_parameters >= LARGE]
 
 
-def most_rows(shape: HFShape, chip: Chip, devices: int, checkpointing: bool, beside: int = 0) -> int:
+def lora_rank_of(config: StepConfig) -> int:
+    """Of the adapters that are trained; 0: all weights are."""
+    return (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
+
+
+def most_rows(
+    counted: HFModel, chip: Chip, devices: int, checkpointing: bool, lora_rank: int = 0, beside: int = 0
+) -> int:
     """The largest device batch that fits beside so many bytes of something else, by plan/hf.py."""
-    counted, have = shape.counted, usable(chip) - beside
-    most = largest_rows(lambda rows: sum(finetuning(counted, chip, devices, rows, checkpointing).values()) <= have)
+    have = usable(chip) - beside
+
+    def needed(rows: int) -> int:
+        return sum(finetuning(counted, chip, devices, rows, checkpointing, lora_rank).values())
+
+    most = largest_rows(lambda rows: needed(rows) <= have)
     if not most:
         raise UserError(
-            f"not even one row of {shape.seq_len} tokens of this model fits {chip.name}; give a smaller --max-seq-len, "
-            "--activation-checkpointing, or more devices"
+            f"not even one row of {counted.seq_len} tokens of this model fits {chip.name} ({needed(1) / 2**30:.1f} GiB "
+            f"of {have / 2**30:.1f}); give a smaller --max-seq-len, --activation-checkpointing, or more devices"
+            f"{'' if lora_rank else ', or train adapters (finetune --lora)'}"
         )
     return most

@@ -36,13 +36,13 @@ from ascendchat.nn.fp8 import Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import LanguageModel, Sizes, dense
-from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
+from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, fit_split, split_fixed
 from ascendchat.plan.batch import split as share
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
-from ascendchat.train.huggingface import learning_rate, most_rows
+from ascendchat.train.huggingface import learning_rate, lora_rank_of, most_rows
 from ascendchat.train.stage import Loss, Stage
 
 SAMPLE_TOKENS = 24
@@ -53,7 +53,8 @@ def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total
     """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
     if isinstance(shape, HFShape):
-        rows = fixed or most_rows(shape, device.chip, size, checkpointing, beside)
+        rank = lora_rank_of(config)
+        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, rank, beside)
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
         split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
@@ -185,11 +186,11 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     return Learner(model.to_compute(device.dtype).to(here.place), kernel, device, here.place, by_document=by_document)
 
 
-def optimizer_for(learner: Learner, rates: dict[str, float]) -> MuonAdamW:
-    """The optimizer of a model on its device."""
+def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
+    """The optimizer of a model on its device; `made`: other groups than the usual ones."""
     device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
-    made = groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"])
+    made = made or (groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"]))
     return MuonAdamW(made, compute_dtype=device.dtype, compile=compile, fused=device.chip.fused_adamw)
 
 
@@ -238,9 +239,12 @@ class RowStage(Stage):
             "learning_rates": rates,
             "schedule": asdict(self.curve),
         }
-        self.optimizer = optimizer_for(learner, rates)
+        self.optimizer = self.make_optimizer(rates)
         self._weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
         self._feed = self._prefetcher()
+
+    def make_optimizer(self, rates: dict[str, float]) -> MuonAdamW:
+        return optimizer_for(self.learner, rates)
 
     def batches(self, rows_per_step: int) -> Batches:
         """Where the rows come from."""

@@ -27,9 +27,10 @@ _Config = TypeVar("_Config", bound=TrainConfig)
 
 
 @contextmanager
-def training_context(config: StepConfig) -> Iterator[Context]:
-    """The context of a training command; a chip that is made for inference is refused."""
-    device = pick(config.device_type, compiled=config.compile)
+def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[Context]:
+    """The context of a training command; a chip that is made for inference is refused. `dtype` wins over that of the
+    device."""
+    device = pick(config.device_type, dtype=dtype, compiled=config.compile)
     if not device.chip.trains:
         raise UserError(
             f"{device.chip.name} is an inference product: CANN lists no gradients of embeddings and attention for it; "

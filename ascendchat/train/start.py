@@ -22,7 +22,9 @@ def starting_point(config: ChatTrainConfig, stage: StageName, say: Callable[[str
     named = config.start
     if named and (Path(named) / "config.json").is_file():
         refuse_ours(Folder(Path(named)))
-        raise UserError(f"{named} is a Hugging Face model, which `ascendchat {stage}` does not train; rl does")
+        raise UserError(
+            f"{named} is a Hugging Face model, which `ascendchat {stage}` does not train; finetune and rl do"
+        )
     if named and Path(named).is_dir():
         folders = [Path(named)]
     else:

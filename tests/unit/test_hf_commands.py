@@ -96,4 +96,4 @@ def test_stages_of_our_own_models_say_that_they_do_not_train_it(
     model: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sft", "--start", str(model[0]), "--device-type", "cpu"]) == 2
-    assert "`ascendchat sft` does not train; rl does" in capsys.readouterr().err
+    assert "`ascendchat sft` does not train; finetune and rl do" in capsys.readouterr().err

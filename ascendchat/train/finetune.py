@@ -1,0 +1,292 @@
+"""`ascendchat finetune --model Qwen2.5-0.5B-Instruct --data talk.jsonl [--lora]`: fine-tuning of existing models.
+
+A Stage of the one loop: rows hold several conversations, which do not see each other, the loss is on what the assistant
+says, and the model's own chat template renders them. All weights are trained, or adapters (hf/lora.py). `--stage dpo`
+and the other losses on pairs are in preference.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ascendchat import dist
+from ascendchat.checkpoint import to_continue
+from ascendchat.config import UserError
+from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.data.mixture import absolute, parse_entry
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import pick
+from ascendchat.dist.context import Context
+from ascendchat.hf.export import check_free, export, export_adapter
+from ascendchat.hf.lora import LoraSettings, adapter_weights
+from ascendchat.hf.shape import HFShape
+from ascendchat.infer.huggingface import BESIDE
+from ascendchat.nn.attention import choose
+from ascendchat.nn.optim import MuonAdamW, adamw_groups, muon_groups
+from ascendchat.plan import schedule
+from ascendchat.plan.batch import Split
+from ascendchat.plan.goals import FINETUNE_ROWS
+from ascendchat.record import run_folder
+from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
+from ascendchat.tasks.overlap import report_overlaps
+from ascendchat.train.chat import ChatStage
+from ascendchat.train.huggingface import Theirs, open_start
+from ascendchat.train.rows import Learner, optimizer_for, share_out
+from ascendchat.train.run import train_stage, training_context, with_attend
+
+FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
+FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
+NOT_HERE = "warm_start", "warmdown_ratio", "embedding_lr", "unembedding_lr", "scalar_lr"  # of our own models
+LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
+
+
+class FinetuneStage(ChatStage):
+    """Cross-entropy on the assistant's tokens, by a model that somebody else has trained."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        split: Split,
+        steps: int,
+        mixture: ChatMixture,
+        config: FinetuneConfig,
+        theirs: Theirs,
+    ) -> None:
+        self.config, self.theirs = config, theirs
+        super().__init__("hf", learner, split, steps, mixture, theirs.tokenizer, config, theirs.origin)
+        if theirs.lora:  # no gradients of frozen weights: a third less of each product
+            shape, own = theirs.model.shape, self.trained
+            self.flops_per_token += 6.0 * own - 2.0 * shape.counted.matmul_parameters
+
+    @property
+    def trained(self) -> int:
+        """Parameters that learn."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def make_optimizer(self, rates: dict[str, float]) -> MuonAdamW:
+        config, lr = self.config, rates["all"]
+        if config.muon:
+            made = muon_groups(self.model, lr, config.matrix_lr or MUON_RATE, config.weight_decay)
+        else:
+            made = adamw_groups(self.model, lr, config.weight_decay)
+        return optimizer_for(self.learner, rates, made)
+
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:  # type: ignore[override]
+        for number, batch in enumerate(super().micro_batches(step)):
+            if self.config.lora_dropout:  # a function of the step, so that a run that goes on drops the same
+                place = (step * self.split.accumulation + number) * self.split.devices + dist.world().rank
+                self.learner.device.seed((self.seed << 32) + place)
+            yield batch
+
+    def rates(self, step: int) -> dict[str, float]:
+        curve, config = self.curve, self.config
+        scale = schedule.finetuning_scale(step, self.steps, config.lr_scheduler_type, curve.warmup, curve.final)
+        rates = {"lr_scale": scale, **({"clip": config.max_grad_norm} if config.max_grad_norm else {})}
+        if config.muon:
+            rates["momentum"] = schedule.momentum(step, self.steps, values=(0.85, 0.95, 0.95), ramp=300, warmdown=1.0)
+        return rates
+
+    def weights(self) -> dict[str, Tensor]:
+        return adapter_weights(self.theirs.model) if self.theirs.lora else dict(self.model.state_dict())
+
+    def identity(self) -> dict[str, Any]:
+        about = {"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {}
+        return {**super().identity(), **about, **({"optimizer": "muon"} if self.config.muon else {})}
+
+    def summary(self) -> str:
+        part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if self.theirs.lora else ""
+        return super().summary().replace(" parameters;", f" parameters{part};", 1)
+
+
+def run(config: FinetuneConfig) -> int:
+    """The command."""
+    config = checked(config)
+    if config.stage != "sft":
+        raise UserError(f"--stage {config.stage} is not here yet; --stage sft is")
+    with finetuning_context(config) as here:
+        theirs = open_theirs(config, here)
+        shape, say = theirs.model.shape, here.say
+        config = replace(config, run=config.run or run_name(config, theirs), data=located(config))
+        folder, out = run_folder(config.run, "hf"), Path(config.output_dir).expanduser()
+        saved = to_continue(folder, config.resume, say=say)
+        config = with_attend(config, saved, "document")
+        mixture = open_data(config, theirs, here)
+        split, steps = batch_and_steps(config, shape, here, mixture.per_epoch)
+        finished = saved is not None and saved.step >= steps
+        if config.output_dir and not finished:
+            check_free(out)
+        stage = FinetuneStage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
+        if not saved and mixture.validation and config.eval_every >= 0:
+            say(f"held-out loss before: {first_loss(stage):.4f}")
+
+        def add_files(run: Path) -> None:
+            theirs.add_files(run)
+            report_overlaps(mixture.overlaps, run, say)
+
+        facts = {**stage.facts, "start": str(theirs.origin.folder), "trained_parameters": stage.trained}
+        status = train_stage(stage, here, config, folder, saved, title="finetune", facts=facts, add_files=add_files)
+        if status == 0 and config.output_dir and here.main and not (out.exists() and any(out.iterdir())):
+            write_model(stage, folder, out)
+            say(f"{folder} -> {out}")
+        return status
+
+
+def checked(config: FinetuneConfig) -> FinetuneConfig:
+    """The config with what follows from it filled in; what contradicts itself or means nothing here is a UserError."""
+    if not config.start:
+        raise UserError("name the model to fine-tune: --model DIR, a GGUF file, or OWNER/NAME that was fetched")
+    if not config.data:
+        raise UserError("name what to learn: --data FILE of conversations, or a set such as smoltalk")
+    for name in NOT_HERE:
+        if getattr(config, name):
+            raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
+    if config.lr_multiplier != 1.0:
+        raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
+    lora = config.lora or config.finetuning_type == "lora"
+    asked = [name for name in LORA_ONLY if getattr(config, name)]
+    if asked and not lora:
+        raise UserError(f"--{asked[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
+    if config.bf16 and config.fp16:
+        raise UserError("bf16 and fp16 exclude each other; give one of them")
+    if config.muon and lora:
+        raise UserError("--muon is for all weights; adapters are trained by AdamW: leave one of --muon and --lora out")
+    usual = LORA_RATE if lora else FULL_RATE
+    both = config.warmup_steps is not None and config.warmup_ratio is not None
+    return replace(
+        config,
+        lora=lora,
+        learning_rate=config.learning_rate or usual,
+        num_iterations=None if config.num_iterations == -1 else config.num_iterations,
+        warmup_steps=None if both and not config.warmup_steps else config.warmup_steps,
+        warmup_ratio=None if both and config.warmup_steps else config.warmup_ratio,
+    )
+
+
+@contextmanager
+def finetuning_context(config: FinetuneConfig) -> Iterator[Context]:
+    """The training context. Of bf16 and fp16 what the device is good at is used, with a notice; float16 is used where
+    it is asked for and the device would rather take bfloat16."""
+    own = pick(config.device_type, compiled=config.compile).dtype if config.bf16 or config.fp16 else None
+    with training_context(config, "fp16" if config.fp16 and own is torch.bfloat16 else None) as here:
+        asked = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else here.device.dtype
+        if asked is not here.device.dtype:
+            names = [str(dtype).removeprefix("torch.") for dtype in (asked, here.device.dtype)]
+            here.say(f"{names[0]} is not used: {here.device.chip.name} computes in {names[1]}")
+        yield here
+
+
+def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
+    """The adapters that are asked for; None: all weights are trained."""
+    if not config.lora:
+        return None
+    rank = config.lora_rank or LoraSettings.rank
+    return LoraSettings(
+        rank=rank,
+        alpha=config.lora_alpha or 2.0 * rank,
+        targets=config.lora_target or ("all",),
+        dropout=config.lora_dropout or 0.0,
+        rslora=config.use_rslora,
+        dora=config.use_dora,
+    )
+
+
+def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
+    """The model that --model names, with its adapters, on the device."""
+    theirs = open_start(config, here, lora_settings(config))
+    if theirs is None:
+        raise UserError(
+            f"{config.start} is no Hugging Face model; models of our own are trained by `ascendchat sft --start "
+            f"{config.start}`"
+        )
+    if theirs.tokenizer.template is None:
+        raise UserError(
+            f"{theirs.origin.folder} has no chat template, so nobody knows how it wants conversations written; take "
+            "its Instruct version, or put a chat_template.jinja into its folder"
+        )
+    here.say(f"starting from {theirs.origin.folder}")
+    return theirs
+
+
+def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> Learner:
+    """It with the kernel that runs here."""
+    device = here.device
+    kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
+    here.say(why)
+    return Learner(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
+
+
+def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
+    """Where nobody says."""
+    if config.output_dir:
+        return re.sub(r"[^\w.+=@-]+", "-", config.output_dir).strip("-.") or "finetuned"
+    return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
+
+
+def located(config: FinetuneConfig) -> tuple[str, ...]:
+    """--data, with names that are files of --dataset-dir in their place."""
+    found = []
+    for entry in config.data:
+        name, weight = parse_entry(entry)
+        places = [Path(config.dataset_dir).expanduser() / f"{name}{ending}" for ending in ("", ".json", ".jsonl")]
+        place = next((path for path in places if config.dataset_dir and path.exists()), None)
+        found.append(entry if place is None else str(place) if weight is None else f"{place}={weight:g}")
+    return absolute(found)
+
+
+def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:
+    """Rows to train on, and rows to validate on."""
+    seq_len, tokenizer = theirs.model.shape.seq_len, theirs.tokenizer
+    mixture = open_chat_mixture(
+        config.data,
+        "sft",
+        tokenizer,
+        seq_len,
+        seed=config.seed,
+        source=config.source,
+        find_overlaps=here.main,
+        say=here.say,
+        portion=Portion(0.0 if config.validation else config.val_size, config.max_samples),
+        packing=config.packing,
+    )
+    mixture.validation.extend(held_out_rows(config.validation, config.source, tokenizer, seq_len, here.say))
+    return mixture
+
+
+def batch_and_steps(config: FinetuneConfig, shape: HFShape, here: Context, rows: int) -> tuple[Split, int]:
+    """Batch and steps: `epochs` over all rows. Rows per device times micro-batches, where these are given; else as many
+    rows as leave enough steps."""
+    devices, asked = here.world.size, config.total_batch_size
+    if config.target_examples_per_step:
+        asked = config.target_examples_per_step * shape.seq_len
+    elif not asked and config.device_batch_size:
+        asked = config.device_batch_size * (config.gradient_accumulation_steps or 1) * devices * shape.seq_len
+    usual = min(FINETUNE_ROWS, max(1, int(rows * config.epochs) // FEW_STEPS))
+    split = share_out(config, shape, here.device, asked or usual * shape.seq_len)
+    per_step = split.devices * split.rows * split.accumulation
+    return split, config.num_iterations or max(1, math.ceil(rows * config.epochs / per_step))
+
+
+@torch.no_grad()
+def first_loss(stage: FinetuneStage) -> float:
+    """The held-out loss of the model as it came."""
+    stage.model.eval()
+    loss = stage.evaluate(0)["val_loss"]
+    stage.model.train()
+    return loss
+
+
+def write_model(stage: FinetuneStage, folder: Path, out: Path) -> None:
+    """The trained model as a folder of Hugging Face's, or of peft's."""
+    if stage.theirs.lora:
+        export_adapter(folder / BESIDE, stage.weights(), out)
+    else:
+        export(stage.theirs.model, stage.theirs.tokenizer, out)

@@ -1,0 +1,303 @@
+"""`ascendchat finetune`: the same steps as a plain loop of transformers, torch and peft; what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+
+from ascendchat.checkpoint import newest
+from ascendchat.cli import main
+from ascendchat.config import home
+from ascendchat.data.mixture import Batches
+from ascendchat.nn import IGNORE
+from ascendchat.nn.attention import KERNELS
+from ascendchat.nn.model import dense
+from ascendchat.nn.optim import muon_groups
+from ascendchat.plan.schedule import finetuning_scale
+from ascendchat.record import read_metrics
+from ascendchat.tasks.mixture import Portion, open_chat_mixture
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, ROWS, LENGTH = 5, 2, 96
+TOKENS = torch.arange(5, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 and questions with answers, as Alpaca writes them."""
+    folder, rng = tmp_path_factory.mktemp("finetune"), random.Random(0)
+    hf_models.save(folder / "tiny", "qwen2", initializer_range=0.1)
+    pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(60)]
+    rows = [
+        {"instruction": f"What is {a} plus {b}?", "input": "", "output": f"The answer is {a + b}."} for a, b in pairs
+    ]
+    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
+
+
+def words(place: Path, run: str, *more: str) -> list[str]:
+    sizes = f"--max-seq-len {LENGTH} --device-batch-size {ROWS} --steps {STEPS} --learning-rate 0.01 --val-size 0.1"
+    pace = "--save-every 2 --eval-every 2 --sample-every 0 --log-every 1 --warmup-steps 2 --device-type cpu"
+    named = ["finetune", "--model", str(place / "tiny"), "--data", str(place / "sums.jsonl"), "--run", run]
+    return [*named, *sizes.split(), *pace.split(), *more]
+
+
+def plain_losses(place: Path, model: Any, lora: bool, decay: float) -> list[float]:
+    """The same steps without us: conversations one by one, transformers' loss, torch's AdamW and clipping."""
+    opened = hf_models.opened(place / "tiny", LENGTH)
+    mixture = open_chat_mixture(
+        (str(place / "sums.jsonl"),), "sft", opened.tokenizer, LENGTH, say=lambda _: None, portion=Portion(0.1)
+    )
+    batches = Batches(mixture.sources, ROWS)
+    learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parts = [[p for p in learns if p.dim() > 1], [p for p in learns if p.dim() <= 1]]
+    grouped = [{"params": part, "weight_decay": d} for part, d in zip(parts, (decay, 0.0)) if part]
+    optimizer = torch.optim.AdamW(grouped, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for step in range(STEPS):
+        batch = batches.batch(step)
+        inputs, targets = (torch.from_numpy(array).view(-1) for array in (batch.inputs, batch.targets))
+        count = int((targets != IGNORE).sum())
+        total = torch.zeros(())
+        for begin, end in zip(np.cumsum([0, *batch.lengths[:-1]]), np.cumsum(batch.lengths)):
+            if (targets[begin:end] != IGNORE).any():
+                logits = model(inputs[None, begin:end]).logits[0]
+                total = total + torch.nn.functional.cross_entropy(
+                    logits, targets[begin:end], ignore_index=IGNORE, reduction="sum"
+                )
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(learns, 1.0)
+        scale = (step + 1) / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2)))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * scale
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()) / count)
+    return losses
+
+
+def our_losses(run: str) -> list[float]:
+    return [row["loss"] for row in read_metrics(home() / "runs" / run / "hf") if "loss" in row]
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    """Of one of our adapters."""
+    found: torch.Tensor = model(TOKENS, dense(model, KERNELS["sdpa"])) @ model.head.t()
+    return found
+
+
+@pytest.mark.slow
+def test_full_fine_tuning_takes_the_steps_of_a_plain_loop(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(place, "full", "--weight-decay", "0.1", "--output-dir", str(place / "whole"))) == 0
+    said = capsys.readouterr().out
+    model = hf_models.library().AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float32).train()
+    assert our_losses("full") == pytest.approx(plain_losses(place, model, False, 0.1), rel=2e-4)
+    trained = hf_models.library().AutoModelForCausalLM.from_pretrained(place / "whole", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(trained.state_dict()[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
+    rows = [row["val_loss"] for row in read_metrics(home() / "runs" / "full" / "hf") if "val_loss" in row]
+    assert rows[-1] < float(said.split("held-out loss before: ")[1].split()[0])
+    saved = newest(home() / "runs" / "full" / "hf")
+    assert saved is not None
+    assert saved.step == STEPS
+    assert (home() / "runs" / "full" / "hf" / "best").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--use-dora", "--use-rslora")], ids=["lora", "dora"])
+def test_lora_takes_the_steps_of_a_plain_loop_of_peft_and_goes_back_to_it(
+    place: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import peft
+
+    run = "lora" if not more else "dora"
+    assert main(words(place, run, "--lora", "--lora-rank", "4", *more)) == 0
+    base = hf_models.library().AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float32)
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules="all-linear",
+        use_dora=bool(more),
+        use_rslora=bool(more),
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, settings).train()
+    assert our_losses(run) == pytest.approx(plain_losses(place, model, True, 0.0), rel=2e-4)
+
+    cpu = ["--device-type", "cpu"]
+    assert main(["export", "--run", run, "--adapter", "--out", str(place / f"{run}-adapter"), *cpu]) == 0
+    assert main(["export", "--run", run, "--out", str(place / f"{run}-merged"), *cpu]) == 0
+    again = hf_models.library().AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(again, place / f"{run}-adapter").eval()
+    merged = hf_models.library().AutoModelForCausalLM.from_pretrained(place / f"{run}-merged", dtype=torch.float32)
+    with torch.no_grad():
+        wanted, plain = adapted(TOKENS).logits, base.eval()(TOKENS).logits
+        torch.testing.assert_close(merged.eval()(TOKENS).logits, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(wanted, plain, atol=1e-3, rtol=1e-2)  # as trained by the plain loop
+    torch.testing.assert_close(logits_of(hf_models.opened(place / f"{run}-merged").model), wanted, atol=1e-4, rtol=1e-4)
+    untouched = hf_models.library().AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float32)
+    with torch.no_grad():
+        assert (untouched.eval()(TOKENS).logits - wanted).abs().max() > 0.1
+    capsys.readouterr()
+    asked = ["-p", "What is 3 plus 4?", "-t", "0", "--max-tokens", "8", *cpu]
+    assert main(["chat", "--run", run, *asked]) == 0
+    of_the_run = capsys.readouterr().out
+    assert main(["chat", "--model", str(place / f"{run}-merged"), *asked]) == 0
+    assert capsys.readouterr().out == of_the_run
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_lora_holds_adapters_alone_and_knows_its_base(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = place / "copy"
+    hf_models.save(copy, "qwen2", initializer_range=0.1)
+    named = ["--model", str(copy), "--lora", "--lora-target", "q_proj,v_proj", "--steps", "1", "--lora-dropout", "0.5"]
+    assert main([*words(place, "small"), *named]) == 0
+    saved = newest(home() / "runs" / "small" / "hf")
+    assert saved is not None
+    assert {name.split(".")[-3] for name in saved.model()} == {"q_proj", "v_proj"}
+    assert all(name.startswith("base_model.model.model.layers.") for name in saved.model())
+    model = home() / "runs" / "small" / "hf" / f"step_{saved.step:06d}" / "model.safetensors"
+    assert model.stat().st_size < (copy / "model.safetensors").stat().st_size / 2
+    chat = ["chat", "--run", "small", "-p", "x", "-t", "0", "--max-tokens", "2", "--device-type", "cpu"]
+    assert main(chat) == 0
+    hf_models.save(copy, "qwen2", initializer_range=0.2)  # another model of the same name
+    capsys.readouterr()
+    assert main(chat) == 2
+    assert "has changed since: the adapters" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_and_other_adapters_are_another_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(place, "twice", "--lora", "--lora-dropout", "0.2")) == 0
+    whole = newest(home() / "runs" / "twice" / "hf")
+    assert whole is not None
+    wanted = whole.model()
+    for path in whole.folder.iterdir():
+        path.unlink()
+    whole.folder.rmdir()
+    capsys.readouterr()
+    assert main(words(place, "twice", "--lora", "--lora-dropout", "0.2")) == 0
+    assert "continuing after step 4" in capsys.readouterr().out
+    again = newest(home() / "runs" / "twice" / "hf")
+    assert again is not None
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in again.model().items())
+    assert main(words(place, "twice", "--lora", "--lora-rank", "2")) == 2
+    assert "was written with lora" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_earlier_fine_tuning_can_be_gone_on_from(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words(place, "first", "--lora"), "--steps", "1"]) == 0
+    again = words(place, "second", "--lora", "--steps", "1")
+    again[again.index("--model") + 1] = "first"
+    assert main(again) == 0
+    assert main(["chat", "--run", "second", "-p", "x", "-t", "0", "--max-tokens", "2", "--device-type", "cpu"]) == 0
+    sizes = "--prompts-per-step 2 --samples 2 --max-new-tokens 4 --steps 1 --eval-every -1 --max-seq-len 128"
+    rl = ["rl", "--start", "second", "--run", "third", "--data", "toy_arithmetic_en", *sizes.split()]
+    assert main([*rl, "--device-type", "cpu"]) == 0
+    saved = newest(home() / "runs" / "third" / "rl")
+    assert saved is not None
+    assert "lora" not in saved.state
+    assert "model.embed_tokens.weight" in saved.model()
+
+
+@pytest.mark.slow
+def test_muon_trains_the_matrices_of_the_layers(place: Path) -> None:
+    model = hf_models.opened(place / "tiny").model
+    groups = {group.name: group for group in muon_groups(model, 1e-5, 1e-3)}
+    stacked = [name for group in groups.values() if group.matrix for name, _ in group.parameters]
+    assert len(stacked) == 3 * 7  # of each layer
+    every = sorted(name for group in groups.values() for name, _ in group.parameters)
+    assert every == sorted(name for name, _ in model.named_parameters())
+    assert main(words(place, "muon", "--muon", "--matrix-lr", "0.02", "--learning-rate", "0.001")) == 0
+    losses = our_losses("muon")
+    assert losses[-1] < losses[0]
+
+
+def test_without_packing_a_row_holds_one_conversation(place: Path) -> None:
+    tokenizer = hf_models.opened(place / "tiny").tokenizer
+    entries = (str(place / "sums.jsonl"),)
+    packed, single = (
+        open_chat_mixture(
+            entries, "sft", tokenizer, LENGTH, say=lambda _: None, portion=Portion(0.0, most=40), packing=packing
+        )
+        for packing in (True, False)
+    )
+    assert single.per_epoch == 40
+    assert packed.per_epoch <= 20
+    assert not single.validation
+
+
+@pytest.mark.parametrize(("size", "least", "most"), [(0.5, 20, 40), (6.0, 1, 14)])
+def test_a_part_of_the_data_is_held_out(place: Path, size: float, least: int, most: int) -> None:
+    tokenizer = hf_models.opened(place / "tiny").tokenizer
+    mixture = open_chat_mixture(
+        (str(place / "sums.jsonl"),), "sft", tokenizer, LENGTH, say=lambda _: None, portion=Portion(size), packing=False
+    )
+    (held,) = mixture.validation
+    assert least <= len(held.starts) - 1 <= most
+    assert mixture.per_epoch + len(held.starts) - 1 == 60
+
+
+def test_the_rate_rises_and_falls_as_asked() -> None:
+    def scales(form: str, final: float = 0.0) -> list[float]:
+        return [finetuning_scale(step, 10, form, 2, final) for step in range(10)]
+
+    assert scales("constant") == [0.5] + [1.0] * 9
+    assert scales("linear") == pytest.approx([0.5, 1.0, *[(10 - step) / 8 for step in range(2, 10)]])
+    assert scales("cosine")[:3] == [0.5, 1.0, 1.0]
+    assert scales("cosine")[6] == pytest.approx(0.5)
+    assert scales("linear", 0.5)[9] == pytest.approx(0.125 + 0.875 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--lora", "--lora-target", "q_prj"), "did you mean q_proj"),
+        (("--stage", "sft", "--model", "nothing-here"), "no Hugging Face model"),
+        (("--output-dir", "{place}"), "is not empty"),
+        (("--data", "{place}/absent.jsonl"), "neither a task nor a file"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_one_sentence(
+    place: Path, more: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words(place, "never"), *(word.format(place=place) for word in more)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_without_a_chat_template_is_refused(
+    tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf_models.save(tmp_path / "bare", template=None)
+    asked = words(place, "bare")
+    asked[asked.index("--model") + 1] = str(tmp_path / "bare")
+    assert main(asked) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_too_large_a_model_is_refused_before_its_weights_are_read(
+    tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights are no weights at all: who reads them fails otherwise."""
+    values = json.loads((place / "tiny" / "config.json").read_text())
+    huge = {"hidden_size": 65536, "num_hidden_layers": 200, "intermediate_size": 200000, "vocab_size": 200000}
+    (tmp_path / "config.json").write_text(json.dumps(values | huge))
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    asked = words(place, "huge")
+    asked[asked.index("--model") + 1] = str(tmp_path)
+    assert main(asked) == 2
+    assert "or train adapters (finetune --lora)" in capsys.readouterr().err
