@@ -79,8 +79,8 @@ class HeadObjective(torch.autograd.Function):
 
 
 def by_logits(read: Read, tokens: Tensor, factor: Tensor, drawn: Drawn, shares: Tensor) -> Tensor:
-    """(N, V): `factor` (N,) times the gradient of the log-probability by the raw logits, which is (chosen - share) times
-    the slope of the softcap. `shares` (N, V), the probabilities, and the logits of `read` end here."""
+    """(N, V): `factor` (N,) times the gradient of the log-probability by the raw logits, which is (chosen - share)
+    times the slope of the softcap. `shares` (N, V), the probabilities, and the logits of `read` end here."""
     index = tokens.clamp(min=0).unsqueeze(-1)
     gradient = shares.neg_().scatter_add_(-1, index, torch.ones_like(read.logprob).unsqueeze(-1))
     of_softcap = read.capped.mul_(1.0 / drawn.softcap).square_().neg_().add_(1.0)

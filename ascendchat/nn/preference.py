@@ -6,11 +6,11 @@
 Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/objective.py gives them),
 how many tokens that are, and for DPO the same sums by the model that training began with.
 
-| loss  | what is minimised for a pair (c chosen, r rejected; log p: sum, mean log p: by the tokens of the reply)        |
-|-------|-----------------------------------------------------------------------------------------------------------------|
-| dpo   | -log sigmoid(beta ((log p(c) - log ref(c)) - (log p(r) - log ref(r))))                                          |
-| orpo  | -mean log p(c) - beta log sigmoid(log odds(c) - log odds(r)), where odds = p / (1 - p) of the mean log p        |
-| simpo | -log sigmoid(beta (mean log p(c) - mean log p(r)) - gamma)                                                      |
+| loss  | what is minimised for a pair (c chosen, r rejected; log p: sum over the reply, mean log p: per token)      |
+|-------|------------------------------------------------------------------------------------------------------------|
+| dpo   | -log sigmoid(beta ((log p(c) - log ref(c)) - (log p(r) - log ref(r))))                                     |
+| orpo  | -mean log p(c) - beta log sigmoid(log odds(c) - log odds(r)), where odds = p / (1 - p) of the mean log p   |
+| simpo | -log sigmoid(beta (mean log p(c) - mean log p(r)) - gamma)                                                 |
 """
 
 from __future__ import annotations

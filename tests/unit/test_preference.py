@@ -86,7 +86,8 @@ def test_every_loss_and_its_gradient_equal_an_independent_one(name: str, weights
     c, r = (column.requires_grad_() for column in columns[:2])
     found = PREFERENCES[name](Pairs(c, r, *columns[2:]), weights)
     np.testing.assert_allclose(found.loss.detach(), independent(name, weights, *sums, *lengths, refs), rtol=1e-9)
-    assert not (found.chosen.requires_grad or found.rejected.requires_grad)
+    assert not found.chosen.requires_grad
+    assert not found.rejected.requires_grad
     found.loss.sum().backward()
     step = 1e-5
     for at, column in enumerate((c, r)):
