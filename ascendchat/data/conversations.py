@@ -161,16 +161,19 @@ def conversations(
     *,
     limit: int | None = None,
     slots: Mapping[str, str] | None = None,
+    arrange: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Conversation]:
     """Every conversation of a file, in order; `say` gets a line about rows that were left out, if there are any.
 
-    `slots` are words for places like {{name}}, `limit` stops after so many rows."""
+    `slots` are words for places like {{name}}, `limit` stops after so many rows, `arrange` gives a row the columns
+    above (registry.py)."""
     path = check_table(path)
     reader: Callable[[TableRow], Iterator[Conversation]] | None = None
 
     def read_row(row: TableRow) -> list[Conversation]:
         nonlocal reader
+        row = arrange(row) if arrange else row
         reader = reader or detect(row, path)
         return [checked(one) for one in reader(filled(row, slots) if slots else row)]
 
