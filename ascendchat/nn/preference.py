@@ -1,6 +1,6 @@
 """Losses on pairs of replies, one preferred to the other: DPO, ORPO and SimPO, as functions of their log-probabilities.
 
-    found = PREFERENCES["dpo"](pairs, Weights(beta=0.1))      # `ascendchat finetune --stage dpo`
+    found = preference("dpo", pairs, Weights(beta=0.1))       # `ascendchat finetune --stage dpo`
     found.loss, found.chosen, found.rejected                  # (P,) each: what is minimised, and the implicit rewards
 
 Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/objective.py gives them),
@@ -33,6 +33,7 @@ class Weights:
     beta: float
     smoothing: float = 0.0  # chance that the two replies of a pair are the wrong way round (dpo, simpo)
     gamma: float = 0.0  # nats by which the chosen reply has to win (simpo)
+    sft: float = 0.0  # weight of -mean log p(c), added to the loss of the pair
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ def simpo(pairs: Pairs, weights: Weights) -> Preference:
 
 
 PREFERENCES: dict[str, Callable[[Pairs, Weights], Preference]] = {"dpo": dpo, "orpo": orpo, "simpo": simpo}
+
+
+def preference(name: str, pairs: Pairs, weights: Weights) -> Preference:
+    """The loss by its name, with that of SFT on the chosen replies."""
+    found = PREFERENCES[name](pairs, weights)
+    return found._replace(loss=found.loss - weights.sft * pairs.means[0]) if weights.sft else found
 
 
 def sequence_sums(values: Tensor, owner: Tensor, count: int) -> Tensor:

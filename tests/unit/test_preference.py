@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ascendchat.nn import IGNORE
 from ascendchat.nn import objective as module
 from ascendchat.nn.objective import head_logprobs, learnt_logprobs
-from ascendchat.nn.preference import PREFERENCES, Pairs, Weights, log_odds, sequence_sums
+from ascendchat.nn.preference import PREFERENCES, Pairs, Weights, log_odds, preference, sequence_sums
 from ascendchat.nn.readout import Drawn
 
 Floats = NDArray[np.float64]
@@ -57,6 +57,13 @@ def test_orpo_by_hand() -> None:
     """Mean probabilities 1/2 and 1/4: odds 1 and 1/3."""
     found = PREFERENCES["orpo"](pairs_of([4 * math.log(0.5)], [2 * math.log(0.25)], [4.0], [2.0]), Weights(0.1))
     assert found.loss.item() == pytest.approx(math.log(2) + 0.1 * math.log(1 + 1 / 3))
+
+
+def test_the_loss_of_sft_is_added_by_its_weight() -> None:
+    pairs = pairs_of([-8.0], [-20.0], [4.0], [5.0])
+    plain, more = (preference("simpo", pairs, Weights(2.0, gamma=1.0, sft=sft)) for sft in (0.0, 0.5))
+    assert more.loss.item() == pytest.approx(plain.loss.item() + 0.5 * 2.0)
+    assert more.chosen == plain.chosen
 
 
 def independent(name: str, w: Weights, c: Floats, r: Floats, nc: Floats, nr: Floats, refs: list[Floats]) -> Floats:
