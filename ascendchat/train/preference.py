@@ -65,7 +65,7 @@ def method_of(config: PreferenceConfig) -> str:
     if config.pref_loss == "sigmoid":
         return config.stage
     if config.stage not in ("dpo", config.pref_loss):
-        raise UserError(f"--stage {config.stage} and --pref-loss {config.pref_loss} differ; leave one of them out")
+        raise UserError(f"stage {config.stage} and pref_loss {config.pref_loss} differ; leave one of them out")
     return config.pref_loss
 
 

@@ -100,6 +100,17 @@ def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path,
     assert all(0 < row["val_loss"] < 10 for row in rows if "val_loss" in row)
 
 
+def test_data_is_shown_as_the_model_sees_it_and_nothing_is_trained(home: Path) -> None:
+    info = {"mine": {"file_name": "chats.jsonl", "formatting": "openai", "columns": {"messages": "messages"}}}
+    (home / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    words = ["sft", "--start", "tiny", "--run", "shown", "--data", f"mine,{home / 'words'}", "--preview", "2"]
+    output = finish(home, [*words, "--dataset-dir", str(home)])
+    assert f"--- {home}/mine, row 2: " in output
+    assert output.count("<|assistant_end|>]]") >= 1
+    assert f"--- {home}/words, row 2: 64 tokens, 63 learnt" in output
+    assert not (home / "runs" / "shown").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mid", "sft"])
 def test_a_killed_stage_ends_with_the_same_weights(home: Path, name: str) -> None:

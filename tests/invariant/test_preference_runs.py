@@ -194,11 +194,20 @@ def test_two_ranks_train_like_one_and_a_run_moves_between_them(place: Path, whol
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in one], rel=2e-3, abs=2e-4)
 
 
+def test_pairs_are_shown_and_nothing_is_trained(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(place, "shown", "dpo", preview=1) == 0
+    found = capsys.readouterr().out
+    assert "pair 1, rejected: " in found
+    assert "<|im_start|>assistant\nsystem<|im_end|>" in found, "an earlier turn of the assistant is not learnt"
+    assert "<|im_start|>assistant\n[[The answer is seventeen<|im_end|>]]" in found
+    assert not (place / "runs" / "shown").exists()
+
+
 def test_what_makes_no_sense_is_refused_in_one_sentence(place: Path) -> None:
     with pytest.raises(UserError, match="name the pairs to learn from"):
         preference_run(replace(config_of(place, "x", "dpo"), data=()))
     with pytest.raises(UserError, match="the replies of a pair would see each other"):
         train(place, "x", "dpo", attend="row")
-    with pytest.raises(UserError, match="--stage simpo and --pref-loss orpo differ"):
+    with pytest.raises(UserError, match="stage simpo and pref_loss orpo differ"):
         train(place, "x", "simpo", pref_loss="orpo")
     assert method_of(config_of(place, "x", "dpo", pref_loss="orpo")) == "orpo"
