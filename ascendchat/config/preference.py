@@ -1,4 +1,4 @@
-"""Config of learning from pairs of replies: `ascendchat finetune --stage dpo|orpo|simpo`."""
+"""Config of learning from pairs of replies: `finetune --stage dpo|orpo|simpo`."""
 
 from __future__ import annotations
 

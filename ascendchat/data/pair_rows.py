@@ -1,4 +1,4 @@
-"""Preference pairs as packed rows: `ascendchat finetune --stage dpo`.
+"""Preference pairs as packed rows: `finetune --stage dpo`.
 
     rendered = render_pair(tokenizer, pair, seq_len + 1, counts)      # None: there is nothing to learn from it
     rows = PairRows(all_rendered, seq_len, seed, pad)

@@ -2,7 +2,7 @@
 
     for pair in pairs("dpo.jsonl"): ...       # Pair(prompt, chosen, rejected), lists of messages as in data/chat.py
 
-`ascendchat finetune --stage dpo --data FILE` reads through here; `ascendchat sft` takes the chosen reply of such files.
+`finetune --stage dpo --data FILE` reads through here; `ascendchat sft` takes the chosen reply of such files.
 The columns of each row tell its form:
 
 | form                    | columns                                                                                   |

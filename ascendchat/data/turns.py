@@ -3,7 +3,7 @@
     spoken("gpt", "Hello.")              # {"role": "assistant", "content": "Hello."}
     turns([{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello."}])
 
-`ascendchat sft --data FILE` comes here through conversations.py, `ascendchat finetune --stage dpo` through pairs.py.
+`ascendchat sft --data FILE` comes here through conversations.py, `finetune --stage dpo` through pairs.py.
 """
 
 from __future__ import annotations

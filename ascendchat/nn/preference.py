@@ -1,6 +1,6 @@
 """Losses on pairs of replies, one preferred to the other: DPO, ORPO and SimPO, as functions of their log-probabilities.
 
-    found = preference("dpo", pairs, Weights(beta=0.1))       # `ascendchat finetune --stage dpo`
+    found = preference("dpo", pairs, Weights(beta=0.1))       # `finetune --stage dpo`
     found.loss, found.chosen, found.rejected                  # (P,) each: what is minimised, and the implicit rewards
 
 Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/objective.py gives them),

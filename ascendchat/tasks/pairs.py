@@ -1,4 +1,4 @@
-"""The pairs of `ascendchat finetune --stage dpo`: `--data NAME=WEIGHT,...` as rows to train and validate on.
+"""The pairs of `finetune --stage dpo`: `--data NAME=WEIGHT,...` as rows to train and validate on.
 
     opened = open_pair_mixture(("dpo_en.jsonl=0.7", "data/dpo_zh_demo=0.3"), tokenizer, seq_len, seed=0)
     batches = PairBatches(opened.sources, bins_per_step)          # data/pair_rows.py

@@ -1,4 +1,4 @@
-"""`ascendchat finetune --stage dpo --model Qwen2.5-0.5B-Instruct --data pairs.jsonl`: learning from pairs of replies.
+"""`finetune --stage dpo --model Qwen2.5-0.5B-Instruct --data pairs.jsonl`: learning from pairs of replies.
 
 A Stage of the one loop. Both replies of a pair lie in packed rows as documents that do not see each other
 (data/pair_rows.py); their log-probabilities come from the head in chunks (nn/objective.py), and DPO, ORPO or SimPO
@@ -282,7 +282,7 @@ def usual_rate(config: PreferenceConfig, learner: Learner) -> float | None:
 
 
 def run(config: PreferenceConfig) -> int:
-    """Train from pairs; what `ascendchat finetune` does for --stage dpo, orpo and simpo."""
+    """Train from pairs; what `finetune` does for --stage dpo, orpo and simpo."""
     method_of(config)
     if not config.data:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")

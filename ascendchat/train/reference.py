@@ -1,4 +1,4 @@
-"""Log-probabilities of the reference of DPO, kept in the folder of a run: `ascendchat finetune --stage dpo`.
+"""Log-probabilities of the reference of DPO, kept in the folder of a run: `finetune --stage dpo`.
 
     reference = Reference(folder, [start, data])             # what they are a function of
     table = reference.read_or_make(stage.reference_table, here)
