@@ -8,8 +8,6 @@ from typing import Literal
 from ascendchat.config import option
 from ascendchat.config.train import ChatTrainConfig
 
-PreferenceName = Literal["dpo", "orpo", "simpo"]
-
 
 @dataclass(frozen=True)
 class PreferenceOptions:
@@ -35,7 +33,15 @@ class PreferenceConfig(PreferenceOptions, ChatTrainConfig):
     "model to start from: folder, GGUF file, run or checkpoint"
     data: tuple[str, ...] = option((), also=("dataset",))
     "pairs, as NAME or NAME=WEIGHT: files and folders in any usual form, or names of --dataset-dir"
-    stage: PreferenceName = "dpo"
+    validation: tuple[str, ...] = option((), also=("eval_dataset",))
+    "pairs to validate on; by default a part of --data that is not trained on"
+    val_size: float = option(0.02, least=0, most=1e9)
+    "that part: a share, or from 1 on a number of pairs, about; 0: none"
+    max_samples: int | None = option(None, least=1, most=1e12)
+    "pairs of each entry of --data at most"
+    packing: bool = True
+    "several pairs in two rows, which do not see each other; --no-packing: one pair"
+    stage: Literal["sft", "dpo", "orpo", "simpo"] = "dpo"
     "the loss on pairs"
     learning_rate: float | None = option(None, also=("lr",), above=0, most=1)
     "of a Hugging Face model; by default 1e-6, of adapters and of orpo 5e-6"

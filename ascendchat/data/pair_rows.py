@@ -170,7 +170,9 @@ class PairBatch(Batch):
 class PairRows:
     """The packed pairs of one source; see mixture.Rows, whose rows are bins here and whose targets are pairs."""
 
-    def __init__(self, pairs: Iterable[RenderedPair], seq_len: int, seed: int, pad: int) -> None:
+    def __init__(
+        self, pairs: Iterable[RenderedPair], seq_len: int, seed: int, pad: int, *, packing: bool = True
+    ) -> None:
         self.seq_len, self.seed, self.pad = seq_len, seed, pad
         self.first = 0  # number of its first pair in a mixture
         ids, mask, starts = array("i"), array("b"), array("q", [0])
@@ -187,7 +189,10 @@ class PairRows:
         self.pairs = (len(starts) - 1) // 2
         order = shuffled(self.pairs, seed, 0, ORDER)
         places = (np.diff(self.starts) - 1).reshape(-1, 2)[order]  # a sequence of n tokens takes n - 1
-        packed = pack_pairs([(int(a), int(b)) for a, b in places], seq_len)
+        lengths = [(int(a), int(b)) for a, b in places]
+        packed: list[Bin] = (
+            pack_pairs(lengths, seq_len) if packing else [([2 * i], [2 * i + 1]) for i in range(len(lengths))]
+        )
         self.bins = [tuple([2 * int(order[s // 2]) + s % 2 for s in row] for row in both) for both in packed]
         self.per_epoch = len(self.bins)
         self._pairs = np.array([(len(a) + len(b)) // 2 for a, b in self.bins])

@@ -164,7 +164,7 @@ def of_sharegpt(columns: Mapping[str, str], tags: Mapping[str, str], ranking: bo
     """Turns in one list, each with a speaker and a text under the names of `tags`."""
     role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     speakers = {tags.get(tag, usual): ours for tag, (usual, ours) in TAGS.items()}
-    wanted = {"conversations": columns.get("messages", "conversations")}
+    wanted: dict[str, str | None] = {"conversations": columns.get("messages", "conversations")}
     wanted |= {name: columns.get(name) for name in ("system", "tools")}
     wanted |= {name: columns.get(name, name) for name in (("chosen", "rejected") if ranking else ())}
 

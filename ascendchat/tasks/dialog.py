@@ -95,7 +95,7 @@ class Dialog(Task):
                 path = next(iter(sorted(path.parent.glob(f"{known}.*"))), path)
         else:
             self.name = path.name.split(".")[0]
-        self.notices = list[str]()
+        self.notices: list[str] = []
         self.stored = Stored(talk for listed in sets_at(path) for talk in self._read(listed))
         if self.name not in SLOTS and b"{{name}}" in self.stored.text:
             self.notices.append(f"{self.name}: {{{{name}}}} stays as it is; it is filled in only in identity.json")

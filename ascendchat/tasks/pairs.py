@@ -30,7 +30,7 @@ class PairMixture:
     """An opened mixture. The pairs of all its rows are numbered, those of the validation behind the others."""
 
     sources: list[tuple[PairRows, float]]
-    validation: list[PairRows]  # pairs that are not trained on, of each entry
+    validation: list[PairRows]  # pairs that are not trained on
 
     @property
     def every(self) -> list[PairRows]:
@@ -65,46 +65,83 @@ def read_pairs(name: str, say: Say) -> Iterator[Pair]:
 
 
 def open_pair_mixture(
-    data: Sequence[str], tokenizer: Encoder, seq_len: int, *, seed: int = 0, say: Say = print
+    data: Sequence[str],
+    tokenizer: Encoder,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    held_out: float = VALIDATION,
+    most: int | None = None,
+    validation: Sequence[str] = (),
+    packing: bool = True,
+    say: Say = print,
 ) -> PairMixture:
-    """Read every entry once. Entries without a weight count by their rows."""
+    """Read every entry once. Entries without a weight count by their rows. `held_out`: the share of the prompts, or
+    from 1 on about the number of pairs, that is kept for validation; 0, or `validation` given: none. `most`: pairs of
+    each entry. Without `packing` two rows hold one pair."""
     opened = PairMixture([], [])
+    make = Maker(tokenizer, seq_len, seed, packing, say)
     for name, weight in parse_mixture(data):
-        rows, validation = open_pairs(name, tokenizer, seq_len, seed, say)
+        rows, kept = make.split(name, itertools.islice(read_pairs(name, say), most), 0.0 if validation else held_out)
         opened.sources.append((rows, float(rows.per_epoch) if weight is None else weight))
-        opened.validation.append(validation)
+        opened.validation.extend(kept)
+    opened.validation.extend(make.rows(name, read_pairs(name, say)) for name in validation)
     number = 0
     for rows in opened.every:
         rows.first, number = number, number + rows.pairs
     return opened
 
 
-def open_pairs(name: str, tokenizer: Encoder, seq_len: int, seed: int, say: Say) -> tuple[PairRows, PairRows]:
-    """Rows to train on and rows to validate on of one entry, which is read once."""
-    counts, held = PairCounts(), list[Pair]()
+@dataclass(frozen=True)
+class Maker:
+    """Makes rows of pairs."""
 
-    def rendered(found: Iterable[Pair]) -> Iterator[RenderedPair]:
-        sides = (render_pair(tokenizer, pair, seq_len + 1, counts) for pair in found)
+    tokenizer: Encoder
+    seq_len: int
+    seed: int
+    packing: bool
+    say: Say
+
+    def rendered(self, found: Iterable[Pair], counts: PairCounts) -> Iterator[RenderedPair]:
+        sides = (render_pair(self.tokenizer, pair, self.seq_len + 1, counts) for pair in found)
         return (pair for pair in sides if pair is not None)
 
-    train = rendered(hold_out(read_pairs(name, say), held))
-    begin = list(itertools.islice(train, 1))
-    if not begin:  # the hash chose all for validation
-        train, begin, held = rendered(held), [], []
-    pad = tokenizer.specials["<|pad|>"]
-    rows = PairRows(itertools.chain(begin, train), seq_len, seed, pad)
-    kept = list(rendered(held))
-    counts.check()
-    say(f"{name}: {counts.line()}; {2 * rows.per_epoch} rows, {rows.filled:.0%} full")
-    if not kept:
-        say(f"{name} is too small to keep some for validation: validated on the first, which is also trained on")
-    return rows, PairRows(kept or [rows.pair(0)], seq_len, seed, pad)
+    def pack(self, found: Iterable[RenderedPair]) -> PairRows:
+        return PairRows(found, self.seq_len, self.seed, self.tokenizer.specials["<|pad|>"], packing=self.packing)
+
+    def rows(self, name: str, found: Iterable[Pair]) -> PairRows:
+        """All of them, and a line about them."""
+        counts = PairCounts()
+        rows = self.pack(self.rendered(found, counts))
+        counts.check()
+        self.say(f"{name}: {counts.line()}; {2 * rows.per_epoch} rows, {rows.filled:.0%} full")
+        return rows
+
+    def split(self, name: str, found: Iterable[Pair], held_out: float) -> tuple[PairRows, list[PairRows]]:
+        """Rows to train on, and rows to validate on, if any are wanted."""
+        if not held_out:
+            return self.rows(name, found), []
+        if held_out >= 1:
+            found = list(found)
+            held_out = min(0.5, held_out / max(1, len(found)))
+        held: list[Pair] = []
+        train = hold_out(found, held, held_out)
+        begin = list(itertools.islice(train, 1))
+        if not begin:  # the hash chose all of them
+            train, held = iter(held), []
+        rows = self.rows(name, itertools.chain(begin, train))
+        kept = list(self.rendered(held, PairCounts()))
+        if not kept:
+            self.say(
+                f"{name} is too small to keep some for validation: validated on the first, which is also trained on"
+            )
+        return rows, [self.pack(kept or [rows.pair(0)])]
 
 
-def hold_out(found: Iterable[Pair], held: list[Pair]) -> Iterator[Pair]:
+def hold_out(found: Iterable[Pair], held: list[Pair], share: float) -> Iterator[Pair]:
     """The pairs to train on; those kept for validation go to `held`, all of a prompt or none."""
     for pair in found:
-        if is_held_out(json.dumps(pair.prompt, sort_keys=True).encode(), VALIDATION):
+        if is_held_out(json.dumps(pair.prompt, sort_keys=True).encode(), share):
             held.append(pair)
         else:
             yield pair

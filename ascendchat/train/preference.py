@@ -208,7 +208,7 @@ class PreferenceStage(RowStage):
         return table.cpu()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Means over the pairs that are not trained on."""
+        """Means over the pairs that are not trained on; nothing without any."""
         total: Tensor | None = None
         names: tuple[str, ...] = ()
         for index in range(len(self.mixture.sources), len(self.mixture.every)):
@@ -295,16 +295,25 @@ def run(config: PreferenceConfig) -> int:
         return train_pairs(begin_with_theirs(config, here) or begin_with_ours(config, here, "rl"), here)
 
 
-def train_pairs(
-    begin: Beginning[PreferenceConfig], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage
-) -> int:
+def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
-    config, learner, tokenizer = begin.config, begin.learner, begin.tokenizer
+    config: PreferenceConfig = begin.config
+    learner, tokenizer = begin.learner, begin.tokenizer
     here.say(f"starting from {begin.origin.folder}")
     data = absolute(listed_data(config.data, config.dataset_dir, knows))
     config = replace(config, data=data, learning_rate=usual_rate(config, learner))
     shape, method = learner.model.shape, method_of(config)
-    mixture = open_pair_mixture(data, tokenizer, shape.seq_len, seed=config.seed, say=here.say)
+    mixture = open_pair_mixture(
+        data,
+        tokenizer,
+        shape.seq_len,
+        seed=config.seed,
+        held_out=config.val_size,
+        most=config.max_samples,
+        validation=listed_data(config.validation, config.dataset_dir, knows),
+        packing=config.packing,
+        say=here.say,
+    )
     if config.preview:
         for text in preview_mixture(data, mixture.sources, tokenizer, config.preview, colours(sys.stdout)):
             here.say(text)

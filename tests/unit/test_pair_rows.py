@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import hf_models
 import numpy as np
@@ -14,6 +16,7 @@ from ascendchat.data.pair_rows import PairBatches, PairCounts, PairRows, pack_pa
 from ascendchat.data.pairs import Pair
 from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.nn import IGNORE
+from ascendchat.tasks.pairs import open_pair_mixture
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,38 @@ def test_bins_hold_every_pair_once_both_sides_and_no_row_too_much() -> None:
         }
         assert all(sum(lengths[s // 2][s % 2] for s in row) <= 64 for row in both)
     assert sum(map(sum, lengths)) > 0.9 * 128 * len(bins), "the rows are almost full"
+
+
+def test_without_packing_a_bin_holds_one_pair(ours: Tokenizer) -> None:
+    found = render_pair(ours, pair("q", "a", "b"), 65, PairCounts())
+    assert found is not None
+    rows = PairRows([found] * 5, 64, 0, ours.specials["<|pad|>"], packing=False)
+    assert rows.per_epoch == 5
+    batch = PairBatches([(rows, 1.0)], 2).batch(0)
+    assert batch.lengths.tolist() == [len(found.chosen.ids) - 1, 65 - len(found.chosen.ids)] * 4
+
+
+def test_entries_are_split_by_prompt_shortened_and_validated_elsewhere(ours: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q {n // 2}", "chosen": f"a {n}", "rejected": "b"} for n in range(400)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+    def opened(**more: Any) -> tuple[list[int], list[int], list[int]]:
+        found = open_pair_mixture([str(path)], ours, 64, say=lambda line: None, **more)
+        firsts = [each.first for each in found.every]
+        return [each.pairs for each, _ in found.sources], [each.pairs for each in found.validation], firsts
+
+    (train,), (held,), firsts = opened()
+    assert train + held == 400
+    assert 0 < held < 30
+    assert held % 2 == 0, "both pairs of a prompt"
+    assert firsts == [0, train], "numbers of the validation are behind the others"
+    assert opened(held_out=0) == ([400], [], [0])
+    assert opened(most=7, held_out=0)[0] == [7]
+    assert opened(validation=[str(path)]) == ([400], [400], [0, 400])
+    (train,), (held,), _ = opened(held_out=100)
+    assert train + held == 400
+    assert 60 < held < 140
 
 
 def test_batches_are_slices_of_one_global_batch_and_epochs_hold_every_pair(ours: Tokenizer) -> None:
