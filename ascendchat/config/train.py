@@ -132,6 +132,10 @@ class ChatTrainConfig(TrainConfig):
     data: tuple[str, ...] = ()
     """mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared
     corpora; by default toyworld for a model of the embedded corpus, else smoltalk, mmlu, gsm8k and identity"""
+    dataset_dir: str = ""
+    "folder of a dataset_info.json, as LLaMA-Factory has it: --data takes the names that it lists"
+    preview: int = option(0, least=0, most=1e6)
+    "show this many rows of each entry of --data as the model will see them, with what it learns marked, and end"
     source: str = ""
     "folder with local copies of the tasks' sets; evaluation questions found in the mixture are reported"
     tokenizer: str = ""

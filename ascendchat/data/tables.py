@@ -11,12 +11,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
+from ascendchat.config import UserError
+from ascendchat.data import read
 from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, unpack
 from ascendchat.record.console import inert
 
@@ -24,6 +27,8 @@ TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)  # of JSON, and texts: one in a text is none
 SHOWN_UNREAD = 3  # rows that could not be read, named
+OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what such a row raises
+Row = TypeVar("Row")
 
 
 def open_text(path: Path) -> IO[str]:
@@ -130,3 +135,60 @@ class Unread:
     def line(self) -> str:
         """One line for the log."""
         return f"{self.name}: {self.count} of {self.rows} rows cannot be read: {inert('; '.join(self.first))}"
+
+
+def check_table(path: str | Path) -> Path:
+    """The path, if it is a file of conversations by its name."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not a file; name a json, jsonl, tsv or parquet file of conversations")
+    if format_of(path.name)[0] not in TABLE_TYPES:
+        raise UserError(
+            f"{path.name}: conversations are read from {' '.join(TABLE_TYPES)} files; convert it to .jsonl, with one "
+            'line for each conversation, like {"prompt": "Who are you?", "completion": "A small assistant."}'
+        )
+    return path
+
+
+def read_rows(
+    path: Path,
+    read_row: Callable[[TableRow], Row],
+    *,
+    limit: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Iterator[Row]:
+    """What `read_row` makes of each row of a table; rows that it cannot read are counted and left out. A UserError of
+    it means columns that it does not know: those of another row may be known."""
+    unread, read_any, unknown = Unread(path.name), False, None
+    try:
+        for where, row in islice(entries(path), limit):
+            unread.rows += 1
+            try:
+                if isinstance(row, Exception):
+                    raise row
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is {type(row).__name__}, not an object with named columns")
+                found = read_row(row)
+            except UserError as error:
+                unknown = unknown or error
+                unread.add(where, f"it has the columns {', '.join(row) or '(none)'}")
+            except OF_ANOTHER_FORM as error:
+                unread.add(where, why_unread(error))
+                read_any = read_any or isinstance(row, dict)
+            else:
+                read_any = True
+                yield found
+            if unread.count > 1000 and unread.too_many:
+                break  # no need to read the wrong thing to its end
+    except (ValueError, *read.UNREADABLE) as error:  # of the file, not of a row
+        raise UserError(
+            f"{path.name} cannot be read beyond row {unread.rows}: {read.reason(error)}; fetch or write it again"
+        ) from error
+    if not unread.rows:
+        raise UserError(f"{path.name} is empty; name a file with at least one row")
+    if not read_any and unknown is not None:
+        raise unknown
+    if unread.too_many:
+        raise UserError(f"{unread.line()}; more than 1 % is too much: mend these rows or take them out")
+    if unread.count:
+        say(f"{unread.line()}; left out")

@@ -2,6 +2,7 @@
 
     loss, logprobs, entropy = head_objective(hidden, head, targets, drawn, objective, columns)
     logprobs = head_logprobs(hidden, head, targets, drawn)         # without gradient, as of an older policy
+    logprobs = learnt_logprobs(hidden, head, targets, drawn)       # with: for losses of whole replies (preference.py)
 
 As in loss.py each chunk of rows is multiplied, scored and turned into its gradient at once, and only one chunk of
 logits exists at a time. `drawn` (readout.py) says which distribution is meant, and in which dtype it is computed.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ascendchat.nn import IGNORE
 from ascendchat.nn.loss import chunk_rows, mean_weight
-from ascendchat.nn.readout import Drawn
+from ascendchat.nn.readout import Drawn, Read
 
 Objective = Callable[..., Tensor]  # (log-probabilities (N,), *columns (N,)) -> what is minimised, per token (N,)
 
@@ -63,12 +64,7 @@ class HeadObjective(torch.autograd.Function):
             shares = (read.scaled - read.logsumexp.unsqueeze(-1)).exp_()
             entropy = read.logsumexp - (shares * read.capped).sum(dim=-1) / drawn.temperature
             entropies[rows] = torch.where(scored, entropy, 0.0)
-            # of the log-probability by the raw logits: (chosen - share) times the slope of the softcap by temperature
-            factor = (slope * (wanted.weight / drawn.temperature)).unsqueeze(-1)
-            index = tokens.clamp(min=0).unsqueeze(-1)
-            gradient = shares.neg_().scatter_add_(-1, index, torch.ones_like(read.logprob).unsqueeze(-1))
-            of_softcap = read.capped.mul_(1.0 / drawn.softcap).square_().neg_().add_(1.0)  # the logits end here
-            gradient = gradient.mul_(of_softcap).mul_(factor).to(narrow)
+            gradient = by_logits(read, tokens, slope * (wanted.weight / drawn.temperature), drawn, shares).to(narrow)
             grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
             grad_head[:vocab] += gradient.t() @ part.to(narrow)
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
@@ -80,6 +76,46 @@ class HeadObjective(torch.autograd.Function):
         grad_hidden, grad_head = ctx.saved_tensors
         scale = grad_output.to(grad_hidden.dtype)
         return grad_hidden * scale, grad_head * scale, None
+
+
+def by_logits(read: Read, tokens: Tensor, factor: Tensor, drawn: Drawn, shares: Tensor) -> Tensor:
+    """(N, V): `factor` (N,) times the gradient of the log-probability by the raw logits, which is (chosen - share)
+    times the slope of the softcap. `shares` (N, V), the probabilities, and the logits of `read` end here."""
+    index = tokens.clamp(min=0).unsqueeze(-1)
+    gradient = shares.neg_().scatter_add_(-1, index, torch.ones_like(read.logprob).unsqueeze(-1))
+    of_softcap = read.capped.mul_(1.0 / drawn.softcap).square_().neg_().add_(1.0)
+    return gradient.mul_(of_softcap).mul_(factor.unsqueeze(-1))
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """(N,) log-probabilities. What each of them weighs is known when all are: backward makes the logits once more,
+    chunk by chunk, instead of keeping them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, drawn: Drawn) -> Tensor:
+        ctx.save_for_backward(hidden, head, tokens)
+        ctx.drawn = drawn
+        parts = [drawn.read(hidden[part], head, tokens[part]).logprob for part in chunks(hidden, head)]
+        known = torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.where(tokens != IGNORE, known, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, head, tokens = ctx.saved_tensors
+        drawn, vocab = ctx.drawn, ctx.drawn.vocab
+        narrow = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        grad_hidden = torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # adapters: frozen
+        factor = torch.where(tokens != IGNORE, grad_output, 0.0) / drawn.temperature
+        for rows in chunks(hidden, head):
+            part = hidden[rows]
+            read = drawn.read(part, head, tokens[rows])
+            shares = (read.scaled - read.logsumexp.unsqueeze(-1)).exp_()
+            gradient = by_logits(read, tokens[rows], factor[rows], drawn, shares).to(narrow)
+            grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
+            if grad_head is not None:
+                grad_head[:vocab] += gradient.t() @ part.to(narrow)
+        return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None
 
 
 def value_and_slope(
@@ -118,14 +154,18 @@ def head_objective(
     return loss, logprobs, entropies
 
 
+def learnt_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, drawn: Drawn) -> Tensor:
+    """Of every target, in their shape; 0 where nothing is scored. The product with the head is made a second time in
+    the backward pass: what is kept in between is one number per target."""
+    rows, tokens = scored_rows(targets)
+    known = HeadLogprobs.apply(hidden.reshape(-1, hidden.size(-1))[rows], head, tokens, drawn)  # type: ignore[no-untyped-call]
+    return spread(known, rows, targets)
+
+
 @torch.no_grad()
 def head_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, drawn: Drawn) -> Tensor:
-    """Of every target, in their shape; 0 where nothing is scored."""
-    rows, tokens = scored_rows(targets)
-    flat = hidden.reshape(-1, hidden.size(-1))[rows]
-    parts = [drawn.read(flat[part], head, tokens[part]).logprob for part in chunks(flat, head)]
-    known = torch.cat(parts) if parts else flat.new_zeros(0, dtype=torch.float32)
-    return spread(torch.where(tokens != IGNORE, known, 0.0), rows, targets)
+    """The same without gradient."""
+    return learnt_logprobs(hidden, head, targets, drawn)
 
 
 def scored_rows(targets: Tensor) -> tuple[Tensor | slice, Tensor]:
@@ -138,6 +178,6 @@ def scored_rows(targets: Tensor) -> tuple[Tensor | slice, Tensor]:
 
 def spread(values: Tensor, rows: Tensor | slice, targets: Tensor) -> Tensor:
     """Back to the shape of the targets; 0 elsewhere."""
-    out = values.new_zeros(targets.numel())
-    out[rows] = values
-    return out.view(targets.shape)
+    if isinstance(rows, slice):
+        return values.view(targets.shape)
+    return values.new_zeros(targets.numel()).index_put((rows,), values).view(targets.shape)

@@ -3,6 +3,7 @@
 Dialog("smoltalk")                                        # a named set of `ascendchat data fetch`
 Dialog("talk.jsonl")                                      # a file, or a folder of files: see data/conversations.py
 Dialog("identity.json")                                   # its {{name}} and {{author}} are filled in: SLOTS
+Dialog("data/alpaca_en_demo")                             # what data/dataset_info.json lists: see data/registry.py
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ascendchat.config import UserError
@@ -20,6 +21,7 @@ from ascendchat.data.conversations import conversations
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.data.read import format_of
+from ascendchat.data.registry import INFO, Listed, find_listed
 from ascendchat.data.tables import TABLE_TYPES
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
@@ -51,7 +53,7 @@ def files_of(where: Path, split: str) -> list[Path]:
     """A file, or those of a folder; where the names tell splits, only the files of this one."""
     if where.is_file():
         return [where]
-    every = [p for p in sorted(where.rglob("*")) if p.is_file() and p.name != "manifest.json"]
+    every = [p for p in sorted(where.rglob("*")) if p.is_file() and p.name not in ("manifest.json", INFO)]
     tables = [p for p in every if format_of(p.name)[0] in TABLE_TYPES]
 
     def of(path: Path, name: str) -> bool:
@@ -59,6 +61,25 @@ def files_of(where: Path, split: str) -> list[Path]:
 
     named = [p for p in tables if any(of(p, name) for name in ("train", "test"))]
     return [p for p in named if of(p, split)] if named else (tables if split == "train" else [])
+
+
+def sets_at(path: Path, *, ranking: bool = False) -> list[Listed]:
+    """The data sets that a path stands for: those of a registry (data/registry.py), else the file or folder itself."""
+    listed = find_listed(path, ranking=ranking)
+    if listed is None and not path.exists():
+        raise UserError(f"{path} does not exist; give a file, a folder or a name of `ascendchat data fetch`")
+    return listed or [Listed(path.name.split(".")[0], path, ranking, None, None)]
+
+
+def tables_of(listed: Listed, split: str) -> list[Path]:
+    """The files of a data set; none is an error."""
+    files = files_of(listed.path, split)
+    if not files:
+        raise UserError(
+            f"{listed.path} holds no conversations of the split {split!r}; they are read from "
+            f"{' '.join(TABLE_TYPES)} files"
+        )
+    return files
 
 
 class Dialog(Task):
@@ -74,18 +95,17 @@ class Dialog(Task):
                 path = next(iter(sorted(path.parent.glob(f"{known}.*"))), path)
         else:
             self.name = path.name.split(".")[0]
-        if not path.exists():
-            raise UserError(f"{path} does not exist; give a file, a folder or a name of `ascendchat data fetch`")
-        files = files_of(path, self.split)
-        if not files:
-            raise UserError(
-                f"{path} holds no conversations of the split {self.split!r}; they are read from "
-                f"{' '.join(TABLE_TYPES)} files"
-            )
-        slots, self.notices = SLOTS.get(self.name), list[str]()
-        self.stored = Stored(t for file in files for t in conversations(file, slots=slots, say=self.notices.append))
-        if not slots and b"{{name}}" in self.stored.text:
+        self.notices: list[str] = []
+        self.stored = Stored(talk for listed in sets_at(path) for talk in self._read(listed))
+        if self.name not in SLOTS and b"{{name}}" in self.stored.text:
             self.notices.append(f"{self.name}: {{{{name}}}} stays as it is; it is filled in only in identity.json")
+
+    def _read(self, listed: Listed) -> Iterator[Conversation]:
+        slots = SLOTS.get(listed.path.name.split(".")[0])
+        for file in tables_of(listed, self.split):
+            yield from conversations(
+                file, limit=listed.limit, slots=slots, arrange=listed.arrange, say=self.notices.append
+            )
 
     def __len__(self) -> int:
         return len(self.stored)

@@ -20,10 +20,11 @@ from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, render_choice, text_of
-from ascendchat.data.conversations import PROMPT, REPLY, checked, openai, parse_choice, read_rows, said, turns
+from ascendchat.data.conversations import PROMPT, REPLY, parse_choice
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
-from ascendchat.data.tables import TABLE_TYPES, TableRow
+from ascendchat.data.tables import TABLE_TYPES, TableRow, read_rows
+from ascendchat.data.turns import checked, openai, said, turns
 from ascendchat.tasks import load, terms
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK

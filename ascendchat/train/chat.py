@@ -7,6 +7,7 @@ tasks/mixture.py says what --data may hold.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ascendchat.config.stages import StageName
 from ascendchat.config.train import ChatTrainConfig
 from ascendchat.data.chat import render_prompt
 from ascendchat.data.mixture import Batches, absolute
+from ascendchat.data.preview import colours, preview_mixture
+from ascendchat.data.registry import listed_data
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.infer.generator import prompt_room
@@ -31,6 +34,7 @@ from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
@@ -123,7 +127,8 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
         here.say(f"starting from {origin.folder}")
         shape = Shape.from_dict(origin.state["shape"])
         folder = tokenizer_folder(config.tokenizer, origin).resolve()
-        data = absolute(config.data or default_data(name, settings_of(origin).get("data") or (), config.source))
+        listed = listed_data(config.data, config.dataset_dir, knows)
+        data = absolute(listed or default_data(name, settings_of(origin).get("data") or (), config.source))
         config = replace(config, tokenizer=str(folder), data=data)  # what later commands look up
         tokenizer = open_tokenizer(folder, origin, shape)
         if config.max_seq_len and config.max_seq_len != shape.seq_len:
@@ -135,6 +140,10 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
         mixture = open_chat_mixture(
             data, name, tokenizer, shape.seq_len, seed=seed, source=source, find_overlaps=find, say=say
         )
+        if config.preview:
+            for text in preview_mixture(data, mixture.sources, tokenizer, config.preview, colours(sys.stdout)):
+                say(text)
+            return 0
         split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
         stage = ChatStage(name, build(config, shape, here), split, steps, mixture, tokenizer, config, origin)
         if not saved:

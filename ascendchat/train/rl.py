@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ from ascendchat.dist.context import Context
 from ascendchat.hf.shape import HFShape
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
-from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
 from ascendchat.infer.rollouts import Sizes, open_rollouts
-from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.objective import head_logprobs
@@ -44,17 +42,17 @@ from ascendchat.record import run_folder
 from ascendchat.tasks import Task
 from ascendchat.tasks.questions import QuestionFile, load_questions
 from ascendchat.tasks.rewards import Judge
+from ascendchat.train.beginning import Beginning, begin_with_ours, begin_with_theirs
 from ascendchat.train.grpo import PRESETS, length_penalty
-from ascendchat.train.huggingface import open_start
 from ascendchat.train.invariant import InvariantLearner, batch_invariant
 from ascendchat.train.policy import RlStage
 from ascendchat.train.policy_loss import PolicyLoss, method_of
 from ascendchat.train.rhythm import Rhythm
 from ascendchat.train.rollout import Questions, Rollout
-from ascendchat.train.rows import Learner, build, share_out
+from ascendchat.train.rows import Learner, share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.source import Beside, InTurn, chunk_of
-from ascendchat.train.start import only_weights, starting_point
+from ascendchat.train.start import only_weights
 from ascendchat.train.workflow import Workflows
 
 MOST_SLOTS = 256
@@ -62,7 +60,7 @@ BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
-NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size"  # flags of mid and sft without a meaning here
+NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size", "dataset_dir", "preview"  # of mid and sft
 
 
 def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +78,7 @@ def run(config: RlConfig) -> int:
         )
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
-        begin = begin_with_theirs(config, here) or begin_with_ours(config, here)
+        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
         origin, tokenizer, learner = begin.origin, begin.tokenizer, begin.learner
         here.say(f"starting from {origin.folder}")
         shape, config = learner.model.shape, begin.config
@@ -114,54 +112,9 @@ def run(config: RlConfig) -> int:
         return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=begin.add_files)
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """The model that a run starts from, ready to be trained."""
-
-    learner: Learner[Any]
-    tokenizer: Tokenizer
-    origin: Any  # Checkpoint | HFSource
-    config: RlConfig
-    run: str  # its name, where nobody says
-    add_files: Callable[[Path], None]
-    learnt_from: Sequence[str] = ()
-
-
-def begin_with_ours(config: RlConfig, here: Context) -> Beginning:
-    """A checkpoint of an earlier stage."""
-    if config.learning_rate is not None:
-        raise UserError("--learning-rate is of Hugging Face models; ours have one per kind of weight: --lr-multiplier")
-    origin = starting_point(config, "rl", here.say)
-    shape = Shape.from_dict(origin.state["shape"])
-    tokens = tokenizer_folder(config.tokenizer, origin).resolve()
-    config = replace(config, tokenizer=str(tokens))
-    tokenizer = open_tokenizer(tokens, origin, shape)
-    if config.max_seq_len:
-        shape = Shape.from_dict({**shape.to_dict(), "seq_len": config.max_seq_len})
-
-    def add_files(run: Path) -> None:
-        tokenizer.save(run / "tokenizer")
-
-    learnt_from = settings_of(origin).get("data") or ()
-    name = origin.folder.parent.parent.name
-    return Beginning(build(config, shape, here), tokenizer, origin, config, name, add_files, learnt_from)
-
-
-def begin_with_theirs(config: RlConfig, here: Context) -> Beginning | None:
-    """A Hugging Face model; None where --start names no such."""
-    theirs = open_start(config, here)
-    if theirs is None:
-        return None
-    device, model = here.device, theirs.model
-    kernel, why = choose(device.type, device.dtype, model.shape.head_dim, config.attention)
-    here.say(why)
-    learner = Learner(model, kernel, device, here.place, by_document=config.attend == "document")
-    return Beginning(learner, theirs.tokenizer, theirs.origin, config, theirs.name, theirs.add_files)
-
-
 @contextmanager
 def generator_of(
-    config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning, folder: Path, here: Context
+    config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning[RlConfig], folder: Path, here: Context
 ) -> Iterator[Generator]:
     """What answers the questions: an engine around the weights that are trained, or servers."""
     shape, origin = begin.learner.model.shape, begin.origin

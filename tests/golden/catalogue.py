@@ -28,7 +28,11 @@ sys.path.insert(0, str(ROOT))
 WORD = re.compile(r"[A-Za-z]{2,}")
 COMMAND = re.compile(r"(ascendchat|pip|source|python|torchrun|srun) |-")  # typed, not read: the same in Chinese
 # Exceptions that become a part of a UserError, in these modules: the refusal of a plan, a row that cannot be read.
-PARTS = {"TooLarge": ["plan.goals"], "ValueError": ["data.conversations", "data.chat", "data.read", "tasks.choice"]}
+PARTS = {
+    "TooLarge": ["plan.goals"],
+    "ValueError": [f"data.{name}" for name in ("conversations", "turns", "pairs", "tables", "chat", "read")],
+}
+PARTS["ValueError"] += ["tasks.choice"]
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with
 
 

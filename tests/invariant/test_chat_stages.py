@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from warm_process import Popen
 
 from ascendchat.cli import main
+from ascendchat.config.preference import PreferenceConfig
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
+from ascendchat.train import preference
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
 STEPS = 18
@@ -99,6 +101,17 @@ def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path,
     assert all(0 < loss < 10 for loss in losses)
     assert min(losses) < losses[0] - 0.05
     assert all(0 < row["val_loss"] < 10 for row in rows if "val_loss" in row)
+
+
+def test_data_is_shown_as_the_model_sees_it_and_nothing_is_trained(home: Path) -> None:
+    info = {"mine": {"file_name": "chats.jsonl", "formatting": "openai", "columns": {"messages": "messages"}}}
+    (home / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    words = ["sft", "--start", "tiny", "--run", "shown", "--data", f"mine,{home / 'words'}", "--preview", "2"]
+    output = finish(home, [*words, "--dataset-dir", str(home)])
+    assert f"--- {home}/mine, row 2: " in output
+    assert output.count("<|assistant_end|>]]") >= 1
+    assert f"--- {home}/words, row 2: 64 tokens, 63 learnt" in output
+    assert not (home / "runs" / "shown").exists()
 
 
 @pytest.mark.slow
@@ -221,3 +234,26 @@ def test_text_alone_is_validated_in_bits_per_byte(home: Path, name: str) -> None
     assert bits[0] > bits[-1] > 0
     best = (home / "runs" / f"text_{name}" / name / "best").read_text().split()
     assert float(best[1]) == min(bits)
+
+
+@pytest.mark.slow
+def test_a_model_of_ours_learns_from_pairs_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    rows = [{"prompt": sentence(rng, 6), "chosen": "red red tree", "rejected": sentence(rng, 5)} for _ in range(60)]
+    (home / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
+    config = PreferenceConfig(
+        start="tiny",
+        run="paired",
+        data=(str(home / "pairs.jsonl"),),
+        num_iterations=8,
+        device_batch_size=8,
+        total_batch_size=512,
+        lr_multiplier=1.0,
+        device_type="cpu",
+    )
+    assert preference.run(config) == 0
+    found = [row for row in read_metrics(home / "runs" / "paired" / "hf") if "loss" in row]
+    assert found[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert found[-1]["loss"] < 0.65
+    assert found[-1]["accuracy"] > 0.9

@@ -1,0 +1,116 @@
+"""Messages from what publishers call them: the pieces that the readers of conversations and of pairs are made of.
+
+    spoken("gpt", "Hello.")              # {"role": "assistant", "content": "Hello."}
+    turns([{"from": "human", "value": "Hi"}, {"role": "assistant", "content": "Hello."}])
+
+`ascendchat sft --data FILE` comes here through conversations.py, `finetune --stage dpo` through pairs.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from ascendchat.data.chat import ROLES, SPAN_OF, Conversation, Message, Part
+from ascendchat.data.tables import TableRow
+
+ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assistant's turn
+    "system": "system developer",
+    "user": "human user prompter",
+    "assistant": "gpt chatgpt bing bard assistant model",
+    "call": "function_call",
+    "tool": "observation function_response function tool ipython",
+}
+SPEAKERS = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
+TOOLS_OFFERED = "You can call these tools:\n"
+
+
+def message(role: str, content: str | Sequence[Part]) -> Message:
+    return {"role": role, "content": content if isinstance(content, str) else list(content)}
+
+
+def spoken(speaker: Any, content: Any) -> Message:
+    """A message from a speaker of any tradition; a function call is a part of the assistant's turn."""
+    role = SPEAKERS.get(str(speaker).strip().lower())
+    if role is None:
+        raise ValueError(f"the speaker {speaker!r} is unknown (known: {', '.join(SPEAKERS)})")
+    if isinstance(content, list):  # parts: ours, or those of the OpenAI interface
+        parts = [{"type": p.get("type"), "text": p.get("text")} for p in content]
+        return message(role, cast(Sequence[Part], parts))
+    if not isinstance(content, str):
+        raise ValueError(f"what {speaker!r} says is not text but {type(content).__name__}")
+    return message("assistant", [{"type": "tool", "text": content}]) if role == "call" else message(role, content)
+
+
+def openai(row: TableRow) -> Iterator[Conversation]:
+    conversation: Conversation = []
+    for entry in row["messages"]:
+        calls = entry.get("tool_calls") or []
+        said = spoken(entry["role"], entry.get("content") or "")
+        if calls:
+            text = [] if not said["content"] else [{"type": "text", "text": said["content"]}]
+            made = [{"type": "tool", "text": called(call)} for call in calls]
+            said = message("assistant", [*(text if isinstance(said["content"], str) else said["content"]), *made])
+        conversation.append(said)
+    yield conversation
+
+
+def called(call: TableRow) -> str:
+    """A tool call as the text the model produces."""
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = json.loads(arguments)
+    return json.dumps({"name": function["name"], "arguments": arguments or {}}, ensure_ascii=False)
+
+
+def opening(row: TableRow) -> Conversation:
+    """The system message of a row, with the tools it offers."""
+    system, tools = row.get("system") or "", row.get("tools") or ""
+    if tools:
+        tools = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
+        system = "\n".join(part for part in (system, TOOLS_OFFERED + tools) if part)
+    return [message("system", system)] if system else []
+
+
+def turns(entries: Any) -> Conversation:
+    """ShareGPT turns (from, value) or the same with role and content."""
+    return [spoken(e["from"], e["value"]) if "from" in e else spoken(e["role"], e["content"]) for e in entries]
+
+
+def cell(row: TableRow, names: str) -> Any:
+    """The first of these columns that the row has."""
+    return row[next((name for name in names.split("|") if name in row), names.replace("|", " or "))]
+
+
+def said(content: Any, role: str) -> Conversation:
+    """A text is one message of this role; a list is messages already."""
+    if not isinstance(content, (str, list)):
+        raise ValueError(f"what the {role} says is not text but {type(content).__name__}")
+    return [message(role, content)] if isinstance(content, str) else turns(content)
+
+
+def history(row: TableRow) -> Conversation:
+    """The earlier exchanges of a row."""
+    return [m for u, a in row.get("history") or [] for m in (message("user", u), message("assistant", a))]
+
+
+def asked(row: TableRow) -> str:
+    """The instruction of an Alpaca row, and what it is about."""
+    return "\n".join(part for part in (row["instruction"], row.get("input") or row.get("context") or "") if part)
+
+
+def checked(conversation: Conversation) -> Conversation:
+    """The conversation, if the renderer takes it: every message has a role, and text or parts of known types."""
+    for entry in conversation:
+        role, content = entry["role"], entry["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for kind in (part["type"] for part in parts):
+            if kind not in SPAN_OF:
+                raise ValueError(f"a part of a message has the unknown type {kind!r} (known: {', '.join(SPAN_OF)})")
+            if kind != "text" and role in ("system", "user"):
+                raise ValueError(f"a part of the type {kind!r} belongs to the assistant, not to the role {role!r}")
+        if role not in ROLES or not all(isinstance(part["text"], str) for part in parts):
+            raise ValueError(f"the message {entry!r:.200} has no text")
+    return conversation

@@ -1,0 +1,147 @@
+"""The pairs of `finetune --stage dpo`: `--data NAME=WEIGHT,...` as rows to train and validate on.
+
+    opened = open_pair_mixture(("dpo_en.jsonl=0.7", "data/dpo_zh_demo=0.3"), tokenizer, seq_len, seed=0)
+    batches = PairBatches(opened.sources, bins_per_step)          # data/pair_rows.py
+
+An entry is a file or folder of pairs in any known form (data/pairs.py), or a name of a registry (data/registry.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ascendchat.data.chat import Encoder
+from ascendchat.data.mixture import fingerprint, is_held_out, parse_mixture
+from ascendchat.data.pair_rows import PairCounts, PairRows, RenderedPair, render_pair
+from ascendchat.data.pairs import Pair, pairs
+from ascendchat.tasks.dialog import sets_at, tables_of
+from ascendchat.tasks.mixture import VALIDATION
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PairMixture:
+    """An opened mixture. The pairs of all its rows are numbered, those of the validation behind the others."""
+
+    sources: list[tuple[PairRows, float]]
+    validation: list[PairRows]  # pairs that are not trained on
+
+    @property
+    def every(self) -> list[PairRows]:
+        return [*(rows for rows, _ in self.sources), *self.validation]
+
+    @property
+    def pairs(self) -> int:
+        """Those that are trained on."""
+        return sum(rows.pairs for rows, _ in self.sources)
+
+    @property
+    def bins(self) -> int:
+        """Of one epoch of all entries."""
+        return sum(rows.per_epoch for rows, _ in self.sources)
+
+    @property
+    def facts(self) -> list[Any]:
+        """Fingerprint and weights: what a resumed run must have in common with the one it continues."""
+        return [fingerprint(self.sources), *[weight for _, weight in self.sources]]
+
+    @property
+    def identity(self) -> str:
+        """Of all pairs, those to validate on too."""
+        return fingerprint([(rows, 1.0) for rows in self.every])
+
+
+def read_pairs(name: str, say: Say) -> Iterator[Pair]:
+    """All pairs that an entry of --data stands for."""
+    for listed in sets_at(Path(name).expanduser(), ranking=True):
+        for file in tables_of(listed, "train"):
+            yield from pairs(file, limit=listed.limit, arrange=listed.arrange, say=say)
+
+
+def open_pair_mixture(
+    data: Sequence[str],
+    tokenizer: Encoder,
+    seq_len: int,
+    *,
+    seed: int = 0,
+    held_out: float = VALIDATION,
+    most: int | None = None,
+    validation: Sequence[str] = (),
+    packing: bool = True,
+    say: Say = print,
+) -> PairMixture:
+    """Read every entry once. Entries without a weight count by their rows. `held_out`: the share of the prompts, or
+    from 1 on about the number of pairs, that is kept for validation; 0, or `validation` given: none. `most`: pairs of
+    each entry. Without `packing` two rows hold one pair."""
+    opened = PairMixture([], [])
+    make = Maker(tokenizer, seq_len, seed, packing, say)
+    for name, weight in parse_mixture(data):
+        rows, kept = make.split(name, itertools.islice(read_pairs(name, say), most), 0.0 if validation else held_out)
+        opened.sources.append((rows, float(rows.per_epoch) if weight is None else weight))
+        opened.validation.extend(kept)
+    opened.validation.extend(make.rows(name, read_pairs(name, say)) for name in validation)
+    number = 0
+    for rows in opened.every:
+        rows.first, number = number, number + rows.pairs
+    return opened
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes rows of pairs."""
+
+    tokenizer: Encoder
+    seq_len: int
+    seed: int
+    packing: bool
+    say: Say
+
+    def rendered(self, found: Iterable[Pair], counts: PairCounts) -> Iterator[RenderedPair]:
+        sides = (render_pair(self.tokenizer, pair, self.seq_len + 1, counts) for pair in found)
+        return (pair for pair in sides if pair is not None)
+
+    def pack(self, found: Iterable[RenderedPair]) -> PairRows:
+        return PairRows(found, self.seq_len, self.seed, self.tokenizer.specials["<|pad|>"], packing=self.packing)
+
+    def rows(self, name: str, found: Iterable[Pair]) -> PairRows:
+        """All of them, and a line about them."""
+        counts = PairCounts()
+        rows = self.pack(self.rendered(found, counts))
+        counts.check()
+        self.say(f"{name}: {counts.line()}; {2 * rows.per_epoch} rows, {rows.filled:.0%} full")
+        return rows
+
+    def split(self, name: str, found: Iterable[Pair], held_out: float) -> tuple[PairRows, list[PairRows]]:
+        """Rows to train on, and rows to validate on, if any are wanted."""
+        if not held_out:
+            return self.rows(name, found), []
+        if held_out >= 1:
+            found = list(found)
+            held_out = min(0.5, held_out / max(1, len(found)))
+        held: list[Pair] = []
+        train = hold_out(found, held, held_out)
+        begin = list(itertools.islice(train, 1))
+        if not begin:  # the hash chose all of them
+            train, held = iter(held), []
+        rows = self.rows(name, itertools.chain(begin, train))
+        kept = list(self.rendered(held, PairCounts()))
+        if not kept:
+            self.say(
+                f"{name} is too small to keep some for validation: validated on the first, which is also trained on"
+            )
+        return rows, [self.pack(kept or [rows.pair(0)])]
+
+
+def hold_out(found: Iterable[Pair], held: list[Pair], share: float) -> Iterator[Pair]:
+    """The pairs to train on; those kept for validation go to `held`, all of a prompt or none."""
+    for pair in found:
+        if is_held_out(json.dumps(pair.prompt, sort_keys=True).encode(), share):
+            held.append(pair)
+        else:
+            yield pair

@@ -1,0 +1,337 @@
+"""`finetune --stage dpo --model Qwen2.5-0.5B-Instruct --data pairs.jsonl`: learning from pairs of replies.
+
+A Stage of the one loop. Both replies of a pair lie in packed rows as documents that do not see each other
+(data/pair_rows.py); their log-probabilities come from the head in chunks (nn/objective.py), and DPO, ORPO or SimPO
+(nn/preference.py) makes a loss of them: its mean over the pairs of a step, whichever rank has them. The reference of
+DPO is the model as it came: its log-probabilities are computed once, before the first step, and kept in the run's
+folder (reference.py), so that no second model takes memory.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ascendchat import dist
+from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.config import UserError
+from ascendchat.config.preference import PreferenceConfig, PreferenceOptions
+from ascendchat.data.mixture import absolute
+from ascendchat.data.pair_rows import PairBatch, PairBatches
+from ascendchat.data.preview import colours, preview_mixture
+from ascendchat.data.registry import listed_data
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.device import Device
+from ascendchat.dist.context import Context
+from ascendchat.hf.shape import HFShape
+from ascendchat.infer.huggingface import HFSource
+from ascendchat.infer.inputs import to_device
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.objective import learnt_logprobs
+from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
+from ascendchat.nn.readout import Drawn, Float32Readout
+from ascendchat.plan.batch import Split
+from ascendchat.plan.schedule import Curve
+from ascendchat.plan.shape import Shape
+from ascendchat.record import run_folder
+from ascendchat.tasks import knows
+from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
+from ascendchat.train.beginning import Beginning, begin_with_ours, begin_with_theirs
+from ascendchat.train.reference import Reference
+from ascendchat.train.rows import Learner, RowStage, share_out
+from ascendchat.train.run import train_stage, training_context
+from ascendchat.train.stage import Loss
+from ascendchat.train.start import only_weights
+
+BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+RATES = {"dpo": 1e-6, "orpo": 5e-6, "simpo": 1e-6}  # of all weights of a Hugging Face model
+ADAPTER_RATE = 5e-6
+PAIRS_PER_STEP, FEW_STEPS = 32, 100  # fewer pairs where the run would have fewer steps
+NOT_HERE = "warm_start", "source"  # flags of mid and sft without a meaning here
+
+
+def method_of(config: PreferenceConfig) -> str:
+    """The loss that is asked for: `--stage orpo` and `--stage dpo --pref-loss orpo` are the same."""
+    if config.pref_loss == "sigmoid":
+        return config.stage
+    if config.stage not in ("dpo", config.pref_loss):
+        raise UserError(f"stage {config.stage} and pref_loss {config.pref_loss} differ; leave one of them out")
+    return config.pref_loss
+
+
+def weights_of(method: str, options: PreferenceOptions) -> Weights:
+    """The numbers of the loss."""
+    return Weights(
+        beta=options.pref_beta or BETAS[method],
+        smoothing=0.0 if method == "orpo" else options.label_smoothing,
+        gamma=options.simpo_gamma if method == "simpo" else 0.0,
+        sft=options.pref_ftx,
+    )
+
+
+@dataclass(frozen=True)
+class UploadedPairs:
+    """What one forward pass takes, on the device. R rows of T tokens, S segments, P pairs."""
+
+    inputs: Tensor  # (R, T)
+    targets: Tensor  # (R, T), IGNORE but on the replies
+    lengths: NDArray[np.int32]  # (S,), on the host
+    owner: Tensor  # (R * T,) the segment of each token
+    chosen: Tensor  # (P,) segments
+    rejected: Tensor
+    tokens: Tensor  # (P, 2) float32: targets of the replies
+    reference: Tensor | None  # (P, 2) their log-probabilities by the reference
+    step_pairs: int  # in the whole step, over all ranks: what its loss is divided by
+
+
+class PreferenceStage(RowStage):
+    """A loss on pairs of replies. `split` shares out bins of two rows."""
+
+    mixture: PairMixture
+
+    def __init__(
+        self,
+        method: str,
+        learner: Learner,
+        split: Split,
+        steps: int,
+        mixture: PairMixture,
+        tokenizer: Tokenizer,
+        config: PreferenceConfig,
+        origin: Checkpoint | HFSource,
+    ) -> None:
+        self.method, self.mixture, self.origin, self.config = method, mixture, origin, config
+        self.numbers = weights_of(method, config)
+        self.reference: Tensor | None = None  # (pairs, 2), of all pairs of the mixture, on the host
+        shape = learner.model.shape
+        readout = Float32Readout(learner.model.head.dtype, learner.place)
+        self.drawn = Drawn(shape.vocab, softcap=learner.model.softcap, readout=readout)
+        super().__init__(learner, split, steps, tokenizer, config, Curve(warmup=steps // 10, warmdown=1.0, final=0.0))
+        self.model.train()  # activations are recomputed in this mode only
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def batches(self, rows_per_step: int) -> PairBatches:
+        return PairBatches(self.mixture.sources, rows_per_step)
+
+    def micro_batches(self, step: int) -> Iterator[UploadedPairs]:  # type: ignore[override]
+        """This rank's bins of a step; one batch is made while the device works on that before."""
+        split, mine = self.split, self.split.rows * self.split.accumulation
+        batches, first = self.batches(mine * split.devices), dist.world().rank * mine
+        pairs = batches.targets(step)
+        for begin in range(first, first + mine, split.rows):
+            yield self.upload(batches.batch(step, begin, begin + split.rows), pairs)
+
+    def upload(self, batch: PairBatch, step_pairs: int) -> UploadedPairs:
+        put = partial(to_device, place=self.learner.place, pin=self.learner.device.pin)
+        known = None if self.reference is None else self.reference[torch.from_numpy(batch.number)]
+        return UploadedPairs(
+            put(batch.inputs),
+            put(batch.targets),
+            batch.lengths,
+            put(np.arange(len(batch.lengths)).repeat(batch.lengths)),
+            put(batch.chosen),
+            put(batch.rejected),
+            put(batch.tokens, dtype=torch.float32),
+            None if known is None else put(known, dtype=torch.float32),
+            step_pairs,
+        )
+
+    def sums(self, batch: UploadedPairs) -> Tensor:
+        """(P, 2) log-probabilities of the chosen and of the rejected replies; logits exist chunk by chunk."""
+        learner = self.learner
+        hidden = learner.hidden(batch.inputs, learner.documents(batch.inputs, batch.lengths))
+        logprobs = learnt_logprobs(hidden, learner.model.head, batch.targets, self.drawn)
+        every = sequence_sums(logprobs.flatten(), batch.owner, len(batch.lengths))
+        return torch.stack((every[batch.chosen], every[batch.rejected]), dim=1)
+
+    def compared(self, batch: UploadedPairs) -> tuple[Preference, dict[str, Tensor]]:
+        """The loss of every pair, and what is measured of it, (P,) each."""
+        sums, known = self.sums(batch), batch.reference
+        references = () if known is None else known.unbind(1)
+        found = preference(self.method, Pairs(*sums.unbind(1), *batch.tokens.unbind(1), *references), self.numbers)
+        means = (sums.detach() / batch.tokens).unbind(1)
+        return found, {
+            "accuracy": (found.chosen > found.rejected).float(),
+            "margin": found.chosen - found.rejected,
+            "reward_chosen": found.chosen,
+            "reward_rejected": found.rejected,
+            "logprob_chosen": means[0],  # per token
+            "logprob_rejected": means[1],
+        }
+
+    def loss(self, batch: UploadedPairs, scale: float = 1.0) -> Loss:  # type: ignore[override]
+        """Every pair of the step weighs the same. The loop takes the mean over the ranks."""
+        found, measured = self.compared(batch)
+        share = self.split.devices / batch.step_pairs
+        metrics = {name: value.sum() * share for name, value in measured.items()}
+        return Loss(found.loss.sum() * (share * scale), metrics)
+
+    def probe(self) -> UploadedPairs:  # type: ignore[override]
+        """The first bins: a bin is as large as any other."""
+        batches = PairBatches(self.mixture.sources, self.split.rows)
+        return self.upload(batches.batch(0), batches.targets(0))
+
+    def rates(self, step: int) -> dict[str, float]:
+        return {**super().rates(step), "clip": 1.0}
+
+    # ---- looking at it -------------------------------------------------------------------------
+
+    def all_bins(self, index: int) -> Iterator[PairBatch]:
+        """This rank's share of one pass over a source (`index` as in mixture.every), a device batch at a time."""
+        rows, size, world = self.mixture.every[index], self.split.rows, dist.world()
+        batches = PairBatches([(rows, 1.0)], rows.per_epoch)
+        for first in range(world.rank * size, rows.per_epoch, world.size * size):
+            yield batches.batch(0, first, min(first + size, rows.per_epoch))
+
+    @torch.no_grad()
+    def reference_table(self) -> Tensor:
+        """(pairs, 2) by the weights as they are now, of all pairs of the mixture, on the host."""
+        every = self.mixture.every
+        table = torch.zeros(sum(rows.pairs for rows in every), 2, device=self.learner.place)
+        self.model.eval()
+        for index in range(len(every)):
+            for batch in self.all_bins(index):
+                table[torch.from_numpy(batch.number).to(table.device)] = self.sums(self.upload(batch, 1))
+        self.model.train()
+        dist.all_reduce(table, "sum")  # each pair is in one place, and 0 elsewhere
+        return table.cpu()
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Means over the pairs that are not trained on; nothing without any."""
+        total: Tensor | None = None
+        names: tuple[str, ...] = ()
+        for index in range(len(self.mixture.sources), len(self.mixture.every)):
+            for batch in self.all_bins(index):
+                found, measured = self.compared(self.upload(batch, 1))
+                values = {"val_loss": found.loss, **{f"val_{name}": value for name, value in measured.items()}}
+                row = torch.stack([*(value.sum() for value in values.values()), found.loss.new_tensor(len(found.loss))])
+                total, names = row if total is None else total + row, tuple(values)
+        return averaged(total, names, self.learner.place)
+
+    def is_spike(self, loss: float, mean: float) -> bool:
+        return False  # a pair that is far off in a step of few pairs shows nothing
+
+    def identity(self) -> dict[str, Any]:
+        start = f"{self.origin.state.get('stage')} step {self.origin.step} {self.origin.fingerprint}"
+        about = {"stage": "hf", "method": self.method, "loss": vars(self.numbers)}
+        return {**about, **super().identity(), "data": self.mixture.facts, "start": start}
+
+    def summary(self) -> str:
+        split, mixture = self.split, self.mixture
+        pairs = mixture.pairs / mixture.bins * split.devices * split.rows * split.accumulation
+        return (
+            f"{self.model.shape.total_parameters / 1e6:.1f} M parameters; {self.method} on {mixture.pairs} pairs, "
+            f"{self.steps} steps of about {pairs:.0f} pairs = {split.devices} device(s) x {2 * split.rows} rows x "
+            f"{split.accumulation} micro-batch(es) x {split.seq_len // 2}"
+        )
+
+
+def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) -> dict[str, float]:
+    """Sums and a count on each rank -> means over all; a rank may have seen nothing."""
+    every = dist.gather_objects(names)
+    names = next((found for found in every if found), ())
+    if not names:
+        return {}
+    total = torch.zeros(len(names) + 1, device=place) if total is None else total
+    dist.all_reduce(total, "sum")
+    *values, count = total.tolist()
+    return {name: value / count for name, value in zip(names, values)}
+
+
+def doubled(shape: Any) -> Any:
+    """The shape whose rows are bins: two rows of T tokens take as much room as one of 2 T."""
+    if isinstance(shape, HFShape):
+        counted = replace(shape.counted, seq_len=2 * shape.seq_len)
+        return replace(shape, seq_len=2 * shape.seq_len, counted=counted)
+    return Shape.from_dict({**shape.to_dict(), "seq_len": 2 * shape.seq_len})
+
+
+def batch_and_steps(config: PreferenceConfig, shape: Any, device: Device, mixture: PairMixture) -> tuple[Split, int]:
+    """Bins per device, micro-batch and step; and steps: `epochs` over all bins."""
+    bins, length = mixture.bins, 2 * shape.seq_len
+    fixed = max(1, config.device_batch_size // 2) if config.device_batch_size else None
+    wanted = (config.target_examples_per_step or PAIRS_PER_STEP) * bins / mixture.pairs
+    total = config.total_batch_size
+    if not total and fixed and not config.target_examples_per_step:
+        total = fixed * (config.gradient_accumulation_steps or 1) * dist.world().size * length
+    if not total:
+        most = wanted if config.target_examples_per_step else min(wanted, bins * config.epochs / FEW_STEPS)
+        total = max(1, round(most)) * length
+    split = share_out(replace(config, device_batch_size=fixed), doubled(shape), device, total)
+    per_step = split.devices * split.rows * split.accumulation
+    return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
+
+
+def usual_rate(config: PreferenceConfig, learner: Learner) -> float | None:
+    """The learning rate of a Hugging Face model; ours have others."""
+    if config.learning_rate or isinstance(learner.model, GPT):
+        return config.learning_rate
+    adapters = not all(parameter.requires_grad for parameter in learner.model.parameters())
+    return ADAPTER_RATE if adapters else RATES[method_of(config)]
+
+
+def run(config: PreferenceConfig) -> int:
+    """Train from pairs; what `finetune` does for --stage dpo, orpo and simpo."""
+    method_of(config)
+    if not config.data:
+        raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
+    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
+        raise UserError(f"--{asked.replace('_', '-')} means nothing for pairs; leave it out")
+    if config.attend == "row":
+        raise UserError("--attend row: the replies of a pair would see each other; leave it out")
+    with training_context(config) as here:
+        config = replace(config, attend="document")
+        return train_pairs(begin_with_theirs(config, here) or begin_with_ours(config, here, "rl"), here)
+
+
+def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
+    """Train the model of `begin`; the exit status. `make` makes the stage."""
+    config: PreferenceConfig = begin.config
+    learner, tokenizer = begin.learner, begin.tokenizer
+    here.say(f"starting from {begin.origin.folder}")
+    data = absolute(listed_data(config.data, config.dataset_dir, knows))
+    config = replace(config, data=data, learning_rate=usual_rate(config, learner))
+    shape, method = learner.model.shape, method_of(config)
+    mixture = open_pair_mixture(
+        data,
+        tokenizer,
+        shape.seq_len,
+        seed=config.seed,
+        held_out=config.val_size,
+        most=config.max_samples,
+        validation=listed_data(config.validation, config.dataset_dir, knows),
+        packing=config.packing,
+        say=here.say,
+    )
+    if config.preview:
+        for text in preview_mixture(data, mixture.sources, tokenizer, config.preview, colours(sys.stdout)):
+            here.say(text)
+        return 0
+    split, steps = batch_and_steps(config, shape, here.device, mixture)
+    folder = run_folder(config.run or f"{begin.run}-{method}", "hf")
+    saved = to_continue(folder, config.resume, say=here.say)
+    stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.origin)
+    if isinstance(learner.model, GPT):  # others were opened with their weights
+        stage.optimizer.load(only_weights(begin.origin.reader()), 0)
+    reference = Reference(folder, [begin.origin.fingerprint, mixture.identity, str(learner.model.head.dtype)])
+    if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
+        stage.reference = reference.read_or_make(stage.reference_table, here)
+
+    def add_files(run: Path) -> None:
+        begin.add_files(run)
+        if stage.reference is not None:
+            reference.write(stage.reference)
+
+    facts = {**stage.facts, "method": method, "loss": vars(stage.numbers), "start": str(begin.origin.folder)}
+    return train_stage(stage, here, config, folder, saved, title=method, facts=facts, add_files=add_files)

@@ -1,0 +1,135 @@
+"""Preference pairs: every published form gives the same pair; rows that cannot be read are counted and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascendchat.config import UserError
+from ascendchat.data.conversations import conversations
+from ascendchat.data.pairs import Pair, pairs
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "What is 2 + 2?"}
+GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "Five, I think."}
+WANTED = Pair([SYSTEM, USER], [GOOD], [BAD])
+
+
+def gpt(message: dict[str, str]) -> dict[str, str]:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return {"from": names[message["role"]], "value": message["content"]}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "llamafactory alpaca": {
+        "instruction": "What is",
+        "input": "2 + 2?",
+        "chosen": "4",
+        "rejected": "Five, I think.",
+        "system": "Be brief.",
+    },
+    "llamafactory sharegpt": {
+        "conversations": [gpt(USER)],
+        "chosen": gpt(GOOD),
+        "rejected": gpt(BAD),
+        "system": "Be brief.",
+    },
+    "llamafactory openai": {"messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD},
+    "trl texts": {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "Five, I think.", "system": "Be brief."},
+    "trl messages": {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]},
+    "trl, prompt repeated": {
+        "prompt": "What is 2 + 2?",
+        "chosen": [SYSTEM, USER, GOOD],
+        "rejected": [SYSTEM, USER, BAD],
+        "messages": [SYSTEM, USER, GOOD],
+        "score_chosen": 8.0,
+    },
+    "trl, implicit prompt": {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+    "swift": {"messages": [SYSTEM, USER, GOOD], "rejected_response": "Five, I think."},
+    "swift, messages": {"messages": [SYSTEM, USER, GOOD], "rejected_messages": [SYSTEM, USER, BAD]},
+    "swift, query": {
+        "system": "Be brief.",
+        "query": "What is 2 + 2?",
+        "response": "4",
+        "rejected_response": "Five, I think.",
+    },
+}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def read(tmp_path: Path, row: dict[str, Any]) -> Pair:
+    (found,) = pairs(write(tmp_path / "pairs.jsonl", [row]))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_same_pair_in_every_form_is_the_same(tmp_path: Path, name: str) -> None:
+    row = FORMS[name]
+    wanted = WANTED
+    if name == "llamafactory alpaca":
+        wanted = wanted._replace(prompt=[SYSTEM, {"role": "user", "content": "What is\n2 + 2?"}])
+    assert read(tmp_path, row) == wanted
+    if name != "trl, implicit prompt":
+        (talk,) = conversations(write(tmp_path / "talk.jsonl", [row]))
+        assert talk == [*wanted.prompt, *wanted.chosen], "SFT learns the chosen reply to the whole prompt"
+
+
+def test_earlier_turns_belong_to_the_prompt(tmp_path: Path) -> None:
+    more = [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "And 3 + 3?"}]
+    row = {"chosen": [USER, *more, GOOD], "rejected": [USER, *more, BAD]}
+    assert read(tmp_path, row) == Pair([USER, *more], [GOOD], [BAD])
+    alpaca = {"instruction": "And?", "history": [["a", "b"]], "chosen": "x", "rejected": "y"}
+    assert [m["content"] for m in read(tmp_path, alpaca).prompt] == ["a", "b", "And?"]
+
+
+def test_texts_of_human_and_assistant_turns_are_split_where_they_part(tmp_path: Path) -> None:
+    same = "\n\nHuman: Who are you?\n\nAssistant: A model.\n\nHuman: The Human: is it you?\n\nAssistant:"
+    found = read(tmp_path, {"chosen": same + " No.", "rejected": same + " Yes, a man.\nTruly."})
+    assert [m["content"] for m in found.prompt] == ["Who are you?", "A model.", "The Human: is it you?"]
+    assert (found.chosen[0]["content"], found.rejected[0]["content"]) == ("No.", "Yes, a man.\nTruly.")
+
+
+def test_rows_that_cannot_be_read_are_named_with_their_line_and_the_others_are_read(tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(300)]
+    rows[6], rows[100] = "{broken", {"prompt": "q", "chosen": "a"}
+    rows[200] = {"prompt": [{"role": "oracle", "content": "?"}], "chosen": "a", "rejected": "b"}
+    said: list[str] = []
+    assert len(list(pairs(write(tmp_path / "mine.jsonl", rows), say=said.append))) == 297
+    (line,) = said
+    assert line.startswith("mine.jsonl: 3 of 300 rows cannot be read: line 7: ")
+    assert "line 101: it has the columns prompt, chosen; line 201: the speaker 'oracle' is unknown" in line
+
+
+def test_more_than_one_percent_of_them_is_an_error(tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(300)]
+    rows[:4] = [{"prompt": [], "chosen": [GOOD], "rejected": [BAD]}] * 4
+    with pytest.raises(UserError, match=r"4 of 300 rows.*no prompt that both replies answer.*more than 1 %"):
+        list(pairs(write(tmp_path / "mine.jsonl", rows)))
+
+
+def test_pairs_without_a_difference_are_counted_and_left_out_however_many_they_are(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "a" if n % 2 else "b"} for n in range(10)]
+    said: list[str] = []
+    assert len(list(pairs(write(tmp_path / "mine.jsonl", rows), say=said.append))) == 5
+    assert said == ["mine.jsonl: 5 pairs whose replies are the same; left out, for there is nothing to prefer"]
+
+
+def test_a_file_of_conversations_is_refused_with_the_columns_that_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the columns messages hold no pairs; rename them to prompt, chosen"):
+        read(tmp_path, {"messages": [USER, GOOD]})
+
+
+@pytest.mark.parametrize("name", ["dpo_en_demo", "dpo_zh_demo"])
+def test_the_real_pairs_of_llamafactory_are_read_whole(real_data: Path, name: str) -> None:
+    said: list[str] = []
+    found = list(pairs(real_data / "sft" / "llamafactory" / f"{name}.json.xz", say=said.append))
+    assert len(found) == 300
+    assert said == []
+    assert all(pair.prompt[-1]["role"] == "user" and pair.chosen != pair.rejected for pair in found)

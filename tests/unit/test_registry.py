@@ -1,0 +1,223 @@
+"""dataset_info.json of LLaMA-Factory: `--data NAME --dataset-dir DIR`, for conversations and for pairs."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ascendchat.config import UserError, home
+from ascendchat.data.conversations import conversations
+from ascendchat.data.pairs import Pair
+from ascendchat.data.registry import INFO, find_listed, listed_data
+from ascendchat.data.tables import TABLE_TYPES
+from ascendchat.tasks import knows, load
+from ascendchat.tasks.pairs import read_pairs
+
+USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+SYSTEM, BAD = {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "go away"}
+
+# name -> (entry without its file_name, a row); each is SYSTEM, USER, REPLY
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {"instruction": "hi", "input": "", "output": "hello", "system": "be brief"}),
+    "renamed": (
+        {"columns": {"prompt": "ask", "response": "say", "system": "rules"}},
+        {"ask": "hi", "input": "not named, so not used", "say": "hello", "rules": "be brief"},
+    ),
+    "sharegpt": (
+        {"formatting": "sharegpt"},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "be brief"},
+    ),
+    "tagged": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "talk", "system": "rules"},
+            "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "U", "assistant_tag": "A"},
+        },
+        {"talk": [{"who": "U", "what": "hi"}, {"who": "A", "what": "hello"}], "rules": "be brief"},
+    ),
+    "published tags": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages"},
+            "tags": {
+                "role_tag": "role",
+                "content_tag": "content",
+                "user_tag": "user",
+                "assistant_tag": "assistant",
+                "system_tag": "system",
+            },
+        },
+        {"messages": [SYSTEM, USER, REPLY]},
+    ),
+    "openai": ({"formatting": "openai", "columns": {"messages": "messages"}}, {"messages": [SYSTEM, USER, REPLY]}),
+}
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alpaca pairs": (
+        {"columns": {"prompt": "question", "chosen": "good", "rejected": "bad", "system": "rules"}},
+        {"question": "hi", "good": "hello", "bad": "go away", "rules": "be brief"},
+    ),
+    "sharegpt pairs": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected", "system": "system"},
+        },
+        {
+            "conversations": [{"from": "human", "value": "hi"}],
+            "chosen": {"from": "gpt", "value": "hello"},
+            "rejected": {"from": "gpt", "value": "go away"},
+            "system": "be brief",
+        },
+    ),
+    "tagged pairs": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
+            "tags": {
+                "role_tag": "who",
+                "content_tag": "what",
+                "user_tag": "U",
+                "assistant_tag": "A",
+                "system_tag": "S",
+            },
+        },
+        {
+            "talk": [{"who": "S", "what": "be brief"}, {"who": "U", "what": "hi"}],
+            "chosen": {"who": "A", "what": "hello"},
+            "rejected": {"who": "A", "what": "go away"},
+        },
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as LLaMA-Factory's `data`, with a file for each set above, some packed, and other entries."""
+    info: dict[str, Any] = {}
+    for number, (name, (entry, row)) in enumerate({**SETS, **PAIRS}.items()):
+        file = f"set{number}.json"
+        text = json.dumps([row, row])
+        if number % 2:
+            (tmp_path / f"{file}.xz").write_bytes(lzma.compress(text.encode()))
+        else:
+            (tmp_path / file).write_text(text, encoding="utf-8")
+        info[name] = {"file_name": file, **entry, **({"ranking": True} if name in PAIRS else {})}
+    (tmp_path / "mllm.json").write_text("[]", encoding="utf-8")
+    info["mllm_demo"] = {"file_name": "mllm.json", "columns": {"messages": "messages", "images": "images"}}
+    info["kto_demo"] = {"file_name": "mllm.json", "columns": {"kto_tag": "label"}}
+    info["far"] = {"hf_hub_url": "someone/far-away", "ms_hub_url": "someone/far-away"}
+    info["gone"] = {"file_name": "gone.json"}
+    info["few"] = {"file_name": "set0.json", "num_samples": 1}
+    (tmp_path / INFO).write_text(json.dumps(info), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_kind_of_entry_gives_the_same_conversation(folder: Path, name: str) -> None:
+    (entry,) = listed_data([name], str(folder), knows)
+    assert list(load(entry)) == [[SYSTEM, USER, REPLY]] * 2
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_kind_of_ranking_entry_gives_the_same_pair_and_sft_its_chosen_reply(folder: Path, name: str) -> None:
+    assert list(read_pairs(str(folder / name), print)) == [Pair([SYSTEM, USER], [REPLY], [BAD])] * 2
+    assert list(load(str(folder / name))) == [[SYSTEM, USER, REPLY]] * 2
+
+
+def test_a_folder_stands_for_all_sets_of_the_kind_that_is_wanted(folder: Path) -> None:
+    assert len(load(str(folder))) == 2 * len(SETS) + 1
+    assert len(list(read_pairs(str(folder), print))) == 2 * len(PAIRS)
+    assert len(load(str(folder / "few"))) == 1
+
+
+def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    given = ["plain=2", "toyworld=1", "gsm8k", str(folder / "set0.json"), f"{folder.name}/tagged"]
+    found = listed_data(given, folder.name, knows)
+    assert found == (f"{folder}/plain=2", "toyworld=1", "gsm8k", str(folder / "set0.json"), str(folder / "tagged"))
+    assert listed_data(["plain"], "", knows) == ("plain",)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mllm_demo", "has the column images, and only text"),
+        ("kto_demo", "has the column kto_tag"),
+        ("far", "is on a hub; fetch it first: ascendchat data fetch someone/far-away"),
+        ("gone", "which is not there; put it there"),
+        ("plian", "lists no 'plian'; did you mean plain"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_next_step(folder: Path, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        list(load(str(folder / name)))
+
+
+def test_a_name_that_nobody_knows_is_answered_with_the_nearest_of_the_registry(folder: Path) -> None:
+    with pytest.raises(UserError, match="lists no 'sharegp'; did you mean sharegpt"):
+        listed_data(["sharegp"], str(folder), knows)
+    with pytest.raises(UserError, match=r"--dataset-dir is the folder of such a file"):
+        listed_data(["sharegpt"], str(folder / "nowhere"), knows)
+
+
+def test_a_set_of_a_hub_is_read_once_it_is_fetched(folder: Path) -> None:
+    place = home() / "data" / "someone--far-away"
+    place.mkdir(parents=True)
+    (place / "train.jsonl").write_text(json.dumps({"instruction": "hi", "output": "hello"}), encoding="utf-8")
+    assert list(load(str(folder / "far"))) == [[USER, REPLY]]
+
+
+def test_a_row_that_does_not_fit_the_registry_is_named_with_its_line(folder: Path) -> None:
+    rows: list[Any] = [{"talk": [{"who": "U", "what": "hi"}, {"who": "A", "what": "hello"}]}] * 200
+    rows[41] = {"talk": [{"who": "U"}]}
+    rows[50] = {"words": []}
+    (folder / "set3.json.xz").unlink()
+    (folder / "set3.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    task = load(str(folder / "tagged"))
+    assert len(task) == 198
+    assert list(task.notices) == [
+        "set3.json: 2 of 200 rows cannot be read: line 42: the column 'what' is missing; line 51: the column 'talk' "
+        "is missing; left out"
+    ]
+
+
+def test_all_files_of_the_real_sets_are_read_without_a_script(real_data: Path, tmp_path: Path) -> None:
+    """The first rows of each; test_conversations.py counts them all."""
+    files = sorted(path for path in (real_data / "sft").rglob("*") if path.is_file())
+    assert len(files) >= 24
+    for path in files:
+        assert any(kind in path.name for kind in TABLE_TYPES), f"{path.name} has no format that is known"
+        found = list(conversations(path, limit=40))
+        assert len(found) >= 40
+        assert all(talk[-1]["role"] == "assistant" or talk[-1]["role"] == "tool" for talk in found), path.name
+
+
+def test_the_published_registry_reads_the_real_files(real_data: Path, tmp_path: Path) -> None:
+    """Entries as LLaMA-Factory publishes them for these very files."""
+    pairs = {
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    }
+    tools = {"formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "tools"}}
+    info = {
+        "identity": {"file_name": "identity.json"},
+        "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
+        "alpaca_zh_demo": {"file_name": "alpaca_zh_demo.json"},
+        "glaive_toolcall_en_demo": {"file_name": "glaive_toolcall_en_demo.json", **tools},
+        "glaive_toolcall_zh_demo": {"file_name": "glaive_toolcall_zh_demo.json", **tools},
+        "dpo_en_demo": {"file_name": "dpo_en_demo.json", **pairs},
+        "dpo_zh_demo": {"file_name": "dpo_zh_demo.json", **pairs},
+    }
+    for path in (real_data / "sft" / "llamafactory").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / INFO).write_text(json.dumps(info), encoding="utf-8")
+    assert len(load(str(tmp_path))) == 91 + 999 + 1000 + 600
+    assert len(list(read_pairs(str(tmp_path), print))) == 600
+    listed = find_listed(tmp_path / "glaive_toolcall_en_demo")
+    assert listed is not None
+    first = load(str(tmp_path / "glaive_toolcall_en_demo")).example(0)
+    assert first[0]["role"] == "system", "the tools that are offered"
