@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ascendchat.config import option
+from ascendchat.config.preference import PreferenceOptions
 from ascendchat.config.train import ChatTrainConfig
 
 _OWN = "the model's own chat template is used"
@@ -81,7 +82,7 @@ REFUSED: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(ChatTrainConfig):
+class FinetuneConfig(PreferenceOptions, ChatTrainConfig):
     """Fine-tune an existing model of Hugging Face on conversations: all weights, or LoRA adapters."""
 
     not_used = NOT_USED
@@ -161,5 +162,10 @@ class FinetuneConfig(ChatTrainConfig):
     output_dir: str = option("", also=("out",))
     """folder that receives the model at the end, in the layout of Hugging Face: all weights, or of LoRA the adapter;
     without it: `ascendchat export`"""
+    shard: int = option(0, also=("shard_devices",), least=0, most=1e5)
+    """devices that hold one copy of the weights together (FSDP2), for models too large for one; fewer than all of them:
+    several copies (HSDP); 0: every device holds all"""
+    offload: bool = option(False, also=("cpu_offload",))
+    "with --shard: weights, gradients and the optimizer's state wait in the memory of the host"
     run: str = option("", also=("run_name",))
     "name of the run; its folder holds settings, metrics and checkpoints; by default after --output-dir, or the model"

@@ -1,15 +1,16 @@
 """A chip's fused operators inside a model of transformers: norms, rotation, SwiGLU.
 
-    for name in fuse(model, device.operators()): print(name)      # nothing where plain torch is best
+    for name in fuse(model, device.operators(), place): print(name)      # nothing where plain torch is best
 
-Each is tried first on random numbers, where the model is: what gives other results than transformers' own code stays as
-it was.
+Each is tried first on random numbers, where the model will run: what gives other results than transformers' own code
+stays as it was.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,18 +31,25 @@ class FusedOps(Protocol):
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
 
-def fuse(model: CausalLM, ops: FusedOps | None) -> list[str]:
-    """Put them in; what was put in, for people."""
+def fuse(model: CausalLM, ops: FusedOps | None, place: torch.device) -> list[str]:
+    """Put them in; what was put in, for people. The model may still be elsewhere."""
     if ops is None:
         return []
     counts: dict[str, int] = {}
+    known: dict[tuple[type, int], bool] = {}  # kind of module and its width -> whether the fused one does the same
     for module in model.inner.modules():
         made = fused_forward(module, ops)
-        if made is not None and same(module.forward, made, model, width_of(module)):
+        if made is None:
+            continue
+        key = type(module), width_of(module)
+        if key not in known:
+            alone = deepcopy(module).to(place)
+            known[key] = same(alone.forward, fused_forward(alone, ops), model, place, width_of(module))
+        if known[key]:
             module.forward = made
             name = type(module).__name__
             counts[name] = counts.get(name, 0) + 1
-    if fuse_rotation(model, ops):
+    if fuse_rotation(model, ops, place):
         counts[ROTATION] = model.shape.depth
     return [f"{name} x {count}" for name, count in counts.items()]
 
@@ -70,10 +78,10 @@ def width_of(module: Any) -> int:
 
 
 @torch.no_grad()
-def same(theirs: Callable[..., Any], ours: Callable[..., Any], model: CausalLM, *size: int) -> bool:
+def same(theirs: Any, ours: Any, model: CausalLM, place: torch.device, *size: int) -> bool:
     """Whether both give the same for random numbers."""
     head = model.head
-    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)).to(head.device, head.dtype)
+    x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)).to(place, head.dtype)
     expected, found = theirs(x), ours(x)
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
@@ -81,7 +89,7 @@ def same(theirs: Callable[..., Any], ours: Callable[..., Any], model: CausalLM, 
     return float(far) <= CLOSE.get(head.dtype, 0.0)
 
 
-def fuse_rotation(model: CausalLM, ops: FusedOps) -> bool:
+def fuse_rotation(model: CausalLM, ops: FusedOps, place: torch.device) -> bool:
     """transformers calls it as a function of the file of the model, which other models of that kind use too: those on
     another type of device keep theirs."""
     layer = next((module for module in model.inner.modules() if hasattr(module, "layer_idx")), None)
@@ -89,10 +97,9 @@ def fuse_rotation(model: CausalLM, ops: FusedOps) -> bool:
     if ROTATION not in file:
         return False
     theirs = getattr(file[ROTATION], "theirs", file[ROTATION])
-    type_of_place = model.head.device.type
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        if q.device.type != type_of_place or args or named or cos.size(-1) != q.size(-1):
+        if q.device.type != place.type or args or named or cos.size(-1) != q.size(-1):
             rotated: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, *args, **named)
             return rotated
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D)
@@ -100,7 +107,7 @@ def fuse_rotation(model: CausalLM, ops: FusedOps) -> bool:
 
     width = model.shape.head_dim
     angles = torch.arange(3.0)[None, :, None] * torch.arange(1.0, width // 2 + 1).repeat(2) / width
-    cos, sin = (part.to(model.head.device, model.head.dtype) for part in (angles.cos(), angles.sin()))
+    cos, sin = (part.to(place, model.head.dtype) for part in (angles.cos(), angles.sin()))
 
     def with_angles(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
         return torch.cat(function(x, x[:, :1], cos, sin), dim=1)
@@ -108,7 +115,7 @@ def fuse_rotation(model: CausalLM, ops: FusedOps) -> bool:
     def rows(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
         return lambda x: with_angles(function, x.transpose(1, 2))  # (B, T, H, D) -> (B, H, T, D)
 
-    if not same(rows(theirs), rows(rotate), model, 2, width):
+    if not same(rows(theirs), rows(rotate), model, place, 2, width):
         return False
     rotate.theirs = theirs  # type: ignore[attr-defined]
     file[ROTATION] = rotate

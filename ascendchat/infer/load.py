@@ -141,7 +141,7 @@ def _opened(
 ) -> Opened:
     """A Hugging Face model on the device."""
     model = found.model.requires_grad_(False).eval().to(here.place)
-    fuse(model, here.device.operators())
+    fuse(model, here.device.operators(), here.place)
     kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention)
     return Opened(model, kernel, found.tokenizer, source, settings, why, here)
 

@@ -12,7 +12,7 @@ ours: each device saves its part under the names of the parameters, and any numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,11 @@ def share_out_weights(
         register_fsdp_forward_method(model, "extend")
 
 
-def whole_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights in the compute dtype, in the memory of rank 0; nothing on the others. Every rank calls it."""
+def whole_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """These weights of a model in the compute dtype, put together in the memory of rank 0; nothing on the others.
+    Every rank calls it."""
     found: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in weights.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.world().rank == 0:
             found[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)

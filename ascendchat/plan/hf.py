@@ -230,22 +230,54 @@ def adapter_activations(model: HFModel, chip: Chip, rows: int, lora_rank: int) -
     return rows * model.seq_len * model.depth * 7 * lora_rank * compute_bytes(chip)
 
 
+def shared_out(model: HFModel, size: int, adapters: int, shard: int, offload: bool) -> dict[str, int]:
+    """Weights, gradients and moments of one device of `shard` that hold a copy together. What learns is kept in fp32,
+    what is frozen in the compute dtype; two layers are whole at a time, with the gradient of one, and so is what stands
+    around the layers: embedding and head."""
+    part = model.parameters()
+    around = part["embedding"] + part["head"]
+    layer = (model.total_parameters - around) // model.depth
+    frozen, trained = (model.total_parameters, adapters) if adapters else (0, model.total_parameters)
+    grown = 0 if adapters else around + layer  # gradients of frozen weights are never made
+    host = 0 if offload else 1
+    return {
+        "weights": (around + 2 * layer) * size + host * -(-frozen // shard) * size,
+        "masters": host * -(-trained // shard) * FP32,
+        "gradients": grown * FP32 + host * -(-trained // shard) * FP32,
+        "optimizer": host * -(-trained // shard) * 2 * FP32,
+    }
+
+
 def finetuning(
-    model: HFModel, chip: Chip, devices: int, rows: int, checkpointing: bool = False, lora_rank: int = 0
+    model: HFModel,
+    chip: Chip,
+    devices: int,
+    rows: int,
+    checkpointing: bool = False,
+    lora_rank: int = 0,
+    *,
+    shard: int = 0,
+    offload: bool = False,
 ) -> dict[str, int]:
     """Bytes by part on one device, as nn/optim.py keeps them: all weights in the compute dtype, and of those that learn
     (all, or adapters) the gradients in fp32 on every device; fp32 masters, two AdamW moments and the reduced gradient
-    are shared out over the devices."""
+    are shared out over the devices. `shard`: that many devices hold one copy of the weights, as nn/sharded.py keeps it;
+    with `offload` the shares are on the host."""
     size = compute_bytes(chip)
     adapters = model.lora_parameters(lora_rank) if lora_rank else 0
     trained = adapters or model.total_parameters
     own = -(-trained // devices)
     tokens = min(rows * model.seq_len, HEAD_CHUNK_BYTES[size] // (size * model.vocab))
-    return {
+    kept = {
         "weights": (model.total_parameters + adapters) * size,
         "masters": 0 if size == FP32 else own * FP32,
         "gradients": trained * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": own * 2 * FP32,
+    }
+    if shard:
+        kept = shared_out(model, size, adapters, shard, offload)
+    return {
+        **kept,
         "activations": finetuning_activations(model, chip, rows, checkpointing)
         + adapter_activations(model, chip, rows, lora_rank),
         "logits": tokens * model.vocab * (2 * size + FP32),

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.preview import colours, preview_mixture
+from ascendchat.data.registry import INFO, listed_data
 from ascendchat.device import pick
 from ascendchat.dist.context import Context
 from ascendchat.hf.export import check_free, export, export_adapter
@@ -31,17 +35,22 @@ from ascendchat.hf.lora import LoraSettings, adapter_weights
 from ascendchat.hf.shape import HFShape
 from ascendchat.infer.huggingface import BESIDE
 from ascendchat.nn.attention import choose
-from ascendchat.nn.optim import MuonAdamW, adamw_groups, muon_groups
+from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, muon_groups
+from ascendchat.nn.sharded import ShardedAdamW, whole_weights
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split
 from ascendchat.plan.goals import FINETUNE_ROWS
 from ascendchat.record import run_folder
+from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
+from ascendchat.train.beginning import Beginning
 from ascendchat.train.chat import ChatStage
 from ascendchat.train.huggingface import Theirs, open_start
+from ascendchat.train.preference import PreferenceStage, train_pairs
 from ascendchat.train.rows import Learner, optimizer_for, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
+from ascendchat.train.stage import Optimizer
 
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
@@ -72,13 +81,13 @@ class FinetuneStage(ChatStage):
         """Parameters that learn."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def make_optimizer(self, rates: dict[str, float]) -> MuonAdamW:
+    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
         config, lr = self.config, rates["all"]
         if config.muon:
             made = muon_groups(self.model, lr, config.matrix_lr or MUON_RATE, config.weight_decay)
         else:
             made = adamw_groups(self.model, lr, config.weight_decay)
-        return optimizer_for(self.learner, rates, made)
+        return finetuning_optimizer(self.learner, rates, made, self.theirs)
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:  # type: ignore[override]
         for number, batch in enumerate(super().micro_batches(step)):
@@ -96,7 +105,10 @@ class FinetuneStage(ChatStage):
         return rates
 
     def weights(self) -> dict[str, Tensor]:
-        return adapter_weights(self.theirs.model) if self.theirs.lora else dict(self.model.state_dict())
+        return trained_weights(self.theirs, self.learner.device.dtype)
+
+    def sample(self, step: int) -> list[str]:
+        return [] if self.theirs.mesh else super().sample(step)  # an engine wants its weights whole
 
     def identity(self) -> dict[str, Any]:
         about = {"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {}
@@ -110,8 +122,8 @@ class FinetuneStage(ChatStage):
 def run(config: FinetuneConfig) -> int:
     """The command."""
     config = checked(config)
-    if config.stage != "sft":
-        raise UserError(f"--stage {config.stage} is not here yet; --stage sft is")
+    if config.stage != "sft" or config.pref_loss != "sigmoid":
+        return learn_pairs(config)
     with finetuning_context(config) as here:
         theirs = open_theirs(config, here)
         shape, say = theirs.model.shape, here.say
@@ -120,6 +132,12 @@ def run(config: FinetuneConfig) -> int:
         saved = to_continue(folder, config.resume, say=say)
         config = with_attend(config, saved, "document")
         mixture = open_data(config, theirs, here)
+        if config.preview:
+            for text in preview_mixture(
+                config.data, mixture.sources, theirs.tokenizer, config.preview, colours(sys.stdout)
+            ):
+                say(text)
+            return 0
         split, steps = batch_and_steps(config, shape, here, mixture.per_epoch)
         finished = saved is not None and saved.step >= steps
         if config.output_dir and not finished:
@@ -134,10 +152,64 @@ def run(config: FinetuneConfig) -> int:
 
         facts = {**stage.facts, "start": str(theirs.origin.folder), "trained_parameters": stage.trained}
         status = train_stage(stage, here, config, folder, saved, title="finetune", facts=facts, add_files=add_files)
-        if status == 0 and config.output_dir and here.main and not (out.exists() and any(out.iterdir())):
-            write_model(stage, folder, out)
-            say(f"{folder} -> {out}")
+        if status == 0 and config.output_dir:
+            write_model(theirs, folder, out, here)
         return status
+
+
+def learn_pairs(config: FinetuneConfig) -> int:
+    """`--stage dpo`, `orpo` or `simpo`; see preference.py."""
+    for name in ("muon", "lora_dropout"):
+        if getattr(config, name):
+            raise UserError(f"--{name.replace('_', '-')} is for --stage sft; leave it out")
+    if config.attend == "row":
+        raise UserError("--attend row: the replies of a pair would see each other; leave it out")
+    with finetuning_context(config) as here:
+        config = replace(config, attend="document", data=located(config))
+        theirs = open_theirs(config, here)
+        name = config.run or run_name(config, theirs)
+        folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
+        if config.output_dir and not (folder / "latest").is_file():
+            check_free(out)
+        learner = learner_of(theirs, config, here)
+        begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
+        status = train_pairs(begin, here, partial(PairStage, theirs))
+        if status == 0 and config.output_dir and not config.preview:
+            write_model(theirs, folder, out, here)
+        return status
+
+
+class PairStage(PreferenceStage):
+    """Pairs, with adapters or shared out weights."""
+
+    def __init__(self, theirs: Theirs, *arguments: Any) -> None:
+        self.theirs = theirs
+        super().__init__(*arguments)
+
+    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
+        made = adamw_groups(self.model, rates["all"], self.config.weight_decay or 0.0)
+        return finetuning_optimizer(self.learner, rates, made, self.theirs)
+
+    def weights(self) -> dict[str, Tensor]:
+        return trained_weights(self.theirs, self.learner.device.dtype)
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), **({"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {})}
+
+
+def finetuning_optimizer(
+    learner: Learner, rates: dict[str, float], made: list[Group], theirs: Theirs
+) -> MuonAdamW | ShardedAdamW:
+    if theirs.mesh is None:
+        return optimizer_for(learner, rates, made)
+    return ShardedAdamW(made, theirs.mesh, fused=learner.device.chip.fused_adamw)
+
+
+def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a checkpoint holds: adapters, or all. Every rank calls it."""
+    model = theirs.model
+    found = adapter_weights(model) if theirs.lora else dict(model.state_dict())
+    return whole_weights(found, dtype) if theirs.mesh else found
 
 
 def checked(config: FinetuneConfig) -> FinetuneConfig:
@@ -157,6 +229,10 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
         raise UserError(f"--{asked[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
     if config.bf16 and config.fp16:
         raise UserError("bf16 and fp16 exclude each other; give one of them")
+    if config.muon and config.shard:
+        raise UserError("--muon wants whole matrices, which --shard cuts; leave one of them out")
+    if config.offload and not config.shard:
+        raise UserError("--offload belongs to --shard N; give both, or leave it out")
     if config.muon and lora:
         raise UserError("--muon is for all weights; adapters are trained by AdamW: leave one of --muon and --lora out")
     usual = LORA_RATE if lora else FULL_RATE
@@ -164,7 +240,7 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
     return replace(
         config,
         lora=lora,
-        learning_rate=config.learning_rate or usual,
+        learning_rate=config.learning_rate or (usual if config.stage == "sft" else None),
         num_iterations=None if config.num_iterations == -1 else config.num_iterations,
         warmup_steps=None if both and not config.warmup_steps else config.warmup_steps,
         warmup_ratio=None if both and config.warmup_steps else config.warmup_ratio,
@@ -232,11 +308,12 @@ def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
 
 
 def located(config: FinetuneConfig) -> tuple[str, ...]:
-    """--data, with names that are files of --dataset-dir in their place."""
-    found = []
-    for entry in config.data:
+    """--data, with names that --dataset-dir lists, or that are files in it, in their place."""
+    found, folder = [], Path(config.dataset_dir).expanduser()
+    listed = config.dataset_dir and (folder / INFO).is_file()
+    for entry in listed_data(config.data, config.dataset_dir, knows) if listed else config.data:
         name, weight = parse_entry(entry)
-        places = [Path(config.dataset_dir).expanduser() / f"{name}{ending}" for ending in ("", ".json", ".jsonl")]
+        places = [folder / f"{name}{ending}" for ending in ("", ".json", ".jsonl")]
         place = next((path for path in places if config.dataset_dir and path.exists()), None)
         found.append(entry if place is None else str(place) if weight is None else f"{place}={weight:g}")
     return absolute(found)
@@ -284,9 +361,13 @@ def first_loss(stage: FinetuneStage) -> float:
     return loss
 
 
-def write_model(stage: FinetuneStage, folder: Path, out: Path) -> None:
-    """The trained model as a folder of Hugging Face's, or of peft's."""
-    if stage.theirs.lora:
-        export_adapter(folder / BESIDE, stage.weights(), out)
+def write_model(theirs: Theirs, folder: Path, out: Path, here: Context) -> None:
+    """The trained model as a folder of Hugging Face's, or of peft's, unless it is there. Every rank calls it."""
+    weights = trained_weights(theirs, here.device.dtype)
+    if not here.main or (out.exists() and any(out.iterdir())):
+        return
+    if theirs.lora:
+        export_adapter(folder / BESIDE, weights, out)
     else:
-        export(stage.theirs.model, stage.theirs.tokenizer, out)
+        export(theirs.model, theirs.tokenizer, out, weights)
+    here.say(f"{folder} -> {out}")

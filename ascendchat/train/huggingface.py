@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ascendchat.checkpoint import Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
@@ -26,6 +28,7 @@ from ascendchat.hf.model import CausalLM
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
+from ascendchat.nn.sharded import mesh_over, share_out_weights
 from ascendchat.plan.batch import largest_rows
 from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config
 from ascendchat.plan.memory import usable
@@ -42,6 +45,7 @@ class Theirs:
     """A model to start from, on its device."""
 
     model: CausalLM
+    mesh: DeviceMesh | None  # of the devices that share its weights out (nn/sharded.py)
     tokenizer: HFTokenizer
     origin: HFSource | Checkpoint
     lora: LoraSettings | None = None  # the adapters that it was given
@@ -70,14 +74,13 @@ def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None
     for name in OURS:
         if getattr(config, name) is not None and not (name == "matrix_lr" and getattr(config, "muon", False)):
             raise UserError(f"--{name.replace('_', '-')} is of our own models; here --learning-rate is that of all")
-    rank = lora.rank if lora else 0
     if isinstance(found, Checkpoint):
-        refuse_too_large(found.folder.parent / BESIDE, config, here, rank)
+        refuse_too_large(found.folder.parent / BESIDE, config, here)
         opened = open_trained(found, dtype, seq_len)
-        return Theirs(_on_device(opened, config, here, lora), opened.tokenizer, found, lora)
-    refuse_too_large(found.path, config, here, rank)
+        return Theirs(*_on_device(opened, config, here, lora), opened.tokenizer, found, lora)
+    refuse_too_large(found.path, config, here)
     opened = open_hf(found, dtype, seq_len or ROW, config.tokenizer)
-    return Theirs(_on_device(opened, config, here, lora), opened.tokenizer, HFSource(found), lora)
+    return Theirs(*_on_device(opened, config, here, lora), opened.tokenizer, HFSource(found), lora)
 
 
 def start_of(config: ChatTrainConfig, here: Context) -> Folder | Checkpoint | None:
@@ -100,7 +103,7 @@ def start_of(config: ChatTrainConfig, here: Context) -> Folder | Checkpoint | No
     return saved if saved and is_trained_hf(saved) else None
 
 
-def refuse_too_large(folder: Path, config: StepConfig, here: Context, lora_rank: int) -> None:
+def refuse_too_large(folder: Path, config: StepConfig, here: Context) -> None:
     """Before any weight is read: a model that cannot be trained here is a UserError that says what would fit."""
     path = folder / "config.json"
     values: dict[str, Any] = read_json(path) if path.is_file() else {}
@@ -108,21 +111,30 @@ def refuse_too_large(folder: Path, config: StepConfig, here: Context, lora_rank:
         return
     longest = int(values.get("max_position_embeddings") or ROW)
     counted = from_config(values, min(getattr(config, "max_seq_len", None) or ROW, longest))
-    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, lora_rank)
+    most_rows(counted, here.device.chip, here.world.size, config.activation_checkpointing, **kept(config))
 
 
-def _on_device(opened: OpenedFolder, config: StepConfig, here: Context, lora: LoraSettings | None) -> CausalLM:
+def _on_device(
+    opened: OpenedFolder, config: StepConfig, here: Context, lora: LoraSettings | None
+) -> tuple[CausalLM, DeviceMesh | None]:
     model = opened.model.to_compute(here.device.dtype)
     if lora:
         add_lora(model, lora, config.seed)
-    model = model.to(here.place)
-    if names := fuse(model, here.device.operators()):
+    if names := fuse(model, here.device.operators(), here.place):
         here.say(f"fused operators: {', '.join(names)}")
     if config.activation_checkpointing:
         model.checkpoint_activations()
     if config.fp8:
         here.say("--fp8 is ignored: it is for our own models")
-    return model
+    together = getattr(config, "shard", 0)
+    if not together:
+        return model.to(here.place), None
+    mesh = mesh_over(here.place, together)
+    offload = bool(getattr(config, "offload", False))
+    share_out_weights(model, model.inner.base_model.layers, mesh, here.device.dtype, offload=offload)
+    copies = here.world.size // together
+    here.say(f"{together} devices share the weights out" + (f", in {copies} copies" if copies > 1 else ""))
+    return model, mesh
 
 
 def learning_rate(shape: HFShape, asked: float | None) -> float:
@@ -130,25 +142,25 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
     return asked or RATES[shape.total_parameters >= LARGE]
 
 
-def lora_rank_of(config: StepConfig) -> int:
-    """Of the adapters that are trained; 0: all weights are."""
-    return (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
+def kept(config: StepConfig) -> dict[str, Any]:
+    """What is trained, and where it is kept, as plan/hf.py counts it."""
+    rank = (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
+    return {"lora_rank": rank, "shard": getattr(config, "shard", 0), "offload": bool(getattr(config, "offload", False))}
 
 
-def most_rows(
-    counted: HFModel, chip: Chip, devices: int, checkpointing: bool, lora_rank: int = 0, beside: int = 0
-) -> int:
-    """The largest device batch that fits beside so many bytes of something else, by plan/hf.py."""
+def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *, beside: int = 0, **how: Any) -> int:
+    """The largest device batch that fits beside so many bytes of something else, by plan/hf.py; `how`: see `kept`."""
     have = usable(chip) - beside
 
     def needed(rows: int) -> int:
-        return sum(finetuning(counted, chip, devices, rows, checkpointing, lora_rank).values())
+        return sum(finetuning(counted, chip, devices, rows, checkpointing, **how).values())
 
     most = largest_rows(lambda rows: needed(rows) <= have)
     if not most:
+        other = "" if how.get("lora_rank") else ", or train adapters (finetune --lora)"
         raise UserError(
             f"not even one row of {counted.seq_len} tokens of this model fits {chip.name} ({needed(1) / 2**30:.1f} GiB "
-            f"of {have / 2**30:.1f}); give a smaller --max-seq-len, --activation-checkpointing, or more devices"
-            f"{'' if lora_rank else ', or train adapters (finetune --lora)'}"
+            f"of {have / 2**30:.1f}); give a smaller --max-seq-len, --activation-checkpointing, more devices that "
+            f"share the weights out (finetune --shard N){other}"
         )
     return most

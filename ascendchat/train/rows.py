@@ -42,8 +42,8 @@ from ascendchat.plan.batch import Split, fit_split, split_fixed
 from ascendchat.plan.batch import split as share
 from ascendchat.plan.schedule import Curve
 from ascendchat.plan.shape import Shape
-from ascendchat.train.huggingface import learning_rate, lora_rank_of, most_rows
-from ascendchat.train.stage import Loss, Stage
+from ascendchat.train.huggingface import kept, learning_rate, most_rows
+from ascendchat.train.stage import Loss, Optimizer, Stage
 
 SAMPLE_TOKENS = 24
 _Model = TypeVar("_Model", bound=LanguageModel)
@@ -53,8 +53,7 @@ def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total
     """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
     if isinstance(shape, HFShape):
-        rank = lora_rank_of(config)
-        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, rank, beside)
+        rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **kept(config))
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
         split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
@@ -243,7 +242,7 @@ class RowStage(Stage):
         self._weight = 0, torch.zeros(())  # targets of a step, and the weight of one of them
         self._feed = self._prefetcher()
 
-    def make_optimizer(self, rates: dict[str, float]) -> MuonAdamW:
+    def make_optimizer(self, rates: dict[str, float]) -> Optimizer:
         return optimizer_for(self.learner, rates)
 
     def batches(self, rows_per_step: int) -> Batches:

@@ -63,7 +63,7 @@ def train(last: int, together: int, load: str | None = None, save: str | None = 
         dist.all_reduce(square, "sum")
         losses.append(total.item())
         norms.append(square.sqrt().item())
-    weights = whole_weights(model, torch.float32)
+    weights = whole_weights(model.state_dict(), torch.float32)
     if save:
         writer = Writer(Path(save))
         writer.save(last, model=weights, shards=optimizer.shards(), state={})

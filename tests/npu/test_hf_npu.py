@@ -39,7 +39,7 @@ def test_packed_losses_and_gradients_are_those_of_the_cpu(kind: str, tmp_path: P
         device = pick(place, dtype="fp32", compiled=False)
         where = device.bind(0)
         model = hf_models.opened(tmp_path / kind).model.to(where)
-        names = fuse(model, device.operators())
+        names = fuse(model, device.operators(), where)
         assert len(names) == (3 if place == "npu" else 0), names
         cannsim.reset()
         inputs, targets = tokens[:, :-1].to(where), tokens[:, 1:].to(where)

@@ -16,6 +16,8 @@ from ascendchat.hf.fused import ROTATION, fuse
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.model import dense
 
+CPU = torch.device("cpu")
+
 
 class Ops:
     """As a chip would have them; `wrong` names one that it has not quite right."""
@@ -48,12 +50,12 @@ def test_what_computes_the_same_is_put_in(kind: str, tmp_path: Path, monkeypatch
     attend = dense(model, Reference(), 20)
     before = model(row, attend)
     for wrong in ("norm", "swiglu", "rotary"):
-        assert len(fuse(hf_models.opened(tmp_path / "m").model, Ops(wrong))) == 2
+        assert len(fuse(hf_models.opened(tmp_path / "m").model, Ops(wrong), CPU)) == 2
     ops = Ops()
-    names = fuse(model, ops)
+    names = fuse(model, ops, CPU)
     assert len(names) == 3
     assert f"{ROTATION} x 3" in names
     ops.calls = dict.fromkeys(ops.calls, 0)
     torch.testing.assert_close(model(row, attend), before, atol=1e-5, rtol=1e-5)
     assert ops.calls == {"norm": 13 if kind == "qwen3" else 7, "rotary": 6, "swiglu": 3}
-    assert fuse(model, None) == []
+    assert fuse(model, None, CPU) == []
