@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -66,6 +66,17 @@ def world() -> World:
 def place() -> torch.device:
     """The device of this process."""
     return _state.place
+
+
+def turns(count: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """[first, stop) of `count` rows, `size` at a time, and whether they are this rank's own. All ranks take part equally
+    often, since weights may be shared out over them: one that has nothing left gets rows that do not count."""
+    me = world()
+    for begin in range(0, count, me.size * size):
+        first = begin + me.rank * size
+        own = first < count
+        first = first if own else 0
+        yield first, min(first + size, count), own
 
 
 def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | None = None) -> World:

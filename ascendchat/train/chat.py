@@ -80,14 +80,14 @@ class ChatStage(RowStage):
     def _reply_loss(self) -> dict[str, float]:
         if not self.mixture.validation:
             return {}
-        world, size = dist.world(), self.split.rows
         total = torch.zeros(2, device=self.learner.place)  # nats, targets
         for rows in self.mixture.validation:
             batches = Batches([(rows, 1.0)], rows.per_epoch)
-            for first in range(world.rank * size, rows.per_epoch, world.size * size):
-                batch = batches.batch(0, first, min(first + size, rows.per_epoch))
+            for first, stop, own in dist.turns(rows.per_epoch, self.split.rows):
+                batch = batches.batch(0, first, stop)
                 nats = self.learner.nats(batch)
-                total += torch.stack((nats.sum(), nats.new_tensor((batch.targets != IGNORE).sum())))
+                if own:
+                    total += torch.stack((nats.sum(), nats.new_tensor((batch.targets != IGNORE).sum())))
         dist.all_reduce(total, "sum")
         nats_sum, count = total.tolist()
         return {"val_loss": nats_sum / count}

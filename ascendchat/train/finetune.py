@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from ascendchat import dist
 from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.data.corpus import Corpus
 from ascendchat.data.mixture import absolute, parse_entry
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.preview import colours, preview_mixture
@@ -109,6 +110,9 @@ class FinetuneStage(ChatStage):
 
     def sample(self, step: int) -> list[str]:
         return [] if self.theirs.mesh else super().sample(step)  # an engine wants its weights whole
+
+    def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
+        return {} if self.theirs.mesh else super().text_bits(corpora, most)  # ranks would not take part equally often
 
     def identity(self) -> dict[str, Any]:
         about = {"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {}

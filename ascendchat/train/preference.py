@@ -187,12 +187,13 @@ class PreferenceStage(RowStage):
 
     # ---- looking at it -------------------------------------------------------------------------
 
-    def all_bins(self, index: int) -> Iterator[PairBatch]:
-        """This rank's share of one pass over a source (`index` as in mixture.every), a device batch at a time."""
-        rows, size, world = self.mixture.every[index], self.split.rows, dist.world()
+    def all_bins(self, index: int) -> Iterator[tuple[PairBatch, bool]]:
+        """This rank's share of one pass over a source (`index` as in mixture.every), a device batch at a time; some are
+        not its own (dist.turns)."""
+        rows = self.mixture.every[index]
         batches = PairBatches([(rows, 1.0)], rows.per_epoch)
-        for first in range(world.rank * size, rows.per_epoch, world.size * size):
-            yield batches.batch(0, first, min(first + size, rows.per_epoch))
+        for first, stop, own in dist.turns(rows.per_epoch, self.split.rows):
+            yield batches.batch(0, first, stop), own
 
     @torch.no_grad()
     def reference_table(self) -> Tensor:
@@ -201,8 +202,10 @@ class PreferenceStage(RowStage):
         table = torch.zeros(sum(rows.pairs for rows in every), 2, device=self.learner.place)
         self.model.eval()
         for index in range(len(every)):
-            for batch in self.all_bins(index):
-                table[torch.from_numpy(batch.number).to(table.device)] = self.sums(self.upload(batch, 1))
+            for batch, own in self.all_bins(index):
+                sums = self.sums(self.upload(batch, 1))
+                if own:
+                    table[torch.from_numpy(batch.number).to(table.device)] = sums
         self.model.train()
         dist.all_reduce(table, "sum")  # each pair is in one place, and 0 elsewhere
         return table.cpu()
@@ -212,8 +215,10 @@ class PreferenceStage(RowStage):
         total: Tensor | None = None
         names: tuple[str, ...] = ()
         for index in range(len(self.mixture.sources), len(self.mixture.every)):
-            for batch in self.all_bins(index):
+            for batch, own in self.all_bins(index):
                 found, measured = self.compared(self.upload(batch, 1))
+                if not own:
+                    continue
                 values = {"val_loss": found.loss, **{f"val_{name}": value for name, value in measured.items()}}
                 row = torch.stack([*(value.sum() for value in values.values()), found.loss.new_tensor(len(found.loss))])
                 total, names = row if total is None else total + row, tuple(values)

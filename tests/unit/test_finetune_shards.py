@@ -1,0 +1,79 @@
+"""`finetune --shard`: two ranks that share the weights out train as one process does, all weights or adapters, replies
+or pairs."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_models
+import pytest
+import torch
+
+from ascendchat.record import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+ROWS = 4  # of a step
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, rng = tmp_path_factory.mktemp("shards"), random.Random(0)
+    hf_models.save(folder / "tiny", "qwen2", initializer_range=0.1, num_hidden_layers=2)
+    sums = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(60)]
+    rows = [{"prompt": f"What is {a} plus {b}?", "completion": f"The answer is {a + b}."} for a, b in sums]
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know."} for row in rows]
+    for name, lines in (("sums", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return folder
+
+
+def finetune(place: Path, run: str, ranks: int, *more: str, data: str = "sums") -> list[float]:
+    """The losses of a run."""
+    words = ["finetune", "--model", str(place / "tiny"), "--data", str(place / f"{data}.jsonl"), "--run", run]
+    words += f"--max-seq-len 96 --total-batch-size {ROWS * 96} --steps 4 --learning-rate 0.01".split()
+    words += f"--device-batch-size {ROWS // ranks} --val-size 0.1 --save-every 2 --sample-every 2".split()
+    words += ["--eval-every", "2", "--log-every", "1", "--device-type", "cpu", *more]
+    if ranks > 1:
+        words = ["launch", "--devices", str(ranks), "--device-type", "cpu", *words, "--shard", "2"]
+    done = subprocess.run([sys.executable, "-m", "ascendchat", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = read_metrics(Path(str(place)) / "home" / "runs" / run / "hf")
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.fixture(autouse=True)
+def _home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(place / "home"))
+
+
+def test_all_weights(place: Path, tmp_path: Path) -> None:
+    whole = finetune(place, "whole", 1, "--output-dir", str(tmp_path / "whole"))
+    assert whole[-1] < whole[0]
+    begun = finetune(place, "shared", 2, "--output-dir", str(tmp_path / "shared"))
+    assert begun == pytest.approx(whole, abs=1e-5)
+    transformers = pytest.importorskip("transformers")
+    row = torch.arange(5, 40)[None]
+    logits = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(row).logits
+        for name in ("whole", "shared")
+    ]
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_whose_base_is_on_the_host(place: Path) -> None:
+    pytest.importorskip("peft")
+    whole = finetune(place, "lora", 1, "--lora", "--lora-rank", "4")
+    assert finetune(place, "lora-shared", 2, "--lora", "--lora-rank", "4", "--offload") == pytest.approx(
+        whole, abs=1e-5
+    )
+
+
+def test_pairs(place: Path) -> None:
+    whole = finetune(place, "dpo", 1, "--stage", "dpo", data="pairs")
+    assert whole[0] == pytest.approx(0.6931, abs=1e-3)
+    assert whole[-1] < 0.6
+    assert finetune(place, "dpo-shared", 2, "--stage", "dpo", data="pairs") == pytest.approx(whole, abs=1e-4)
