@@ -179,7 +179,8 @@ def flash_attn_kvpacked_func(
 ) -> Found:
     """flash_attn_func with keys and values in one tensor (B, Tk, 2, K, D)."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, *kv.unbind(2), *rest)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *rest)
 
 
 def flash_attn_qkvpacked_func(
@@ -195,7 +196,8 @@ def flash_attn_qkvpacked_func(
 ) -> Found:
     """flash_attn_func with all three in one tensor (B, T, 3, H, D)."""
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(*qkv.unbind(2), *rest)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *rest)
 
 
 # ---- sequences end to end --------------------------------------------------------------------------------------------
@@ -261,9 +263,9 @@ def _seeing_sequences_npu(
     for i in range(0, len(lengths), most):
         ends, stops = np.cumsum(lengths[i : i + most]).tolist(), np.cumsum(keys[i : i + most]).tolist()
         a, c = int(lengths[:i].sum()), int(keys[:i].sum())
-        part = (q[a : a + ends[-1]], k[c : c + stops[-1]], v[c : c + stops[-1]])
+        query, key, value = q[a : a + ends[-1]], k[c : c + stops[-1]], v[c : c + stops[-1]]
         if ends[-1]:
-            out, lse = npu_attention.packed(*part, causal_mask(q.device), ends, stops, *limits)
+            out, lse = npu_attention.packed(query, key, value, causal_mask(q.device), ends, stops, *limits)
             outs.append(out)
             lses += [] if lse is None else [lse]
     if len(outs) == 1:
@@ -347,9 +349,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Found:
     """flash_attn_varlen_func with keys and values in one tensor (Nk, 2, K, D)."""
-    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, *kv.unbind(1), *bounds, *rest)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -366,6 +368,6 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Found:
     """flash_attn_varlen_func with all three in one tensor (N, 3, H, D)."""
-    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(*qkv.unbind(1), *bounds, *rest)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
