@@ -17,6 +17,7 @@ from ascendchat.checkpoint import newest
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
 from ascendchat.config.infer import ModelConfig
+from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import pick
@@ -26,6 +27,8 @@ from ascendchat.infer.load import open_model
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.model import dense
 from ascendchat.nn.optim import Shard
+from ascendchat.serve.command import open_tokenizer
+from ascendchat.serve.worker import open_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,3 +256,22 @@ def test_sft_goes_on_from_it_and_chat_answers(
     assert capsys.readouterr().out.strip()
     with pytest.raises(UserError, match="without the state of its optimizer"):
         before.checkpoint.reader()(Shard("head", "first", 0, 4))
+
+
+@pytest.mark.slow
+def test_eval_serve_and_rl_work_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = nanochat.sizes("2026-01", VOCAB)
+    nanochat.save(tmp_path / "chatsft_checkpoints" / "d4", 9, nanochat.weights("2026-01", config, 320), config)
+    nanochat.write_tokenizer(tmp_path / "tokenizer", STATE)
+    assert main(["import", "nanochat", str(tmp_path)]) == 0
+    asked = ["eval", "chat", "--run", "d4", "--tasks", "toy_arithmetic_en", "--max-per-task", "2"]
+    assert main([*asked, "--max-new-tokens", "4", "--device-type", "cpu"]) == 0
+    engine, ready = open_engine(ServeConfig(run="d4", device_type="cpu", slots=1), 0)
+    assert (ready.model["stage"], ready.model["step"], ready.model["chats"]) == ("sft", 9, True)
+    assert open_tokenizer(Path(ready.model["tokenizer"])).fingerprint == engine.tokenizer.fingerprint
+    asked = ["rl", "--run", "d4", "--data", "toy_arithmetic_en", "--steps", "1", "--prompts-per-step", "2"]
+    asked += ["--samples", "2", "--max-new-tokens", "6", "--eval-every", "-1", "--device-type", "cpu"]
+    assert main(asked) == 0
+    saved = newest(home() / "runs" / "d4" / "rl")
+    assert saved is not None
+    assert (saved.step, saved.state["shape"]["formulas"]) == (1, "nanochat-2026-01")

@@ -144,6 +144,7 @@ def hf_config(specials: Mapping[str, int]) -> dict[str, Any]:
         "added_tokens_decoder": {str(number): {"content": name, **flags} for name, number in specials.items()},
         "additional_special_tokens": [n for n in specials if n not in ("<|bos|>", "<|assistant_end|>", pad)],
         "add_bos_token": False,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "chat_template": chat_template(specials),
     }

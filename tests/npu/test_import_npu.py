@@ -1,0 +1,45 @@
+"""A checkpoint that nanochat saved from an NPU is imported, and the NPU computes what the published formulas say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cannsim
+from ascendchat.cli import main
+from ascendchat.config.infer import ModelConfig
+from ascendchat.device import pick
+from ascendchat.dist.context import joined
+from ascendchat.infer.load import open_model
+from ascendchat.nn.model import dense
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import nanochat_reference as nanochat
+
+RANKS = {bytes([value]): value for value in range(256)}
+STATE = {"name": "x", "pat_str": nanochat.PATTERN, "mergeable_ranks": RANKS, "special_tokens": nanochat.specials(256)}
+
+
+@pytest.mark.parametrize("era", ["2026-01", "2026-03-14"])
+def test_logits_on_the_npu_are_those_of_the_published_formulas(
+    era: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_DTYPE", "fp32")
+    config = nanochat.sizes(era, 265, sequence_len=128, n_layer=3)
+    given = nanochat.weights(era, config, 320)
+    on_npu = {name: tensor.to("npu:0") for name, tensor in given.items()}
+    nanochat.save(tmp_path / "base_checkpoints" / "d3", 5, on_npu, config)
+    nanochat.write_tokenizer(tmp_path / "tokenizer", STATE)
+    assert main(["import", "nanochat", str(tmp_path), "--run", f"from-{era}"]) == 0
+    with joined(pick("npu")) as here:
+        found = open_model(here, ModelConfig(run=f"from-{era}", device_type="npu"), None)
+    assert found.kernel.name == "npu_fusion"
+    tokens = torch.randint(0, 265, (2, 100), generator=torch.Generator().manual_seed(1))
+    cannsim.reset()
+    hidden = found.model(tokens.to("npu:0"), dense(found.model, found.kernel, 100))
+    assert cannsim.launches()["aclnnFlashAttentionScore"] == 3
+    ours = found.model.cap(hidden @ found.model.head[:265].t()).cpu()
+    assert (ours.double() - nanochat.logits(era, config, given, tokens)).abs().max() < 1e-3
