@@ -120,6 +120,7 @@ def test_only_rank_0_is_on_the_console_and_every_rank_has_its_log(script: Path) 
     assert not list(logs.glob("*.pid"))
 
 
+@pytest.mark.slow
 def test_a_failed_job_shows_the_failing_rank_and_starts_again(script: Path) -> None:
     script.write_text(FAIL_ONCE)
     done = finish("launch", "--gpus", 2, "--run", "again", "--max_restarts", 1, script)
@@ -132,12 +133,14 @@ def test_a_failed_job_shows_the_failing_rank_and_starts_again(script: Path) -> N
     assert (log.parent.parent / "attempt_1" / "rank_1.log").read_text() == "rank 1 restart 1\n"
 
 
+@pytest.mark.slow
 def test_the_status_of_the_failing_rank_is_passed_on(script: Path) -> None:
     script.write_text(FAIL_ONCE)
     assert finish("launch", "--devices", 2, script).returncode == 7
     assert not alive(script.parent)
 
 
+@pytest.mark.slow
 def test_a_process_that_an_old_pid_file_names_is_left_alone(script: Path) -> None:
     script.write_text(TALK)
     logs = home() / "runs" / "old" / "logs" / "attempt_0"
@@ -154,6 +157,7 @@ def test_a_process_that_an_old_pid_file_names_is_left_alone(script: Path) -> Non
     assert [path.name for path in logs.glob("*.pid")] == ["node_1_rank_5.pid"], "another node's file is not ours"
 
 
+@pytest.mark.slow
 def test_wrong_input_is_not_tried_again() -> None:
     done = finish("launch", "--devices", 2, "--run", "wrong", "--max-restarts", 3, "no-such-command")
     assert done.returncode == 2
@@ -169,6 +173,7 @@ def test_a_killed_rank_gives_128_plus_its_signal(script: Path) -> None:
     assert "killed by SIGKILL" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_reaches_every_rank_once_and_leaves_nothing(script: Path, number: signal.Signals) -> None:
     process = start_stoppable(script, "willing", 20.0)

@@ -255,7 +255,7 @@ samples = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example(Sample(name="\x85", extra={"\x85 \u2028": 1}, track=("a\u2029b",)))
 @example(Sample(name="中文 yes", track=("off", "1e5", "null", "")))
 @given(samples)

@@ -193,7 +193,7 @@ WITHOUT_CANN = pytest.mark.skipif(
     ("before", "asked"),
     [
         pytest.param("prepare_environment('npu')", "npu", id="prepared", marks=pytest.mark.slow),
-        pytest.param("", "npu", id="import torch fails"),
+        pytest.param("", "npu", id="import torch fails", marks=pytest.mark.slow),
         pytest.param("", None, id="automatic, import torch fails", marks=pytest.mark.slow),
     ],
 )

@@ -109,9 +109,8 @@ def test_the_token_after_next_is_guessed_within_what_a_token_sees(attend: str) -
     torch.testing.assert_close(learner.model.head.grad, apart.head.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kept", "checkpointed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 def test_a_compiled_model_is_traced_once_for_all_batches(checkpointed: bool) -> None:
     """As in training: one graph, static shapes. The lengths of the documents change, the shapes of what is passed do
     not."""
