@@ -99,8 +99,8 @@ class FinetuneStage(ChatStage):
         return adapter_weights(self.theirs.model) if self.theirs.lora else dict(self.model.state_dict())
 
     def identity(self) -> dict[str, Any]:
-        about = {"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {}
-        return {**super().identity(), **about, **({"optimizer": "muon"} if self.config.muon else {})}
+        lora, optimizer = self.theirs.lora, "muon" if self.config.muon else "adamw"
+        return {**super().identity(), "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
 
     def summary(self) -> str:
         part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if self.theirs.lora else ""
