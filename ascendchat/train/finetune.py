@@ -115,8 +115,8 @@ class FinetuneStage(ChatStage):
         return {} if self.theirs.mesh else super().text_bits(corpora, most)  # ranks would not take part equally often
 
     def identity(self) -> dict[str, Any]:
-        about = {"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {}
-        return {**super().identity(), **about, **({"optimizer": "muon"} if self.config.muon else {})}
+        lora, optimizer = self.theirs.lora, "muon" if self.config.muon else "adamw"
+        return {**super().identity(), "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
 
     def summary(self) -> str:
         part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if self.theirs.lora else ""

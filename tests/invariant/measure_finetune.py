@@ -1,6 +1,6 @@
 """LoRA of a real model by `ascendchat finetune`, and by a plain loop of transformers and peft on the same rows.
 
-python tests/invariant/measure_finetune.py MODEL DATA FOLDER [STEPS]      # for docs/*/results.md; minutes on a CPU
+python tests/invariant/measure_finetune.py MODEL DATA FOLDER [STEPS] [LENGTH ROWS HELD_OUT]   # minutes on a quiet CPU
 
 The plain loop does what TRL's SFTTrainer does without packing: the conversations of a step are padded to the longest,
 logits of all places are made, the loss is the mean over the assistant's tokens; torch's AdamW, clipping, a cosine. Both
@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-LENGTH, ROWS, RATE, RANK, WARMUP, HELD_OUT = 256, 2, 5e-4, 16, 1, 0.02
+RATE, RANK, WARMUP = 5e-4, 16, 1
+SIZES = sys.argv[5:8]  # for a machine that is busy with other things
+LENGTH, ROWS, HELD_OUT = (int(SIZES[0]), int(SIZES[1]), float(SIZES[2])) if SIZES else (512, 2, 0.05)
 
 
 def ours(model: str, data: str, folder: Path, steps: int) -> dict[str, Any]:

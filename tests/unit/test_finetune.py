@@ -194,8 +194,9 @@ def test_a_run_goes_on_and_other_adapters_are_another_run(place: Path, capsys: p
     again = newest(home() / "runs" / "twice" / "hf")
     assert again is not None
     assert all(torch.equal(wanted[name], tensor) for name, tensor in again.model().items())
-    assert main(words(place, "twice", "--lora", "--lora-rank", "2")) == 2
-    assert "was written with lora" in capsys.readouterr().err
+    for other in (["--lora", "--lora-rank", "2"], []):
+        assert main(words(place, "twice", *other)) == 2
+        assert "was written with lora" in capsys.readouterr().err
 
 
 @pytest.mark.slow
