@@ -292,14 +292,15 @@ def run(config: PreferenceConfig) -> int:
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     with training_context(config) as here:
         config = replace(config, attend="document")
-        return train_pairs(begin_with_theirs(config, here) or begin_with_ours(config, here, "rl"), here)
+        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
+        here.say(f"starting from {begin.origin.folder}")
+        return train_pairs(begin, here)
 
 
 def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
     config: PreferenceConfig = begin.config
     learner, tokenizer = begin.learner, begin.tokenizer
-    here.say(f"starting from {begin.origin.folder}")
     data = absolute(listed_data(config.data, config.dataset_dir, knows))
     config = replace(config, data=data, learning_rate=usual_rate(config, learner))
     shape, method = learner.model.shape, method_of(config)
