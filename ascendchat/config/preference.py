@@ -40,7 +40,7 @@ class PreferenceConfig(PreferenceOptions, ChatTrainConfig):
     max_samples: int | None = option(None, least=1, most=1e12)
     "pairs of each entry of --data at most"
     packing: bool = True
-    "several pairs in two rows, which do not see each other; --no-packing: one pair"
+    "several pairs in two rows, which do not see each other; or one pair"
     stage: Literal["sft", "dpo", "orpo", "simpo"] = "dpo"
     "the loss on pairs"
     learning_rate: float | None = option(None, also=("lr",), above=0, most=1)

@@ -133,7 +133,7 @@ class ChatTrainConfig(TrainConfig):
     """mixture, as NAME or NAME=WEIGHT: toyworld, tasks (gsm8k, smoltalk, ...), files of conversations, prepared
     corpora; by default toyworld for a model of the embedded corpus, else smoltalk, mmlu, gsm8k and identity"""
     dataset_dir: str = ""
-    "folder of a dataset_info.json, as LLaMA-Factory has it: --data takes the names that it lists"
+    "folder whose files --data may name, and the sets that a dataset_info.json in it lists, as LLaMA-Factory has it"
     preview: int = option(0, least=0, most=1e6)
     "show this many rows of each entry of --data as the model will see them, with what it learns marked, and end"
     source: str = ""

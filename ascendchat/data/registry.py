@@ -4,6 +4,8 @@
     find_listed(Path("data/alpaca_en_demo"))      # the one set; None where nothing lists it
     find_listed(Path("data"), ranking=True)       # of a folder with that file: all sets of pairs in it
 
+A folder without that file works too: names are then those of its files, with or without their endings.
+
 Of an entry are used: file_name (a file or a folder beside the registry, packed or not), formatting (alpaca, sharegpt,
 openai), columns, tags, ranking, num_samples (the first so many rows), hf_hub_url and ms_hub_url once they are fetched,
 with folder. Nothing is downloaded here. Sets with images, sounds or films, KTO labels or scripts are refused by name.
@@ -20,7 +22,7 @@ from typing import Any
 from ascendchat.config import UserError, nearest
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import parse_entry
-from ascendchat.data.read import PACKED
+from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
 from ascendchat.data.turns import opening
 
@@ -65,17 +67,30 @@ def read_registry(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def listed_data(data: Sequence[str], dataset_dir: str, knows: Callable[[str], bool]) -> tuple[str, ...]:
-    """The entries of --data, those that a registry lists as DIR/NAME, found from any directory. `knows` says whether a
-    name is that of other data; with a `dataset_dir`, what is neither listed nor known nor a file is an error."""
-    found = []
-    registry = read_registry(Path(dataset_dir)) if dataset_dir else {}
+    """The entries of --data, those that a registry lists as DIR/NAME, and files of `dataset_dir` by their paths, found
+    from any directory. `knows` says whether a name is that of other data; with a `dataset_dir`, what is none of these
+    and no file is an error."""
+    if not dataset_dir:
+        return tuple(_entry(name, weight, Path(name).expanduser()) for name, weight in map(parse_entry, data))
+    folder, found = Path(dataset_dir).expanduser(), []
+    if not folder.is_dir():
+        raise UserError(f"--dataset-dir {folder} is not a folder; give the one that holds the data")
+    registry = read_registry(folder) if (folder / INFO).is_file() else {}
     for name, weight in map(parse_entry, data):
-        path = Path(dataset_dir) / name if name in registry else Path(name).expanduser()
-        if dataset_dir and name not in registry and not knows(name) and not path.exists() and not is_listed(path):
-            raise UserError(f"{Path(dataset_dir) / INFO} lists no {name!r}; {nearest(name, list(registry))}")
-        name = str(path.absolute()) if name in registry or is_listed(path) else name
-        found.append(name if weight is None else f"{name}={weight:g}")
+        files = (folder / f"{name}{end}{packed}" for end in ("", ".json", ".jsonl") for packed in ("", *PACKED))
+        place = folder / name if name in registry else next((path for path in files if path.exists()), None)
+        place = place or Path(name).expanduser()
+        if not knows(name) and not place.exists() and not is_listed(place):
+            names = [*registry, *(p.name for p in sorted(folder.iterdir()) if format_of(p.name)[0] and p.name != INFO)]
+            raise UserError(f"--dataset-dir {folder} has no {name!r}; {nearest(name, names)}")
+        found.append(_entry(name, weight, place))
     return tuple(found)
+
+
+def _entry(name: str, weight: float | None, path: Path) -> str:
+    """An entry of --data, with the path if that is there or listed."""
+    name = str(path.absolute()) if path.exists() or is_listed(path) else name
+    return name if weight is None else f"{name}={weight:g}"
 
 
 def find_listed(path: Path, *, ranking: bool = False) -> list[Listed] | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ RATES = {"dpo": 1e-6, "orpo": 5e-6, "simpo": 1e-6}  # of all weights of a Huggin
 ADAPTER_RATE = 5e-6
 PAIRS_PER_STEP, FEW_STEPS = 32, 100  # fewer pairs where the run would have fewer steps
 NOT_HERE = "warm_start", "source"  # flags of mid and sft without a meaning here
+_Config = TypeVar("_Config", bound=PreferenceConfig)
 
 
 def method_of(config: PreferenceConfig) -> str:
@@ -286,8 +287,8 @@ def usual_rate(config: PreferenceConfig, learner: Learner) -> float | None:
     return ADAPTER_RATE if adapters else RATES[method_of(config)]
 
 
-def run(config: PreferenceConfig) -> int:
-    """Train from pairs; what `finetune` does for --stage dpo, orpo and simpo."""
+def for_pairs(config: _Config) -> _Config:
+    """The config, if it makes sense for pairs; tokens see their own document only."""
     method_of(config)
     if not config.data:
         raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
@@ -295,16 +296,22 @@ def run(config: PreferenceConfig) -> int:
         raise UserError(f"--{asked.replace('_', '-')} means nothing for pairs; leave it out")
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
+    return replace(config, attend="document")
+
+
+def run(config: PreferenceConfig) -> int:
+    """Train from pairs; what `finetune` does for --stage dpo, orpo and simpo."""
+    config = for_pairs(config)
     with training_context(config) as here:
-        config = replace(config, attend="document")
-        return train_pairs(begin_with_theirs(config, here) or begin_with_ours(config, here, "rl"), here)
+        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
+        here.say(f"starting from {begin.origin.folder}")
+        return train_pairs(begin, here)
 
 
 def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
     config: PreferenceConfig = begin.config
     learner, tokenizer = begin.learner, begin.tokenizer
-    here.say(f"starting from {begin.origin.folder}")
     data = absolute(listed_data(config.data, config.dataset_dir, knows))
     config = replace(config, data=data, learning_rate=usual_rate(config, learner))
     shape, method = learner.model.shape, method_of(config)

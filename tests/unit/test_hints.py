@@ -117,7 +117,7 @@ def test_commands_and_flags_in_explanations_exist() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "run `finetune --port 8`",
+        "run `ascendchat finetune --port 8`",
         "ascendchat base --dtype bf16",
         "when --precision is not given",
         "ascendchat launch --devices 8 base --dept 3",

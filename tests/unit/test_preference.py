@@ -130,10 +130,10 @@ def by_replies(logprobs: torch.Tensor) -> torch.Tensor:
     return PREFERENCES["simpo"](pairs, Weights(2.0, gamma=0.5)).loss.mean()
 
 
-@pytest.mark.parametrize("softcap", [15.0, math.inf])
+@pytest.mark.parametrize(("softcap", "temperature"), [(15.0, 1.0), (math.inf, 1.0), (15.0, 0.7)])
 @pytest.mark.parametrize("rows", [40, 7])
 def test_gradients_through_the_head_are_those_of_all_logits(
-    softcap: float, rows: int, monkeypatch: pytest.MonkeyPatch
+    softcap: float, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole and in chunks of seven rows."""
     monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: rows)
@@ -143,13 +143,14 @@ def test_gradients_through_the_head_are_those_of_all_logits(
     targets = torch.randint(0, VOCAB, (40,), generator=generator)
     targets[::5] = IGNORE
     a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    found = learnt_logprobs(a, b, targets, Drawn(VOCAB, softcap=softcap))
-    assert torch.equal(found, head_logprobs(hidden, head, targets, Drawn(VOCAB, softcap=softcap)))
+    drawn = Drawn(VOCAB, temperature, softcap=softcap)
+    found = learnt_logprobs(a, b, targets, drawn)
+    assert torch.equal(found, head_logprobs(hidden, head, targets, drawn))
     by_replies(found).backward()
     c, d = hidden.double().requires_grad_(), head.double().requires_grad_()
     logits = c @ d[:VOCAB].t()
     logits = logits if math.isinf(softcap) else softcap * torch.tanh(logits / softcap)
-    plain = torch.log_softmax(logits, -1).gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)
+    plain = torch.log_softmax(logits / temperature, -1).gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)
     plain = torch.where(targets != IGNORE, plain, 0.0)
     torch.testing.assert_close(found.double(), plain, atol=1e-5, rtol=1e-5)
     by_replies(plain).backward()

@@ -156,11 +156,19 @@ def test_what_cannot_be_read_is_refused_with_the_next_step(folder: Path, name: s
         list(load(str(folder / name)))
 
 
-def test_a_name_that_nobody_knows_is_answered_with_the_nearest_of_the_registry(folder: Path) -> None:
-    with pytest.raises(UserError, match="lists no 'sharegp'; did you mean sharegpt"):
+def test_a_name_that_nobody_knows_is_answered_with_the_nearest_of_the_folder(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"has no 'sharegp'; did you mean sharegpt"):
         listed_data(["sharegp"], str(folder), knows)
-    with pytest.raises(UserError, match=r"--dataset-dir is the folder of such a file"):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         listed_data(["sharegpt"], str(folder / "nowhere"), knows)
+
+
+def test_files_of_a_folder_without_a_registry_are_found_by_their_names(folder: Path) -> None:
+    (folder / INFO).unlink()
+    found = listed_data(["set0=2", "set1", "set2.json", "toyworld"], str(folder), knows)
+    assert found == (f"{folder}/set0.json=2", f"{folder}/set1.json.xz", f"{folder}/set2.json", "toyworld")
+    with pytest.raises(UserError, match=r"has no 'set99'"):
+        listed_data(["set99"], str(folder), knows)
 
 
 def test_a_set_of_a_hub_is_read_once_it_is_fetched(folder: Path) -> None:
