@@ -20,6 +20,7 @@ MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
 HEAD_CHUNK_TOKENS = 4096  # the same for a Hugging Face model, in tokens
+UNSEEN = ("kernel_workspace", "collective_buffers", "reserve")  # parts that the framework's counters do not show
 FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
@@ -117,6 +118,14 @@ def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
     return rows * shape.seq_len * (2 * shape.mlp_dim + shape.dim) * compute_bytes(chip)
 
 
+def kernel_workspace(chip: Chip, tokens: int, width: int) -> int:
+    """What the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and dv in
+    float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its counters
+    do not show it."""
+    fused = chip.device_type == "npu" and chip.fused_attention and compute_bytes(chip) != FP32
+    return tokens * width * FP32 if fused else 0
+
+
 def optimizer_state(shape: Shape, devices: int) -> int:
     """Largest share of one device. Muon: fp32 momentum and one second moment per row or column of every matrix, shared
     out whole matrices at a time. AdamW: two fp32 moments of the tables and the head, shared out by rows; scalars
@@ -159,13 +168,14 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
         "activations": acts,
         "logits": head,
         "workspace": work,
+        "kernel_workspace": kernel_workspace(chip, rows * shape.seq_len, shape.qkv_dim),
         **outside(chip),
     }
 
 
 def allocated(parts: dict[str, int]) -> int:
     """The part of a total that the framework's peak counter measures."""
-    return sum(parts.values()) - parts.get("collective_buffers", 0) - parts.get("reserve", 0)
+    return sum(size for part, size in parts.items() if part not in UNSEEN)
 
 
 class DecoderSizes(Protocol):
