@@ -114,7 +114,7 @@ def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseCon
         )
     model.load_state_dict(weights)
     model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
-    kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention, decodes=True)
     return Opened(model, kernel, text, saved, settings_of(saved), why, here)
 
 
@@ -123,7 +123,7 @@ def _opened(
 ) -> Opened:
     """A Hugging Face model on the device."""
     model = found.model.requires_grad_(False).eval().to(here.place)
-    kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention)
+    kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention, decodes=True)
     return Opened(model, kernel, found.tokenizer, source, settings, why, here)
 
 
