@@ -94,10 +94,7 @@ class NPU(Accelerator):
         if updates is None or not self.chip.graphs:
             return super().graph(fn, *static_inputs)
         if not hasattr(getattr(self.api, self.graph_class), "update"):
-            print(
-                "ascendchat: no captured graphs: this torch_npu cannot update them; a newer decodes faster",
-                file=sys.stderr,
-            )
+            print("ascendchat: no captured graphs: this torch_npu is too old to update them", file=sys.stderr)
             return fn
         turns = itertools.cycle([self._updated(fn, updates) for _ in range(2)])
         return lambda: next(turns)()
