@@ -14,7 +14,7 @@ from typing import Any
 
 from ascendchat.chips import Chip
 from ascendchat.config import UserError, nearest
-from ascendchat.plan.memory import FP32, HEAD_CHUNK_TOKENS, TRAITS, compute_bytes, kernel_workspace, outside
+from ascendchat.plan.memory import FP32, HEAD_CHUNK_TOKENS, TRAITS, compute_bytes, kernel_buffers, outside
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,6 @@ def finetuning(
         "activations": finetuning_activations(model, chip, rows, checkpointing),
         "logits": tokens * model.vocab * (2 * size + FP32),
         "workspace": 0,
-        "kernel_workspace": kernel_workspace(chip, rows * model.seq_len, model.q_dim + 2 * model.kv_dim),
+        "kernel_buffers": kernel_buffers(chip, rows * model.seq_len, model.q_dim + 2 * model.kv_dim),
         **outside(chip),
     }

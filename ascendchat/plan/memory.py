@@ -20,7 +20,7 @@ MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
 HEAD_CHUNK_TOKENS = 4096  # the same for a Hugging Face model, in tokens
-UNSEEN = ("kernel_workspace", "collective_buffers", "reserve")  # parts that the framework's counters do not show
+UNSEEN = ("kernel_buffers", "collective_buffers", "reserve")  # parts that the framework's counters do not show
 FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
@@ -34,13 +34,16 @@ class Traits:
     half: bool  # trains in 16 bits; False: float32 (as device.choose_dtype)
     always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
     keeps_rotated: bool = False  # the fused rotation keeps its input for the backward pass
+    gradient_buffers: bool = False  # the gradient of fused attention is made in float32, beside its result
     compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
 
 
 # npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
 # together. cuda, cpu: the kernel keeps one fp32 log-sum-exp.
 TRAITS = {
-    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True),
+    "npu": Traits(
+        context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True, gradient_buffers=True
+    ),
     "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, compiled=True),
     "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
     "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
@@ -118,11 +121,11 @@ def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
     return rows * shape.seq_len * (2 * shape.mlp_dim + shape.dim) * compute_bytes(chip)
 
 
-def kernel_workspace(chip: Chip, tokens: int, width: int) -> int:
+def kernel_buffers(chip: Chip, tokens: int, width: int) -> int:
     """What the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and dv in
     float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its counters
     do not show it."""
-    fused = chip.device_type == "npu" and chip.fused_attention and compute_bytes(chip) != FP32
+    fused = TRAITS[chip.device_type].gradient_buffers and chip.fused_attention and compute_bytes(chip) != FP32
     return tokens * width * FP32 if fused else 0
 
 
@@ -168,7 +171,7 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
         "activations": acts,
         "logits": head,
         "workspace": work,
-        "kernel_workspace": kernel_workspace(chip, rows * shape.seq_len, shape.qkv_dim),
+        "kernel_buffers": kernel_buffers(chip, rows * shape.seq_len, shape.qkv_dim),
         **outside(chip),
     }
 

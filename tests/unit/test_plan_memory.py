@@ -109,8 +109,8 @@ def test_the_gradient_of_fused_attention_has_its_workspace_in_the_plan(chip: str
     """dq, dk and dv in float32, which torch_npu holds beside what its counters show."""
     shape = Shape.from_depth(12)
     parts = training(shape, find(chip), 1, 8)
-    assert parts["kernel_workspace"] == 8 * 2048 * 3 * 768 * bytes_each
-    assert allocated(parts) == allocated({**parts, "kernel_workspace": 0})
+    assert parts["kernel_buffers"] == 8 * 2048 * 3 * 768 * bytes_each
+    assert allocated(parts) == allocated({**parts, "kernel_buffers": 0})
 
 
 def test_optimizer_state_is_shared_out_by_whole_matrices() -> None:
