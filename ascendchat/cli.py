@@ -134,7 +134,7 @@ def _main(argv: list[str]) -> int:
         )
     except UserError as error:
         print(f"ascendchat {name}: {translate(str(error))}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print(f"ascendchat {name}: stopped", file=sys.stderr)
         return 130

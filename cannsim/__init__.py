@@ -92,6 +92,22 @@ def launches() -> dict[str, int]:
     return {name: calls for name, (calls, _) in counters().items() if calls and is_launch(name)}
 
 
+def aicpu() -> dict[str, int]:
+    """Operators among `launches` that the chip runs on its AICPU, in the dtype they had: how often each."""
+    return _marked("aicpu/")
+
+
+def inner() -> dict[str, int]:
+    """Kernels that operators launch before their own, to make their arguments contiguous; not in `launches`."""
+    return _marked("inner/")
+
+
+def _marked(mark: str) -> dict[str, int]:
+    return {
+        name.removeprefix(mark): calls for name, (calls, _) in counters().items() if calls and name.startswith(mark)
+    }
+
+
 def reset() -> None:
     """Start counting anew (also the peak of memory)."""
     _settle()

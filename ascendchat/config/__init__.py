@@ -32,7 +32,15 @@ C = TypeVar("C")
 
 
 class UserError(Exception):
-    """Something the user can mend: one clear sentence and the next step. The command line exits with 2."""
+    """Something the user can mend: one clear sentence and the next step. The command line exits with `status`."""
+
+    status = 2
+
+
+class OutOfMemory(UserError):
+    """The device's memory ran out, and only a new process can go on: `ascendchat launch` starts one that takes less."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
 
 
 def home() -> Path:

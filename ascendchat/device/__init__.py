@@ -85,6 +85,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
 
+    def responds(self) -> bool:
+        """Whether the device still computes: out of memory may leave one that does nothing, without an error."""
+
     def event(self) -> Mark:
         """Mark this moment in the device's queue of work."""
 
@@ -103,10 +106,13 @@ class Device(Protocol):
     def compile(self, fn: F, **options: Any) -> F:
         """torch.compile where that is sound and wanted; `fn` itself elsewhere."""
 
-    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+    def graph(
+        self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
+    ) -> Callable[..., Any]:
         """Record `fn(*static_inputs)` once and replay it on each call, without its launches; `fn` itself where the
         chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
-        the outputs of the one before."""
+        the outputs of the one before. `updates`: asked before each replay for the host arguments of the operators that
+        have some, one dict for each of them in their order."""
 
     def operators(self) -> Any | None:
         """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""

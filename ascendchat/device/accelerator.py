@@ -6,6 +6,7 @@ npu.py and cuda.py hold what differs: how the device is found, compiling, graphs
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,15 @@ class Accelerator:
         """Wait until the device has done all it was given."""
         self.api.synchronize()
 
+    def responds(self) -> bool:
+        """A number that nobody could know in advance, and a sum of it that the host checks."""
+        drawn = secrets.randbelow(2**16)
+        try:
+            total = torch.full((64,), float(drawn), device=self.type).add_(1.0).sum()
+            return float(total.item()) == 64.0 * (drawn + 1)
+        except RuntimeError:
+            return False
+
     def event(self) -> EventMark:
         """Mark this moment in the device's queue of work."""
         return EventMark(self.api)
@@ -107,19 +117,14 @@ class Accelerator:
         """torch.compile, or `fn` itself where compiling is off."""
         return torch.compile(fn, **options) if self.compiles else fn  # type: ignore[return-value]
 
-    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+    def graph(
+        self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
+    ) -> Callable[..., Any]:
         """Record `fn` once and replay it; see Device.graph."""
         if not self.chip.graphs:
             return fn
-        side = self.api.Stream()
-        side.wait_stream(self.api.current_stream())
-        with self.api.stream(side):
-            for _ in range(WARM_UPS):
-                fn(*static_inputs)
-        self.api.current_stream().wait_stream(side)
-        captured = getattr(self.api, self.graph_class)()
-        with self.api.graph(captured):
-            outputs = fn(*static_inputs)
+        assert updates is None, "no operator here has arguments on the host"
+        captured, outputs = self.capture(fn, *static_inputs)
 
         def replay(*inputs: torch.Tensor) -> Any:
             for static, new in zip(static_inputs, inputs, strict=True):
@@ -129,6 +134,19 @@ class Accelerator:
             return outputs
 
         return replay
+
+    def capture(self, fn: Callable[..., Any], *static_inputs: torch.Tensor, **options: Any) -> tuple[Any, Any]:
+        """A graph of `fn` and the outputs that each of its replays writes."""
+        side = self.api.Stream()
+        side.wait_stream(self.api.current_stream())
+        with self.api.stream(side):
+            for _ in range(WARM_UPS):
+                fn(*static_inputs)
+        self.api.current_stream().wait_stream(side)
+        captured = getattr(self.api, self.graph_class)()
+        with self.api.graph(captured, **options):
+            outputs = fn(*static_inputs)
+        return captured, outputs
 
     def operators(self) -> Any | None:
         """Plain torch."""
@@ -155,7 +173,8 @@ def current_chip(api: Any, device_type: str) -> Chip:
     api.set_device(int(rank) if rank.isdigit() and int(rank) < api.device_count() else 0)
     properties = api.get_device_properties(api.current_device())
     chip = detected(properties.name, device_type, int(properties.total_memory))
-    return chip if chip.known else replace(chip, bf16=bool(api.is_bf16_supported(including_emulation=False)))
+    real = {"including_emulation": False} if device_type == "cuda" else {}  # torch_npu 2.7.1 takes no argument
+    return chip if chip.known else replace(chip, bf16=bool(api.is_bf16_supported(**real)))
 
 
 def usable_types() -> str:

@@ -75,6 +75,10 @@ class CPU:
     def synchronize(self) -> None:
         """Nothing runs behind the caller's back."""
 
+    def responds(self) -> bool:
+        """Always."""
+        return True
+
     def event(self) -> ClockMark:
         """Mark this moment."""
         return ClockMark()
@@ -110,7 +114,9 @@ class CPU:
         """torch.compile when asked for."""
         return torch.compile(fn, **options) if self.compiles else fn  # type: ignore[return-value]
 
-    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
+    def graph(
+        self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
+    ) -> Callable[..., Any]:
         """A CPU has no launches to save."""
         return fn
 

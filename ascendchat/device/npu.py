@@ -7,7 +7,9 @@ become inf but stays at its largest value, so only a hardware flag shows an over
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,7 +55,7 @@ def open_device(options: DeviceOptions) -> NPU:
     device = NPU(api, current_chip(api, "npu"), options)
     if device.chip.jit_default:  # else each new length of a row is compiled for minutes
         api.set_compile_mode(jit_compile=False)
-    if options.compiled and importlib.util.find_spec("triton") is None:
+    if options.compiled and not has_triton_ascend():
         raise UserError(
             "compiling on an NPU needs triton-ascend, which is not installed; pip install triton-ascend, or "
             "ASCENDCHAT_COMPILE=0"
@@ -63,18 +65,52 @@ def open_device(options: DeviceOptions) -> NPU:
     return device
 
 
+def has_triton_ascend() -> bool:
+    """The compiler's back end for NPUs. The plain `triton` has the same module name, and none."""
+    try:
+        importlib.metadata.distribution("triton-ascend")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
 class NPU(Accelerator):
     """A Device on torch.npu."""
 
     type = "npu"
     graph_class = "NPUGraph"
 
-    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor) -> Callable[..., Any]:
-        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training uses, torch_npu cannot, and `fn` itself is returned."""
+    def graph(
+        self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None
+    ) -> Callable[..., Any]:
+        """Record `fn`; with TASK_QUEUE_ENABLE=2, which training uses, torch_npu cannot, and `fn` itself is returned.
+
+        Host arguments are updated on a stream of their own, and a replay waits there where it needs them. A replay
+        that has not used its own yet would get those of the next: so two graphs take turns, and each is updated only
+        when its last replay is over."""
         if self.chip.graphs and os.environ.get("TASK_QUEUE_ENABLE") == "2":
             print("ascendchat: no captured graphs with TASK_QUEUE_ENABLE=2; 1 decodes faster", file=sys.stderr)
             return fn
-        return super().graph(fn, *static_inputs)
+        if updates is None or not self.chip.graphs:
+            return super().graph(fn, *static_inputs)
+        if not hasattr(getattr(self.api, self.graph_class), "update"):
+            print("ascendchat: no captured graphs: this torch_npu is too old to update them", file=sys.stderr)
+            return fn
+        turns = itertools.cycle([self._updated(fn, updates) for _ in range(2)])
+        return lambda: next(turns)()
+
+    def _updated(self, fn: Callable[..., Any], updates: Callable[[], Any]) -> Callable[[], Any]:
+        captured, outputs = self.capture(fn, auto_dispatch_capture=True)
+        over = self.api.Event()
+
+        def replay() -> Any:
+            over.synchronize()
+            captured.update(cpu_update_input=updates())
+            captured.replay()
+            over.record()
+            return outputs
+
+        return replay
 
     def operators(self) -> NPUOps | None:
         """Fused operators, because in eager mode every launch costs host time. On 910A and 310P they would be compiled

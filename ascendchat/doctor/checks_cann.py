@@ -11,21 +11,9 @@ import re
 from pathlib import Path
 
 from ascendchat.device import smi
-from ascendchat.device.cann import cann_version, read_version
+from ascendchat.device.cann import NEWEST, cann_for, cann_version, fits, install_line, read_version
 from ascendchat.doctor.checks import Check, Machine, gib
 
-# torch_npu -> the CANN it is released with; the first two numbers must agree.
-CANN_FOR = {
-    "2.13.0": "9.1.0",  # no published pair yet: 9.1 or newer
-    **dict.fromkeys(("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"), "9.1.0"),
-    **dict.fromkeys(("2.10.0.post2", "2.9.0.post2", "2.8.0.post4", "2.7.1.post4"), "9.0.0"),
-    **dict.fromkeys(("2.9.0", "2.8.0.post2", "2.7.1.post2", "2.6.0.post5"), "8.5.0"),
-    **dict.fromkeys(("2.8.0", "2.7.1", "2.6.0.post3"), "8.3.RC1"),
-    "2.6.0": "8.2.RC1",
-    "2.5.1": "8.1.RC1",
-    "2.4.0.post2": "8.0.0",
-}
-NEWER_IS_FINE = ("2.13.0",)
 PREFIXES = ("usr/local/Ascend", "home/ma-user/Ascend")
 SCRIPTS = ("cann/set_env.sh", "ascend-toolkit/set_env.sh")
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")  # device files that every NPU process opens
@@ -64,11 +52,6 @@ def cann_home(m: Machine) -> Path | None:
     return Path(value) if value else None
 
 
-def _major(version: str) -> tuple[int, int]:
-    numbers = re.findall(r"\d+", version)
-    return (int(numbers[0]), int(numbers[1])) if len(numbers) > 1 else (0, 0)
-
-
 def cann(m: Machine) -> Check:
     """Loaded or not, whole or not, and the pairing with torch_npu."""
     home, script = cann_home(m), set_env(m)
@@ -80,8 +63,7 @@ def cann(m: Machine) -> Check:
             return absent(m, "CANN")
         if script:
             return m.fault("CANN", "not loaded", script=script)
-        wanted = CANN_FOR.get(torch_npu.split("+")[0], "9.1.0")
-        return m.fault("CANN", "not installed", wanted=wanted)
+        return m.fault("CANN", "not installed", wanted=cann_for(torch_npu) or NEWEST)
     if not home.is_dir():
         return m.fault("CANN", "folder missing", home=home, script=script or "/usr/local/Ascend/cann/set_env.sh")
     return _pairing(m, home, torch_npu)
@@ -89,17 +71,15 @@ def cann(m: Machine) -> Check:
 
 def _pairing(m: Machine, home: Path, torch_npu: str) -> Check:
     version = cann_version(home)
-    wanted = CANN_FOR.get(torch_npu.split("+")[0], "")
+    wanted = cann_for(torch_npu)
     found = f"CANN {version or '?'} ({home})"
     if m.simulated:
         return Check("CANN", "ok", m.say(f"simulated ({home})", f"模拟（{home}）"))
     if not version or not wanted:
         return Check("CANN", "ok", found)
-    agree = _major(version) == _major(wanted)
-    newer = torch_npu in NEWER_IS_FINE and _major(version) >= _major(wanted)
-    if agree or newer:
+    if fits(torch_npu, version):
         return Check("CANN", "ok", found + (f", torch_npu {torch_npu}" if torch_npu else ""))
-    return m.fault("CANN", "other version", found=found, torch_npu=torch_npu, wanted=wanted)
+    return m.fault("CANN", "other version", found=found, torch_npu=torch_npu, wanted=wanted, line=install_line(version))
 
 
 def operator_package(m: Machine) -> Check:

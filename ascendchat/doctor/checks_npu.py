@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ascendchat.chips import KINDS, cpu_count, detected
 from ascendchat.device import smi
+from ascendchat.device.cann import cann_version, install_line, pair_line
 from ascendchat.device.env import AUTOLOAD
 from ascendchat.device.harmful_env import harmful_settings, visible_problem
 from ascendchat.doctor.checks import Check, Machine, Status, plan_flag
-from ascendchat.doctor.checks_cann import set_env
+from ascendchat.doctor.checks_cann import cann_home, set_env
 from ascendchat.doctor.probe import last_line
 
 
@@ -32,7 +33,8 @@ def torch_npu(m: Machine) -> Check:
     have, torch_version = m.versions.get("torch_npu", ""), m.versions.get("torch", "")
     if base(have) != base(torch_version):
         status: Status = "fail" if m.has_chip else "warn"
-        return m.fault("torch_npu", "other version", status, have=have, torch=torch_version or "-", version=base(have))
+        line = pair_line(have.split("+")[0])
+        return m.fault("torch_npu", "other version", status, have=have, torch=torch_version or "-", line=line)
     if m.npu.ok:
         return Check(
             "torch_npu", "ok", f"{m.npu.values['version']} " + m.say("with torch ", "配合 torch ") + torch_version
@@ -52,8 +54,8 @@ def torch_npu(m: Machine) -> Check:
 def _torch_npu_absent(m: Machine) -> Check:
     if not m.has_chip:
         return Check("torch_npu", "skip", m.say("not installed, no NPU here", "未安装，此机器没有 NPU"))
-    pair = base(m.versions.get("torch", "")) or "2.13.0"
-    return m.fault("torch_npu", "not installed", pair=pair)
+    home = cann_home(m)
+    return m.fault("torch_npu", "not installed", line=install_line(cann_version(home) if home else ""))
 
 
 def two_accelerators(m: Machine) -> Check:

@@ -75,7 +75,7 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
     """Time every batch size, and print the table."""
     device, say = here.device, here.say
     shape = Shape.from_depth(config.depth, vocab=config.vocab_size, window_pattern=config.window_pattern)
-    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention, decodes=True)
     say(reason)
     model = GPT(shape, device.operators())
     model.initialise(0)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ascendchat.device import Device
 from ascendchat.infer.cache import Cache, Marks, Suffixes
 from ascendchat.infer.inputs import padded_length, stack, to_device
+from ascendchat.infer.noise import columns
 from ascendchat.infer.prefix import Copy
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.infer.sampling import Mode, Settings, likeliest_tokens, sample, settings_row
@@ -78,11 +79,14 @@ class Decoder:
         self.token = whole((slots,), 0)  # the newest token of each row, not yet in the cache
         self.previous = whole((slots,), 0)  # the one before it, which is smeared in
         self.length = whole((slots,), 0)  # tokens in the cache: the position of `token`
+        self.held = np.zeros(slots, np.int64)  # the same on the host, for kernels that want it there
+        self.none = whole((slots,), -1)
         self.override = whole((slots,), -1)  # a token that replaces `token` in the next step
         self.advance = whole((), 1)  # 0 while a graph is recorded: the step then changes nothing
         self.target = whole((slots,), slots)  # slot that a row writes to: its own, or the one more while it is idle
         idle = settings_row(Sampling(temperature=0.0))
-        self.settings = Settings(*(torch.full((slots,), value, device=place) for value in idle))
+        self.settings = Settings(*(torch.tensor([value] * slots, device=place) for value in idle))
+        self.blocks = columns(self.vocab, place)
         # (slots, V), made when first needed. bool: tokens of the row so far, and tokens that it must not choose;
         # float32: what is added to each logit, and how often the model has chosen each token
         self.seen: Tensor | None = None
@@ -133,7 +137,8 @@ class Decoder:
         chosen, report = self._choose(self.logits(hidden[rows, counts - 1]), slot, lengths - 1, mode)
         over = self.put([end == length for end, length in zip(ends, whole)], dtype=torch.bool)
         self.previous[slot], self.token[slot], self.length[slot] = tokens[rows, counts - 1], chosen, lengths * over
-        self.target[slot] = slot.masked_fill(~over, self.cache.dump)
+        self.held[list(slots)] = [end if end == length else 0 for end, length in zip(ends, whole)]
+        self.target[slot] = torch.where(over, slot, torch.full_like(slot, self.cache.dump))
         self.override[slot] = torch.full_like(chosen, -1)
         return report
 
@@ -226,6 +231,7 @@ class Decoder:
         if key not in self._steps:
             self._steps[key] = self._record(*key)
         result: Tensor = self._steps[key]()
+        self.held[:count] += 1
         return result
 
     @torch.no_grad()
@@ -252,9 +258,18 @@ class Decoder:
         if not self.graphs:
             return run
         self.advance.zero_()  # recording runs the step several times, and rows are under way
-        graph = self.device.graph(run)
+        graph = self.device.graph(run, updates=partial(self._updates, count) if self.kernel.host_lengths else None)
         self.advance.fill_(1)
         return graph
+
+    def _lengths(self, count: int, places: int) -> list[int]:
+        """Keys that rows 0 to count - 1 see in a layer of `places`: those in the cache and the new one."""
+        seen: list[int] = (np.minimum(self.held[:count], min(self.context, places) - 1) + 1).tolist()
+        return seen
+
+    def _updates(self, count: int) -> list[dict[str, list[int]]]:
+        """What the attention of each layer is told before a graph is replayed."""
+        return [{"actual_seq_lengths_kv": self._lengths(count, places)} for places in self.cache.places]
 
     def _model(self, count: int, span: int) -> Callable[[], Logits]:
         """The first half of a step, compiled once for all modes where that is wanted."""
@@ -297,6 +312,8 @@ class Decoder:
                 tensor[:count] if span >= places else tensor[:count, :span]
                 for tensor in (self.cache.keys[layer], self.cache.values[layer])
             )
+            if self.kernel.host_lengths:
+                return self.kernel.one_query(q, keys, values, self._lengths(count, places), self.scale)
             there = position + 1
             if not self.kernel.by_position:
                 there = there.clamp(max=places)  # a full ring is seen whole
@@ -323,7 +340,7 @@ class Decoder:
         moves = self.advance > 0
         self.previous[:count] = torch.where(moves, token, self.previous[:count])
         self.token[:count] = torch.where(moves, chosen, self.token[:count])
-        self.override[:count] = override.masked_fill(moves, -1)
+        self.override[:count] = torch.where(moves, self.none[:count], override)
         self.length[:count] += self.advance
         return report
 
@@ -339,7 +356,7 @@ class Decoder:
                 (self.counts, mode.biased),
             )
         )
-        tables, settings = (seen, barred, bias, counts), self.settings.rows(which)
+        tables, settings = (seen, barred, bias, counts, self.blocks), self.settings.rows(which)
         chosen, logprob = sample(logits, settings, position, mode, *tables, logsumexp=self.readout.logsumexp)
         report = torch.stack((chosen.float(), logprob))  # ids below 2^24 are exact in float32
         if mode.tops:
@@ -354,5 +371,6 @@ class Decoder:
     def leave(self, slots: Sequence[int]) -> None:
         """Rows that are over: they write to the slot more, and are short again, so that idle steps read little."""
         slot = self.put(slots)
+        self.held[list(slots)] = 0
         self.length.index_fill_(0, slot, 0)
         self.target.index_fill_(0, slot, self.cache.dump)

@@ -131,7 +131,7 @@ def _ours(saved: Checkpoint | HFSource, here: Context, config: ModelConfig | Eva
         )
     model.load_state_dict(weights)
     model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
-    kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention, decodes=True)
     settings = settings_of(saved) if isinstance(saved, Checkpoint) else {}
     return Opened(model, kernel, text, saved, settings, why, here)
 
@@ -142,7 +142,7 @@ def _opened(
     """A Hugging Face model on the device."""
     model = found.model.requires_grad_(False).eval().to(here.place)
     fuse(model, here.device.operators(), here.place)
-    kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention)
+    kernel, why = choose(here.device.type, here.device.dtype, model.shape.head_dim, attention, decodes=True)
     return Opened(model, kernel, found.tokenizer, source, settings, why, here)
 
 

@@ -2,10 +2,11 @@
 
     chosen, logprob = sample(logits, settings, position, Mode(random=True, filtered=True))
 
-No generator is kept: the noise of a row is a hash of (its seed, the position, the token), so a row draws the same noise
-whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax of
-logit / temperature + Gumbel noise, which is exactly a draw from the softmax. No torch.where with a number in it: that
-copies the number to the device, which a graph under recording does not allow.
+No generator is kept: the noise of a row is a hash of (its seed, the position, the token; noise.py), so a row draws the
+same noise whatever stands beside it in the batch, on every device, and inside a captured graph. Choosing is an argmax
+of logit / temperature + Gumbel noise, which is exactly a draw from the softmax. No torch.where with a number in it:
+that copies the number to the device, which a graph under recording does not allow. No masked_fill of 64-bit integers:
+the AICPU computes it on Ascend A2.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ascendchat.infer.noise import columns, seed_keys, uniform
 from ascendchat.infer.request import MOST_TOPS, Sampling
 
 LEAST_TEMPERATURE = 1e-6  # below it is greedy: a logit divided by less may be infinite, and then all are alike
-MASK = 0xFFFFFFFF  # hashes are 32 bits wide, kept in int64 so that no product overflows
+MASK = 0xFFFFFFFF  # 32 bits
 
 
 class Mode(NamedTuple):
@@ -42,7 +44,7 @@ class Settings(NamedTuple):
     top_p: Tensor  # float32
     min_p: Tensor  # float32
     penalty: Tensor  # float32
-    seed: Tensor  # int64, 32 bits used
+    seed: Tensor  # (B, KEYS) float32: noise.seed_keys
     presence: Tensor  # float32
     frequency: Tensor  # float32
     processed: Tensor  # bool
@@ -52,12 +54,15 @@ class Settings(NamedTuple):
         return Settings(*(tensor[which] for tensor in self))
 
 
-def settings_row(sampling: Sampling) -> tuple[float, int, float, float, float, int, float, float, bool]:
+SettingsRow = tuple[float, int, float, float, float, tuple[float, ...], float, float, bool]
+
+
+def settings_row(sampling: Sampling) -> SettingsRow:
     """What one request puts into Settings."""
     s = sampling
     filters = s.temperature, s.top_k, s.top_p, s.min_p
     penalties = s.presence_penalty, s.frequency_penalty
-    return *filters, s.repetition_penalty, fold_seed(s.seed), *penalties, s.processed_logprobs
+    return *filters, s.repetition_penalty, seed_keys(s.seed), *penalties, s.processed_logprobs
 
 
 def mode_of(sampling: Sampling) -> Mode:
@@ -73,34 +78,6 @@ def mode_of(sampling: Sampling) -> Mode:
         tops=s.top_logprobs > 0,
         processed=s.processed_logprobs,
     )
-
-
-def fold_seed(seed: int) -> int:
-    """Any integer to 32 bits, so that neighbouring seeds and the same seed with another sign differ."""
-    bits = seed & ((1 << 128) - 1)
-    folded = 0x9E3779B9
-    while bits:
-        folded = ((folded ^ (bits & MASK)) * 0x7FEB352D + 0x2545F491) & MASK
-        folded ^= folded >> 15
-        bits >>= 32
-    return folded
-
-
-def scramble(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers in which every input bit moves about half of the output bits."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & MASK
-    x = x ^ (x >> 15)
-    x = (x * 0x297A2D39) & MASK
-    return x ^ (x >> 16)
-
-
-def uniform(seed: Tensor, position: Tensor, count: int) -> Tensor:
-    """(B, count) float32 in (0, 1), a pure function of (seed, position, column)."""
-    row = scramble(scramble(seed) ^ (position & MASK))  # (B,)
-    column = scramble(torch.arange(count, device=seed.device) + 1)  # a product here overflows in compiled code (2.11)
-    bits = scramble(scramble(row[:, None] ^ column))
-    return ((bits >> 9).float() + 0.5) * 2.0**-23  # 23 bits and a half: exact in float32, never 0 or 1
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -122,7 +99,7 @@ def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
     ordered = logits.sort(dim=-1, descending=True).values
     rank = torch.arange(logits.size(-1), device=logits.device)
-    inside = (rank < top_k.masked_fill(top_k <= 0, logits.size(-1))[:, None]) | (rank == 0)
+    inside = (rank < top_k[:, None]) | (top_k <= 0)[:, None] | (rank == 0)
     share = torch.softmax(ordered.masked_fill(~inside, float("-inf")), dim=-1)
     before = share.cumsum(dim=-1) - share  # share of the tokens in front of this one
     inside &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
@@ -172,14 +149,16 @@ def sample(
     barred: Tensor | None = None,
     bias: Tensor | None = None,
     counts: Tensor | None = None,
+    blocks: Tensor | None = None,
     logsumexp: Callable[[Tensor], Tensor] = normaliser,
 ) -> tuple[Tensor, Tensor]:
     """The chosen token of every row (B,) and its log probability (B,) float32.
 
     logits (B, V) float32; `position` (B,) of the token whose successor is chosen. Where the mode needs them, (B, V):
     seen, barred bool: tokens that the repetition penalty falls on, and tokens that must not be chosen; bias, counts
-    float32: what is added to each logit, and how often each token was chosen. The probability is the model's own:
-    before penalties, bias, restriction, temperature and filters; or after all of these, where settings.processed.
+    float32: what is added to each logit, and how often each token was chosen. blocks: noise.columns, if they are there
+    already. The probability is the model's own: before penalties, bias, restriction, temperature and filters; or after
+    all of these, where settings.processed.
     """
     scores = logits
     if mode.penalised:
@@ -196,7 +175,8 @@ def sample(
     if mode.random:
         greedy = settings.temperature < LEAST_TEMPERATURE
         scaled = scores / settings.temperature.masked_fill(greedy, 1.0)[:, None]
-        noise = -torch.log(-torch.log(uniform(settings.seed, position, logits.size(-1))))
+        blocks = columns(logits.size(-1), logits.device) if blocks is None else blocks
+        noise = -torch.log(-torch.log(uniform(settings.seed, position, blocks)))
         if mode.filtered:
             inside = keep(scaled, settings.top_k, settings.top_p, settings.min_p)
             scaled = scaled.masked_fill(~inside, float("-inf"))

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascendchat.config import UserError, home
+from ascendchat.config import OutOfMemory, UserError, home
 from ascendchat.config.commands import LaunchConfig
 from ascendchat.files import write_atomic
 from ascendchat.launch import port as ports
@@ -32,6 +32,7 @@ from ascendchat.launch.world import SchedulerJob, World, derived_port, read_job,
 
 __all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
 
+SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
 TAIL = 30  # lines of a failed rank's log that are shown
 PORT_TRIES = 5
 
@@ -66,7 +67,8 @@ class LaunchPlan:
 
 
 def run(config: LaunchConfig) -> int:
-    """Run the command on all ranks; start it again after a failure as often as --max-restarts allows."""
+    """Run the command on all ranks; start it again after a failure as often as --max-restarts allows, and as often as a
+    smaller batch may help where a device died of too large a one."""
     card = os.environ.get("ASCEND_DEVICE_ID", "0")
     if os.environ.get("RANK_ID") and card != "0":  # ModelArts' preset engine starts this once per card
         _say(f"card {card} is used by the launcher that runs on card 0; nothing to do here")
@@ -74,17 +76,24 @@ def run(config: LaunchConfig) -> int:
     plan = make_plan(config, os.environ)
     where = f", node {plan.node_rank} of {plan.nodes}" if plan.nodes > 1 else ""
     _say(f"{plan.devices} process{'es' if plan.devices > 1 else ''}{where}; logs in {plan.logs}")
-    for restart in range(config.max_restarts + 1):
-        outcome = attempt(plan, restart, config.grace)
+    failures = smaller = 0
+    while True:
+        outcome = attempt(plan, failures + smaller, config.grace)
         if outcome.status == 0:
             return 0
         _say(failure_text(outcome))
-        if outcome.stopped or outcome.status == 2:  # 2: wrong input, which starting again does not mend
-            break
+        if outcome.stopped or outcome.status == UserError.status:  # wrong input, which starting again does not mend
+            return outcome.status
+        if outcome.status == OutOfMemory.status:
+            smaller += 1
+            plan.environment[SMALLER] = str(smaller)
+            _say("starting again with the next smaller device batch")
+            continue
         _explain(outcome)
-        if restart < config.max_restarts:
-            _say(f"starting again ({restart + 1} of {config.max_restarts})")
-    return outcome.status
+        if failures == config.max_restarts:
+            return outcome.status
+        failures += 1
+        _say(f"starting again ({failures} of {config.max_restarts})")
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@
     kernel.dense(q, k, v, window, scale)             # (B, T, H, D), (B, T, K, D): causal, `window` tokens back
     kernel.packed(q, k, v, bounds, window, scale)    # the same, but each document sees only itself
     kernel.cached(q, k, v, lengths, window, scale)   # few new queries (B, Tq, H, D) behind a cache (B, S, K, D)
+    kernel.one_query(q, k, v, held, scale)           # one (B, 1, H, D); row b sees its first held[b] keys
 
 `window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
 A kernel that was asked for and cannot run is an error; nothing falls back silently. `bounds` says where documents end:
@@ -33,6 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
+from ascendchat.nn.masks import cache_mask, same, visible
+from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 ONE_BY_ONE = 8192  # on a CPU, row length × mean document length from which a call per document pays: docs/log.md
@@ -46,11 +49,12 @@ class Attention(Protocol):
 
     name: str
     slices: bool  # `cached` reads a slice of a longer cache in place; otherwise give it whole rows
+    host_lengths: bool  # decoding says on the host how many keys each row holds: `one_query` instead of `cached`
     by_position: bool  # `cached` is told how many tokens a row has had, even where a ring holds the last of them only
     compiles_packed: bool  # `bounds` of every batch look alike to a compiler, so that `packed` is compiled only once
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot run there, or None."""
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
+        """Why this kernel cannot run there, or None. `decodes`: it is to read caches too."""
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         """Make what the rows to come need and what must not be made inside a compiled or captured region."""
@@ -62,6 +66,7 @@ class Attention(Protocol):
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor: ...
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor: ...
+    def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor: ...
 
 
 class Documents(NamedTuple):
@@ -101,21 +106,16 @@ def documents(
     return Documents(upload(follows.view(tokens.shape)), known, within)
 
 
-def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """(queries, keys) bool, True where a query sees a key; the last query is aligned to the last key."""
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
-
-
 class Reference:
     """Every score at once, softmax in float32: the definition the other kernels are tested against."""
 
     name = "reference"
     slices = True
+    host_lengths = False
     by_position = False
     compiles_packed = True
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         return None
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
@@ -147,20 +147,11 @@ class Reference:
         parts = zip(*(x.flatten(0, 1).split(bounds) for x in (q, k, v)))
         return torch.cat([self.dense(a[None], b[None], c[None], window, scale)[0] for a, b, c in parts]).view(q.shape)
 
+    def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor:
+        return self.cached(q, k, v, torch.tensor(held, device=q.device), k.size(1), scale)
+
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         return self._attend(q, k, v, cache_mask(q.size(1), k.size(1), lengths, window), scale)
-
-
-def cache_mask(queries: int, keys: int, lengths: Tensor, window: int) -> Tensor:
-    """(B, 1, queries, keys) bool: row b holds `lengths[b]` keys, and its queries are the last of them."""
-    position = lengths[:, None] - queries + torch.arange(queries, device=lengths.device)  # (B, queries)
-    distance = position[:, :, None] - torch.arange(keys, device=lengths.device)
-    return ((distance >= 0) & (distance < window))[:, None]
-
-
-def same(queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, 1, queries, keys) bool from the numbers of their documents (B, queries) and (B, keys)."""
-    return queries[:, None, :, None] == keys[:, None, None, :]
 
 
 class Sdpa(Reference):
@@ -168,7 +159,7 @@ class Sdpa(Reference):
 
     name = "sdpa"
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type == "npu" and not torch.npu.is_bf16_supported():  # type: ignore[attr-defined]
             return "it hides keys with -inf, which this chip reports as overflow"
         return None
@@ -193,6 +184,9 @@ class Sdpa(Reference):
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         grouped = q.size(2) != k.size(2)
+        if grouped and q.device.type == "npu":  # torch_npu 2.7.1 forgets enable_gqa on the way to its plain path
+            group, grouped = q.size(2) // k.size(2), False
+            k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -205,7 +199,7 @@ class Eager(Sdpa):
 
     name = "eager"
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         return None
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -244,7 +238,7 @@ class Flash(Sdpa):
                 inside = partial(_inside, window)
                 self.blocks[length, window] = create_block_mask(inside, None, None, length, length, device)
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "cuda":
             return f"it needs a CUDA device, this is {device_type}"
         if dtype not in (torch.bfloat16, torch.float16):
@@ -290,22 +284,12 @@ class Flash(Sdpa):
         if q.size(1) > 1 or window < k.size(1) or not self.triton:
             return super().cached(q, k, v, lengths, window, scale)
         if q.size(0) > FEW_ROWS and torch.compiler.is_compiling():
+            from ascendchat.nn.products import products
+
             return products(q, k, v, lengths, scale)
         from ascendchat.nn.one_query import one_query
 
         return one_query(q, k, v, lengths, scale)
-
-
-def products(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """One query per row (B, 1, H, D) as products and sums, which a compiler turns into two passes over the memory of
-    the cache: 160,696 tokens/s at batch 256 on an H200. With few rows its many launches cost more than the reading."""
-    heads, groups = k.size(2), q.size(2) // k.size(2)
-    query = q.float().view(q.size(0), 1, heads, groups, q.size(3))
-    scores = (query * k.float()[:, :, :, None]).sum(-1) * scale  # (B, S, K, G)
-    there = torch.arange(k.size(1), device=k.device)[None, :] < lengths[:, None]
-    weights = scores.masked_fill(~there[:, :, None, None], float("-inf")).softmax(dim=1)
-    out = (weights[..., None] * v.float()[:, :, :, None]).sum(1)  # (B, K, G, D)
-    return out.view(q.shape).to(q.dtype)
 
 
 @cache
@@ -319,17 +303,26 @@ class NpuFusion:
 
     name = "npu_fusion"
     slices = False  # the fused kernels want contiguous keys: a slice would be copied at every step
+    host_lengths = True
     by_position = False
     compiles_packed = False  # its bounds are numbers on the host: each batch would be compiled anew
     MOST_DOCUMENTS: ClassVar[int] = 1024  # in one call: CANN's limit on the list of bounds
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "npu":
             return f"it needs an Ascend NPU, this is {device_type}"
         npu: Any = torch.npu  # type: ignore[attr-defined]
         if not npu.is_bf16_supported():
             return f"{npu.get_device_name()} has no fused training attention; 910B1 and later have"
-        return None
+        if head_dim > 768:
+            return f"head_dim {head_dim} is above 768"
+        if not decodes:
+            return None
+        if dtype == torch.float32:
+            return "it reads caches in bfloat16 or float16, not float32"
+        if head_dim > 512 or head_dim % 16:
+            return f"it reads caches with a head_dim that is a multiple of 16 up to 512, not {head_dim}"
+        return decode_fault(self, Reference(), device_type, dtype, head_dim)
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         causal_mask(device)
@@ -361,6 +354,13 @@ class NpuFusion:
             attended.append(torch_npu.npu_fusion_attention(a, b, c, q.size(2), "TND", scale=scale, **known)[0])
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).view(q.shape)
 
+    def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor:
+        import torch_npu
+
+        heads = {"num_heads": q.size(2), "num_key_value_heads": k.size(2), "input_layout": "BSND"}
+        known = {"actual_seq_lengths_kv": list(held), "scale": scale, **heads}  # device/npu.py updates them in graphs
+        return torch_npu.npu_fused_infer_attention_score(q.contiguous(), k.contiguous(), v.contiguous(), **known)[0]
+
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
         import torch_npu
 
@@ -373,18 +373,20 @@ class NpuFusion:
 KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Eager(), Reference())}
 
 
-def choose(device_type: str, dtype: torch.dtype, head_dim: int, name: str | None = None) -> tuple[Attention, str]:
+def choose(
+    device_type: str, dtype: torch.dtype, head_dim: int, name: str | None = None, *, decodes: bool = False
+) -> tuple[Attention, str]:
     """The kernel and the sentence that says why it was chosen; the best that can run, or exactly the one asked for."""
     if name is not None:
         if name not in KERNELS:
             raise UserError(f"there is no attention kernel {name!r}; choose from: {', '.join(KERNELS)}")
-        reason = KERNELS[name].refusal(device_type, dtype, head_dim)
+        reason = KERNELS[name].refusal(device_type, dtype, head_dim, decodes)
         if reason:
             raise UserError(f"attention kernel {name} cannot run: {reason}; leave --attention out to let it be chosen")
         return KERNELS[name], f"attention: {name} (asked for)"
     refused: list[str] = []
     for kernel in KERNELS.values():
-        reason = kernel.refusal(device_type, dtype, head_dim)
+        reason = kernel.refusal(device_type, dtype, head_dim, decodes)
         if reason is None:
             why = f"; not {', '.join(refused)}" if refused else ""
             return kernel, f"attention: {kernel.name}{why}"

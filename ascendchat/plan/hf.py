@@ -14,7 +14,7 @@ from typing import Any
 
 from ascendchat.chips import Chip
 from ascendchat.config import UserError, nearest
-from ascendchat.plan.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, outside
+from ascendchat.plan.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, kernel_buffers, outside
 
 
 @dataclass(frozen=True)
@@ -282,5 +282,6 @@ def finetuning(
         + adapter_activations(model, chip, rows, lora_rank),
         "logits": tokens * model.vocab * (2 * size + FP32),
         "workspace": 0,
+        "kernel_buffers": kernel_buffers(chip, rows * model.seq_len, model.q_dim + 2 * model.kv_dim),
         **outside(chip),
     }

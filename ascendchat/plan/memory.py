@@ -19,6 +19,7 @@ from ascendchat.plan.shape import Shape
 MIB = 1024**2
 FP32 = 4
 HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
+UNSEEN = ("kernel_buffers", "collective_buffers", "reserve")  # parts that the framework's counters do not show
 FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
 
 
@@ -32,13 +33,16 @@ class Traits:
     half: bool  # trains in 16 bits; False: float32 (as device.choose_dtype)
     always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
     keeps_rotated: bool = False  # the fused rotation keeps its input for the backward pass
+    gradient_buffers: bool = False  # the gradient of fused attention is made in float32, beside its result
     compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
 
 
 # npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
 # together. cuda, cpu: the kernel keeps one fp32 log-sum-exp.
 TRAITS = {
-    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True),
+    "npu": Traits(
+        context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True, gradient_buffers=True
+    ),
     "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, compiled=True),
     "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
     "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
@@ -116,6 +120,14 @@ def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
     return rows * shape.seq_len * (2 * shape.mlp_dim + shape.dim) * compute_bytes(chip)
 
 
+def kernel_buffers(chip: Chip, tokens: int, width: int) -> int:
+    """What the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and dv in
+    float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its counters
+    do not show it."""
+    fused = TRAITS[chip.device_type].gradient_buffers and chip.fused_attention and compute_bytes(chip) != FP32
+    return tokens * width * FP32 if fused else 0
+
+
 def optimizer_state(shape: Shape, devices: int) -> int:
     """Largest share of one device. Muon: fp32 momentum and one second moment per row or column of every matrix, shared
     out whole matrices at a time. AdamW: two fp32 moments of the tables and the head, shared out by rows; scalars
@@ -158,13 +170,14 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
         "activations": acts,
         "logits": head,
         "workspace": work,
+        "kernel_buffers": kernel_buffers(chip, rows * shape.seq_len, shape.qkv_dim),
         **outside(chip),
     }
 
 
 def allocated(parts: dict[str, int]) -> int:
     """The part of a total that the framework's peak counter measures."""
-    return sum(parts.values()) - parts.get("collective_buffers", 0) - parts.get("reserve", 0)
+    return sum(size for part, size in parts.items() if part not in UNSEEN)
 
 
 class DecoderSizes(Protocol):

@@ -30,6 +30,7 @@ from ascendchat.record import Run
 from ascendchat.record.console import Console, Telemetry
 from ascendchat.record.earlier import notice
 from ascendchat.record.speed import Smooth, eta, speed
+from ascendchat.train.dry_run import dry_run
 from ascendchat.train.signals import Interrupted, StopSignals
 from ascendchat.train.stage import Correction, Stage
 
@@ -165,26 +166,6 @@ def train_step(stage: Stage, step: int, scale: LossScale) -> dict[str, Tensor]:
     if scale.needed:
         sums["loss"] = sums["loss"] / used
     return sums
-
-
-def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
-    """One micro-batch, forward and backward, so that running out of memory shows now and not after an hour."""
-    while True:
-        short = torch.zeros(1, device=next(stage.model.parameters()).device)
-        try:
-            stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
-            device.synchronize()
-        except torch.OutOfMemoryError:
-            short += 1
-        dist.all_reduce(short, "max")
-        stage.optimizer.zero_grad()
-        if not short.item():
-            return
-        gc.collect()
-        device.release()
-        if not stage.smaller():
-            raise UserError("one row per device does not fit in memory; `ascendchat plan` shows what would")
-        say("out of memory in the dry run: trying the next smaller device batch with the same total")
 
 
 def telemetry(device: Device) -> Callable[[], list[Telemetry]] | None:

@@ -268,7 +268,7 @@ def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Reado
     exact, context = isinstance(learner, InvariantLearner), learner.model.shape.seq_len
     engine = Engine(
         learner.model,
-        learner.kernel,
+        learner.reader,
         tokenizer,
         learner.device,
         learner.place,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -110,6 +111,17 @@ class Learner(Generic[_Model]):
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
         self._forward = device.compile(model, dynamic=False, fullgraph=True) if model.compiles_whole else model
         self.score = device.compile(model.score, dynamic=False)
+
+    @cached_property
+    def reader(self) -> Attention:
+        """The kernel for samples and scores, which read caches: the same where it can."""
+        asked = self.device.type, self.device.dtype, self.model.shape.head_dim
+        if self.kernel.refusal(*asked, decodes=True) is None:
+            return self.kernel
+        kernel, why = choose(*asked, decodes=True)
+        if dist.world().rank == 0:
+            print(f"samples and scores use another kernel, {why}")
+        return kernel
 
     def mean_over(self, tokens: int) -> None:
         """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
@@ -308,7 +320,7 @@ class RowStage(Stage):
         tokens = max(mine, min(MAX_TOKENS, mine * self.model.shape.depth // 2))
         bos = self.tokenizer.bos if learner.by_document else None
         return ModelScorer(
-            self.model, learner.kernel, learner.place, max_tokens=tokens, pin=learner.device.pin, bos=bos
+            self.model, learner.reader, learner.place, max_tokens=tokens, pin=learner.device.pin, bos=bos
         )
 
     def text_bits(self, corpora: Sequence[Corpus], most: int) -> dict[str, float]:
@@ -325,7 +337,7 @@ class RowStage(Stage):
         learner, longest = self.learner, max(map(len, prompts)) + sampling.max_tokens
         engine: Generator = Engine(
             self.model,
-            learner.kernel,
+            learner.reader,
             self.tokenizer,
             learner.device,
             learner.place,

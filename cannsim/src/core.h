@@ -61,6 +61,12 @@ CANNSIM_API void note_overflow();
 // Adds to the byte counter of `name` (memory moved, not allocated).
 CANNSIM_API void count_bytes(const char* name, size_t bytes);
 
+// Adds to the call counter of `name`, which is no function: what an operator does inside.
+CANNSIM_API void count_calls(const std::string& name, int calls);
+
+// True when CANNSIM_HARDWARE names this known fault of real hardware (README.md lists them).
+CANNSIM_API bool hardware_fault(const char* name);
+
 // Seconds of simulated time in seconds of real time: multiplied by CANNSIM_TIME_SCALE (default 1),
 // so that tests need not wait 120 s for a documented 120 s timeout.
 CANNSIM_API double real_seconds(double simulated);

@@ -33,6 +33,11 @@ if os.environ["RANK"] == "1" and os.environ.get("ASCENDCHAT_RESTART", "0") == "0
 print("rank", os.environ["RANK"], "restart", os.environ.get("ASCENDCHAT_RESTART"), flush=True)
 time.sleep(0 if os.environ.get("ASCENDCHAT_RESTART") else 60)
 """
+TOO_LARGE = """
+import os, sys
+print("smaller by", os.environ.get("ASCENDCHAT_SMALLER"), flush=True)
+sys.exit(75 if int(os.environ.get("ASCENDCHAT_SMALLER", "0")) < 2 else 0)
+"""
 STOP = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -131,6 +136,18 @@ def test_a_failed_job_shows_the_failing_rank_and_starts_again(script: Path) -> N
     assert "rank 0 restart None" in done.stdout
     assert "rank 0 restart 1" in done.stdout
     assert (log.parent.parent / "attempt_1" / "rank_1.log").read_text() == "rank 1 restart 1\n"
+
+
+@pytest.mark.slow
+def test_a_device_that_died_of_too_large_a_batch_is_tried_with_smaller_ones(script: Path) -> None:
+    """train/dry_run.py; as often as it takes, whatever --max-restarts says."""
+    script.write_text(TOO_LARGE)
+    done = finish("launch", "--devices", 1, "--run", "large", script)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "smaller by" in line] == [
+        f"smaller by {n}" for n in (None, 1, 2)
+    ]
+    assert done.stderr.count("starting again with the next smaller device batch") == 2
 
 
 @pytest.mark.slow

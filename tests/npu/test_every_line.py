@@ -97,6 +97,28 @@ flash.flash_attn_with_kvcache(x[:, :1], x, x, cache_seqlens=9)
 flash.flash_attn_with_kvcache(x[:1, :1], x, x, cache_seqlens=20, block_table=torch.tensor([[1, 0]]).to(place))
 """
 
+DECODING = """
+import torch
+from ascendchat.device import pick
+from ascendchat.nn.attention import KERNELS, choose
+
+device = pick("npu")
+place = device.bind(0)
+assert choose("npu", device.dtype, 32, decodes=True)[1] == "attention: npu_fusion"
+for dtype, size, why in ((torch.float32, 32, "not float32"), (device.dtype, 24, "not 24"), (device.dtype, 800, "768")):
+    assert why in KERNELS["npu_fusion"].refusal("npu", dtype, size, decodes=True)
+q, k = (torch.randn(2, n, 2, 32).to(place, device.dtype) for n in (1, 16))
+held = [3, 16]
+replay = device.graph(lambda: KERNELS["npu_fusion"].one_query(q, k, k, held, 1.0), updates=lambda: [
+    {"actual_seq_lengths_kv": list(held)}])
+for held[0] in (1, 9, 2, 16):
+    there = torch.tensor(held).to(place)
+    torch.testing.assert_close(replay(), KERNELS["reference"].cached(q, k, k, there, 16, 1.0), atol=0.03, rtol=0.03)
+del torch.npu.NPUGraph.update
+fn = lambda: None
+assert device.graph(fn, updates=list) is fn
+"""
+
 GRAPH = """
 import torch
 from ascendchat.device import pick
@@ -137,10 +159,13 @@ print(refused(lambda: pick("npu")))
 """
 
 COMPILED = """
-from ascendchat.device import pick
+import importlib.metadata
+from ascendchat.device import npu, pick
 
-hide("triton")
 print(refused(lambda: pick("npu", compiled=True)))
+importlib.metadata.distribution = lambda name: name
+hide("triton")
+assert not npu.has_triton_ascend()
 """
 
 # Without cannsim, so that torch_npu finds no CANN.
@@ -156,6 +181,7 @@ print(refused(lambda: pick("npu")))
 SCENARIOS: list[tuple[str, dict[str, Any], str]] = [  # program, chip and environment, what it must say
     (TRAINING, {}, ""),
     (FLASH, {}, ""),
+    (DECODING, {"TASK_QUEUE_ENABLE": "1"}, "too old to update them"),
     (GRAPH, {"TASK_QUEUE_ENABLE": "1"}, ""),
     (GRAPH, {"TASK_QUEUE_ENABLE": "2"}, "no captured graphs with TASK_QUEUE_ENABLE=2"),
     (OLD, {"chip": "Ascend910A"}, ""),

@@ -176,8 +176,12 @@ def test_cuda_build_of_torch_beside_torch_npu_is_a_conflict(tmp_path: Path) -> N
 
 
 def test_chip_without_torch_npu_says_what_to_install(tmp_path: Path) -> None:
+    """The pair of the CANN that is there, not the newest torch_npu."""
     machine = atlas(tmp_path, npu=None, versions={"torch": "2.13.0+cpu"})
-    told(checks_npu.torch_npu(machine), "fail", "pip install torch_npu==2.13.0")
+    told(checks_npu.torch_npu(machine), "fail", "pip install torch==2.12.0 torch_npu==2.12.0 decorator")
+    put(tmp_path / "old/ascend-toolkit/8.5.0/ascend_toolkit_install.info", "version=8.5.0\n")
+    old = {**machine.environ, "ASCEND_HOME_PATH": str(tmp_path / "old/ascend-toolkit/8.5.0")}
+    told(checks_npu.torch_npu(replace(machine, environ=old)), "fail", "torch_npu==2.9.0 decorator")
 
 
 def test_chip_on_the_bus_without_any_driver_is_noticed(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from ascendchat.device import Device, pick
 from ascendchat.infer.cache import Cache
 from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.infer.sampling import Mode
-from ascendchat.nn.attention import Attention, Flash, Reference, Sdpa, products
+from ascendchat.nn.attention import Attention, Flash, Reference, Sdpa
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
+from ascendchat.nn.products import products
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -190,7 +190,7 @@ def test_a_plan_in_chinese_has_the_same_figures_in_the_same_columns() -> None:
     argv = ("plan", "--depth", "20", "--chip", "Ascend910B3", "--devices", "6")
     english, page = spoken(*argv).stdout.splitlines(), chinese(*argv).stdout.splitlines()
     assert len(page) == len(english) > 30
-    assert "  合计                       56.35 GiB / 64.00 GiB（88%）" in page
+    assert "  合计                       56.79 GiB / 64.00 GiB（89%）" in page
     assert page[-1] == "注意：总批量提高到 1,105,920：1,048,576 个 token 不能按每行 2048 个平分到 6 个设备"
     for line in page:
         if line.startswith("  "):  # the value begins in column 29, as in English
@@ -211,7 +211,7 @@ def test_a_plan_in_chinese_has_the_same_figures_in_the_same_columns() -> None:
         ("plan --chip 910", "ascendchat plan: '910' 不能确定一款芯片（Atlas A2 卡为 Ascend910B1"),
         (
             "plan --depth 30 --chip Ascend910B3 --device-batch-size 64",
-            "ascendchat plan: 深度 30 在 Ascend910B3 上放不下（每设备批量 64）：每个设备需要 405.0 GiB，"
+            "ascendchat plan: 深度 30 在 Ascend910B3 上放不下（每设备批量 64）：每个设备需要 407.8 GiB，"
             "而 64 GiB 中只能用 60.8 GiB；可改用 --device-batch-size 2，或 --depth 10\n",
         ),
         ("speedrun --recipe nowhere.yaml", "ascendchat speedrun: 没有配方 nowhere.yaml；请给出 YAML 文件的路径"),

@@ -104,6 +104,15 @@ def test_a_chip_without_fused_attention_keeps_the_probabilities() -> None:
     assert more == 2048 * 12 * 6 * (2 * 2 * 2048 - 64)
 
 
+@pytest.mark.parametrize(("chip", "bytes_each"), [("Ascend910B3", 4), ("Ascend910A", 0), ("H100", 0), ("cpu", 0)])
+def test_the_gradient_of_fused_attention_has_its_workspace_in_the_plan(chip: str, bytes_each: int) -> None:
+    """dq, dk and dv in float32, which torch_npu holds beside what its counters show."""
+    shape = Shape.from_depth(12)
+    parts = training(shape, find(chip), 1, 8)
+    assert parts["kernel_buffers"] == 8 * 2048 * 3 * 768 * bytes_each
+    assert allocated(parts) == allocated({**parts, "kernel_buffers": 0})
+
+
 def test_optimizer_state_is_shared_out_by_whole_matrices() -> None:
     shape = Shape.from_depth(12)
     one, seven, eight = (optimizer_state(shape, n) for n in (1, 7, 8))

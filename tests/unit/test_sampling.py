@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ascendchat.infer.noise import columns, seed_keys, uniform
 from ascendchat.infer.request import MOST_TOPS, Grammar, Sampling
 from ascendchat.infer.sampling import (
     Mode,
     Settings,
     adjust,
-    fold_seed,
     keep,
     likeliest,
     likeliest_tokens,
     penalise,
     ranked,
     sample,
-    uniform,
 )
 
 
 def rows(count: int, **values: float) -> Settings:
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0, "seed": 0}
     usual = {**usual, "presence": 0.0, "frequency": 0.0, "processed": False, **values}
-    types = {"top_k": torch.int64, "seed": torch.int64, "processed": torch.bool}
-    types = {name: types.get(name, torch.float32) for name in usual}
-    return Settings(**{name: torch.full((count,), value, dtype=types[name]) for name, value in usual.items()})
+    types = {"top_k": torch.int64, "processed": torch.bool}
+    usual["seed"] = seed_keys(int(usual["seed"]))  # type: ignore[assignment]
+    made = {name: torch.tensor([value] * count, dtype=types.get(name, torch.float32)) for name, value in usual.items()}
+    return Settings(**made)
+
+
+def keys(seeds: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([seed_keys(seed) for seed in seeds])
 
 
 def plain_keep(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -126,9 +131,9 @@ def test_equally_likely_tokens_are_reported_in_the_order_of_their_ids() -> None:
 
 
 def test_noise_is_uniform_and_independent_of_neighbours() -> None:
-    seeds, places = torch.arange(64), torch.arange(64) * 3
-    noise = uniform(seeds, places, 1000)
-    assert torch.equal(noise[5:6], uniform(seeds[5:6], places[5:6], 1000))
+    seeds, places, blocks = keys(range(64)), torch.arange(64) * 3, columns(1000)
+    noise = uniform(seeds, places, blocks)
+    assert torch.equal(noise[5:6], uniform(seeds[5:6], places[5:6], blocks))
     assert noise.min() > 0
     assert noise.max() < 1
     counts = torch.histc(noise, bins=50, min=0, max=1)
@@ -137,8 +142,9 @@ def test_noise_is_uniform_and_independent_of_neighbours() -> None:
     for other in (
         noise.roll(1, 0),
         noise.roll(1, 1),
-        uniform(seeds, places + 1, 1000),
-        uniform(seeds + 1, places, 1000),
+        uniform(seeds, places + 1, blocks),
+        uniform(seeds, places + 2048, blocks),
+        uniform(keys(range(1, 65)), places, blocks),
     ):
         correlation = torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1].abs().item()
         assert correlation < 0.02, "64,000 pairs: four standard deviations are 0.016"
@@ -202,8 +208,39 @@ def test_the_maximum_of_integers_is_the_argmax(vocab: int) -> None:
 
 def test_seeds_of_any_size_and_sign_differ() -> None:
     seeds = [0, 1, -1, 2, 2**31, 2**32, 2**32 + 1, 2**64, -(2**40)]
-    assert len({fold_seed(seed) for seed in seeds}) == len(seeds)
-    assert all(0 <= fold_seed(seed) < 2**32 for seed in seeds)
+    assert len({seed_keys(seed) for seed in seeds}) == len(seeds)
+
+
+def test_noise_has_no_pattern_within_rows_across_rows_or_in_its_last_bits() -> None:
+    """Chi-squared of pairs in 32 x 32 cells, as standard deviations: 5 is once in millions of fair draws."""
+    blocks, cells = columns(4096), 32
+
+    def deviations(a: torch.Tensor, b: torch.Tensor) -> float:
+        cell = torch.floor(a * cells) * cells + torch.floor(b * cells)
+        counts, expected = torch.bincount(cell.flatten().long(), minlength=cells**2).double(), a.numel() / cells**2
+        return float((((counts - expected) ** 2 / expected).sum() - cells**2) / math.sqrt(2 * cells**2))
+
+    one = keys([7]).expand(200, -1)
+    for noise in (
+        uniform(one, torch.arange(200), blocks),
+        uniform(one, torch.arange(200) * 2048, blocks),
+        uniform(keys(range(200)), torch.zeros(200, dtype=torch.int64), blocks),
+    ):
+        last = torch.frac(noise * 2.0**13)
+        for pair in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise, last), (last[1:], last[:-1])):
+            assert abs(deviations(*pair)) < 5
+        rows = noise - 0.5
+        alike = torch.corrcoef(rows) - torch.eye(200)
+        assert float(alike.abs().max()) < 6 / math.sqrt(4096), "no two rows have anything in common"
+
+
+def test_noise_is_exact_so_every_device_has_the_same() -> None:
+    """In float64, where nothing is rounded, the numbers are the same."""
+    given = keys([3, -3, 2**70]), torch.tensor([0, 4097, 1_000_000]), columns(70_000)
+    found = uniform(*given)
+    assert torch.equal(found.double(), uniform(given[0].double(), given[1], given[2].double()))
+    assert torch.equal(torch.frac(found * 2.0**23), torch.full_like(found, 0.5))
+    assert [int(number * 2**24) for number in found[:, 7]] == [7852559, 9701623, 12228453]
 
 
 @pytest.mark.parametrize(

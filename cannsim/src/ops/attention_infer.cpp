@@ -50,8 +50,13 @@ static void inference_fits(const In& query, const Tensors& key, const Tensors& v
   int64_t head_dim = layout == "BSH" || layout == "SH" ? query.size(-1) / i.a.heads : query.size(-1);
   require(head_dim <= 512 && head_dim % 8 == 0,
           "Head dimension D should be at most 512 and 16-byte aligned, but found ", head_dim, ".");
-  require(i.a.sparse >= 0 && i.a.sparse <= 4, "sparseMode should be in [0,4], but found ", i.a.sparse, ".");
   bool single = layout == "BSH" || layout == "BSND" ? query.size(1) == 1 : layout == "BNSD" && query.size(2) == 1;
+  require(single || head_dim % 16 == 0, "Head dimension D should be a multiple of 16 when there are several queries, "
+          "but found ", head_dim, ".");
+  require(i.a.sparse >= 0 && i.a.sparse <= 4, "sparseMode should be in [0,4], but found ", i.a.sparse, ".");
+  for (int64_t length : i.kv_lengths) {
+    require(length >= 0 && length <= 262144, "actualSeqLengthsKv should be in [0,262144], but found ", length, ".");
+  }
   if (!single) mask_fits(mask, i.a);
   if (packed(i)) require(!i.q_lengths.empty(), "Expected actualSeqLengths when inputLayout is TND.");
   if (!table.given()) return;
@@ -109,6 +114,10 @@ static at::Tensor hidden_rows(const at::Tensor& mask, const Inference& i, int64_
   if (given.dim() == 3) given = given.select(0, given.size(0) > 1 ? b : 0);
   if (given.dim() == 2 && sq == 1 && given.size(0) > 1) given = given.slice(0, b, b + 1);  // (B, Sk)
   given = given.slice(-2, 0, sq).slice(-1, 0, sk);
+  if (sq == 1 && sk > 512 && hardware_fault("mask-past-512")) {
+    given = given.clone();
+    given.slice(-1, 512).fill_(false);
+  }
   bool window = i.a.sparse == 0 && sq > 1 && (i.a.pre < sq || i.a.next < sk);
   return window ? hidden_by(i.a, given, sq, sk, b, false, false) : given;
 }
@@ -239,3 +248,10 @@ OP(FusedInferAttentionScoreV4,
     int64_t innerPrecise, int64_t blockSize, int64_t antiquantMode, bool softmaxLseFlag, int64_t keyAntiquantMode,
     int64_t valueAntiquantMode, int64_t queryQuantMode, Out attentionOut, OptOut softmaxLse),
    FUSED_INFERENCE_CHECK, FUSED_INFERENCE_RUN)
+
+// What a graph reserves for a task whose lengths will be updated: the same question here, where no length matters.
+#define GREATEST_WORKSPACE(name) \
+  extern "C" CANNSIM_API int aclnn##name##GetMaxWorkspaceSize() __attribute__((ifunc("cannsim_resolve_" #name)));
+GREATEST_WORKSPACE(FusedInferAttentionScoreV2)
+GREATEST_WORKSPACE(FusedInferAttentionScoreV3)
+GREATEST_WORKSPACE(FusedInferAttentionScoreV4)

@@ -60,7 +60,7 @@ int prepare(const Declaration& operation, uint64_t* workspace, aclOpExecutor** e
     set_error(error_text("EZ1001", operation.name, error.what_without_backtrace()));
     return kInvalidArgument;
   }
-  *workspace = 0;
+  *workspace = made->workspace;
   *executor = made.release();
   return 0;
 }
@@ -92,6 +92,8 @@ int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
     return error;
   }
   count_bytes(name, executor->bytes);
+  if (executor->aicpu) count_calls(std::string("aicpu/") + name, 1);
+  if (executor->inner) count_calls(std::string("inner/") + name, executor->inner);
   if (executor->repeatable) {
     enqueue(stream, name, [name, task = executor->task] { return run(name, task); });
   } else {

@@ -61,7 +61,10 @@ struct aclScalarList {
 };
 struct aclOpExecutor {
   std::function<void()> task;
-  size_t bytes = 0;  // memory the operator reads and writes
+  size_t bytes = 0;      // memory the operator reads and writes
+  size_t workspace = 0;  // device memory that it needs beside its arguments while it runs
+  int inner = 0;         // kernels that it launches before its own, to make arguments contiguous
+  bool aicpu = false;    // runs on the AICPU of this chip, in this dtype
   bool repeatable = false;
 };
 
@@ -288,6 +291,19 @@ size_t inspect(const P& argument) {
   }
 }
 
+// The tensors of one argument, for what depends on all of them.
+template <class P>
+void gather_tensors(const P& argument, std::vector<at::Tensor>& tensors) {
+  if constexpr (std::is_base_of_v<at::Tensor, P>) {
+    tensors.push_back(argument);
+  } else if constexpr (std::is_base_of_v<Tensors, P>) {
+    tensors.insert(tensors.end(), argument.begin(), argument.end());
+  }
+}
+
+// Fills in workspace, inner and aicpu (cost.cpp).
+void estimate(const Declaration& operation, const std::vector<at::Tensor>& tensors, aclOpExecutor& made);
+
 // In saturation mode an inf or nan in a result sets the float status, also where it was asked for, as by
 // a fill with -inf; half precision then holds the largest number, or 0 for nan.
 void saturate(const at::Tensor& out);
@@ -318,7 +334,10 @@ struct Entry<void(P...)> {
         return std::tuple<std::decay_t<P>...>{Convert<std::decay_t<P>>::from(raw, operation.names[i])...};
       }(std::index_sequence_for<P...>());
       std::apply(check, arguments);
+      std::vector<at::Tensor> tensors;
       std::apply([&](const auto&... argument) { made.bytes = (inspect(argument) + ... + 0); }, arguments);
+      std::apply([&](const auto&... argument) { (gather_tensors(argument, tensors), ...); }, arguments);
+      estimate(operation, tensors, made);
       made.task = [arguments = std::move(arguments)] {
         std::apply(run, arguments);
         if (saturating()) std::apply([](const auto&... argument) { (settle(argument), ...); }, arguments);

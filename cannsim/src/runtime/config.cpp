@@ -128,6 +128,11 @@ size_t memory_limit() {
   return bytes;
 }
 
+bool hardware_fault(const char* name) {
+  static const std::string listed = "," + env_string("CANNSIM_HARDWARE", "") + ",";
+  return listed.find("," + std::string(name) + ",") != std::string::npos;
+}
+
 double now_seconds() {
   auto since_start = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double>(since_start).count();

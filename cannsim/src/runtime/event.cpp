@@ -44,6 +44,22 @@ bool wait_for(cannsim::EventRecord& record, double seconds) {
   return true;
 }
 
+// An event that a graph waits for and that is recorded outside of it, before every replay: a flag that the wait
+// of the replay sees and the reset behind it takes down.
+bool external(const Event& event) { return (event.flags & ACL_EVENT_EXTERNAL) != 0; }
+
+void set_flag(Event& event, bool value) {
+  std::lock_guard lock(event.mutex);
+  event.flag = value;
+  event.changed.notify_all();
+}
+
+int wait_for_flag(Event& event) {
+  std::unique_lock lock(event.mutex);
+  event.changed.wait(lock, [&] { return event.flag; });
+  return 0;
+}
+
 bool has_run(const RecordPointer& record) { return record && wait_for(*record, 0); }
 
 }  // namespace
@@ -73,6 +89,10 @@ API aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   ENTER();
   EventPointer event = event_of(handle);
   Stream* stream = cannsim::resolve_stream(stream_handle);
+  if (external(*event)) {
+    cannsim::submit(stream, {"aclrtRecordEvent", [event] { return set_flag(*event, true), 0; }, true});
+    return ACL_SUCCESS;
+  }
   auto record = std::make_shared<cannsim::EventRecord>();
   {
     std::lock_guard lock(event->mutex);
@@ -85,8 +105,13 @@ API aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   return ACL_SUCCESS;
 }
 
-API aclError aclrtResetEvent(aclrtEvent, aclrtStream) {
+API aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream_handle) {
   ENTER();
+  EventPointer event = event_of(handle);
+  if (external(*event)) {
+    cannsim::submit(cannsim::resolve_stream(stream_handle),
+                    {"aclrtResetEvent", [event] { return set_flag(*event, false), 0; }, true});
+  }
   return ACL_SUCCESS;
 }
 
@@ -94,6 +119,10 @@ API aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) 
   ENTER();
   EventPointer event = event_of(handle);
   Stream* stream = cannsim::resolve_stream(stream_handle);
+  if (external(*event)) {
+    cannsim::submit(stream, {"aclrtStreamWaitEvent", [event] { return wait_for_flag(*event); }});
+    return ACL_SUCCESS;
+  }
   RecordPointer record;
   std::shared_ptr<Graph> capture;
   {

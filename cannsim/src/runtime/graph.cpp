@@ -37,7 +37,13 @@ int replay(Graph& graph) {
     groups = graph.groups;
   }
   for (const auto& group : groups) {
-    for (const Task& task : group->tasks) {
+    std::vector<Task> tasks;
+    {
+      std::lock_guard lock(group->mutex);
+      tasks = group->tasks;
+      group->updated = false;
+    }
+    for (const Task& task : tasks) {
       if (int code = task.run()) return code;
     }
   }
@@ -108,7 +114,12 @@ API aclError aclmdlRIGetId(aclmdlRI model, uint32_t* id) {
 API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
   ENTER();
   auto graph = graph_of(model);
-  enqueue(stream, "aclmdlRIExecuteAsync", [graph] { return replay(*graph); });
+  ++*graph->replays;
+  enqueue(stream, "aclmdlRIExecuteAsync", [graph] {
+    int code = replay(*graph);
+    --*graph->replays;
+    return code;
+  });
   return ACL_SUCCESS;
 }
 
@@ -148,6 +159,7 @@ API aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
   if (!stream->capture) return refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, __func__, "the stream is not being captured.");
   if (stream->open_group) return refuse(ACL_ERROR_STREAM_TASK_GROUP_STATUS, __func__, "a task group is already open.");
   stream->open_group = std::make_shared<TaskGroup>();
+  stream->open_group->replays = stream->capture->replays;
   std::lock_guard lock(stream->capture->mutex);
   stream->capture->groups.push_back(stream->open_group);
   return ACL_SUCCESS;
@@ -165,8 +177,16 @@ API aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) 
 API aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group) {
   ENTER();
   Stream* stream = resolve_stream(handle);
-  stream->wait_idle(-1);  // no replay may run while its tasks change
-  stream->update_group = *static_cast<std::shared_ptr<TaskGroup>*>(group);
+  stream->wait_idle(-1);
+  auto tasks = *static_cast<std::shared_ptr<TaskGroup>*>(group);
+  {  // hardware has no such check: the replay under way would run with the values of the next one
+    std::lock_guard lock(tasks->mutex);
+    if (tasks->updated && *tasks->replays > 0) {
+      return refuse(ACL_ERROR_RT_MODEL_UPDATE_FAILED, __func__, "a replay has not yet used the values of the last update.");
+    }
+    tasks->updated = true;
+  }
+  stream->update_group = tasks;
   stream->update_index = 0;
   return ACL_SUCCESS;
 }

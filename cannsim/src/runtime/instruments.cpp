@@ -83,6 +83,12 @@ void count_bytes(const char* name, size_t bytes) {
   all.by_name[name].bytes += bytes;
 }
 
+void count_calls(const std::string& name, int calls) {
+  Counters& all = counters();
+  std::lock_guard lock(all.mutex);
+  all.by_name[name].calls += uint64_t(calls);
+}
+
 void set_error(const std::string& text) {
   RecentError& recent = recent_error();
   std::lock_guard lock(recent.mutex);

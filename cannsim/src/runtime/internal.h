@@ -89,7 +89,10 @@ struct Task {
   bool after_error = false;  // event records run even when the device has failed
 };
 struct TaskGroup {
+  std::mutex mutex;
   std::vector<Task> tasks;
+  bool updated = false;  // since a replay ran it last
+  std::shared_ptr<std::atomic<int>> replays;  // of its graph, launched and not done; null for a group of one
 };
 // A captured graph is the list of its tasks in the order of their launch, which is a valid order
 // for every stream that took part, so a replay runs them one after the other.
@@ -100,6 +103,7 @@ struct Graph {
   std::vector<std::shared_ptr<TaskGroup>> groups;
   std::vector<struct Stream*> streams;  // first: where the capture began
   int invalid = 0;  // error code: the capture was broken by a forbidden call
+  std::shared_ptr<std::atomic<int>> replays = std::make_shared<std::atomic<int>>(0);
   void add(Task task, std::shared_ptr<TaskGroup> open_group);
 };
 
@@ -147,6 +151,8 @@ struct Event {
   std::mutex mutex;
   std::shared_ptr<EventRecord> latest;  // null: never recorded
   uint32_t flags = 0;
+  bool flag = false;                // of an external event: recorded and not reset
+  std::condition_variable changed;  // of the flag
   std::shared_ptr<Graph> capture;  // recorded last on a stream that is being captured
 };
 

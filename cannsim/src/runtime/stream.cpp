@@ -143,6 +143,7 @@ Stream* resolve_stream(aclrtStream stream) {
 
 void submit(Stream* stream, Task task) {
   if (stream->update_group) {  // aclmdlRICaptureTaskUpdateBegin: replace the recorded tasks in order
+    std::lock_guard lock(stream->update_group->mutex);
     auto& tasks = stream->update_group->tasks;
     if (stream->update_index < tasks.size()) tasks[stream->update_index++] = std::move(task);
     return;

@@ -1,0 +1,61 @@
+"""One micro-batch, forward and backward, before the first step, so that running out of memory shows now and not after
+an hour. `fit` (loop.py) calls it.
+
+On NPUs with TASK_QUEUE_ENABLE=2, which training uses, an operator whose workspace does not fit raises once; from then
+on torch_npu drops every operation without an error, and reads return what the memory held before. Nothing mends that
+but a new process: it ends with OutOfMemory.status, and `ascendchat launch` starts again with the next smaller batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+
+import torch
+
+from ascendchat import dist
+from ascendchat.config import OutOfMemory, UserError
+from ascendchat.device import Device
+from ascendchat.launch import SMALLER
+from ascendchat.train.stage import Stage
+
+
+def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
+    """Take smaller device batches until one fits on all ranks."""
+    place = next(stage.model.parameters()).device
+    for _ in range(_agreed(int(os.environ.get(SMALLER, "0")), place)):  # what processes before this one have found
+        _shrink(stage, say)
+    while True:
+        short = False
+        try:
+            stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
+            device.synchronize()
+        except torch.OutOfMemoryError:
+            short = True
+        if not device.responds():
+            raise OutOfMemory(
+                "out of memory in the dry run, and the device does nothing any more, so this process has to end; "
+                "`ascendchat launch` starts again with a smaller batch by itself, without it give a smaller "
+                "--device-batch-size"
+            )
+        short = bool(_agreed(int(short), place))
+        stage.optimizer.zero_grad()
+        if not short:
+            return
+        gc.collect()
+        device.release()
+        _shrink(stage, say)
+
+
+def _agreed(number: int, place: torch.device) -> int:
+    """The largest of all ranks."""
+    flag = torch.tensor([float(number)], device=place)
+    dist.all_reduce(flag, "max")
+    return int(flag.item())
+
+
+def _shrink(stage: Stage, say: Callable[[str], None]) -> None:
+    if not stage.smaller():
+        raise UserError("one row per device does not fit in memory; `ascendchat plan` shows what would")
+    say("out of memory in the dry run: trying the next smaller device batch with the same total")
