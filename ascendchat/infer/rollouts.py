@@ -67,12 +67,21 @@ class OwnServer:
         self.longest_start = longest_start
         self.port, self.url = free_port(), ""
         self._closing = threading.Event()
+        self.killed = False  # by a signal, before it was ready
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
 
     def start(self) -> str:
-        """Its address, when it is ready; from then on it is started again whenever it ends."""
-        self._begin()
+        """Its address, when it is ready; from then on it is started again whenever it ends. What somebody has killed
+        before it was ready is tried again: it is not to blame."""
+        for attempt in range(1, MOST_EARLY_DEATHS + 1):
+            try:
+                self._begin()
+                break
+            except UserError as error:
+                if attempt == MOST_EARLY_DEATHS or not self.killed:
+                    raise
+                self.say(str(error))
         self._watcher = threading.Thread(target=self._watch, name="rollout server", daemon=True)
         self._watcher.start()
         return self.url
@@ -89,6 +98,7 @@ class OwnServer:
         while not (found := READY.search(self._said(begin))):
             if self._process.poll() is not None or time.monotonic() > end or self._closing.is_set():
                 status = self._process.poll()
+                self.killed = status is not None and not 0 <= status <= 128
                 how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
                 self._end()
                 last = (self._said(begin).strip().splitlines() or ["it said nothing"])[-1]
