@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ascendchat import dist
 from ascendchat.config import UserError
@@ -43,6 +44,22 @@ LONGEST_START = 900.0  # seconds until a server must be ready: it opens the mode
 ENDING = 20.0  # seconds that it gets to end
 MOST_EARLY_DEATHS = 3  # in a row, before it was ready
 LOOK = 0.1  # seconds between two looks at a server that starts
+
+
+def check_addresses(given: Sequence[str]) -> None:
+    """Refuse what can be no server, before anybody waits for it."""
+    for text in given:
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            known = parts.scheme in ("http", "https") and bool(parts.hostname) and (bool(parts.port) or "://" in text)
+        except ValueError:  # a port that is no number, or too large; half an IPv6 address
+            known = False
+        if text == "local" and len(given) > 1:
+            raise UserError("--rollouts: local and addresses exclude each other; leave one of them out")
+        if text != "local" and not known:
+            raise UserError(f"--rollouts: {text!r} is no address of a server; write http://HOST:PORT, or local")
+        if given.count(text) > 1:
+            raise UserError(f"--rollouts names {text} twice")
 
 
 class Sizes(NamedTuple):

@@ -30,7 +30,7 @@ from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.infer.request import Completion, Sampling
-from ascendchat.infer.rollouts import Sizes, open_rollouts
+from ascendchat.infer.rollouts import Sizes, check_addresses, open_rollouts
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
@@ -74,6 +74,7 @@ def run(config: RlConfig) -> int:
             f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
             "and the run starts from weights alone"
         )
+    check_addresses(config.rollouts)
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
         begin = begin_with_theirs(config, here) or begin_with_ours(config, here)

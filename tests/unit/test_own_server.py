@@ -1,4 +1,4 @@
-"""A server that `ascendchat rl` starts for itself: what it does when that one ends before it is ready."""
+"""Servers of `ascendchat rl`: addresses that are none, and one of its own that ends before it is ready."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.infer.rollouts import OwnServer
+from ascendchat.infer.rollouts import OwnServer, check_addresses
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -53,3 +53,25 @@ def test_one_that_is_always_killed_or_says_what_is_wrong_ends_the_run(tmp_path: 
     with pytest.raises(UserError, match="ended with 2 before it was ready: unknown flag"):
         server(tmp_path, 9, "unknown flag", []).start()
     assert starts(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["nonsense"], "'nonsense' is no address"),
+        (["ftp://there:80"], "is no address"),
+        (["http://::::"], "is no address"),
+        (["http://[::1"], "is no address"),
+        (["http://127.0.0.1:99999"], "is no address"),
+        (["http://"], "is no address"),
+        (["5"], "is no address"),
+        (["local", "http://there:80"], "local and addresses exclude each other"),
+        (["local", "local"], "exclude each other"),
+        (["http://a:1", "http://b:1", "http://a:1"], "names http://a:1 twice"),
+    ],
+)
+def test_what_is_no_address_is_said_at_once(given: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_addresses(given)
+    check_addresses(["local"])
+    check_addresses(["http://127.0.0.1:8001", "there:8000", "https://there", "http://[::1]:80/v1"])
