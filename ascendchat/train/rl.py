@@ -55,6 +55,7 @@ from ascendchat.train.start import only_weights, starting_point
 from ascendchat.train.workflow import Workflows
 
 MOST_SLOTS = 256
+LOOKED_AT = 256  # questions, for their length
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
@@ -233,7 +234,7 @@ def rollout_of(config: RlConfig, questions: Questions, generator: Generator, her
 
 
 def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
-    """Say what was left out of the questions; they need answers, or something else that judges."""
+    """Say what was left out of the questions, or is too long; they need answers, or something else that judges."""
     for task in questions.tasks:
         for notice in task.notices:
             here.say(notice)
@@ -241,6 +242,12 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
             raise UserError(
                 f"the questions of {task.name} have no answers; give them a column answer or test, or name --reward"
             )
+    seen = min(LOOKED_AT, questions.per_epoch)
+    if cut := questions.cut(seen):
+        here.say(
+            f"{cut} of the first {seen} questions have more than the {questions.room} tokens that --max-new-tokens "
+            "leaves of the context, and lose their beginning"
+        )
 
 
 def examinations(data: Sequence[str], source: str) -> list[Task]:
