@@ -375,14 +375,14 @@ class Fleet:
             there = [(member, member.remote) for member in self.members if member.remote is not None]
             with ThreadPoolExecutor(max(1, len(there))) as threads:
                 outcomes = list(zip(there, threads.map(one, there)))
-            refusal = next((error for _, error in outcomes if isinstance(error, ValueError)), None)
+            refusals = [(member.url, error) for (member, _), error in outcomes if isinstance(error, ValueError)]
             for (member, remote), error in outcomes:
-                if error is None and refusal is not None:  # it would answer with what the others do not have
+                if error is None and refusals:  # it would answer with what the others do not have
                     self._back(member, remote)
                 elif error is not None and not isinstance(error, ValueError):
                     self.lose(member, remote, str(error) or "the connection was closed")
-            if refusal is not None:
-                raise refusal
+            if refusals:
+                raise ValueError("; ".join(f"{url}: {error}" for url, error in refusals))
             if took := any(error is None for _, error in outcomes):
                 old, self._weights, self.version, self._scorer = self._weights, file, version, score
                 if old is not None:

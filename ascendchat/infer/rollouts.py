@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ascendchat import dist
 from ascendchat.config import UserError
@@ -43,6 +44,22 @@ LONGEST_START = 900.0  # seconds until a server must be ready: it opens the mode
 ENDING = 20.0  # seconds that it gets to end
 MOST_EARLY_DEATHS = 3  # in a row, before it was ready
 LOOK = 0.1  # seconds between two looks at a server that starts
+
+
+def check_addresses(given: Sequence[str]) -> None:
+    """Refuse what can be no server, before anybody waits for it."""
+    for text in given:
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            known = parts.scheme in ("http", "https") and bool(parts.hostname) and (bool(parts.port) or "://" in text)
+        except ValueError:  # a port that is no number, or too large; half an IPv6 address
+            known = False
+        if text == "local" and len(given) > 1:
+            raise UserError("--rollouts: local and addresses exclude each other; leave one of them out")
+        if text != "local" and not known:
+            raise UserError(f"--rollouts: {text!r} is no address of a server; write http://HOST:PORT, or local")
+        if given.count(text) > 1:
+            raise UserError(f"--rollouts names {text} twice")
 
 
 class Sizes(NamedTuple):
@@ -67,12 +84,21 @@ class OwnServer:
         self.longest_start = longest_start
         self.port, self.url = free_port(), ""
         self._closing = threading.Event()
+        self.killed = False  # by a signal, before it was ready
         self._process: subprocess.Popen[bytes] | None = None
         self._watcher: threading.Thread | None = None
 
     def start(self) -> str:
-        """Its address, when it is ready; from then on it is started again whenever it ends."""
-        self._begin()
+        """Its address, when it is ready; from then on it is started again whenever it ends. What somebody has killed
+        before it was ready is tried again: it is not to blame."""
+        for attempt in range(1, MOST_EARLY_DEATHS + 1):
+            try:
+                self._begin()
+                break
+            except UserError as error:
+                if attempt == MOST_EARLY_DEATHS or not self.killed:
+                    raise
+                self.say(str(error))
         self._watcher = threading.Thread(target=self._watch, name="rollout server", daemon=True)
         self._watcher.start()
         return self.url
@@ -89,6 +115,7 @@ class OwnServer:
         while not (found := READY.search(self._said(begin))):
             if self._process.poll() is not None or time.monotonic() > end or self._closing.is_set():
                 status = self._process.poll()
+                self.killed = status is not None and not 0 <= status <= 128
                 how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
                 self._end()
                 last = (self._said(begin).strip().splitlines() or ["it said nothing"])[-1]

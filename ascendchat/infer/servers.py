@@ -24,7 +24,13 @@ from ascendchat.infer.link import Link, NoRoute
 from ascendchat.infer.verify import as_dtypes, checksum
 
 CHUNK = 1 << 20  # bytes of weights sent at a time
+ASIDE = 1 << 40  # added to a version that is in use for other weights
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+async def expected_of(weights: Weights, told: dict[str, Any]) -> str:
+    """The checksum of weights in the dtypes of a server."""
+    return await asyncio.to_thread(lambda: checksum(as_dtypes(weights, told["dtypes"])))
 
 
 class Server:
@@ -84,6 +90,21 @@ class OurServer(Server):
         await self.link.again(lambda: self._command("POST", "/resume"))
 
     async def push(self, weights: Weights, version: int) -> None:
+        """Another trainer, or the checkpoint that it was started with, may have used the same version for other
+        weights, which the server does not take: then they go there by another number first."""
+        told = await self._weights()
+        if told["version"] == version and told["checksum"] != await expected_of(weights, told):
+            await self._upload(weights, version + ASIDE)
+        await self._upload(weights, version)
+        told = await self._weights()
+        expected = await expected_of(weights, told)
+        if (told["version"], told["checksum"]) != (version, expected):
+            raise UserError(
+                f"{self.link.url} has other weights than it was sent: version {told['version']} with the checksum "
+                f"{told['checksum']} instead of version {version} with {expected}; does another trainer use it?"
+            )
+
+    async def _upload(self, weights: Weights, version: int) -> None:
         with tempfile.TemporaryDirectory(prefix="ascendchat-") as folder:
             file = Path(folder) / "weights.safetensors"
             await asyncio.to_thread(write_weights, file, weights)
@@ -99,21 +120,15 @@ class OurServer(Server):
             await self.link.again(
                 lambda: self._command("POST", path, self.link.timeout, content=content(), headers=headers)
             )
-        await self._verify(weights, version)
 
-    async def _verify(self, weights: Weights, version: int) -> None:
-        """By the checksum of the weights as they lie in the workers' memory."""
+    async def _weights(self) -> dict[str, Any]:
+        """Version and checksum of the weights as they lie in the workers' memory."""
         end = time.monotonic() + self.link.patience
         told = await self.link.again(lambda: self._command("GET", "/weights"))
         while told["checksum"] is None and time.monotonic() < end:  # a worker is being started
             await asyncio.sleep(0.2)
             told = await self.link.again(lambda: self._command("GET", "/weights"))
-        expected = await asyncio.to_thread(lambda: checksum(as_dtypes(weights, told["dtypes"])))
-        if (told["version"], told["checksum"]) != (version, expected):
-            raise UserError(
-                f"{self.link.url} has other weights than it was sent: version {told['version']} with the checksum "
-                f"{told['checksum']} instead of version {version} with {expected}; does another trainer use it?"
-            )
+        return dict(told)
 
     async def _command(self, method: str, path: str, seconds: float = 30.0, **content: Any) -> Any:
         try:

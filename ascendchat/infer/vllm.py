@@ -41,7 +41,14 @@ JOIN = 60.0  # seconds for the workers to meet the trainer
 
 async def find_out(link: Link, folder: str) -> Server:
     """Ask a server who it is. `folder`: where weights are written for it to read."""
-    card = (await link.again(lambda: link.ask("GET", "/v1/models")))["data"][0]
+    try:
+        first = (await link.again(lambda: link.ask("GET", "/v1/models")))["data"][0]
+        card = {**first, "id": first["id"]}
+    except (NoRoute, LookupError, TypeError, ValueError):
+        raise UserError(
+            f"{link.url} is no server with OpenAI's API: it has no list of models; start one with: ascendchat serve "
+            "--weight-updates, or ascendchat rollout-server"
+        ) from None
     if "ascendchat" in card:
         return OurServer(link, card)
     told = await link.again(lambda: link.probe("/version"))

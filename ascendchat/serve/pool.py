@@ -44,6 +44,7 @@ from ascendchat.serve.ticket import Failure, Overloaded, Ticket, joined
 
 __all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
 
+DIED = -1  # as the version in what a worker says last
 MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up
 
 
@@ -253,7 +254,7 @@ class Pool:
         tickets, process.tickets, process.ready = list(process.tickets.values()), {}, None
         for number, future in process.changes.items():
             if not future.done():
-                future.set_result(Done(number, -1, problem=f"worker {process.index} has died and is started again"))
+                future.set_result(Done(number, DIED, problem=f"worker {process.index} has died and is started again"))
         process.changes.clear()
         for ticket in reversed(tickets):
             if ticket.attempts < MOST_ATTEMPTS and not self.closing and ticket.restart():
@@ -290,14 +291,16 @@ class Pool:
             self.feed()
 
     async def load(self, source: str, version: int) -> None:
-        """Weights of a checkpoint folder or a safetensors file, for all workers or, with a UserError, for none. Answers
-        under way are finished first, or as `pause` has said; the files must stay as long as these weights are used."""
+        """Weights of a checkpoint folder or a safetensors file, for all workers or for none: with a UserError when they
+        do not fit, with a Failure when it can be tried again. Answers under way are finished first, or as `pause` has
+        said; the files must stay as long as these weights are used."""
         async with self._load:
             checked = await self._change(Check(source, version))
-            problem = next((done.problem for done in checked if done.problem), "")
-            if problem or not checked:
+            problems = sorted((done.version == DIED, done.problem) for done in checked if done.problem)
+            if problems or not checked:
                 await self._change(Check(""))
-                raise UserError(problem or "no worker is there to take them; try again")
+                died, problem = problems[0] if problems else (True, "no worker is there to take them; try again")
+                raise Failure(problem) if died else UserError(problem)
             self.loading = True
             try:
                 if not self.paused:

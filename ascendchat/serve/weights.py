@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from ascendchat.config import UserError
-from ascendchat.serve.pool import Pool
+from ascendchat.serve.errors import Problem
+from ascendchat.serve.pool import Failure, Pool
 
 if TYPE_CHECKING:  # api.py includes these routes
     from ascendchat.serve.api import Service
@@ -59,7 +60,7 @@ def routes(service: Service) -> APIRouter:
         return JSONResponse(state(pool))
 
     @router.post("/update_weights")
-    async def update_weights(request: Request) -> JSONResponse:
+    async def update_weights(request: Request) -> Response:
         source = None
         try:
             source, version = await receive(request, pool, store)
@@ -67,6 +68,9 @@ def routes(service: Service) -> APIRouter:
         except UserError as error:
             store.drop(source)
             return refusal(str(error))
+        except Failure as failure:
+            store.drop(source)
+            return Problem.of(failure).response()
         store.keep(source)
         return JSONResponse({"status": "loaded", **state(pool)})
 

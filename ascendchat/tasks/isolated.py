@@ -170,7 +170,10 @@ class Inside:
     def send(self, *message: Any) -> None:
         if os.getpid() != self.own:  # a child that the function has forked and let return: not for it to speak
             os._exit(0)
-        self.connection.send(message)
+        try:
+            self.connection.send(message)
+        except BrokenPipeError:  # the trainer was killed: nobody wants to know
+            os._exit(0)
 
 
 def work(connection: Connection, shared: Any, runner: Runner) -> None:

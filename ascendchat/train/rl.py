@@ -30,7 +30,7 @@ from ascendchat.hf.shape import HFShape
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator, prompt_room
 from ascendchat.infer.request import Completion, Sampling
-from ascendchat.infer.rollouts import Sizes, open_rollouts
+from ascendchat.infer.rollouts import Sizes, check_addresses, open_rollouts
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.objective import head_logprobs
@@ -57,6 +57,7 @@ from ascendchat.train.workflow import Workflows
 
 MOST_SLOTS = 256
 BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
+LOOKED_AT = 256  # questions, for their length
 # Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
 NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
 TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
@@ -76,6 +77,7 @@ def run(config: RlConfig) -> int:
             f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
             "and the run starts from weights alone"
         )
+    check_addresses(config.rollouts)
     with training_context(config) as here, ExitStack() as stack:
         config = replace(config, attend=config.attend or "document")
         begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
@@ -189,7 +191,7 @@ def rollout_of(config: RlConfig, questions: Questions, generator: Generator, her
 
 
 def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
-    """Say what was left out of the questions; they need answers, or something else that judges."""
+    """Say what was left out of the questions, or is too long; they need answers, or something else that judges."""
     for task in questions.tasks:
         for notice in task.notices:
             here.say(notice)
@@ -197,6 +199,12 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
             raise UserError(
                 f"the questions of {task.name} have no answers; give them a column answer or test, or name --reward"
             )
+    seen = min(LOOKED_AT, questions.per_epoch)
+    if cut := questions.cut(seen):
+        here.say(
+            f"{cut} of the first {seen} questions have more than the {questions.room} tokens that --max-new-tokens "
+            "leaves of the context, and lose their beginning"
+        )
 
 
 def examinations(data: Sequence[str], source: str) -> list[Task]:

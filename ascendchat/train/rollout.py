@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
-from ascendchat.data.chat import render_prompt
+from ascendchat.data.chat import Counts, render_prompt
 from ascendchat.data.mixture import locate, parse_mixture, shares
 from ascendchat.data.pack import best_fit
 from ascendchat.data.tokenizer import Tokenizer
@@ -95,12 +95,19 @@ class Questions:
             digest.update(f"{task.name} {len(task)} {weight} {task.question(0)}\n".encode())
         return digest.hexdigest()[:16]
 
-    def ask(self, number: int) -> Question:
+    def cut(self, first: int) -> int:
+        """How many of the first questions are too long."""
+        counts = Counts()
+        for number in range(first):
+            self.ask(number, counts)
+        return counts.cut_prompts
+
+    def ask(self, number: int, counts: Counts | None = None) -> Question:
         """Question `number` of the run."""
         which, row = locate(self._shares, number)
         epoch, place = divmod(row, len(self.tasks[which]))
         index = int(self._order(which, epoch)[place])
-        prompt = render_prompt(self.tokenizer, self.tasks[which].prompt(index), self.room)
+        prompt = render_prompt(self.tokenizer, self.tasks[which].prompt(index), self.room, counts)
         return Question(number, self.tasks[which], index, prompt)
 
 

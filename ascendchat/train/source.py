@@ -100,6 +100,8 @@ class InTurn:
                 generator.load(self._weights, version, interrupt=True)
             except (UserError, ValueError) as error:
                 problem = f"the weights after {version} updates were not taken: {error}"
+                if isinstance(error, ValueError):
+                    problem += "; start the servers with the model that is trained"
         if problem := dist.broadcast_object(problem):
             raise UserError(problem)
         if dist.world().rank:

@@ -1,9 +1,14 @@
-"""How much faster stream and async are than sync: the same work, answers of very different lengths, one core each.
+"""How much faster stream and async are than sync: the same work, answers of very different lengths.
 
-python tests/invariant/measure_rhythms.py [STEPS]      # on a machine that has nothing else to do; some minutes
+python tests/invariant/measure_rhythms.py [STEPS] [ROUNDS]      # some minutes; also on a machine that is busy
 
-The model is a table in the weights of a transformer: nine of ten answers end after 24 tokens or so, the tenth after
-hundreds. It is trained, but so slowly that the lengths stay what they are.
+Everything is real, the server, the weights that go to it, the gradients, but of a tiny model; and both sides are paced,
+as if each had an accelerator: extending all answers by a token takes no less than TOKEN seconds, however many answers
+there are (a decoder is bound by its memory), and training on a row of tokens ROW seconds more than it does. So both
+sides mostly wait, on however busy a machine, and what is measured is who waits for whom. The rhythms take turns.
+
+The model is a table in the weights of a transformer: 19 of 20 answers end after 12 tokens or so, the other after
+a hundred. The longest answer takes about as long as training on a batch. The reward is the share of vowels.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch_npu may be here without a CANN
@@ -23,22 +29,43 @@ from engine_models import tokenizer
 
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
+from ascendchat.train.policy import RlStage
+from ascendchat.train.policy_loss import PolicyBatch
+from ascendchat.train.stage import Loss
 
-LETTERS, SHORT, LONG = 16, 24, 200  # letters of a kind; tokens of an answer on average
+LETTERS, SHORT, LONG = 16, 12, 100  # letters of a kind; tokens of an answer on average
+MOST, ANSWERS = 128, 64  # tokens of an answer; answers of a step, which are also the slots of the server
+TOKEN, ROW = 0.14, 0.8  # seconds
+WARM = 2  # steps of a run that are not counted
+WORK = f"--prompts-per-step 16 --samples 4 --max-new-tokens {MOST} --refill 0 --save-every -1 --lr-multiplier 0.02"
+RHYTHMS = "sync", "stream", "async"
+FIGURES = "seconds", "answer_tokens", "trainer_waited", "rollouts_waited", "staleness_mean", "staleness_max", "reward"
 REWARD = """
-import zlib
-
-
-def chance(prompt, completion, **row):
-    return float(zlib.crc32(completion.encode()) % 2)
+def vowels(prompt, completion, **row):
+    return sum(letter in "aeiouAEIOU" for letter in completion) / max(1, len(completion))
 """
-WORK = "--prompts-per-step 16 --samples 4 --max-new-tokens 256 --refill 0 --save-every -1 --lr-multiplier 0.000001"
+PACED = """
+import sys
+
+if "ascendchat.serve.worker" in sys.orig_argv:
+    import time
+    from ascendchat.infer.engine import Engine
+
+    step = Engine.step
+
+    def paced(self):
+        begin = time.monotonic()
+        step(self)
+        time.sleep(max(0.0, TOKEN - (time.monotonic() - begin)))
+
+    Engine.step = paced
+""".replace("TOKEN", str(TOKEN))
 
 
 def table() -> GPT:
     """Lower-case letters follow each other until the end, upper-case ones for longer; few answers begin with those."""
     text = tokenizer()
-    shape = Shape.from_depth(4, vocab=text.vocab_size, seq_len=384, dim=256, head_dim=32, value_embeddings=False)
+    shape = Shape.from_depth(2, vocab=text.vocab_size, seq_len=192, dim=64, head_dim=32, value_embeddings=False)
     made = GPT(shape)
     made.initialise(0)
     lower, upper = range(97, 97 + LETTERS), range(65, 65 + LETTERS)
@@ -56,37 +83,61 @@ def table() -> GPT:
             made.head[list(letters), kind] = 6.0 / unit
             made.head[end, kind] = (6.0 + math.log(LETTERS / (length - 1))) / unit
         made.head[list(lower), 2] = 6.0 / unit
-        made.head[list(upper), 2] = (6.0 - math.log(9.0)) / unit
+        made.head[list(upper), 2] = (6.0 - math.log(19.0)) / unit
     return made
 
 
-def seconds(home: Path, *flags: str, steps: int) -> tuple[float, dict[str, float]]:
-    """Of a whole run, and means of its figures."""
-    run = flags[1]
-    command = runs.words(run, *WORK.split(), "--reward", "luck:chance", *flags, steps=steps)
-    runs.finish(home, command)
-    rows = runs.rows_of(home, run)
-    names = "answer_tokens", "trainer_waited", "rollouts_waited", "staleness_mean", "staleness_max", "reward"
-    return sum(row["seconds"] for row in rows), {name: statistics.mean(row[name] for row in rows) for name in names}
+def trainer(home: Path, command: list[str], log: Path) -> None:
+    """The command in a forked process, with its training paced."""
+    loss = RlStage.loss
+
+    def paced(self: RlStage, batch: PolicyBatch, scale: float = 1.0) -> Loss:
+        time.sleep(ROW * len(batch.inputs))
+        return loss(self, batch, scale)
+
+    RlStage.loss = paced  # type: ignore[method-assign]
+    runs.child(home, command, log)
 
 
-def main(steps: int) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    assert len(cores) > 1, "this takes two cores"
+def figures(home: Path, run: str, rhythm: str, url: str, *, steps: int, seed: int) -> list[dict[str, float]]:
+    """Of each step of a run."""
+    flags = [*WORK.split(), "--reward", "letters:vowels", "--seed", str(seed), "--staleness", "2"]
+    command = runs.words(run, *flags, "--rhythm", rhythm, "--rollouts", url, steps=steps)
+    process = runs.FORK.Process(target=trainer, args=(home, command, home / "log"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (home / "log").read_text(errors="replace")[-3000:]
+    return runs.rows_of(home, run)
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return statistics.mean(row[name] for row in rows)
+
+
+def main(steps: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = runs.make_home(Path(folder), table())
-        (home / "luck.py").write_text(REWARD, encoding="utf-8")
-        os.sched_setaffinity(0, {cores[0]})  # what is started from here inherits it
-        with runs.serving(home, "--slots", "192") as server:
-            os.sched_setaffinity(0, {cores[1]})
-            base = 0.0
-            for rhythm in ("sync", "stream", "async"):
-                where = "--rhythm", rhythm, "--rollouts", server.url, "--staleness", "2"
-                took, seen = seconds(home, *where, steps=steps)
-                base = base or took
-                figures = ", ".join(f"{name} {value:.2f}" for name, value in seen.items())
-                print(f"{rhythm:7} {took:7.1f} s  {base / took:5.2f}x  {figures}", flush=True)
+        for name, text in (("letters.py", REWARD), ("sitecustomize.py", PACED)):
+            (home / name).write_text(text, encoding="utf-8")
+        os.environ["PYTHONPATH"] = str(home)  # of the server
+        seen: dict[str, list[dict[str, float]]] = {rhythm: [] for rhythm in RHYTHMS}
+        last: dict[str, list[float]] = {rhythm: [] for rhythm in RHYTHMS}
+        with runs.serving(home, "--slots", str(ANSWERS)) as server:
+            for number in range(rounds):
+                for rhythm in RHYTHMS if number % 2 == 0 else reversed(RHYTHMS):
+                    rows = figures(home, f"{rhythm}-{number}", rhythm, server.url, steps=steps, seed=number)
+                    seen[rhythm] += rows[WARM:]
+                    last[rhythm].append(statistics.mean(row["reward"] for row in rows[-steps // 4 :]))
+                    shown = ", ".join(f"{name} {mean(rows[WARM:], name):.2f}" for name in FIGURES)
+                    print(f"{rhythm:7} {shown}", flush=True)
+        base = mean(seen["sync"], "seconds")
+        for rhythm, rows in seen.items():
+            took = mean(rows, "seconds")
+            first = max(row["staleness_max"] for row in rows)
+            rewards = " ".join(f"{reward:.3f}" for reward in last[rhythm])
+            print(f"{rhythm:7} {took:6.2f} s/step  {base / took:5.2f}x  oldest {first:.0f}  last rewards {rewards}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 12)
+    given = [int(word) for word in sys.argv[1:]]
+    main(*(given + [12, 2][len(given) :]))

@@ -128,20 +128,32 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.home, self.flags, self.log = home, flags, home / "server.log"
+        self.home, self.flags, self.log = home, flags, home / f"server-{self.port}.log"
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        """Until it is ready."""
+        self.begin()
+        wait_until(lambda: self.ready or not self.running)
+        assert self.running, self.log.read_text(errors="replace")[-3000:]
+
+    def begin(self) -> None:
         variables = {"ASCENDCHAT_HOME": str(self.home), "OMP_NUM_THREADS": "1", "ASCENDCHAT_API_KEYS": KEY}
         command = [sys.executable, "-m", "ascendchat", "serve", "--device-type", "cpu", "--port", str(self.port)]
         command += ["--run", "tiny", "--stage", "sft", "--weight-updates", "--slots", "16", *self.flags]
-        before = self.log.stat().st_size if self.log.exists() else 0
+        self._said = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as file:
             self.process = ServerPopen(
                 command, env={**os.environ, **variables}, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
-        wait_until(lambda: self.process.poll() is not None or b"ready: " in self.log.read_bytes()[before:])
-        assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def ready(self) -> bool:
+        return b"ready: " in self.log.read_bytes()[self._said :]
 
     def kill(self) -> None:
         """As a machine that loses its power; its workers notice that the front is gone."""
@@ -153,6 +165,16 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
         self.process.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started, the oldest first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 @contextlib.contextmanager

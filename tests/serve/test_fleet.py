@@ -104,6 +104,15 @@ def test_two_servers_answer_as_one_engine_does(fleet: Fleet, servers: list[Serve
     assert [member.load for member in fleet.members] == [0, 0]
 
 
+def test_weights_go_to_servers_that_have_others_by_the_same_number(fleet: Fleet) -> None:
+    """As after a run of another trainer, or with a server of another stage: both begin with version 0."""
+    asked, other = requests(prompts=2), make.model(5)
+    with Fleet.open([member.url for member in fleet.members], say=print, **SETTINGS) as second:
+        second.load(other.state_dict(), 1)
+        assert ids(second.generate(asked)) == expected(other, asked)
+        assert second.version == 1
+
+
 def test_a_server_that_is_killed_loses_nothing_and_comes_back_with_the_current_weights(
     fleet: Fleet, servers: list[ServerProcess], said: list[str]
 ) -> None:

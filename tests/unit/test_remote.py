@@ -215,6 +215,9 @@ def test_a_server_that_is_not_there(server: Scripted) -> None:
     server.card = {"id": "gpt"}
     with pytest.raises(UserError, match="how long the context"):
         opened(server)
+    server.card = {}  # as of something else that speaks JSON
+    with pytest.raises(UserError, match="is no server with OpenAI's API.*rollout-server"):
+        opened(server)
 
 
 def test_a_stream_that_breaks_is_not_begun_anew_and_keeps_what_has_come(server: Scripted) -> None:

@@ -1,0 +1,77 @@
+"""Servers of `ascendchat rl`: addresses that are none, and one of its own that ends before it is ready."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ascendchat.config import UserError
+from ascendchat.infer.rollouts import OwnServer, check_addresses
+
+PROGRAM = """
+import os, pathlib, signal, sys, time
+count = pathlib.Path(sys.argv[1])
+count.write_text(count.read_text() + "." if count.exists() else ".")
+if len(count.read_text()) <= int(sys.argv[2]):
+    print(sys.argv[3], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[3] == "killed" else sys.exit(2)
+print("ready: http://127.0.0.1:" + sys.argv[-1], flush=True)
+time.sleep(600)
+"""
+
+
+def server(folder: Path, deaths: int, how: str, said: list[str]) -> OwnServer:
+    """One that ends so many times before it is ready."""
+    command = [sys.executable, "-c", PROGRAM, str(folder / "starts"), str(deaths), how]
+    return OwnServer(command, os.environ, folder / "log", said.append)
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text())
+
+
+def test_one_that_was_killed_before_it_was_ready_is_started_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    own = server(tmp_path, 2, "killed", said)
+    try:
+        assert own.start() == f"http://127.0.0.1:{own.port}"
+    finally:
+        own.close()
+    assert starts(tmp_path) == 3
+    assert [line.partition(" (log")[0] for line in said] == [
+        "the server for rollouts ended with 137 before it was ready: killed"
+    ] * 2
+
+
+def test_one_that_is_always_killed_or_says_what_is_wrong_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ended with 137 before it was ready"):
+        server(tmp_path, 9, "killed", []).start()
+    assert starts(tmp_path) == 3
+    with pytest.raises(UserError, match="ended with 2 before it was ready: unknown flag"):
+        server(tmp_path, 9, "unknown flag", []).start()
+    assert starts(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["nonsense"], "'nonsense' is no address"),
+        (["ftp://there:80"], "is no address"),
+        (["http://::::"], "is no address"),
+        (["http://[::1"], "is no address"),
+        (["http://127.0.0.1:99999"], "is no address"),
+        (["http://"], "is no address"),
+        (["5"], "is no address"),
+        (["local", "http://there:80"], "local and addresses exclude each other"),
+        (["local", "local"], "exclude each other"),
+        (["http://a:1", "http://b:1", "http://a:1"], "names http://a:1 twice"),
+    ],
+)
+def test_what_is_no_address_is_said_at_once(given: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_addresses(given)
+    check_addresses(["local"])
+    check_addresses(["http://127.0.0.1:8001", "there:8000", "https://there", "http://[::1]:80/v1"])
