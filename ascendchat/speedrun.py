@@ -222,7 +222,7 @@ def summary(run: str) -> str:
         loss = "-" if rewards else f"{mean(losses[-20:]):.4f}"
         lines.append(f"{stage:<8} {rows[-1]['step'] if rows else 0:>7} {loss:>11}  {', '.join(shown)}")
     examined = stage_table(run)
-    return "\n".join([*lines, *(table_lines(examined) if examined else [])])
+    return "\n".join([*lines, *(["", *table_lines(examined)] if examined else [])])
 
 
 def by_task(rows: Sequence[dict[str, Any]]) -> str:

@@ -277,6 +277,6 @@ def test_the_summary_shows_the_reward_of_each_task_and_the_scores_of_each_stage(
         about = {"evaluation": "chat", "model": stage, "step": 1, "settings": {}}
         result = {"accuracy": accuracy, "centred": accuracy, "rows": 8}
         NewResults(speedrun.run_folder("small", stage), about).add("toy_problems", 8, 8, result, None)
-    _, rl, heading, problems, *_ = speedrun.summary("small").splitlines()
+    _, rl, _, heading, problems, *_ = speedrun.summary("small").splitlines()
     assert rl.endswith("reward 0.5000 -> 0.5000 (hard 0.1375 -> 0.6375, easy 1.0000 -> 1.0000)")
     assert (heading.split(), problems.split()) == (["SFT", "RL"], ["toy_problems", "0.2500", "0.7500"])
