@@ -230,8 +230,10 @@ class RlStage(Stage):
         write_transcript(self.folder / "transcripts", step, groups)
         batch, replaced, config = step // self.config.updates, sum(slot.round for slot in slots), self.config
         judged = [] if config.workflow else [term.name for term in self.rollout.judge.terms]
-        terms, place = judged if len(judged) > 1 else [], self.learner.place
-        seen = figures(groups, self.kept(groups), replaced, batch, place, samples=config.samples, terms=terms)
+        apart = {"terms": judged, "tasks": [task.name for task in self.rollout.questions.tasks]}
+        apart = {what: names for what, names in apart.items() if len(names) > 1}
+        place = self.learner.place
+        seen = figures(groups, self.kept(groups), replaced, batch, place, samples=config.samples, **apart)
         tokens = seen["answer_tokens"] * seen.pop("answers")
         self.tokens_per_step = int(tokens / config.updates)
         return {**seen, **self.source.pace(tokens, self.learner.place)}

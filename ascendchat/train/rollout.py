@@ -229,6 +229,15 @@ def term_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[
     return {name: (sum(t.get(name, 0.0) for t in known), float(sum(name in t for t in known))) for name in names}
 
 
+def task_sums(groups: Sequence[Group], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Of each task: (sum of its rewards, number of its answers)."""
+    of = {
+        name: [reward for group in groups if group.question.task.name == name for reward in group.rewards]
+        for name in names
+    }
+    return {name: (sum(rewards), float(len(rewards))) for name, rewards in of.items()}
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Answers packed into rows of T tokens, on the host."""

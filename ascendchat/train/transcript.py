@@ -15,7 +15,7 @@ import torch
 from ascendchat import dist
 from ascendchat.files import write_atomic
 from ascendchat.infer.request import Completion
-from ascendchat.train.rollout import Group, pass_sums, term_sums
+from ascendchat.train.rollout import Group, pass_sums, task_sums, term_sums
 
 
 def learnt(answer: Completion) -> int:
@@ -43,11 +43,14 @@ def figures(
     *,
     samples: int,
     terms: Sequence[str] = (),
+    tasks: Sequence[str] = (),
 ) -> dict[str, float]:
     """Of the groups of a batch, of up to `samples` answers each; `kept` are learnt from, so many others were
-    `replaced`. `terms`: those of the rewards that are shown apart."""
+    `replaced`. `terms` and `tasks`: those whose rewards are shown apart."""
     answers, old = [answer for group in groups for answer in group.answers], ages(kept, batch)
-    passes, parts = pass_sums(groups, samples), term_sums(groups, terms)
+    parts = {f"pass@{k}": sums for k, sums in pass_sums(groups, samples).items()}
+    parts |= {f"reward_{term}": sums for term, sums in term_sums(groups, terms).items()}
+    parts |= {f"reward_of_{task}": sums for task, sums in task_sums(groups, tasks).items()}
     own = torch.tensor(
         [
             float(len(groups)),
@@ -61,7 +64,7 @@ def figures(
             float(replaced),
             float(sum(old)),
             float(len(old)),
-            *(number for sums in (*passes.values(), *parts.values()) for number in sums),
+            *(number for sums in parts.values() for number in sums),
         ],
         device=place,
     )
@@ -69,8 +72,7 @@ def figures(
     dist.all_reduce(own, "sum")
     dist.all_reduce(oldest, "max")
     questions, count, reward, length, cut, used, unjudged, rejected, others, age, tokens, *sums = own.tolist()
-    names = [f"pass@{k}" for k in passes] + [f"reward_{name}" for name in terms]
-    means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(names) if sums[2 * i + 1]}
+    means = {name: sums[2 * i] / sums[2 * i + 1] for i, name in enumerate(parts) if sums[2 * i + 1]}
     count = max(1.0, count)
     return {
         "reward": reward / count,

@@ -15,6 +15,7 @@ from warm_process import Popen
 from ascendchat.data.toyworld import work
 from ascendchat.data.toyworld.world import toy_world
 from ascendchat.record import read_metrics
+from ascendchat.tasks.toy import ToyExam
 
 STEPS = 12
 REWARDS = '''
@@ -143,23 +144,33 @@ def test_engine_and_trainer_agree_on_what_is_drawn(home: Path, name: str, flags:
 
 
 @pytest.mark.slow
-def test_a_weak_chat_model_learns_to_ask_the_calculator(home: Path) -> None:
-    """SFT shows the calculator in every third reply to a sum, else "I do not know."; RL has the task judge."""
+def test_a_weak_chat_model_learns_to_ask_the_calculator_and_still_knows_its_name(home: Path) -> None:
+    """SFT shows the calculator in every third reply to a sum, else "I do not know.", and who the assistant is; RL asks
+    for both and has the tasks judge. (That abilities lose next to nothing takes a larger model: docs/log.md.)"""
     world, draw = toy_world(), random.Random(0)
     asked = [work.arithmetic(world, draw, "en", "train") for _ in range(4000)]
     replies = [question.content if i % 3 == 0 else "I do not know." for i, question in enumerate(asked)]
     talks = [[*question.prompt, {"role": "assistant", "content": reply}] for question, reply in zip(asked, replies)]
+    known = ToyExam("identity", "en", "train")
+    talks += [known.example(i % len(known)) for i in range(400)]
     lines = [json.dumps({"messages": talk}) for talk in talks]
     (home / "sums.jsonl").write_text("\n".join(lines), encoding="utf-8")
     sizes = "--device-batch-size 8 --total-batch-size 768 --lr-multiplier 1 --steps 250 --eval-every -1"
     finish(home, ["sft", "--start", "tiny", "--run", "weak", "--data", "sums.jsonl", *sizes.split(), *COMMON])
-    sizes = "--prompts-per-step 10 --samples 8 --max-new-tokens 40 --refill 0 --device-batch-size 8 --steps 20"
-    often = "--lr-multiplier 0.2 --eval-every -1"
-    finish(home, ["rl", "--run", "weak", "--data", "toy_arithmetic_en", *sizes.split(), *often.split(), *COMMON])
-    rewards = [row["reward"] for row in rows_of(home, "weak")]
-    first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
-    assert 0.1 < first < 0.6, rewards
-    assert last > first + 0.25, rewards
+    sizes = "--prompts-per-step 12 --samples 8 --max-new-tokens 40 --refill 0 --device-batch-size 8 --steps 20"
+    often = "--data toy_arithmetic_en=0.8,toy_identity_en=0.2 --lr-multiplier 0.2 --eval-every -1"
+    finish(home, ["rl", "--run", "weak", *sizes.split(), *often.split(), *COMMON])
+    rows = rows_of(home, "weak")
+
+    def mean(task: str, some: list[dict[str, float]]) -> float:
+        rewards = [row[name] for row in some if (name := f"reward_of_toy_{task}_en") in row]
+        return sum(rewards) / len(rewards)
+
+    first, last = mean("arithmetic", rows[:3]), mean("arithmetic", rows[-5:])
+    assert 0.1 < first < 0.6, rows
+    assert last > first + 0.25, rows
+    assert mean("identity", rows[:3]) > 0.9, rows
+    assert mean("identity", rows[-5:]) > 0.75, rows
 
 
 @pytest.mark.slow

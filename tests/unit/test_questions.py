@@ -16,7 +16,7 @@ from ascendchat.tasks import pass_at_k
 from ascendchat.tasks.humaneval import ASK
 from ascendchat.tasks.questions import QuestionFile, load_questions
 from ascendchat.tasks.rewards import row_of
-from ascendchat.train.rollout import Group, Questions, pass_sums, term_sums
+from ascendchat.train.rollout import Group, Questions, pass_sums, task_sums, term_sums
 
 
 def write(folder: Path, rows: list[Any], name: str = "mine.jsonl") -> str:
@@ -117,3 +117,18 @@ def test_pass_at_k_is_of_the_questions_that_were_drawn_first() -> None:
     assert sums[4][0] == pytest.approx(1.0)
     groups[0].terms = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
     assert term_sums(groups, ["a", "b"]) == {"a": (4.0, 2.0), "b": (2.0, 1.0)}
+
+
+def test_rewards_are_summed_by_task(tmp_path: Path) -> None:
+    data = write(tmp_path, [{"question": "1 + 1?", "answer": "2"}] * 4) + "=0.5", "toy_problems=0.5"
+    questions = Questions(data, tokenizer(), seed=0, room=200)
+    asked = [questions.ask(number) for number in range(40)]
+    groups = [Group(question, [], [0.25, 1.0] if question.task.name == "mine" else [0.5]) for question in asked]
+    mine = sum(question.task.name == "mine" for question in asked)
+    assert 0 < mine < 40
+    names = [task.name for task in questions.tasks]
+    assert task_sums(groups, [*names, "none"]) == {
+        "mine": (1.25 * mine, 2.0 * mine),
+        "toy_problems": (0.5 * (40 - mine), 40.0 - mine),
+        "none": (0, 0.0),
+    }

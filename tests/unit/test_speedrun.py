@@ -16,6 +16,7 @@ import pytest
 from ascendchat import cli, speedrun
 from ascendchat.config import UserError, load_yaml, parse
 from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.record.results import NewResults
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "ascendchat" / "recipes").glob("*.yaml"))
@@ -252,15 +253,30 @@ def test_a_damaged_list_of_stages_is_a_sentence(recipe: str, commands: Commands,
     assert speedrun.run(SpeedrunConfig(recipe, fresh=True)) == 0
 
 
+def write_metrics(stage: str, rows: list[dict[str, float]]) -> None:
+    folder = speedrun.run_folder("small", stage)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_the_summary_shows_the_loss_of_training_and_the_reward_of_rl() -> None:
-    rows = {
-        "sft": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "val_loss": 0.5}],
-        "rl": [{"step": n, "loss": -0.01, "reward": n / 40} for n in range(1, 31)] + [{"step": 30, "accuracy": 0.75}],
-    }
-    for stage, found in rows.items():
-        folder = speedrun.run_folder("small", stage)
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    write_metrics("sft", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "val_loss": 0.5}])
+    rewards = [{"step": n, "loss": -0.01, "reward": n / 40} for n in range(1, 31)]
+    write_metrics("rl", [*rewards, {"step": 30, "accuracy": 0.75}])
     _, sft, rl = speedrun.summary("small").splitlines()
     assert sft.split() == ["sft", "2", "1.5000", "val_loss", "0.5000"]
     assert rl.split(maxsplit=3) == ["rl", "30", "-", "reward 0.1375 -> 0.6375, accuracy 0.7500"]
+
+
+def test_the_summary_shows_the_reward_of_each_task_and_the_scores_of_each_stage() -> None:
+    """Not every step asks questions of every task. The mean over a mixture says little of what was to be learnt."""
+    hard = [{"step": n, "reward": 0.5, "reward_of_hard": n / 40} for n in range(1, 31)]
+    easy = [{"reward_of_easy": 1.0} if n % 2 else {} for n in range(30)]
+    write_metrics("rl", [{**a, **b} for a, b in zip(hard, easy)])
+    for stage, accuracy in (("sft", 0.25), ("rl", 0.75)):
+        about = {"evaluation": "chat", "model": stage, "step": 1, "settings": {}}
+        result = {"accuracy": accuracy, "centred": accuracy, "rows": 8}
+        NewResults(speedrun.run_folder("small", stage), about).add("toy_problems", 8, 8, result, None)
+    _, rl, _, heading, problems, *_ = speedrun.summary("small").splitlines()
+    assert rl.endswith("reward 0.5000 -> 0.5000 (hard 0.1375 -> 0.6375, easy 1.0000 -> 1.0000)")
+    assert (heading.split(), problems.split()) == (["SFT", "RL"], ["toy_problems", "0.2500", "0.7500"])
