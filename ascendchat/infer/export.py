@@ -39,13 +39,13 @@ def run(config: ExportConfig) -> int:
             here.say(f"{saved.folder} -> {config.out}")
             return 0
         opened = open_model(here, config, config.stage)
-        folder, saved = Path(config.out).expanduser(), opened.checkpoint
+        folder, origin = Path(config.out).expanduser(), opened.checkpoint
         if isinstance(opened.model, CausalLM) and isinstance(opened.tokenizer, HFTokenizer):
             export(opened.model, opened.tokenizer, folder)
         else:
             shape = Shape.from_dict(opened.model.shape.to_dict())
-            weights = saved.model() if isinstance(saved, Checkpoint) else dict(opened.model.state_dict())
-            about = {"stage": saved.state.get("stage", ""), "step": saved.step}
+            weights = origin.model() if isinstance(origin, Checkpoint) else dict(opened.model.state_dict())
+            about = {"stage": origin.state.get("stage", ""), "step": origin.step}
             export_own(shape, weights, opened.tokenizer, about, folder)
         here.say(f"{opened.checkpoint.folder} -> {folder}")
     return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ascendchat.chips import GIB
@@ -83,7 +83,7 @@ class Text:
 @dataclass(frozen=True)
 class Section:
     title: str
-    parts: list[Table | Plot | Text]
+    parts: Sequence[Table | Plot | Text]
 
 
 def content(runs: Sequence[RunData], price: float | None = None) -> list[Section]:
@@ -234,7 +234,8 @@ def panel(title: str, metrics: Sequence[str], members: Sequence[tuple[str, list[
             if made is not None:
                 several = len(names) > 1 or len(metrics) > 1
                 words = [*([label] if len(members) > 1 else []), *([name] if several else [])]
-                curves.append(Curve(" ".join(words), *made, dots=name.startswith(DOTS), exact=name in EXACT))
+                about = " ".join(words)
+                curves.append(replace(made, label=about, dots=name.startswith(DOTS), exact=name in EXACT))
     return Panel(title, curves, from_zero=bool(FROM_ZERO & set(metrics))) if curves else None
 
 
@@ -244,7 +245,7 @@ def matching(metric: str, stage: StageData) -> list[str]:
     return [metric] if metric in stage.metrics else []
 
 
-def curve(stages: Sequence[StageData], name: str, scale: float) -> tuple[list[float], ...] | None:
+def curve(stages: Sequence[StageData], name: str, scale: float) -> Curve | None:
     """Steps, means, and of several runs the borders of the band, over the steps that all of them have."""
     known = [dict(zip(*stage.series(name))) for stage in stages]
     steps = sorted(set.intersection(*(set(each) for each in known)))
@@ -253,9 +254,10 @@ def curve(stages: Sequence[StageData], name: str, scale: float) -> tuple[list[fl
     columns = [[each[step] / scale for each in known] for step in steps]
     middle = [sum(column) / len(column) for column in columns]
     if len(known) == 1:
-        return steps, middle
+        return Curve("", steps, middle)
     halves = [half_band(column) for column in columns]
-    return steps, middle, [m - h for m, h in zip(middle, halves)], [m + h for m, h in zip(middle, halves)]
+    low, high = [m - h for m, h in zip(middle, halves)], [m + h for m, h in zip(middle, halves)]
+    return Curve("", steps, middle, low, high)
 
 
 def spoken(run: RunData) -> list[Text]:

@@ -85,7 +85,12 @@ def draw(panels: Sequence[Panel]) -> str:
         raise UserError("plots need matplotlib; install it: pip install matplotlib") from None
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "ascendchat", "font.size": 8.0, "font.family": "sans-serif"}
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "ascendchat",
+        "font.size": 8.0,
+        "font.family": "sans-serif",
+    }
     with rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's fonts have it
         figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")

@@ -31,6 +31,7 @@ from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.infer.generator import prompt_room
 from ascendchat.infer.request import Sampling
+from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.shape import Shape
@@ -77,15 +78,20 @@ class BaseStage(RowStage):
         self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
         return super().probe()
 
+    @property
+    def averaging(self) -> MuonAdamW:
+        assert isinstance(self.optimizer, MuonAdamW)
+        return self.optimizer
+
     def after_step(self, step: int) -> None:
         """The model is a mean of weights of the last part of the run."""
         count = schedule.averaged(step, self.steps)
         if count > schedule.averaged(step - 1, self.steps):
-            self.optimizer.average(count, last=step + 1 == self.steps)
+            self.averaging.average(count, last=step + 1 == self.steps)
 
     def load(self, saved: Checkpoint) -> None:
         averaging = schedule.averaged(saved.step - 1, self.steps) > 0
-        self.optimizer.load(saved.reader(), updates_of(saved), averaging=averaging)
+        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
 
     def batches(self, rows_per_step: int) -> Batches:
         seq_len, seed = self.split.seq_len, self.seed

@@ -45,10 +45,10 @@ from ascendchat.record import run_folder
 from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.beginning import Beginning
+from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
-from ascendchat.train.huggingface import Theirs, open_start
-from ascendchat.train.preference import PreferenceStage, train_pairs
+from ascendchat.train.huggingface import Theirs, open_start, start_of
+from ascendchat.train.preference import PreferenceStage, method_of, train_pairs
 from ascendchat.train.rows import Learner, optimizer_for, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
@@ -56,6 +56,7 @@ from ascendchat.train.stage import Optimizer
 FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps than this
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
 NOT_HERE = "warm_start", "warmdown_ratio", "embedding_lr", "unembedding_lr", "scalar_lr"  # of our own models
+OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
@@ -163,6 +164,7 @@ def run(config: FinetuneConfig) -> int:
 
 def learn_pairs(config: FinetuneConfig) -> int:
     """`--stage dpo`, `orpo` or `simpo`; see preference.py."""
+    method_of(config)
     for name in ("muon", "lora_dropout"):
         if getattr(config, name):
             raise UserError(f"--{name.replace('_', '-')} is for --stage sft; leave it out")
@@ -170,6 +172,9 @@ def learn_pairs(config: FinetuneConfig) -> int:
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     with finetuning_context(config) as here:
         config = replace(config, attend="document", data=located(config))
+        if start_of(config, here) is None and config.start and not config.lora:  # a model of our own
+            factor = OWN_FACTOR if config.lr_multiplier == 1.0 else config.lr_multiplier
+            return train_pairs(begin_with_ours(replace(config, lr_multiplier=factor), here, "rl"), here)
         theirs = open_theirs(config, here)
         name = config.run or run_name(config, theirs)
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
@@ -220,13 +225,13 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
     """The config with what follows from it filled in; what contradicts itself or means nothing here is a UserError."""
     if not config.start:
         raise UserError("name the model to fine-tune: --model DIR, a GGUF file, or OWNER/NAME that was fetched")
+    if not config.data and config.stage != "sft":
+        raise UserError("name the pairs to learn from: --data FILE with the columns prompt, chosen and rejected")
     if not config.data:
         raise UserError("name what to learn: --data FILE of conversations, or a set such as smoltalk")
     for name in NOT_HERE:
         if getattr(config, name):
             raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
-    if config.lr_multiplier != 1.0:
-        raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
     lora = config.lora or config.finetuning_type == "lora"
     asked = [name for name in LORA_ONLY if getattr(config, name)]
     if asked and not lora:
@@ -281,6 +286,8 @@ def lora_settings(config: FinetuneConfig) -> LoraSettings | None:
 
 def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
     """The model that --model names, with its adapters, on the device."""
+    if config.lr_multiplier != 1.0:
+        raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
     theirs = open_start(config, here, lora_settings(config))
     if theirs is None:
         raise UserError(

@@ -25,7 +25,8 @@ from torch import Tensor
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError
-from ascendchat.config.preference import PreferenceConfig, PreferenceOptions
+from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.config.preference import PreferenceOptions
 from ascendchat.data.mixture import absolute
 from ascendchat.data.pair_rows import PairBatch, PairBatches
 from ascendchat.data.preview import colours, preview_mixture
@@ -46,10 +47,10 @@ from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
-from ascendchat.train.beginning import Beginning, begin_with_ours, begin_with_theirs
+from ascendchat.train.beginning import Beginning
 from ascendchat.train.reference import Reference
 from ascendchat.train.rows import Learner, RowStage, share_out
-from ascendchat.train.run import train_stage, training_context
+from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss
 from ascendchat.train.start import only_weights
 
@@ -58,10 +59,10 @@ RATES = {"dpo": 1e-6, "orpo": 5e-6, "simpo": 1e-6}  # of all weights of a Huggin
 ADAPTER_RATE = 5e-6
 PAIRS_PER_STEP, FEW_STEPS = 32, 100  # fewer pairs where the run would have fewer steps
 NOT_HERE = "warm_start", "source"  # flags of mid and sft without a meaning here
-_Config = TypeVar("_Config", bound=PreferenceConfig)
+_Config = TypeVar("_Config", bound=FinetuneConfig)
 
 
-def method_of(config: PreferenceConfig) -> str:
+def method_of(config: FinetuneConfig) -> str:
     """The loss that is asked for: `--stage orpo` and `--stage dpo --pref-loss orpo` are the same."""
     if config.pref_loss == "sigmoid":
         return config.stage
@@ -108,7 +109,7 @@ class PreferenceStage(RowStage):
         steps: int,
         mixture: PairMixture,
         tokenizer: Tokenizer,
-        config: PreferenceConfig,
+        config: FinetuneConfig,
         origin: Checkpoint | HFSource,
     ) -> None:
         self.method, self.mixture, self.origin, self.config = method, mixture, origin, config
@@ -263,7 +264,7 @@ def doubled(shape: Any) -> Any:
     return Shape.from_dict({**shape.to_dict(), "seq_len": 2 * shape.seq_len})
 
 
-def batch_and_steps(config: PreferenceConfig, shape: Any, device: Device, mixture: PairMixture) -> tuple[Split, int]:
+def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture: PairMixture) -> tuple[Split, int]:
     """Bins per device, micro-batch and step; and steps: `epochs` over all bins."""
     bins, length = mixture.bins, 2 * shape.seq_len
     fixed = max(1, config.device_batch_size // 2) if config.device_batch_size else None
@@ -279,7 +280,7 @@ def batch_and_steps(config: PreferenceConfig, shape: Any, device: Device, mixtur
     return split, config.num_iterations or max(1, math.ceil(bins * config.epochs / per_step))
 
 
-def usual_rate(config: PreferenceConfig, learner: Learner) -> float | None:
+def usual_rate(config: FinetuneConfig, learner: Learner) -> float | None:
     """The learning rate of a Hugging Face model; ours have others."""
     if config.learning_rate or isinstance(learner.model, GPT):
         return config.learning_rate
@@ -299,18 +300,9 @@ def for_pairs(config: _Config) -> _Config:
     return replace(config, attend="document")
 
 
-def run(config: PreferenceConfig) -> int:
-    """Train from pairs; what `finetune` does for --stage dpo, orpo and simpo."""
-    config = for_pairs(config)
-    with training_context(config) as here:
-        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
-        here.say(f"starting from {begin.origin.folder}")
-        return train_pairs(begin, here)
-
-
 def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., PreferenceStage] = PreferenceStage) -> int:
     """Train the model of `begin`; the exit status. `make` makes the stage."""
-    config: PreferenceConfig = begin.config
+    config: FinetuneConfig = begin.config
     learner, tokenizer = begin.learner, begin.tokenizer
     data = absolute(listed_data(config.data, config.dataset_dir, knows))
     config = replace(config, data=data, learning_rate=usual_rate(config, learner))

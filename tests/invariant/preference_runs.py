@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
-from ascendchat.config.preference import PreferenceConfig
-from ascendchat.train import preference
+from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.train import finetune, preference
 
 STEPS = 8
 NUMBERS = "seventeen", "twenty", "five", "plus", "forty", "two"
@@ -40,12 +40,12 @@ def write_pairs(path: Path, count: int = 60) -> Path:
     return path
 
 
-def config_of(folder: Path, run: str, method: str, **more: Any) -> PreferenceConfig:
+def config_of(folder: Path, run: str, method: str, **more: Any) -> FinetuneConfig:
     usual: dict[str, Any] = {
         "num_iterations": STEPS, "save_every": 3, "eval_every": 4, "max_seq_len": 96, "total_batch_size": 4 * 2 * 96,
         "device_batch_size": 4, "learning_rate": 1e-3, "device_type": "cpu", "log_every": 1,
     }  # fmt: skip
-    return PreferenceConfig(
+    return FinetuneConfig(
         start=str(folder / "tiny"),
         data=(str(folder / "pairs.jsonl"),),
         run=run,
@@ -56,7 +56,7 @@ def config_of(folder: Path, run: str, method: str, **more: Any) -> PreferenceCon
 
 def train(folder: Path, run: str, method: str, **more: Any) -> int:
     os.environ["ASCENDCHAT_HOME"] = str(folder)
-    return preference.run(config_of(folder, run, method, **more))
+    return finetune.run(config_of(folder, run, method, **more))
 
 
 def main() -> int:

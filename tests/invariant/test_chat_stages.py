@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from warm_process import Popen
 
 from ascendchat.cli import main
-from ascendchat.config.preference import PreferenceConfig
+from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
-from ascendchat.train import preference
+from ascendchat.train import finetune
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
 STEPS = 18
@@ -242,17 +242,18 @@ def test_a_model_of_ours_learns_from_pairs_too(home: Path, monkeypatch: pytest.M
     rows = [{"prompt": sentence(rng, 6), "chosen": "red red tree", "rejected": sentence(rng, 5)} for _ in range(60)]
     (home / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
-    config = PreferenceConfig(
+    config = FinetuneConfig(
         start="tiny",
         run="paired",
         data=(str(home / "pairs.jsonl"),),
         num_iterations=8,
         device_batch_size=8,
         total_batch_size=512,
-        lr_multiplier=1.0,
+        stage="dpo",
+        lr_multiplier=0.9,
         device_type="cpu",
     )
-    assert preference.run(config) == 0
+    assert finetune.run(config) == 0
     found = [row for row in read_metrics(home / "runs" / "paired" / "hf") if "loss" in row]
     assert found[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert found[-1]["loss"] < 0.65

@@ -26,8 +26,8 @@ from ascendchat.nn.preference import Pairs, preference
 from ascendchat.record import read_metrics
 from ascendchat.tasks.pairs import open_pair_mixture
 from ascendchat.train.beginning import begin_with_theirs
+from ascendchat.train.finetune import run as finetune_run
 from ascendchat.train.preference import PreferenceStage, batch_and_steps, method_of, weights_of
-from ascendchat.train.preference import run as preference_run
 from ascendchat.train.run import training_context
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -205,7 +205,7 @@ def test_pairs_are_shown_and_nothing_is_trained(place: Path, capsys: pytest.Capt
 
 def test_what_makes_no_sense_is_refused_in_one_sentence(place: Path) -> None:
     with pytest.raises(UserError, match="name the pairs to learn from"):
-        preference_run(replace(config_of(place, "x", "dpo"), data=()))
+        finetune_run(replace(config_of(place, "x", "dpo"), data=()))
     with pytest.raises(UserError, match="the replies of a pair would see each other"):
         train(place, "x", "dpo", attend="row")
     with pytest.raises(UserError, match="stage simpo and pref_loss orpo differ"):
