@@ -46,9 +46,9 @@ def score(
 
     The softcap bounds the logits, so exp(capped + SOFTCAP) needs no maximum first, and the division by its sum is left
     to the factor, with the 4 of the slope: whoever multiplies the gradient scales small rows instead of the large one.
-    float16 has no room for that, so it divides first. Without a compiler every operation here is a pass over the
-    logits in float32, and the slowest part of a step on NPUs. The columns behind `vocab` do not exist and get neither score nor gradient. The gradient,
-    not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it.
+    float16 has no room for that, so it divides first. The columns behind `vocab` do not exist and get neither score nor
+    gradient. The gradient, not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it. Without a
+    compiler every operation here is a pass over the logits in float32, the slowest part of a step on NPUs.
     """
     half = torch.sigmoid(logits[:, :vocab].float() * (2.0 / SOFTCAP))  # capped = SOFTCAP * (2 * half - 1)
     unscaled = torch.exp((2.0 * SOFTCAP) * half)
