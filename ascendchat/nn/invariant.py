@@ -107,10 +107,11 @@ class InvariantAttention:
 
     name = "invariant"
     slices = True
+    host_lengths = False
     by_position = True
     compiles_packed = False
 
-    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "cpu" or dtype != torch.float32:
             return f"it is for float32 on a CPU, this is {str(dtype).removeprefix('torch.')} on {device_type}"
         return None
@@ -139,6 +140,9 @@ class InvariantAttention:
         """A ring that has turned is unrolled: position p lies at p % S, and what it has of others is not seen."""
         order = torch.arange(int(lengths.max())) % k.size(1)
         return self._attend(q, k[:, order], v[:, order], lengths, window, scale)
+
+    def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor:
+        return self.cached(q, k, v, torch.tensor(held), k.size(1), scale)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, scale: float) -> Tensor:
         """q (B, Q, H, D) are the last of ends (B,) tokens, k and v (B, S, K, D) from position 0 on."""
