@@ -107,6 +107,7 @@ class InvariantAttention:
 
     name = "invariant"
     slices = True
+    host_lengths = False
     by_position = True
     compiles_packed = False
     host_lengths = False
@@ -142,7 +143,7 @@ class InvariantAttention:
         return self._attend(q, k[:, order], v[:, order], lengths, window, scale)
 
     def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor:
-        return self.cached(q, k, v, torch.tensor(held), 0, scale)
+        return self.cached(q, k, v, torch.tensor(held), k.size(1), scale)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, window: int, scale: float) -> Tensor:
         """q (B, Q, H, D) are the last of ends (B,) tokens, k and v (B, S, K, D) from position 0 on."""

@@ -44,18 +44,19 @@ def score(
     """One pass over the logits (N, padded V): nats per row (0 where ignored), the gradient of the nats with respect to
     the raw logits up to a factor per row, and that factor (N, 1) times `weight`.
 
-    The softcap bounds the logits, so exp(capped - SOFTCAP) needs no maximum first, and the division by its sum is left
-    to the factor: whoever multiplies the gradient scales small rows instead of the large one. float16 has no room for
-    that, so it divides first. The columns behind `vocab` do not exist and get neither score nor gradient. The gradient,
-    not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it.
+    The softcap bounds the logits, so exp(capped + SOFTCAP) needs no maximum first, and the division by its sum is left
+    to the factor, with the 4 of the slope: whoever multiplies the gradient scales small rows instead of the large one.
+    float16 has no room for that, so it divides first. The columns behind `vocab` do not exist and get neither score nor
+    gradient. The gradient, not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it. Without a
+    compiler every operation here is a pass over the logits in float32, the slowest part of a step on NPUs.
     """
     half = torch.sigmoid(logits[:, :vocab].float() * (2.0 / SOFTCAP))  # capped = SOFTCAP * (2 * half - 1)
-    unscaled = torch.exp((2.0 * SOFTCAP) * (half - 1.0))
-    slope = 4.0 * half * (1.0 - half)
+    unscaled = torch.exp((2.0 * SOFTCAP) * half)
+    slope = torch.addcmul(half, half, half, value=-1.0)  # a quarter of it
     total = unscaled.sum(dim=-1, keepdim=True)
     valid = (targets != IGNORE).unsqueeze(-1)
     index = targets.clamp(min=0).unsqueeze(-1)
-    size = total / FP16_LIFT if logits.dtype == torch.float16 else None
+    size = total / (4.0 * FP16_LIFT) if logits.dtype == torch.float16 else None
     gradient = (unscaled * slope if size is None else unscaled * slope / size).to(logits.dtype)
     columns, parts = index, total  # where the targets are, and what they take off there
     if later is not None and ahead is not None:
@@ -66,13 +67,13 @@ def score(
         parts = torch.cat((share + same, 1.0 + share * same), dim=-1) * (total / (1.0 + share))
         weight = weight * (1.0 + share)
     mine = torch.sigmoid(logits.gather(-1, columns).float() * (2.0 / SOFTCAP))
-    chosen = (2.0 * SOFTCAP) * (mine - 1.0)  # the targets' capped logits, less SOFTCAP
-    there = (chosen.exp() - parts) * 4.0 * mine * (1.0 - mine)
-    gradient = gradient.scatter(-1, columns, (there if size is None else there / size).to(gradient.dtype))
+    chosen = (2.0 * SOFTCAP) * mine  # the targets' capped logits, and SOFTCAP
+    there = (chosen.exp() - parts) * mine * (1.0 - mine)
+    gradient.scatter_(-1, columns, (there if size is None else there / size).to(gradient.dtype))
     nats = torch.where(valid.squeeze(-1), total.squeeze(-1).log() - chosen[:, -1], 0.0)
     if logits.size(-1) > vocab:
         gradient = torch.nn.functional.pad(gradient, (0, logits.size(-1) - vocab))
-    return nats, gradient, torch.where(valid, weight / total if size is None else weight / FP16_LIFT, 0.0)
+    return nats, gradient, torch.where(valid, 4.0 * weight / total if size is None else weight / FP16_LIFT, 0.0)
 
 
 @dataclass(frozen=True)

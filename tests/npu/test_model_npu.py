@@ -72,7 +72,21 @@ def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> N
     forward_backward(), step()
     assert launched(forward_backward) <= MOST_FORWARD_BACKWARD
     assert cannsim.launches()["aclnnFlashAttentionScore"] == 12
+    assert not cannsim.aicpu()
     assert launched(step) <= MOST_OPTIMIZER
+    assert not cannsim.aicpu()
+
+
+def test_the_eager_head_loss_moves_few_bytes_per_logit(device: Device) -> None:
+    """Without a compiler each operation is a pass over the logits, in float32: 104 bytes before they were counted."""
+    rows, width, vocab = 128, 16, 2048
+    hidden, head = (torch.randn(n, width).bfloat16().npu().requires_grad_() for n in (rows, vocab))
+    targets, weight = torch.randint(0, vocab, (1, rows)).npu(), torch.tensor(1 / rows, device="npu")
+    cannsim.reset()
+    head_loss(hidden[None], head, targets, vocab, weight=weight).backward()
+    products = ("aclnnMm", "aclnnMatmul", "aclnnAddmm")
+    moved = {name: size for name, (_, size) in cannsim.counters().items() if name.startswith("aclnn")}
+    assert sum(size for name, size in moved.items() if name not in products) <= 84 * rows * vocab
 
 
 @pytest.mark.parametrize("window", [5, 64, 300])
