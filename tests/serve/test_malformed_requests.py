@@ -172,9 +172,9 @@ def test_nonsense_on_the_socket_is_refused_and_forgotten(server: Server) -> None
 
 
 @pytest.mark.slow
-def test_ten_thousand_malformed_requests(server: Server) -> None:
-    statuses = throw_nonsense(server, 10_000)
-    assert statuses[400] > 2000, statuses
+def test_thousands_of_malformed_requests(server: Server) -> None:
+    statuses = throw_nonsense(server, 3000)
+    assert statuses[400] > 600, statuses
     assert not faults(server)
 
 
@@ -193,14 +193,10 @@ def schemathesis(server: Server, folder: Path, examples: int, phases: str) -> No
     assert not faults(server)
 
 
-def test_requests_made_from_the_openapi_document(server: Server, tmp_path: Path) -> None:
-    schemathesis(server, tmp_path, examples=2, phases="fuzzing")
-
-
 @pytest.mark.slow
 def test_many_requests_made_from_the_openapi_document(server: Server, tmp_path: Path) -> None:
     before = server.metric("ascendchat_requests_total")
     memory = server.resident()
-    schemathesis(server, tmp_path, examples=60, phases="coverage,fuzzing")
-    assert server.metric("ascendchat_requests_total") - before > 2000
+    schemathesis(server, tmp_path, examples=20, phases="coverage,fuzzing")
+    assert server.metric("ascendchat_requests_total") - before > 600
     assert server.resident() - memory < 4 * GROWTH
