@@ -216,7 +216,7 @@ def test_a_server_that_is_not_there(server: Scripted) -> None:
     with pytest.raises(UserError, match="how long the context"):
         opened(server)
     server.card = {}  # as of something else that speaks JSON
-    with pytest.raises(UserError, match="is no server with OpenAI's API.*rollout-server"):
+    with pytest.raises(UserError, match=r"is no server with OpenAI's API.*rollout-server"):
         opened(server)
 
 
