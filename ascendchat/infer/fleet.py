@@ -90,8 +90,8 @@ class Fleet:
     """Several servers as one Generator. Several threads may use it.
 
     `pushes`: False on ranks that only ask; weights come from another rank, which is told by `renew`. `timeout`: seconds
-    for an answer. `patience`: for any server at all. `hang`: in which one that has work, or is tried, must have generated
-    something. `store`: folder for weights. `more`: settings of Remote; a `scorer` is asked in `load`, of what is loaded.
+    for an answer. `patience`: for any server at all. `hang`: in which one that has work, or is tried, must generate
+    something. `store`: folder for weights. `more`: settings of Remote; a `scorer` is asked of the weights in `load`.
     """
 
     elsewhere = True
