@@ -7,8 +7,8 @@
 A server is in service or it is not. One that fails, hangs, answers with old weights or has not taken new ones is taken
 out of service, and what it had not answered is asked elsewhere. A thread per server looks after it: in service it must
 generate something from time to time; out of service it is tried until it generates, then it gets the current weights,
-verified as `Remote.load` does it, and only then requests. Every wait has an end: after `patience`
-seconds without any server in service there is a UserError that names the reason of each.
+verified as `Remote.load` does it, and only then requests. Every wait has an end: after `patience` seconds without any
+server in service there is a UserError that names the reason of each.
 
 remote.py is one server, routing.py chooses between them, rollouts.py opens a fleet for a trainer.
 """
@@ -35,6 +35,7 @@ from ascendchat.config import UserError
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.fleet_stream import FleetStream
 from ascendchat.infer.generator import Weights
+from ascendchat.infer.link import NoAnswer
 from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.infer.routing import Candidate, blocks_of, choose, remember
@@ -89,9 +90,8 @@ class Fleet:
     """Several servers as one Generator. Several threads may use it.
 
     `pushes`: False on ranks that only ask; weights come from another rank, which is told by `renew`. `timeout`: seconds
-    for an answer. `patience`: seconds to wait for any server at all. `hang`: seconds in which a server that has work,
-    or is tried, must have generated something. `store`: folder for a copy of the weights, for a server
-    that comes back. `more`: settings of Remote; a `scorer` is asked in `load`, of the weights that are loaded.
+    for an answer. `patience`: for any server at all. `hang`: in which one that has work, or is tried, must generate
+    something. `store`: folder for weights. `more`: settings of Remote; a `scorer` is asked of the weights in `load`.
     """
 
     elsewhere = True
@@ -143,13 +143,13 @@ class Fleet:
         return fleet
 
     def _first(self, url: str, end: float) -> Remote:
-        """The connection to a server that may still be starting: it listens when it is ready."""
+        """The connection to a server that may still be starting, or die meanwhile: it listens when it is ready."""
         address, waited = address_of(url), False
         while time.monotonic() < end:
             try:
                 socket.create_connection(address, timeout=10.0).close()
-                break
-            except OSError as error:
+                return self._connect(url)
+            except (OSError, NoAnswer) as error:
                 if not waited:
                     self.say(f"rollouts: waiting for {url}, {self.patience:.0f} s at most ({error})")
             waited = True

@@ -35,6 +35,10 @@ class Again(Exception):
         self.after = after
 
 
+class NoAnswer(UserError):
+    """The server was not there, or busy, for as long as it was asked."""
+
+
 class NoRoute(UserError):
     """The server has no such route."""
 
@@ -115,7 +119,7 @@ class Link:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
             pause = pause if after is None else min(LONGEST_RETRY_AFTER, after)
             if not may() or time.monotonic() + pause > end:
-                raise UserError(f"no answer from {self.url}: {reason}; is the server running?")
+                raise NoAnswer(f"no answer from {self.url}: {reason}; is the server running?")
             await asyncio.sleep(pause)
         raise AssertionError("the attempts have no end")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ascendchat.config import UserError
+from ascendchat.infer import fleet
+from ascendchat.infer.link import NoAnswer
 from ascendchat.infer.rollouts import OwnServer, check_addresses
 
 PROGRAM = """
@@ -75,3 +79,20 @@ def test_what_is_no_address_is_said_at_once(given: list[str], says: str) -> None
         check_addresses(given)
     check_addresses(["local"])
     check_addresses(["http://127.0.0.1:8001", "there:8000", "https://there", "http://[::1]:80/v1"])
+
+
+def test_a_server_that_dies_while_it_is_connected_to_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listened, and was killed before it answered."""
+    found, outcomes = object(), iter([NoAnswer("no answer"), NoAnswer("no answer")])
+
+    def connect(self: fleet.Fleet, url: str) -> object:
+        for error in outcomes:
+            raise error
+        return found
+
+    monkeypatch.setattr(fleet.Fleet, "_connect", connect)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        opened = fleet.Fleet([], say=lambda text: None)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert opened._first(url, time.monotonic() + 60) is found
+        opened.close()

@@ -105,6 +105,13 @@ def test_a_run_asks_files_multiple_choice_and_programs(tmp_path: Path) -> None:
         load_questions("toy_sft")
 
 
+def test_questions_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    rows = [{"question": "6*7? " * words, "answer": "42"} for words in (1, 100, 1)]
+    questions = Questions((write(tmp_path, rows),), tokenizer(), 0, 64)
+    assert questions.cut(3) == 1
+    assert max(len(questions.ask(number).prompt) for number in range(3)) == 64
+
+
 def test_pass_at_k_is_of_the_questions_that_were_drawn_first() -> None:
     def group(right: list[bool], first: tuple[int, int] | None = None) -> Group:
         answers = [Completion() for _ in right]
