@@ -83,6 +83,10 @@ class PlanConfig:
     "plan the fine-tuning of an existing model instead: its Hugging Face folder, or the config.json of it"
     lora_rank: int = option(0, least=0, most=1e5)
     "with --model: train adapters of this rank instead of all weights"
+    shard: int = option(0, least=0, most=1e5)
+    "with --model: devices that hold one copy of the weights together (finetune --shard); 0: every device holds all"
+    offload: bool = False
+    "with --shard: the shares wait in the memory of the host (finetune --offload)"
     rollout_devices: int = option(0, least=0, most=1e6)
     "RL: devices that only generate; by default trainer and rollout share all devices"
     mfu: float | None = option(None, above=0, most=1)

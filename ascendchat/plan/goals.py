@@ -42,8 +42,14 @@ def model_of(config: PlanConfig) -> Shape | HFModel:
 def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int, rows: int) -> dict[str, int]:
     """Bytes by part of one training device."""
     if isinstance(model, HFModel):
-        return hf.finetuning(model, chip, devices, rows, config.activation_checkpointing, config.lora_rank)
+        return hf_parts(config, model, chip, devices, rows, config.lora_rank)
     return memory.training(model, chip, devices, rows, config.activation_checkpointing)
+
+
+def hf_parts(config: PlanConfig, model: HFModel, chip: Chip, devices: int, rows: int, rank: int) -> dict[str, int]:
+    """The same of an existing model, with adapters of this rank or, at 0, all weights."""
+    how: dict[str, Any] = {"lora_rank": rank, "shard": config.shard, "offload": config.offload}
+    return hf.finetuning(model, chip, devices, rows, config.activation_checkpointing, **how)
 
 
 def model_facts(model: Shape | HFModel) -> dict[str, Any]:
@@ -176,8 +182,7 @@ def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
 def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str, Any]:
     """The other way to fine-tune, for comparison: the same rows with adapters and, if that was asked for, without."""
     rank = config.lora_rank or 16
-    lora = hf.finetuning(model, chip, config.devices, rows, config.activation_checkpointing, rank)
-    full = hf.finetuning(model, chip, config.devices, rows, config.activation_checkpointing, 0)
+    lora, full = (hf_parts(config, model, chip, config.devices, rows, asked) for asked in (rank, 0))
     have = memory.usable(chip)
     return {
         "rank": rank,

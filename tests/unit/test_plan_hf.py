@@ -13,7 +13,7 @@ from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.command import make
 from ascendchat.plan.hf import finetuning, from_config, read_config
-from ascendchat.plan.memory import allocated
+from ascendchat.plan.memory import allocated, usable
 from ascendchat.plan.refuse import DoesNotFit
 
 
@@ -180,3 +180,16 @@ def test_a_file_we_cannot_count_is_refused(tmp_path: Path, text: str, says: str)
         read_config(str(path), 2048)
     with pytest.raises(UserError, match="cannot read"):
         read_config(str(tmp_path / "absent.json"), 2048)
+
+
+def test_weights_that_are_shared_out_leave_room() -> None:
+    model, chip = from_config(QWEN_7B, 2048), find("Ascend910B4")
+    whole, shared = (finetuning(model, chip, 8, 1, True, shard=shard) for shard in (0, 8))
+    assert sum(whole.values()) > usable(chip) > sum(shared.values())
+    assert shared["optimizer"] == whole["optimizer"]  # shared out in any case
+    assert shared["weights"] < whole["weights"] / 4
+    offloaded = finetuning(model, chip, 8, 1, True, shard=8, offload=True)
+    assert offloaded["optimizer"] == offloaded["masters"] == 0
+    lora = finetuning(model, chip, 8, 1, True, lora_rank=16, shard=8)
+    assert lora["weights"] < finetuning(model, chip, 8, 1, True, lora_rank=16)["weights"] / 3
+    assert lora["gradients"] < 2**25
