@@ -12,15 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import engine_models as make
 import pytest
 import running_server as real
 
 pytestmark = pytest.mark.slow
+STOPS = make.tokenizer().stops
 
 
 def send(link: http.client.HTTPConnection, tokens: int, stream: bool = False) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "stream": stream, "seed": 1}
-    body |= {"model": "tiny/sft", "temperature": 1.0}
+    body |= {"model": "tiny/sft", "temperature": 1.0, "logit_bias": dict.fromkeys(map(str, STOPS), -100)}
     link.request("POST", real.CHAT, json.dumps(body), {"Content-Type": "application/json"})
 
 
