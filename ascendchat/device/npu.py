@@ -154,6 +154,10 @@ class NPUOps:
         self.api = importlib.import_module("torch_npu")
         self.ones: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NPUOps:
+        """The same for all models: it has nothing of theirs, and a module of Python cannot be copied."""
+        return self
+
     def rms_norm(self, x: torch.Tensor) -> torch.Tensor:
         key = (x.size(-1), x.dtype, x.device)
         if key not in self.ones:  # the kernel wants a weight

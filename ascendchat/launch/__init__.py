@@ -33,6 +33,7 @@ from ascendchat.launch.world import SchedulerJob, World, derived_port, read_job,
 __all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
 
 SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smaller: earlier attempts ran out of memory
+MOST_SMALLER = 16  # restarts for that; a program that is not ours may end with the same status for ever
 TAIL = 30  # lines of a failed rank's log that are shown
 PORT_TRIES = 5
 
@@ -67,8 +68,8 @@ class LaunchPlan:
 
 
 def run(config: LaunchConfig) -> int:
-    """Run the command on all ranks; start it again after a failure as often as --max-restarts allows, and as often as a
-    smaller batch may help where a device died of too large a one."""
+    """Run the command on all ranks; start it again after a failure as often as --max-restarts allows, and on one node
+    MOST_SMALLER times more where a device died of too large a batch."""
     card = os.environ.get("ASCEND_DEVICE_ID", "0")
     if os.environ.get("RANK_ID") and card != "0":  # ModelArts' preset engine starts this once per card
         _say(f"card {card} is used by the launcher that runs on card 0; nothing to do here")
@@ -76,24 +77,27 @@ def run(config: LaunchConfig) -> int:
     plan = make_plan(config, os.environ)
     where = f", node {plan.node_rank} of {plan.nodes}" if plan.nodes > 1 else ""
     _say(f"{plan.devices} process{'es' if plan.devices > 1 else ''}{where}; logs in {plan.logs}")
-    failures = smaller = 0
+    restarts = failures = smaller = 0
     while True:
-        outcome = attempt(plan, failures + smaller, config.grace)
+        outcome = attempt(plan, restarts, config.grace)
         if outcome.status == 0:
             return 0
         _say(failure_text(outcome))
         if outcome.stopped or outcome.status == UserError.status:  # wrong input, which starting again does not mend
             return outcome.status
-        if outcome.status == OutOfMemory.status:
+        if short := outcome.status == OutOfMemory.status:
             smaller += 1
             plan.environment[SMALLER] = str(smaller)
-            _say("starting again with the next smaller device batch")
-            continue
-        _explain(outcome)
-        if failures == config.max_restarts:
+        else:
+            _explain(outcome)
+        # Other nodes see only that a rank is gone, and count that: so this one does, or it would wait for them alone.
+        if not short or plan.nodes > 1 or smaller > MOST_SMALLER:
+            failures += 1
+        if failures > config.max_restarts:
             return outcome.status
-        failures += 1
-        _say(f"starting again ({failures} of {config.max_restarts})")
+        restarts += 1
+        counted = f" ({failures} of {config.max_restarts})"
+        _say(f"starting again{' with the next smaller device batch' if short else counted}")
 
 
 def _say(text: str) -> None:

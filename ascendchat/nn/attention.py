@@ -322,7 +322,7 @@ class NpuFusion:
             return "it reads caches in bfloat16 or float16, not float32"
         if head_dim > 512 or head_dim % 16:
             return f"it reads caches with a head_dim that is a multiple of 16 up to 512, not {head_dim}"
-        return decode_fault(self, Reference(), device_type, dtype, head_dim)
+        return decode_fault(self, REFERENCE, device_type, dtype, head_dim)
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         causal_mask(device)
@@ -370,7 +370,8 @@ class NpuFusion:
         return torch_npu.npu_fused_infer_attention_score(q, k, v, atten_mask=mask, scale=scale, **heads)[0]
 
 
-KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Eager(), Reference())}
+REFERENCE = Reference()
+KERNELS: dict[str, Attention] = {kernel.name: kernel for kernel in (NpuFusion(), Flash(), Sdpa(), Eager(), REFERENCE)}
 
 
 def choose(

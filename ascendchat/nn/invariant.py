@@ -110,7 +110,6 @@ class InvariantAttention:
     host_lengths = False
     by_position = True
     compiles_packed = False
-    host_lengths = False
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "cpu" or dtype != torch.float32:

@@ -57,6 +57,7 @@ FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps 
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
 NOT_HERE = "warm_start", "warmdown_ratio", "embedding_lr", "unembedding_lr", "scalar_lr"  # of our own models
 OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
+LARGEST_SEED = 2**63 - 25  # prime, so that large seeds differ too
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
@@ -95,7 +96,7 @@ class FinetuneStage(ChatStage):
         for number, batch in enumerate(super().micro_batches(step)):
             if self.config.lora_dropout:  # a function of the step, so that a run that goes on drops the same
                 place = (step * self.split.accumulation + number) * self.split.devices + dist.world().rank
-                self.learner.device.seed((self.seed << 32) + place)
+                self.learner.device.seed(((self.seed << 32) + place) % LARGEST_SEED)
             yield batch
 
     def rates(self, step: int) -> dict[str, float]:

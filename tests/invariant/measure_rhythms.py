@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch_npu may be here without a CANN
@@ -29,9 +29,6 @@ from engine_models import tokenizer
 
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
-from ascendchat.train.policy import RlStage
-from ascendchat.train.policy_loss import PolicyBatch
-from ascendchat.train.stage import Loss
 
 LETTERS, SHORT, LONG = 16, 12, 100  # letters of a kind; tokens of an answer on average
 MOST, ANSWERS = 128, 64  # tokens of an answer; answers of a step, which are also the slots of the server
@@ -59,7 +56,18 @@ if "ascendchat.serve.worker" in sys.orig_argv:
         time.sleep(max(0.0, TOKEN - (time.monotonic() - begin)))
 
     Engine.step = paced
-""".replace("TOKEN", str(TOKEN))
+elif "rl" in sys.orig_argv:
+    import time
+    from ascendchat.train.policy import RlStage
+
+    loss = RlStage.loss
+
+    def paced(self, batch, scale=1.0):
+        time.sleep(ROW * len(batch.inputs))
+        return loss(self, batch, scale)
+
+    RlStage.loss = paced
+""".replace("TOKEN", str(TOKEN)).replace("ROW", str(ROW))
 
 
 def table() -> GPT:
@@ -87,26 +95,11 @@ def table() -> GPT:
     return made
 
 
-def trainer(home: Path, command: list[str], log: Path) -> None:
-    """The command in a forked process, with its training paced."""
-    loss = RlStage.loss
-
-    def paced(self: RlStage, batch: PolicyBatch, scale: float = 1.0) -> Loss:
-        time.sleep(ROW * len(batch.inputs))
-        return loss(self, batch, scale)
-
-    RlStage.loss = paced  # type: ignore[method-assign]
-    runs.child(home, command, log)
-
-
 def figures(home: Path, run: str, rhythm: str, url: str, *, steps: int, seed: int) -> list[dict[str, float]]:
     """Of each step of a run."""
     flags = [*WORK.split(), "--reward", "letters:vowels", "--seed", str(seed), "--staleness", "2"]
     command = runs.words(run, *flags, "--rhythm", rhythm, "--rollouts", url, steps=steps)
-    process = runs.FORK.Process(target=trainer, args=(home, command, home / "log"))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, (home / "log").read_text(errors="replace")[-3000:]
+    runs.finish(home, command)
     return runs.rows_of(home, run)
 
 
@@ -119,7 +112,8 @@ def main(steps: int, rounds: int) -> None:
         home = runs.make_home(Path(folder), table())
         for name, text in (("letters.py", REWARD), ("sitecustomize.py", PACED)):
             (home / name).write_text(text, encoding="utf-8")
-        os.environ["PYTHONPATH"] = str(home)  # of the server
+        os.environ["PYTHONPATH"] = str(home)
+        runs.Popen = runs.ServerPopen = subprocess.Popen  # those that start warm know no sitecustomize
         seen: dict[str, list[dict[str, float]]] = {rhythm: [] for rhythm in RHYTHMS}
         last: dict[str, list[float]] = {rhythm: [] for rhythm in RHYTHMS}
         with runs.serving(home, "--slots", str(ANSWERS)) as server:

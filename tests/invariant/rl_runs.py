@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import engine_models as make
-from warm_process import Popen, ServerPopen
+from warm_process import Popen, ServerPopen, children
 
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
@@ -46,7 +46,8 @@ async def twice(generator, row):
     return talk.trajectory(await generator.reward(await talk.reply(max_tokens=12)))
 '''
 COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --device-batch-size 2 --lr-multiplier 0.3"
-SIZES = "--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens 24 --save-every 2"
+MOST = 24  # tokens of an answer
+SIZES = f"--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens {MOST} --save-every 2"
 
 
 def talkative() -> GPT:
@@ -168,13 +169,8 @@ class Server:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started, the oldest first."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-    return sorted(found)
+    """Processes that a process has started, warm or not, the oldest first."""
+    return sorted(children(pid))
 
 
 @contextlib.contextmanager

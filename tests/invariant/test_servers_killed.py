@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import rl_runs as runs
-from rl_runs import Server, children_of, done, finish, result, rows_of, start, wait_until, words
+from rl_runs import MOST, Server, children_of, done, finish, result, rows_of, start, wait_until, words
 
 from ascendchat.checkpoint import verify
 from ascendchat.train.buffer import from_tensors
@@ -25,7 +26,6 @@ from ascendchat.train.rollout import Question
 
 KILLS = int(os.environ.get("ASCENDCHAT_TEST_KILLS", "2"))
 STEPS = max(4, KILLS)
-MOST = 48  # tokens of an answer
 ENDS = runs.make.tokenizer().stops
 WITNESS = f'''
 from judges import vowels
@@ -65,9 +65,11 @@ def flags_of(rhythm: str, servers: list[Server]) -> list[str]:
     return [*FLAGS, "--rhythm", rhythm, "--rollouts", ",".join(server.url for server in servers)]
 
 
-def strike(front: int, chance: random.Random) -> str:
-    """Kill the front, a worker of it, or all its processes at once."""
+def strike(front: int, chance: random.Random) -> str | None:
+    """Kill the front, a worker of it, or all its processes at once; None where it has no workers."""
     what, workers = chance.choice(["front", "worker", "all"]), children_of(front)
+    if not workers:
+        return None
     pids = {"front": [front], "worker": workers[:1], "all": [front, *workers]}[what]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -78,16 +80,17 @@ def strike(front: int, chance: random.Random) -> str:
 def disturb(home: Path, run: str, process: Any, strike: Callable[[random.Random], str | None], seed: int) -> list[str]:
     """Strike at random points of a run, about once a step; what was killed. None: nothing was there to be killed."""
     chance, struck = random.Random(seed), []
-    while len(struck) < KILLS and process.exitcode is None:
+    while len(struck) < KILLS and process.poll() is None:
         reached = len(struck) * (STEPS - 2) // KILLS
-        wait_until(lambda: process.exitcode is not None or done(home, run) >= reached)  # noqa: B023 (called here)
+        wait_until(lambda: process.poll() is not None or done(home, run) >= reached)  # noqa: B023 (called here)
         time.sleep(chance.uniform(0.0, 1.0))
-        if process.exitcode is None and (what := strike(chance)):
+        if process.poll() is None and (what := strike(chance)):
             struck.append(what)
-    process.join(runs.PATIENCE)
-    if process.exitcode is None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(runs.PATIENCE)
+    if process.poll() is None:
         process.kill()
-    assert process.exitcode == 0, (home / "log").read_text(errors="replace")[-5000:]
+    assert process.returncode == 0, (home / "log").read_text(errors="replace")[-5000:]
     print(f"{run}: killed {len(struck)} times: {', '.join(struck)}")
     assert len(struck) >= max(1, KILLS * 3 // 4), f"it was only struck {len(struck)} times"
     return struck

@@ -152,6 +152,21 @@ def test_a_kernel_that_is_wrong_on_the_device_is_refused_with_a_sentence(on_npu:
     assert ("attention kernel npu_fusion cannot run: it is wrong" in rank.output) == fault
 
 
+def test_a_kernel_is_probed_once(device: Device) -> None:
+    """Samples, scores and validation of a run choose a kernel again and again."""
+
+    def calls() -> int:
+        return sum(count[0] for name, count in cannsim.counters().items() if "FusedInfer" in name)
+
+    cannsim.reset()
+    found = []
+    for _ in range(2):
+        choose("npu", torch.bfloat16, 48, decodes=True)  # a size that no other test has asked for
+        found.append(calls())
+    assert found[0] > 0
+    assert found[1] == found[0]
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "why"),
     [(torch.float32, 64, "not float32"), (torch.bfloat16, 24, "a multiple of 16 up to 512, not 24")],

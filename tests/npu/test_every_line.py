@@ -54,6 +54,7 @@ print("SEEN " + json.dumps({{name: sorted(lines) for name, lines in seen.items()
 '''
 
 TRAINING = """
+from copy import deepcopy
 import torch
 from ascendchat.device import pick
 from ascendchat.nn.attention import choose, documents
@@ -65,6 +66,7 @@ device = pick("npu")
 place = device.bind(0)
 ops = device.operators()
 assert ops is not None, "this chip has fused operators"
+assert deepcopy(ops) is ops
 model = GPT(Shape.from_depth(2, vocab=60, seq_len=16, dim=64, head_dim=32), ops)
 model.initialise(0)
 model.to_compute(device.dtype).to(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,21 @@ def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> N
     assert not cannsim.aicpu()
     assert launched(step) <= MOST_OPTIMIZER
     assert not cannsim.aicpu()
+
+
+def test_a_model_can_be_copied(device: Device) -> None:
+    """As `rl --kl` does, for the model that it starts from."""
+    shape = Shape.from_depth(2, vocab=120, seq_len=16, dim=32, head_dim=16)
+    model = GPT(shape, device.operators())
+    model.initialise(0)
+    model = model.to_compute(torch.float32).to("npu:0")
+    row, attend = torch.arange(16, device="npu")[None], dense(model, Reference())
+    before = model(row, attend)
+    copied = deepcopy(model)
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    assert torch.equal(copied(row, attend), before)
+    assert not torch.equal(model(row, attend), before)
 
 
 def test_the_eager_head_loss_moves_few_bytes_per_logit(device: Device) -> None:

@@ -81,6 +81,22 @@ def test_slurm_starts_one_launcher_per_node(tools: dict[str, str]) -> None:
     assert "a folder that all nodes share" in start("slurm/train.sbatch", "base", env=without).stderr
 
 
+@pytest.mark.parametrize("script", ["slurm/train.sbatch", "modelarts/boot.sh"])
+def test_the_settings_of_cann_are_read_where_nobody_has_set_a_path_before(
+    tools: dict[str, str], tmp_path: Path, script: str
+) -> None:
+    """They append variables that a fresh node does not have."""
+    (tmp_path / "set_env.sh").write_text('export PYTHONPATH=/cann:$PYTHONPATH NOT_SET_BEFORE="$NOT_SET_BEFORE"\n')
+    text = (DEPLOY / script).read_text()
+    (tmp_path / "script").write_text(text.replace("/usr/local/Ascend/ascend-toolkit", str(tmp_path)))
+    (tmp_path / "bin" / "ascendchat").write_text('#!/bin/bash\necho "path=$PYTHONPATH" >> "$CALLS"\n')
+    done = subprocess.run(
+        ["bash", str(tmp_path / "script"), "base"], env=tools, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert called(tools)[-1] == "path=/cann:"
+
+
 def test_slurm_asks_for_what_the_launcher_needs() -> None:
     text = (DEPLOY / "slurm" / "train.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.M))

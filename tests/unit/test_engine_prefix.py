@@ -295,6 +295,7 @@ def play(engine: Engine, draw: random.Random, model: GPT, count: int) -> list[Jo
         if draw.random() < 0.05:
             engine.cancel(draw.choice(jobs or [engine.add(Request([1]))]))
         engine.step()
+        assert engine.decoder.held.tolist() == engine.decoder.length.tolist(), "kernels that ask the host"
     return jobs
 
 
@@ -341,6 +342,7 @@ def test_forced_tokens_are_kept_like_others(device: Device) -> None:
         row = [*prompt, *answer, make.tokenizer().specials["<|assistant_end|>"], 1, start]
         (second,) = engine.generate([Request(row, Sampling(temperature=0.0))])
         assert first.ids == second.ids == answer
+        assert engine.decoder.held.tolist() == engine.decoder.length.tolist()
         assert second.cached_tokens in (len(prompt) + len(answer) - 1, len(prompt) + len(answer))
 
 

@@ -276,3 +276,35 @@ def test_ranks_of_other_nodes_are_not_touched(
     supervise.end_groups(tmp_path, node)
     assert not ends(group[1], 0.2)
     assert (tmp_path / "node_1_rank_5.pid").exists()
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, status: int) -> list[int]:
+    """The numbers of the attempts, of which each ends with this status; at most a hundred."""
+    numbers: list[int] = []
+
+    def attempt(plan: launch.LaunchPlan, number: int, grace: float) -> AttemptResult:
+        numbers.append(number)
+        assert len(numbers) < 100, "for ever"
+        return AttemptResult(status, Path(os.devnull), rank=0, shown=True)
+
+    monkeypatch.setattr(launch, "attempt", attempt)
+    return numbers
+
+
+def test_a_program_that_always_ends_with_the_status_of_too_large_a_batch_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """75 is a usual status of programs that are not ours, too."""
+    numbers = ending(monkeypatch, 75)
+    assert launch.run(parse(LaunchConfig, ["--devices", "1", "base"])) == 75
+    assert numbers == [*range(launch.MOST_SMALLER + 1)]
+
+
+def test_one_node_of_several_does_not_start_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others see a lost connection, no status 75, and count it: both must come to the same number."""
+    words = "--devices 1 --nnodes 2 --node-rank 1 --master a:20123 --max-restarts 2 base".split()
+    counts = []
+    for status in (75, 1):
+        counts.append(ending(monkeypatch, status))
+        assert launch.run(parse(LaunchConfig, words)) == status
+    assert counts[0] == counts[1] == [0, 1, 2]
