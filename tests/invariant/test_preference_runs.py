@@ -194,6 +194,30 @@ def test_two_ranks_train_like_one_and_a_run_moves_between_them(place: Path, whol
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in one], rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.slow
+def test_settings_of_the_optimizer_are_those_that_were_given(place: Path) -> None:
+    more = {"lr_scheduler_type": "constant", "max_grad_norm": 0.25, "warmup_steps": 2, "num_iterations": 4}
+    assert train(place, "given", "orpo", **more) == 0
+    rows = steps_of(place / "runs" / "given" / "hf")
+    assert [row["lr_scale"] for row in rows] == [0.5, 1.0, 1.0, 1.0]
+    assert [row["clip"] for row in rows] == [0.25] * 4
+
+
+@pytest.mark.slow
+def test_adapters_and_all_weights_are_other_runs_and_a_model_is_never_taken_for_another(
+    place: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "out"
+    more = {"num_iterations": 2, "output_dir": str(out)}
+    assert train(place, "small", "orpo", lora=True, **more) == 0
+    assert train(place, "small", "orpo", lora=True, **more) == 0, "a finished run has its folder already"
+    with pytest.raises(UserError, match="was written with lora"):
+        train(place, "small", "orpo", **more)
+    with pytest.raises(UserError, match="is not empty"):
+        train(place, "small", "orpo", lora=True, resume="never", **more)
+
+
 def test_pairs_are_shown_and_nothing_is_trained(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(place, "shown", "dpo", preview=1) == 0
     found = capsys.readouterr().out
