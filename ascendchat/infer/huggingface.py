@@ -60,10 +60,7 @@ def exported_weights(folder: Folder) -> dict[str, torch.Tensor]:
 
 def open_hf(folder: Folder, dtype: torch.dtype, seq_len: int | None, tokenizer: str) -> OpenedFolder:
     """A model folder; `tokenizer` names another folder for that."""
-    opened = open_folder(folder, dtype, seq_len)
-    if not tokenizer or Path(tokenizer) == folder.source:
-        return opened
-    return OpenedFolder(opened.model, load_tokenizer(at(Path(tokenizer)), folder), folder)
+    return open_folder(folder, dtype, seq_len, at(Path(tokenizer)) if tokenizer else None)
 
 
 def is_trained_hf(saved: Checkpoint) -> bool:
@@ -93,7 +90,7 @@ def open_base(beside: Path, dtype: torch.dtype, seq_len: int) -> OpenedFolder:
         opened, found = open_trained(saved, dtype, seq_len), saved.fingerprint
     elif path.exists() and (folder := find(path)):
         found = folder.fingerprint
-        opened = open_folder(folder, dtype, seq_len) if found == known["fingerprint"] else None
+        opened = open_folder(folder, dtype, seq_len, Folder(beside)) if found == known["fingerprint"] else None
     if opened is None or found != known["fingerprint"]:
         what = "has changed since" if found else "is not there"
         raise UserError(

@@ -81,6 +81,18 @@ def test_slurm_starts_one_launcher_per_node(tools: dict[str, str]) -> None:
     assert "a folder that all nodes share" in start("slurm/train.sbatch", "base", env=without).stderr
 
 
+@pytest.mark.parametrize("script", ["slurm/train.sbatch", "modelarts/boot.sh"])
+def test_the_script_of_cann_may_read_variables_that_are_not_set(
+    script: str, tools: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "set_env.sh").write_text("export PYTHONPATH=/cann:$PYTHONPATH")  # as that of CANN does
+    copied = tmp_path / "job.sh"
+    copied.write_text((DEPLOY / script).read_text().replace("/usr/local/Ascend/ascend-toolkit", str(tmp_path)))
+    done = subprocess.run(["bash", str(copied), "base"], env=tools, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "launch --max-restarts 3" in called(tools)[-1]
+
+
 def test_slurm_asks_for_what_the_launcher_needs() -> None:
     text = (DEPLOY / "slurm" / "train.sbatch").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.M))
@@ -89,7 +101,7 @@ def test_slurm_asks_for_what_the_launcher_needs() -> None:
     assert re.fullmatch(r"B:TERM@\d+", asked["signal"])  # to the script, which passes it on
     assert int(asked["signal"].split("@")[1]) > int(re.findall(r"--grace (\d+)", text)[0])
     assert {"requeue", "nodes", "time", "output"} <= set(asked)
-    body = text[text.index("\nset -euo") :]
+    body = text[text.index("\nset -eo") :]
     assert "#SBATCH" not in body  # Slurm reads none behind the first command
 
 
