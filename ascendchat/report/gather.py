@@ -159,7 +159,7 @@ def same_but_seed(runs: Sequence[RunData]) -> list[list[RunData]]:
 def same_settings(stage: StageData) -> dict[str, Any]:
     """What runs of other seeds have in common: also the model that they start from, unless it is a run itself."""
     start = str(stage.settings.get("start") or "")
-    is_run = "/" not in start and (home() / "runs" / start).is_dir() or NAME.fullmatch(Path(start).name)
+    is_run = ("/" not in start and (home() / "runs" / start).is_dir()) or NAME.fullmatch(Path(start).name)
     own = OWN | {"start"} if is_run else OWN
     return {name: value for name, value in stage.settings.items() if name not in own}
 
