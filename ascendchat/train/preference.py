@@ -9,6 +9,7 @@ folder (reference.py), so that no second model takes memory.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -333,7 +334,8 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
     stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.origin)
     if isinstance(learner.model, GPT):  # others were opened with their weights
         stage.optimizer.load(only_weights(begin.origin.reader()), 0)
-    reference = Reference(folder, [begin.origin.fingerprint, mixture.identity, str(learner.model.head.dtype)])
+    model = [begin.origin.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
+    reference = Reference(folder, [*model, mixture.identity])
     if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
         stage.reference = reference.read_or_make(stage.reference_table, here)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,23 @@ def test_the_reference_is_read_again_and_a_damaged_one_made_anew(
     assert path.read_bytes() == kept, "by the weights that the run began with, not by those of the checkpoint"
     same = [(whole / step / "model.safetensors").read_bytes() for step in ("gone", "step_000008")]
     assert same[0] == same[1], "and the run goes on exactly as before"
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_model_with_another_config_is_another_one(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "tiny"
+    shutil.copytree(place / "tiny", model)
+    more = {"num_iterations": 1, "start": str(model), "resume": "never"}
+    found = []
+    for eps in (1e-6, 1e-6, 1e-2):
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": eps}))
+        os.environ["ASCENDCHAT_HOME"] = str(place)
+        assert finetune_run(replace(config_of(place, "config", "dpo"), **more)) == 0
+        found.append("computed once" in capsys.readouterr().out)
+    assert found == [True, False, True]
 
 
 @pytest.mark.slow

@@ -177,6 +177,9 @@ def test_a_checkpoint_of_lora_holds_adapters_alone_and_knows_its_base(
     capsys.readouterr()
     assert main(chat) == 2
     assert "has changed since: the adapters" in capsys.readouterr().err
+    (home() / "runs" / "small" / "hf" / "huggingface" / "base.json").unlink()
+    assert main(chat) == 2
+    assert "base.json cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow
