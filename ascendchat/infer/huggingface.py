@@ -80,7 +80,12 @@ def write_base(origin: HFSource | Checkpoint, beside: Path) -> None:
 
 def open_base(beside: Path, dtype: torch.dtype, seq_len: int) -> OpenedFolder:
     """The model that adapters are for, with the tokenizer that lies beside them; it must be the very same."""
-    known = json.loads((beside / BASE).read_text(encoding="utf-8"))
+    about = beside / BASE
+    known = read_json(about) if about.is_file() else {}
+    if not {"path", "fingerprint"} <= set(known):
+        raise UserError(
+            f"{about} cannot be read, which says what the adapters are for; copy it from where they were trained"
+        )
     path, opened, found = Path(known["path"]), None, ""
     if (path / "manifest.json").is_file():
         try:
