@@ -29,6 +29,7 @@ from ascendchat.data.turns import opening
 INFO = "dataset_info.json"
 HUBS = "hf_hub_url", "ms_hub_url"
 NOT_TEXT = "images", "videos", "audios"
+PARTS = {"columns": dict, "tags": dict, "formatting": str, "num_samples": int}  # of an entry, and what each must be
 TAGS = {  # what LLaMA-Factory calls the speakers, and whom our readers know by which name
     "user_tag": ("human", "human"),
     "assistant_tag": ("gpt", "gpt"),
@@ -63,6 +64,11 @@ def read_registry(folder: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{path} is not valid JSON ({error}); mend it") from None
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
         raise UserError(f'{path} must hold an object for every name, like {{"mine": {{"file_name": "mine.json"}}}}')
+    for name, entry in found.items():
+        for part, kind in PARTS.items():
+            if not isinstance(entry.get(part), (kind, type(None))):
+                what = {dict: "an object", int: "a whole number", str: "a text"}[kind]
+                raise UserError(f"{path}: {part} of {name} must be {what}; mend it")
     return found
 
 
@@ -148,7 +154,7 @@ def describe(folder: Path, name: str, entry: Mapping[str, Any]) -> Listed:
         arrange = ARRANGERS[formatting](columns, entry.get("tags") or {}, bool(entry.get("ranking")))
     samples = entry.get("num_samples")
     path = place_of(folder, where, entry)
-    return Listed(name, path, bool(entry.get("ranking")), arrange, None if samples is None else int(samples))
+    return Listed(name, path, bool(entry.get("ranking")), arrange, samples)
 
 
 def place_of(folder: Path, where: str, entry: Mapping[str, Any]) -> Path:

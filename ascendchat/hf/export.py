@@ -46,16 +46,21 @@ def describe(model: CausalLM, tokenizer: HFTokenizer, folder: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Nothing is ever written over."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty; name another folder")
+    """Nothing is ever written over, and a place where nothing can be written is found out before the work is done."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is not empty; name another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
 
 
 @contextmanager
 def draft_of(folder: Path) -> Iterator[Path]:
     """A folder to write to; it gets its name when it is complete."""
     check_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
         draft = Path(place) / folder.name
         draft.mkdir()

@@ -29,6 +29,7 @@ from ascendchat.hf.tokenizer import HFTokenizer
 HUB_ID = re.compile(r"(models/)?(?P<id>[\w.-]+/[\w.-]+)")
 BLOCKS, BLOCK = 64, 1 << 16  # of each file that make its fingerprint
 OURS = "ascendchat"  # model type of our own models, as `ascendchat export` writes them
+TOKENIZERS = "tokenizer.json", "*.model", "vocab.*", "*.tiktoken"  # files that hold a vocabulary
 TROUBLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -131,8 +132,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) -> OpenedFolder:
-    """Model and tokenizer of a folder, on the host. `seq_len`: tokens per row, at most as many as the model knows."""
+def open_folder(
+    folder: Folder, dtype: torch.dtype, seq_len: int | None = None, tokenizer: Folder | None = None
+) -> OpenedFolder:
+    """Model and tokenizer of a folder, on the host. `seq_len`: tokens per row, at most as many as the model knows;
+    `tokenizer`: the folder of another one."""
     refuse_ours(folder)
     named: dict[str, Any] = {"gguf_file": folder.gguf} if folder.gguf else {}
     transformers = library()
@@ -157,12 +161,17 @@ def open_folder(folder: Folder, dtype: torch.dtype, seq_len: int | None = None) 
     complain(folder, about)
     model = CausalLM(made, seq_len)
     check(model)
-    return OpenedFolder(model, read_tokenizer(folder, made.config, made.generation_config), folder)
+    return OpenedFolder(model, read_tokenizer(tokenizer or folder, made.config, made.generation_config), folder)
 
 
 def read_tokenizer(folder: Folder, config: Any, generation: Any) -> HFTokenizer:
     """The tokenizer in a folder, for a model of transformers with this config."""
     named = {"gguf_file": folder.gguf} if folder.gguf else {}
+    there = any(any(folder.path.glob(name)) for name in TOKENIZERS)
+    if not there and not folder.gguf:  # transformers makes an empty one
+        raise UserError(
+            f"{folder.path} has no tokenizer (tokenizer.json); is the download complete? Another one: --tokenizer DIR"
+        )
     with explained(folder):
         inner = library().AutoTokenizer.from_pretrained(
             folder.path, local_files_only=True, trust_remote_code=False, **named
@@ -170,14 +179,14 @@ def read_tokenizer(folder: Folder, config: Any, generation: Any) -> HFTokenizer:
     return HFTokenizer(inner, config.get_text_config().vocab_size, generation, config)
 
 
-def load_tokenizer(folder: Folder, model: Folder | None = None) -> HFTokenizer:
-    """The tokenizer of a folder, or of another folder's model, whose weights are not read."""
-    transformers, of = library(), model or folder
-    with explained(of):
-        named = {"gguf_file": of.gguf} if of.gguf else {}
-        config = transformers.AutoConfig.from_pretrained(of.path, local_files_only=True, **named)
-        written = (of.path / "generation_config.json").is_file()
-        generation = transformers.GenerationConfig.from_pretrained(of.path) if written else None
+def load_tokenizer(folder: Folder) -> HFTokenizer:
+    """The tokenizer of a folder whose weights are not read."""
+    transformers = library()
+    with explained(folder):
+        named = {"gguf_file": folder.gguf} if folder.gguf else {}
+        config = transformers.AutoConfig.from_pretrained(folder.path, local_files_only=True, **named)
+        written = (folder.path / "generation_config.json").is_file()
+        generation = transformers.GenerationConfig.from_pretrained(folder.path) if written else None
     return read_tokenizer(folder, config, generation)
 
 

@@ -101,12 +101,15 @@ class ChatTemplate:
         return talk
 
     def _text(self, talk: Sequence[Message], opened: bool) -> str:
+        text: str = self._apply(talk, tokenize=False, add_generation_prompt=opened)
+        return text
+
+    def _apply(self, talk: Sequence[Message], **how: Any) -> Any:
         try:
-            text: str = self.inner.apply_chat_template(list(talk), tokenize=False, add_generation_prompt=opened)
+            return self.inner.apply_chat_template(list(talk), **how)
         except Exception as error:  # noqa: BLE001 (a template is a program of the model's author)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"the model's chat template refuses this conversation: {reason}") from None
-        return text
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
         return self._marked.encode(  # type: ignore[no-any-return]
@@ -115,9 +118,7 @@ class ChatTemplate:
 
     def _by_generation(self, talk: Sequence[Message]) -> Rendered:
         """As the template's own blocks say."""
-        found = self.inner.apply_chat_template(
-            list(talk), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        found = self._apply(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return Rendered(list(found["input_ids"]), list(found["assistant_masks"]))
 
     def _spans(self, talk: Sequence[Message]) -> tuple[str, list[Span]]:

@@ -60,10 +60,7 @@ def exported_weights(folder: Folder) -> dict[str, torch.Tensor]:
 
 def open_hf(folder: Folder, dtype: torch.dtype, seq_len: int | None, tokenizer: str) -> OpenedFolder:
     """A model folder; `tokenizer` names another folder for that."""
-    opened = open_folder(folder, dtype, seq_len)
-    if not tokenizer or Path(tokenizer) == folder.source:
-        return opened
-    return OpenedFolder(opened.model, load_tokenizer(at(Path(tokenizer)), folder), folder)
+    return open_folder(folder, dtype, seq_len, at(Path(tokenizer)) if tokenizer else None)
 
 
 def is_trained_hf(saved: Checkpoint) -> bool:
@@ -83,7 +80,12 @@ def write_base(origin: HFSource | Checkpoint, beside: Path) -> None:
 
 def open_base(beside: Path, dtype: torch.dtype, seq_len: int) -> OpenedFolder:
     """The model that adapters are for, with the tokenizer that lies beside them; it must be the very same."""
-    known = json.loads((beside / BASE).read_text(encoding="utf-8"))
+    about = beside / BASE
+    known = read_json(about) if about.is_file() else {}
+    if not {"path", "fingerprint"} <= set(known):
+        raise UserError(
+            f"{about} cannot be read, which says what the adapters are for; copy it from where they were trained"
+        )
     path, opened, found = Path(known["path"]), None, ""
     if (path / "manifest.json").is_file():
         try:
@@ -93,7 +95,7 @@ def open_base(beside: Path, dtype: torch.dtype, seq_len: int) -> OpenedFolder:
         opened, found = open_trained(saved, dtype, seq_len), saved.fingerprint
     elif path.exists() and (folder := find(path)):
         found = folder.fingerprint
-        opened = open_folder(folder, dtype, seq_len) if found == known["fingerprint"] else None
+        opened = open_folder(folder, dtype, seq_len, Folder(beside)) if found == known["fingerprint"] else None
     if opened is None or found != known["fingerprint"]:
         what = "has changed since" if found else "is not there"
         raise UserError(

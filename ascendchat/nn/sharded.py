@@ -2,7 +2,7 @@
 
     mesh = mesh_over(place, together=8)               # 8 devices hold one copy; fewer than all of them: several (HSDP)
     share_out_weights(model, model.blocks, mesh, torch.bfloat16)
-    optimizer = ShardedAdamW(adamw_groups(model, 1e-5), mesh)
+    optimizer = ShardedAdamW(model, adamw_groups(model, 1e-5), mesh)
 
 A device holds its share of the weights that are trained in float32. A block is gathered in the compute dtype when it
 runs, and its gradient is reduced in float32 as soon as it is there. Checkpoints are those of every other optimizer of
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -67,7 +68,8 @@ def whole_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
     Every rank calls it."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        here = tensor.to(dist.place())  # from the host, if its share waits there
+        whole = here.full_tensor() if isinstance(here, DTensor) else here
         if dist.world().rank == 0:
             found[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)
     return found
@@ -108,8 +110,8 @@ def _local(tensor: Any) -> Tensor:
 class ShardedAdamW:
     """AdamW on the shares; see Optimizer in train/stage.py."""
 
-    def __init__(self, groups: Iterable[Group], mesh: DeviceMesh, *, fused: bool = True) -> None:
-        self.fused, self.steps_done = fused, 0
+    def __init__(self, model: nn.Module, groups: Iterable[Group], mesh: DeviceMesh, *, fused: bool = True) -> None:
+        self.model, self.fused, self.steps_done = model, fused, 0
         self.copies = dist.world().size // mesh.size(mesh.ndim - 1)
         self.saves = mesh.ndim == 1 or mesh.get_local_rank("copy") == 0  # every copy has the same
         rank, ranks = mesh.get_local_rank("share"), mesh.size(mesh.ndim - 1)
@@ -178,6 +180,9 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def load(self, read: Callable[[Shard], Tensor], steps_done: int) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward pass without a backward pass has left gathered would be run again
         for share in self.shares:
             for shard, tensor in share.state():
                 if tensor.numel():

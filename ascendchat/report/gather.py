@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,10 @@ from ascendchat.record.earlier import read_facts
 from ascendchat.record.results import best_results, stage_results
 
 VALIDATION = "bpb", "val_loss", "accuracy", "core"  # metrics that a model is chosen by begin so
-OWN = {"seed", "run", "resume", "start", "device_type", "config", "track", "tokenizer"}  # no settings of the training
+OWN = {"seed", "run", "resume", "device_type", "config", "track", "tokenizer", "output_dir"}  # not of the training
 TRANSCRIPTS = 3  # answers of RL that are shown
 
+NAME = re.compile(r"step_\d{6,}")  # of a checkpoint: that of a run
 Series = tuple[list[float], list[float]]  # steps, values
 
 
@@ -149,9 +151,17 @@ def same_but_seed(runs: Sequence[RunData]) -> list[list[RunData]]:
     """Runs with the same stages and settings together, in the order in which they were named."""
     groups: dict[str, list[RunData]] = {}
     for run in runs:
-        known = [(stage.name, {k: v for k, v in stage.settings.items() if k not in OWN}) for stage in run.stages]
+        known = [(stage.name, same_settings(stage)) for stage in run.stages]
         groups.setdefault(json.dumps(known, sort_keys=True, default=str), []).append(run)
     return list(groups.values())
+
+
+def same_settings(stage: StageData) -> dict[str, Any]:
+    """What runs of other seeds have in common: also the model that they start from, unless it is a run itself."""
+    start = str(stage.settings.get("start") or "")
+    is_run = ("/" not in start and (home() / "runs" / start).is_dir()) or NAME.fullmatch(Path(start).name)
+    own = OWN | {"start"} if is_run else OWN
+    return {name: value for name, value in stage.settings.items() if name not in own}
 
 
 def accuracies(stage: StageData) -> Iterator[tuple[str, str, float]]:

@@ -25,13 +25,13 @@ from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.corpus import Corpus
-from ascendchat.data.mixture import absolute, parse_entry
+from ascendchat.data.mixture import absolute
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.preview import colours, preview_mixture
-from ascendchat.data.registry import INFO, listed_data
+from ascendchat.data.registry import listed_data
 from ascendchat.device import pick
 from ascendchat.dist.context import Context
-from ascendchat.hf.export import check_free, export, export_adapter
+from ascendchat.hf.export import export, export_adapter
 from ascendchat.hf.lora import LoraSettings, adapter_weights
 from ascendchat.hf.shape import HFShape
 from ascendchat.infer.huggingface import BESIDE
@@ -47,7 +47,7 @@ from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_c
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
-from ascendchat.train.huggingface import Theirs, open_start, start_of
+from ascendchat.train.huggingface import Theirs, check_output, open_start, start_of
 from ascendchat.train.preference import PreferenceStage, method_of, train_pairs
 from ascendchat.train.rows import Learner, optimizer_for, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
@@ -133,7 +133,8 @@ def run(config: FinetuneConfig) -> int:
     with finetuning_context(config) as here:
         theirs = open_theirs(config, here)
         shape, say = theirs.model.shape, here.say
-        config = replace(config, run=config.run or run_name(config, theirs), data=located(config))
+        data, validation = (located(names, config) for names in (config.data, config.validation))
+        config = replace(config, run=config.run or run_name(config, theirs), data=data, validation=validation)
         folder, out = run_folder(config.run, "hf"), Path(config.output_dir).expanduser()
         saved = to_continue(folder, config.resume, say=say)
         config = with_attend(config, saved, "document")
@@ -145,9 +146,7 @@ def run(config: FinetuneConfig) -> int:
                 say(text)
             return 0
         split, steps = batch_and_steps(config, shape, here, mixture.per_epoch)
-        finished = saved is not None and saved.step >= steps
-        if config.output_dir and not finished:
-            check_free(out)
+        check_output(config.output_dir, saved, steps)
         stage = FinetuneStage(learner_of(theirs, config, here), split, steps, mixture, config, theirs)
         if not saved and mixture.validation and config.eval_every >= 0:
             say(f"held-out loss before: {first_loss(stage):.4f}")
@@ -172,15 +171,16 @@ def learn_pairs(config: FinetuneConfig) -> int:
     if config.attend == "row":
         raise UserError("--attend row: the replies of a pair would see each other; leave it out")
     with finetuning_context(config) as here:
-        config = replace(config, attend="document", data=located(config))
+        config = replace(config, attend="document")
         if start_of(config, here) is None and config.start and not config.lora:  # a model of our own
+            for name in ("output_dir", "shard"):
+                if getattr(config, name):
+                    raise UserError(f"--{name.replace('_', '-')} is for models of Hugging Face; leave it out")
             factor = OWN_FACTOR if config.lr_multiplier == 1.0 else config.lr_multiplier
             return train_pairs(begin_with_ours(replace(config, lr_multiplier=factor), here, "rl"), here)
         theirs = open_theirs(config, here)
         name = config.run or run_name(config, theirs)
         folder, out = run_folder(name, "hf"), Path(config.output_dir).expanduser()
-        if config.output_dir and not (folder / "latest").is_file():
-            check_free(out)
         learner = learner_of(theirs, config, here)
         begin = Beginning(learner, theirs.tokenizer, theirs.origin, replace(config, run=name), name, theirs.add_files)
         status = train_pairs(begin, here, partial(PairStage, theirs))
@@ -204,7 +204,8 @@ class PairStage(PreferenceStage):
         return trained_weights(self.theirs, self.learner.device.dtype)
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), **({"lora": self.theirs.lora.to_dict()} if self.theirs.lora else {})}
+        lora = self.theirs.lora
+        return {**super().identity(), "lora": lora.to_dict() if lora else None}
 
 
 def finetuning_optimizer(
@@ -212,7 +213,7 @@ def finetuning_optimizer(
 ) -> MuonAdamW | ShardedAdamW:
     if theirs.mesh is None:
         return optimizer_for(learner, rates, made)
-    return ShardedAdamW(made, theirs.mesh, fused=learner.device.chip.fused_adamw)
+    return ShardedAdamW(theirs.model, made, theirs.mesh, fused=learner.device.chip.fused_adamw)
 
 
 def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -319,16 +320,9 @@ def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
     return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
 
 
-def located(config: FinetuneConfig) -> tuple[str, ...]:
-    """--data, with names that --dataset-dir lists, or that are files in it, in their place."""
-    found, folder = [], Path(config.dataset_dir).expanduser()
-    listed = config.dataset_dir and (folder / INFO).is_file()
-    for entry in listed_data(config.data, config.dataset_dir, knows) if listed else config.data:
-        name, weight = parse_entry(entry)
-        places = [folder / f"{name}{ending}" for ending in ("", ".json", ".jsonl")]
-        place = next((path for path in places if config.dataset_dir and path.exists()), None)
-        found.append(entry if place is None else str(place) if weight is None else f"{place}={weight:g}")
-    return absolute(found)
+def located(names: Sequence[str], config: FinetuneConfig) -> tuple[str, ...]:
+    """Entries of --data or --validation, with those that --dataset-dir lists in their place."""
+    return absolute(listed_data(names, config.dataset_dir, knows))
 
 
 def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:

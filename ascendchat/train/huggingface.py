@@ -20,7 +20,7 @@ from ascendchat.chips import Chip
 from ascendchat.config import UserError
 from ascendchat.config.train import ChatTrainConfig, StepConfig
 from ascendchat.dist.context import Context
-from ascendchat.hf.export import describe
+from ascendchat.hf.export import check_free, describe
 from ascendchat.hf.folder import Folder, OpenedFolder, find, read_json
 from ascendchat.hf.fused import fuse
 from ascendchat.hf.lora import LoraSettings, add_lora, write_adapter
@@ -135,6 +135,12 @@ def _on_device(
     copies = here.world.size // together
     here.say(f"{together} devices share the weights out" + (f", in {copies} copies" if copies > 1 else ""))
     return model, mesh
+
+
+def check_output(named: str, saved: Checkpoint | None, steps: int) -> None:
+    """Before a run trains: the folder that will receive its model must be free. That of a finished run holds it."""
+    if named and not (saved and saved.step >= steps):
+        check_free(Path(named).expanduser())
 
 
 def learning_rate(shape: HFShape, asked: float | None) -> float:

@@ -120,7 +120,7 @@ class LossScale:
         """Whether any rank overflowed; then the step is skipped and the scale halved. MOST_SKIPPED end the run."""
         if not self.needed:
             return False
-        flag = torch.tensor([float(self.device.overflowed(gradients))], device=gradients[0].device)
+        flag = torch.tensor([float(self.device.overflowed(gradients))], device=dist.place())
         dist.all_reduce(flag, "max")
         if flag.item():
             used, self.value, self.good = self.value, max(1.0, self.value / 2), 0

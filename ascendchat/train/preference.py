@@ -9,6 +9,7 @@ folder (reference.py), so that no second model takes memory.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -42,12 +43,13 @@ from ascendchat.nn.objective import learnt_logprobs
 from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
 from ascendchat.nn.readout import Drawn, Float32Readout
 from ascendchat.plan.batch import Split
-from ascendchat.plan.schedule import Curve
+from ascendchat.plan.schedule import Curve, finetuning_scale
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
 from ascendchat.train.beginning import Beginning
+from ascendchat.train.huggingface import check_output
 from ascendchat.train.reference import Reference
 from ascendchat.train.rows import Learner, RowStage, share_out
 from ascendchat.train.run import train_stage
@@ -185,7 +187,10 @@ class PreferenceStage(RowStage):
         return self.upload(batches.batch(0), batches.targets(0))
 
     def rates(self, step: int) -> dict[str, float]:
-        return {**super().rates(step), "clip": 1.0}
+        curve, config = self.curve, self.config
+        scale = finetuning_scale(step, self.steps, config.lr_scheduler_type, curve.warmup, curve.final)
+        rates = {**super().rates(step), "lr_scale": scale}
+        return {**rates, "clip": config.max_grad_norm} if config.max_grad_norm else rates
 
     # ---- looking at it -------------------------------------------------------------------------
 
@@ -325,10 +330,12 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
     split, steps = batch_and_steps(config, shape, here.device, mixture)
     folder = run_folder(config.run or f"{begin.run}-{method}", "hf")
     saved = to_continue(folder, config.resume, say=here.say)
+    check_output(config.output_dir, saved, steps)
     stage = make(method, learner, split, steps, mixture, tokenizer, config, begin.origin)
     if isinstance(learner.model, GPT):  # others were opened with their weights
         stage.optimizer.load(only_weights(begin.origin.reader()), 0)
-    reference = Reference(folder, [begin.origin.fingerprint, mixture.identity, str(learner.model.head.dtype)])
+    model = [begin.origin.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
+    reference = Reference(folder, [*model, mixture.identity])
     if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
         stage.reference = reference.read_or_make(stage.reference_table, here)
 

@@ -39,7 +39,7 @@ def train(last: int, together: int, load: str | None = None, save: str | None = 
     if together:
         mesh = mesh_over(torch.device("cpu"), together)
         share_out_weights(model, model.blocks, mesh, torch.float32, **how)
-        optimizer = ShardedAdamW(adamw_groups(model, 3e-3, decay=0.1), mesh)
+        optimizer = ShardedAdamW(model, adamw_groups(model, 3e-3, decay=0.1), mesh)
     else:
         optimizer = MuonAdamW(adamw_groups(model, 3e-3, decay=0.1), compute_dtype=torch.float32)
     first = 0
@@ -112,3 +112,32 @@ def test_a_run_goes_on_with_other_shares(alone: Trained, tmp_path: Path) -> None
 def test_what_cannot_be_shared_out_is_refused(together: int) -> None:
     with pytest.raises(UserError, match=f"{together} devices cannot share"):
         mesh_over(torch.device("cpu"), together)
+
+
+def losses_around_a_load(rank: int) -> tuple[float, float]:
+    """Of the weights that were loaded: after a look at those of before, and by a model that never had others."""
+    dist.init(Host())
+    try:
+        rows, found = batch(0), []
+        for looks in (True, False):
+            model, other = GPT(SHAPE), GPT(SHAPE)
+            model.initialise(0)
+            other.initialise(1)
+            mesh = mesh_over(torch.device("cpu"), 2)
+            share_out_weights(model, model.blocks, mesh, torch.float32)
+            optimizer, attend = ShardedAdamW(model, adamw_groups(model, 3e-3), mesh), dense(model, Sdpa())
+            weights = {name: parameter.detach().flatten() for name, parameter in other.named_parameters()}
+            with torch.no_grad():
+                if looks:
+                    model(rows[:, :-1], attend)
+                optimizer.load(lambda shard: weights[shard.parameter][shard.start : shard.stop], 0)
+                found.append(head_loss(model(rows[:, :-1], attend), model.head, rows[:, 1:], SHAPE.vocab).item())
+        return found[0], found[1]
+    finally:
+        dist.teardown()
+
+
+@pytest.mark.slow
+def test_weights_that_are_loaded_after_a_look_at_the_model_are_those_that_run() -> None:
+    for looked, fresh in run_ranks(losses_around_a_load, 2, seconds=300):
+        assert looked == fresh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -158,6 +159,23 @@ def test_the_reference_is_read_again_and_a_damaged_one_made_anew(place: Path, wh
 
 
 @pytest.mark.slow
+def test_the_reference_of_a_model_with_another_config_is_another_one(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "tiny"
+    shutil.copytree(place / "tiny", model)
+    more = {"num_iterations": 1, "start": str(model), "resume": "never"}
+    found = []
+    for eps in (1e-6, 1e-6, 1e-2):
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": eps}))
+        os.environ["ASCENDCHAT_HOME"] = str(place)
+        assert finetune_run(replace(config_of(place, "config", "dpo"), **more)) == 0
+        found.append("computed once" in capsys.readouterr().out)
+    assert found == [True, False, True]
+
+
+@pytest.mark.slow
 def test_a_run_that_is_killed_ends_in_the_same_bytes(place: Path, whole: Path) -> None:
     assert finish(place, "killed", "1") == -9, "before the first checkpoint"
     assert finish(place, "killed", "5") == -9
@@ -190,6 +208,30 @@ def test_two_ranks_train_like_one_and_a_run_moves_between_them(place: Path, whol
     assert train(place, "ranks", "dpo") == 0, "goes on alone from step 6, which two ranks have saved"
     rows = steps_of(folder)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in one], rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.slow
+def test_settings_of_the_optimizer_are_those_that_were_given(place: Path) -> None:
+    more = {"lr_scheduler_type": "constant", "max_grad_norm": 0.25, "warmup_steps": 2, "num_iterations": 4}
+    assert train(place, "given", "orpo", **more) == 0
+    rows = steps_of(place / "runs" / "given" / "hf")
+    assert [row["lr_scale"] for row in rows] == [0.5, 1.0, 1.0, 1.0]
+    assert [row["clip"] for row in rows] == [0.25] * 4
+
+
+@pytest.mark.slow
+def test_adapters_and_all_weights_are_other_runs_and_a_model_is_never_taken_for_another(
+    place: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "out"
+    more = {"num_iterations": 2, "output_dir": str(out)}
+    assert train(place, "small", "orpo", lora=True, **more) == 0
+    assert train(place, "small", "orpo", lora=True, **more) == 0, "a finished run has its folder already"
+    with pytest.raises(UserError, match="was written with lora"):
+        train(place, "small", "orpo", **more)
+    with pytest.raises(UserError, match="is not empty"):
+        train(place, "small", "orpo", lora=True, resume="never", **more)
 
 
 def test_pairs_are_shown_and_nothing_is_trained(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

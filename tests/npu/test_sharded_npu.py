@@ -12,8 +12,9 @@ from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, adamw_groups
-from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights
+from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights, whole_weights
 from ascendchat.plan.shape import Shape
+from ascendchat.train.loop import LossScale
 
 SHAPE = Shape.from_depth(2, vocab=61, seq_len=24, dim=32, head_dim=16)
 
@@ -28,27 +29,38 @@ def train(place, kernel, first, last, optimizer_of):
         loss.backward()
         losses.append(loss.detach())
         optimizer.step(lr_scale=1.0, clip=0.2)
-    return torch.stack(losses)
+    return model, torch.stack(losses)
 
-expected = train("cpu", "sdpa", 0, 8, lambda model: MuonAdamW(adamw_groups(model, 1e-2), compute_dtype=torch.float32))
+whole, expected = train(
+    "cpu", "sdpa", 0, 8, lambda model: MuonAdamW(adamw_groups(model, 1e-2), compute_dtype=torch.float32)
+)
 device = pick("npu", dtype="fp32", compiled=False)
 world = dist.init(device)
 place, mine = dist.place(), 8 // world.size
 
 def sharded(model):
     mesh = mesh_over(place, int(os.environ["TOGETHER"]))
-    share_out_weights(model, model.blocks, mesh, torch.float32)
-    return ShardedAdamW(adamw_groups(model, 1e-2), mesh)
+    share_out_weights(model, model.blocks, mesh, torch.float32, offload=bool(int(os.environ["OFFLOAD"])))
+    return ShardedAdamW(model, adamw_groups(model, 1e-2), mesh)
 
-losses = train(place, "npu_fusion", world.rank * mine, (world.rank + 1) * mine, sharded)
+model, losses = train(place, "npu_fusion", world.rank * mine, (world.rank + 1) * mine, sharded)
 dist.all_reduce(losses, "mean")
 assert expected[-1] < expected[1] - 0.02, expected
 assert (losses.cpu() - expected).abs().max() < 1e-4, (losses, expected)
+half = LossScale(pick("npu", dtype="fp16", compiled=False))
+assert not half.overflowed(0, [torch.zeros(2)])  # --offload: gradients on the host
+assert half.overflowed(1, [torch.full((2,), torch.inf)])
+saved = whole_weights(model.state_dict(), torch.float32)
+assert set(saved) == (set(whole.state_dict()) if world.rank == 0 else set())
+for name, weight in saved.items():
+    assert (weight - whole.state_dict()[name]).abs().max() < 1e-3, name
 assert any("FlashAttention" in name for name in cannsim.launches())
 dist.teardown()
 """
 
 
-@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2)])
-def test_shares_on_simulated_npus_train_like_a_cpu(on_npu, ranks: int, together: int) -> None:
-    on_npu(CODE, ranks, TOGETHER=together, timeout=300)
+@pytest.mark.parametrize(("ranks", "together", "offload"), [(2, 2, 1), (4, 2, 0)])
+def test_shares_on_simulated_npus_train_and_are_saved_like_a_cpu(
+    on_npu, ranks: int, together: int, offload: int
+) -> None:
+    on_npu(CODE, ranks, TOGETHER=together, OFFLOAD=offload, timeout=300)

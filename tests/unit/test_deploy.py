@@ -105,7 +105,7 @@ def test_slurm_asks_for_what_the_launcher_needs() -> None:
     assert re.fullmatch(r"B:TERM@\d+", asked["signal"])  # to the script, which passes it on
     assert int(asked["signal"].split("@")[1]) > int(re.findall(r"--grace (\d+)", text)[0])
     assert {"requeue", "nodes", "time", "output"} <= set(asked)
-    body = text[text.index("\nset -euo") :]
+    body = text[text.index("\nset -eo") :]
     assert "#SBATCH" not in body  # Slurm reads none behind the first command
 
 

@@ -177,6 +177,9 @@ def test_a_checkpoint_of_lora_holds_adapters_alone_and_knows_its_base(
     capsys.readouterr()
     assert main(chat) == 2
     assert "has changed since: the adapters" in capsys.readouterr().err
+    (home() / "runs" / "small" / "hf" / "huggingface" / "base.json").unlink()
+    assert main(chat) == 2
+    assert "base.json cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -270,7 +273,9 @@ def test_the_rate_rises_and_falls_as_asked() -> None:
     [
         (("--lora", "--lora-target", "q_prj"), "did you mean q_proj"),
         (("--stage", "sft", "--model", "nothing-here"), "no Hugging Face model"),
+        (("--lr-multiplier", "2"), "give --learning-rate"),
         (("--output-dir", "{place}"), "is not empty"),
+        (("--output-dir", "{place}/sums.jsonl/out"), "cannot be written"),
         (("--data", "{place}/absent.jsonl"), "neither a task nor a file"),
     ],
 )
@@ -279,6 +284,16 @@ def test_what_cannot_be_trained_is_said_in_one_sentence(
 ) -> None:
     assert main([*words(place, "never"), *(word.format(place=place) for word in more)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_validation_set_is_found_where_the_data_is(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"file_name": str(place / "sums.jsonl")}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"learnt": entry, "kept": entry}), encoding="utf-8")
+    named = ["--data", "learnt", "--validation", "kept", "--dataset-dir", str(tmp_path), "--preview", "1"]
+    assert main([*words(place, "listed"), *named]) == 0
+    assert f"validation {tmp_path}/kept: 60 conversations" in capsys.readouterr().out
 
 
 def test_a_model_without_a_chat_template_is_refused(

@@ -200,7 +200,6 @@ def test_names_are_not_in_two_tables() -> None:
         (["--model", "x", "--data", "y", "--lora-rank", "4"], "belongs to LoRA"),
         (["--model", "x", "--data", "y", "--bf16", "--fp16"], "exclude each other"),
         (["--model", "x", "--data", "y", "--muon", "--lora"], "adapters are trained by AdamW"),
-        (["--model", "x", "--data", "y", "--lr-multiplier", "2"], "give --learning-rate"),
         (["--model", "x", "--data", "y", "--warm-start"], "is of our own models"),
     ],
 )

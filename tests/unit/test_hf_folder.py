@@ -80,6 +80,7 @@ def test_a_hub_id_is_what_was_fetched_and_never_downloaded_here(
         ("model.safetensors", b"\x10\x00", r"cannot be opened"),
         ("model.safetensors", None, r"no weights"),
         ("tokenizer.json", b"{}", r"cannot be opened"),
+        ("tokenizer.json", None, r"has no tokenizer"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_one_sentence(

@@ -173,10 +173,12 @@ def test_the_calculator_of_a_conversation_is_written_as_gsm8k_does() -> None:
     assert "It is <<17+25=42>><|im_end|>" in made.decode(render(made, talk).ids)
 
 
-def test_what_a_template_refuses_is_one_sentence() -> None:
-    made = tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match=r"refuses this conversation: roles must alternate"):
-        render_prompt(made, TALK)
+@pytest.mark.parametrize("marked", ["", "{% generation %}{% endgeneration %}"])
+def test_what_a_template_refuses_is_one_sentence(marked: str) -> None:
+    made = tokenizer("{{ raise_exception('roles must alternate') }}" + marked)
+    for rendered in (render_prompt, render):
+        with pytest.raises(UserError, match=r"refuses this conversation: roles must alternate"):
+            rendered(made, TALK)
 
 
 def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:

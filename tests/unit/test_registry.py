@@ -156,6 +156,22 @@ def test_what_cannot_be_read_is_refused_with_the_next_step(folder: Path, name: s
         list(load(str(folder / name)))
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"columns": ["prompt"]}, "columns of odd must be an object"),
+        ({"tags": "role"}, "tags of odd must be an object"),
+        ({"formatting": ["alpaca"]}, "formatting of odd must be a text"),
+        ({"num_samples": "many"}, "num_samples of odd must be a whole number"),
+    ],
+)
+def test_an_entry_of_another_form_is_named(folder: Path, entry: dict[str, Any], said: str) -> None:
+    (folder / INFO).write_text(json.dumps({"odd": {"file_name": "set0.json", **entry}}), encoding="utf-8")
+    for path in (folder, folder / "odd"):
+        with pytest.raises(UserError, match=said):
+            list(load(str(path)))
+
+
 def test_a_name_that_nobody_knows_is_answered_with_the_nearest_of_the_folder(folder: Path) -> None:
     with pytest.raises(UserError, match=r"has no 'sharegp'; did you mean sharegpt"):
         listed_data(["sharegp"], str(folder), knows)

@@ -17,7 +17,7 @@ from ascendchat.cli import main
 from ascendchat.config import UserError
 from ascendchat.record.results import NewResults
 from ascendchat.report.content import Plot, Table, content, half_band, spread
-from ascendchat.report.gather import gather, newest_run, same_but_seed
+from ascendchat.report.gather import gather, newest_run, same_but_seed, same_settings
 from ascendchat.report.plots import Curve, Panel, draw, smoothed, thinned
 from ascendchat.report.watch import Watched, server
 
@@ -106,6 +106,19 @@ def test_runs_that_differ_in_their_seed_alone_are_one_curve_with_a_band(place: P
     assert half_band([0.0, 0.1, 0.2]) == pytest.approx(4.30 * 0.1 / 3**0.5)
     assert spread([0.5, 0.7], percent=True) == "60.0 % ± 127.1"
     assert half_band([3.0]) == 0.0
+
+
+def test_fine_tunings_of_two_models_are_not_seeds_of_one(place: Path) -> None:
+    models = [str(place.parent / name) for name in ("qwen", "llama")]
+    for path in models:
+        Path(path).mkdir()
+    for name, start in (("a-0", models[0]), ("a-1", models[0]), ("b-0", models[1]), ("c", "a-0")):
+        write(place / name / "hf", training())
+        settings = {"start": start, "seed": int(name[-1] == "1"), "output_dir": f"/out/{name}"}
+        (place / name / "hf" / "config.yaml").write_text(yaml.safe_dump(settings))
+    runs = [gather(name) for name in ("a-0", "b-0", "a-1")]
+    assert [[run.name for run in group] for group in same_but_seed(runs)] == [["a-0", "a-1"], ["b-0"]]
+    assert "start" not in same_settings(gather("c").stages[0]), "a run has a seed of its own"
 
 
 def test_the_time_of_a_stage_adds_up_over_its_sessions(place: Path) -> None:
