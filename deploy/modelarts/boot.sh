@@ -8,7 +8,6 @@ if [ $# -eq 0 ]; then
     echo "name the command: bash $0 base --depth 20 --run d20" >&2
     exit 2
 fi
-set +u  # CANN's settings append variables that may not be there
 for folder in /usr/local/Ascend/ascend-toolkit /home/ma-user/Ascend/ascend-toolkit; do
     [ -f "$folder/set_env.sh" ] && source "$folder/set_env.sh" && break
 done
