@@ -184,7 +184,8 @@ def test_a_checkpoint_of_lora_holds_adapters_alone_and_knows_its_base(
 
 @pytest.mark.slow
 def test_a_run_goes_on_and_other_adapters_are_another_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words(place, "twice", "--lora", "--lora-dropout", "0.2")) == 0
+    data = "--data", f"{place / 'sums.jsonl'}=1"  # with a weight of its own, which the number of rows does not change
+    assert main(words(place, "twice", *data, "--lora", "--lora-dropout", "0.2")) == 0
     whole = newest(home() / "runs" / "twice" / "hf")
     assert whole is not None
     wanted = whole.model()
@@ -192,14 +193,16 @@ def test_a_run_goes_on_and_other_adapters_are_another_run(place: Path, capsys: p
         path.unlink()
     whole.folder.rmdir()
     capsys.readouterr()
-    assert main(words(place, "twice", "--lora", "--lora-dropout", "0.2")) == 0
+    assert main(words(place, "twice", *data, "--lora", "--lora-dropout", "0.2")) == 0
     assert "continuing after step 4" in capsys.readouterr().out
     again = newest(home() / "runs" / "twice" / "hf")
     assert again is not None
     assert all(torch.equal(wanted[name], tensor) for name, tensor in again.model().items())
-    for other in (["--lora", "--lora-rank", "2"], []):
-        assert main(words(place, "twice", *other)) == 2
-        assert "was written with lora" in capsys.readouterr().err
+    for other, what in ((["--lora-rank", "2"], "lora"), (["--lora-dropout", "0.2", "--no-packing"], "packing")):
+        assert main(words(place, "twice", *data, "--lora", *other)) == 2
+        assert f"was written with {what}" in capsys.readouterr().err
+    assert main(words(place, "twice", *data)) == 2
+    assert "was written with lora" in capsys.readouterr().err
 
 
 @pytest.mark.slow
