@@ -118,7 +118,8 @@ class FinetuneStage(ChatStage):
 
     def identity(self) -> dict[str, Any]:
         lora, optimizer = self.theirs.lora, "muon" if self.config.muon else "adamw"
-        return {**super().identity(), "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
+        rows = {"packing": None if self.config.packing else False}
+        return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
 
     def summary(self) -> str:
         part = f", of which {self.trained / 1e6:.2f} M learn (LoRA)" if self.theirs.lora else ""
@@ -205,7 +206,8 @@ class PairStage(PreferenceStage):
 
     def identity(self) -> dict[str, Any]:
         lora = self.theirs.lora
-        return {**super().identity(), "lora": lora.to_dict() if lora else None}
+        rows = {"packing": None if self.config.packing else False}
+        return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None}
 
 
 def finetuning_optimizer(

@@ -184,7 +184,9 @@ def test_a_checkpoint_of_lora_holds_adapters_alone_and_knows_its_base(
 
 @pytest.mark.slow
 def test_a_run_goes_on_and_other_adapters_are_another_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dropping = ["--lora", "--lora-dropout", "0.2", "--seed", "1000000000000000000"]  # the largest that is allowed
+    data = "--data", f"{place / 'sums.jsonl'}=1"  # with a weight of its own, which the number of rows does not change
+    seed = "--seed", "1000000000000000000"  # the largest that is allowed
+    dropping = [*data, *seed, "--lora", "--lora-dropout", "0.2"]
     assert main(words(place, "twice", *dropping)) == 0
     whole = newest(home() / "runs" / "twice" / "hf")
     assert whole is not None
@@ -198,9 +200,11 @@ def test_a_run_goes_on_and_other_adapters_are_another_run(place: Path, capsys: p
     again = newest(home() / "runs" / "twice" / "hf")
     assert again is not None
     assert all(torch.equal(wanted[name], tensor) for name, tensor in again.model().items())
-    for other in (["--lora", "--lora-rank", "2"], []):
-        assert main(words(place, "twice", *other, *dropping[-2:])) == 2
-        assert "was written with lora" in capsys.readouterr().err
+    for other, what in ((["--lora-rank", "2"], "lora"), (["--lora-dropout", "0.2", "--no-packing"], "packing")):
+        assert main(words(place, "twice", *data, *seed, "--lora", *other)) == 2
+        assert f"was written with {what}" in capsys.readouterr().err
+    assert main(words(place, "twice", *data, *seed)) == 2
+    assert "was written with lora" in capsys.readouterr().err
 
 
 @pytest.mark.slow
