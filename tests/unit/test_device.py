@@ -241,6 +241,8 @@ def test_marks_measure_milliseconds() -> None:
 
 
 MEMORY = """
+import time
+
 import torch
 from ascendchat.device import pick
 
@@ -255,7 +257,12 @@ assert during.used - before.used > 48 << 20
 assert during.peak >= during.used - (8 << 20)
 del block
 device.release()
-after = device.memory()
+for _ in range(500):  # the allocator of aarch64 wheels gives blocks back a little later, while it is used
+    after = device.memory()
+    if after.used < during.used - (48 << 20):
+        break
+    torch.ones(1 << 20)
+    time.sleep(0.01)
 assert after.used < during.used - (48 << 20)
 assert after.peak > after.used + (48 << 20)
 device.reset_peak()

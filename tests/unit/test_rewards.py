@@ -160,6 +160,9 @@ def test_neither_forks_nor_memory_nor_children_stop_the_others(module: str, monk
         assert judge.rewards([(task, 0, "again")]) != [None]
     finally:
         judge.close()
+    end = time.monotonic() + 60  # a process that was killed may still be ending
+    while set(pool.usage()) & pids and time.monotonic() < end:
+        time.sleep(0.1)
     assert not set(pool.usage()) & pids, "processes of a reward are left behind"
 
 
