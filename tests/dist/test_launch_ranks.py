@@ -27,10 +27,15 @@ print("warning of rank", os.environ["RANK"], file=sys.stderr)
 """
 FAIL_ONCE = """
 import os, sys, time
+from pathlib import Path
+said = Path(__file__).with_suffix(".said")
 if os.environ["RANK"] == "1" and os.environ.get("ASCENDCHAT_RESTART", "0") == "0":
+    while not said.exists():  # a rank that has failed takes the other along, and that one shall have spoken
+        time.sleep(0.05)
     print("the disk is full, says rank 1")
     sys.exit(7)
 print("rank", os.environ["RANK"], "restart", os.environ.get("ASCENDCHAT_RESTART"), flush=True)
+said.touch()
 time.sleep(0 if os.environ.get("ASCENDCHAT_RESTART") else 60)
 """
 TOO_LARGE = """

@@ -36,7 +36,7 @@ def test_logits_on_the_npu_are_those_of_the_published_formulas(
     assert main(["import", "nanochat", str(tmp_path), "--run", f"from-{era}"]) == 0
     with joined(pick("npu")) as here:
         found = open_model(here, ModelConfig(run=f"from-{era}", device_type="npu"), None)
-    assert found.kernel.name == "npu_fusion"
+    assert found.kernel.name == "sdpa"  # the fused kernels do not generate in float32
     tokens = torch.randint(0, 265, (2, 100), generator=torch.Generator().manual_seed(1))
     cannsim.reset()
     hidden = found.model(tokens.to("npu:0"), dense(found.model, found.kernel, 100))

@@ -227,6 +227,7 @@ thread.join()
 assert found[0] == 107002 and b"context is empty" in found[1] and found[2] == 0, found
 """
     env = cannsim.environment() | {"CANNSIM_CANN_VERSION": "8.2.RC1"}  # read when torch_npu is imported
+    env.pop("PYTORCH_NPU_ALLOC_CONF", None)  # what a test in this process has set for itself
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=120)
 
 
