@@ -14,6 +14,7 @@ from ascendchat.config.infer import ModelConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import joined
 from ascendchat.infer.load import open_model
+from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.model import dense
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
@@ -39,7 +40,7 @@ def test_logits_on_the_npu_are_those_of_the_published_formulas(
     assert found.kernel.name == "sdpa"  # the fused kernels do not generate in float32
     tokens = torch.randint(0, 265, (2, 100), generator=torch.Generator().manual_seed(1))
     cannsim.reset()
-    hidden = found.model(tokens.to("npu:0"), dense(found.model, found.kernel, 100))
+    hidden = found.model(tokens.to("npu:0"), dense(found.model, KERNELS["npu_fusion"], 100))
     assert cannsim.launches()["aclnnFlashAttentionScore"] == 3
     ours = found.model.cap(hidden @ found.model.head[:265].t()).cpu()
     assert (ours.double() - nanochat.logits(era, config, given, tokens)).abs().max() < 1e-3
