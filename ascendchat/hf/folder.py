@@ -119,7 +119,7 @@ def refuse_ours(folder: Folder) -> None:
     """For those who train."""
     if is_ours(folder):
         raise UserError(
-            f"{folder.path} is a model that ascendchat has exported: chat, serve and eval open it, training does not; "
+            f"{folder.path} is an exported model of our own: chat, serve and eval open it, training does not; "
             "train its run instead (--run NAME, or --start FOLDER of a checkpoint)"
         )
 

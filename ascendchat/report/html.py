@@ -15,25 +15,25 @@ from ascendchat.config.language import language, translate
 from ascendchat.report.content import Plot, Section, Table, Text
 
 STYLE = """
-:root { color-scheme: light; --line: #d5dbe1; --soft: #f5f7f9; --ink: #1b2733; --dim: #55626f; --accent: #0b62a8 }
+:root { color-scheme: light }
 * { box-sizing: border-box }
-body { margin: 0; background: #fff; color: var(--ink);
+body { margin: 0; background: #fff; color: #1b2733;
   font: 15px/1.5 system-ui, "PingFang SC", "Microsoft YaHei", sans-serif }
 header, main, footer { max-width: 1180px; margin: 0 auto; padding: 0 20px }
-header { padding-top: 28px; border-bottom: 2px solid var(--accent); margin-bottom: 18px }
+header { padding-top: 28px; border-bottom: 2px solid #0b62a8; margin-bottom: 18px }
 h1 { font-size: 24px; margin: 0 0 4px } h2 { font-size: 18px; margin: 34px 0 10px }
-header p, footer { color: var(--dim); font-size: 13px } footer { padding-bottom: 30px; margin-top: 30px }
+header p, footer { color: #55626f; font-size: 13px } footer { padding-bottom: 30px; margin-top: 30px }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-size: 13px; margin: 6px 0 14px; font-variant-numeric: tabular-nums }
-caption { text-align: left; color: var(--dim); padding: 4px 0 }
-th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
-th { background: var(--soft); font-weight: 600 } th[scope=row], td:first-child { text-align: left }
+caption { text-align: left; color: #55626f; padding: 4px 0 }
+th, td { padding: 5px 10px; border-bottom: 1px solid #d5dbe1; text-align: right; white-space: nowrap }
+th { background: #f5f7f9; font-weight: 600 } th[scope=row], td:first-child { text-align: left }
 td.text { text-align: left; white-space: normal; min-width: 14em }
 figure { margin: 0 } figure img { width: 100%; height: auto; max-width: 1140px }
 figure.narrow img { width: auto; max-width: 100% }
-pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: 10px 12px; font-size: 13px;
+pre { background: #f5f7f9; border: 1px solid #d5dbe1; border-radius: 6px; padding: 10px 12px; font-size: 13px;
   white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 14px }
-h3 { font-size: 13px; color: var(--dim); margin: 12px 0 0; font-weight: 600 }
+h3 { font-size: 13px; color: #55626f; margin: 12px 0 0; font-weight: 600 }
 summary { cursor: pointer; font-size: 13px; padding: 4px 0 }
 @media print { details { display: none } h2 { break-after: avoid } figure, table { break-inside: avoid } }
 """
