@@ -36,8 +36,7 @@ from ascendchat.hf.lora import LoraSettings, adapter_weights
 from ascendchat.hf.shape import HFShape
 from ascendchat.infer.huggingface import BESIDE
 from ascendchat.nn.attention import choose
-from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, muon_groups
-from ascendchat.nn.sharded import ShardedAdamW, whole_weights
+from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split
 from ascendchat.plan.goals import FINETUNE_ROWS
@@ -210,11 +209,11 @@ class PairStage(PreferenceStage):
         return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None}
 
 
-def finetuning_optimizer(
-    learner: Learner, rates: dict[str, float], made: list[Group], theirs: Theirs
-) -> MuonAdamW | ShardedAdamW:
+def finetuning_optimizer(learner: Learner, rates: dict[str, float], made: list[Group], theirs: Theirs) -> Optimizer:
     if theirs.mesh is None:
         return optimizer_for(learner, rates, made)
+    from ascendchat.nn.sharded import ShardedAdamW
+
     return ShardedAdamW(theirs.model, made, theirs.mesh, fused=learner.device.chip.fused_adamw)
 
 
@@ -222,7 +221,11 @@ def trained_weights(theirs: Theirs, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a checkpoint holds: adapters, or all. Every rank calls it."""
     model = theirs.model
     found = adapter_weights(model) if theirs.lora else dict(model.state_dict())
-    return whole_weights(found, dtype) if theirs.mesh else found
+    if theirs.mesh is None:
+        return found
+    from ascendchat.nn.sharded import whole_weights
+
+    return whole_weights(found, dtype)
 
 
 def checked(config: FinetuneConfig) -> FinetuneConfig:

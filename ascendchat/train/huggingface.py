@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING, Any
 
 from ascendchat.checkpoint import Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.chips import Chip
@@ -28,11 +26,13 @@ from ascendchat.hf.model import CausalLM
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
-from ascendchat.nn.sharded import mesh_over, share_out_weights
 from ascendchat.plan.batch import largest_rows
 from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config
 from ascendchat.plan.memory import usable
 from ascendchat.record import run_folder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ROW = 2048  # tokens of a row where nobody says
 LARGE = 2e9  # parameters from which the learning rate is the smaller one
@@ -129,6 +129,8 @@ def _on_device(
     together = getattr(config, "shard", 0)
     if not together:
         return model.to(here.place), None
+    from ascendchat.nn.sharded import mesh_over, share_out_weights  # FSDP2 takes most of a second to import
+
     mesh = mesh_over(here.place, together)
     offload = bool(getattr(config, "offload", False))
     share_out_weights(model, model.inner.base_model.layers, mesh, here.device.dtype, offload=offload)
