@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,3 +217,12 @@ def test_rates_follow_what_is_trained() -> None:
         for more in ([], ["--lora"])
     ]
     assert rates == [1e-5, 1e-4]
+
+
+@pytest.mark.slow
+def test_training_imports_fsdp_only_when_weights_are_shared_out() -> None:
+    """It takes most of a second."""
+    code = "import sys, ascendchat.train.sft, ascendchat.train.finetune; print('torch.distributed.fsdp' in sys.modules)"
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "False", done.stderr[-2000:]
