@@ -81,6 +81,11 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
     @property
+    def failed(self) -> bool:
+        """The start has ended without a server."""
+        return self.started.done() and (self.started.cancelled() or self.started.exception() is not None)
+
+    @property
     def ready(self) -> list[Ready]:
         """What the workers that answer have said of themselves."""
         return [process.ready for process in self.processes if process.ready is not None]
@@ -183,7 +188,7 @@ class Pool:
         elif isinstance(message, UserError):
             if not self.started.done():
                 self.started.set_exception(message)
-            else:
+            elif not self.failed:  # the first sentence is enough
                 say(f"worker {process.index}: {message}")
 
     def _deliver(self, process: Process, part: Begun | Part | Refused) -> None:
@@ -270,7 +275,7 @@ class Pool:
             text = f"worker {process.index} ended while it opened the model ({how}); its error stands above"
             self.started.set_exception(UserError(text))
             return False
-        if self.started.exception() is not None:
+        if self.failed:
             return False
         say(f"worker {process.index} has died ({how}); it is started again")
         self.feed()

@@ -17,9 +17,10 @@ import running_server as served
 from warm_process import nursery
 
 from ascendchat.config import UserError
+from ascendchat.config.serve import ServeConfig
 from ascendchat.serve import child
 from ascendchat.serve.messages import Part
-from ascendchat.serve.pool import MOST_ATTEMPTS, Failure, Overloaded, Pool
+from ascendchat.serve.pool import MOST_ATTEMPTS, Failure, Overloaded, Pool, Process
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path
+
+
+def test_only_the_first_worker_that_cannot_open_the_model_is_heard(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both say why before the command has ended; whatever comes after the first sentence is not said."""
+
+    async def test() -> None:
+        pool = Pool(ServeConfig(device_type="cpu", run="none", devices=2))
+        pool.processes = []  # what they would say comes from here
+        starting = asyncio.create_task(pool.start())
+        await asyncio.sleep(0)
+        for text in ("first", "second"):
+            pool.take(Process(pool, 0), UserError(text))
+        with pytest.raises(UserError, match="first"):
+            await starting
+
+    real.run(test)
+    assert "second" not in capfd.readouterr().err
 
 
 class Shared:
