@@ -21,8 +21,8 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.core
-	$(PIP) -e '.[$(EXTRAS)]'
+$(VENV)/.dev: $(VENV)/.core cannsim/pyproject.toml
+	$(PIP) -e '.[$(EXTRAS)]' -e ./cannsim
 	@touch $@
 
 # A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead.
@@ -38,7 +38,7 @@ endif
 
 # The simulated CANN: needs a C++ compiler and the headers inside the torch and torch_npu wheels.
 cannsim: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -C cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)
+	@$(MAKE) --no-print-directory -C cannsim/cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)
 
 # Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
 # torch_npu), each of the two processes on simulated NPUs of its own.
@@ -68,4 +68,4 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf cannsim/build build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf cannsim/cannsim/build cannsim/build build *.egg-info cannsim/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-# source cannsim/env.sh: run the official torch_npu wheel on the simulated CANN in this shell.
+# source cannsim/cannsim/env.sh: run the official torch_npu wheel on the simulated CANN in this shell.
 # Options are the CANNSIM_* variables of cannsim/README.md; build first with `make cannsim`.
 _cannsim_root="$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")" && pwd)"
 if [ ! -e "$_cannsim_root/build/lib64/libopapi.so" ]; then

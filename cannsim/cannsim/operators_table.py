@@ -2,7 +2,7 @@
 
     python -m cannsim operators          # runs this file on the simulated CANN and prints Markdown
 
-The operators, parameters and checks are read from the library itself (the OP lines of cannsim/src/ops), the
+The operators, parameters and checks are read from the library itself (the OP lines of src/ops), the
 executed ones by running the operator cases of tests/npu and from the names that its operator tests demand.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-TESTS = ROOT.parent / "tests" / "npu"
+TESTS = ROOT.parent.parent / "tests" / "npu"
 
 # Parameter types of the OP lines -> words of signatures.txt.
 WORDS = {

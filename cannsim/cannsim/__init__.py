@@ -3,7 +3,7 @@
     python -m cannsim run -- python -c "import torch, cannsim; torch.ones(2).npu() + 1; print(cannsim.launches())"
 
 Importing this package changes nothing: a process runs on cannsim only when `python -m cannsim run` or
-`source cannsim/env.sh` has prepared its environment. Needs no torch.
+`source cannsim/cannsim/env.sh` has prepared its environment. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 import os
 import sys
 from pathlib import Path
+
+__version__ = "0.1.0"
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
