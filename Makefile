@@ -38,7 +38,7 @@ endif
 
 # The simulated CANN: needs a C++ compiler and the headers inside the torch and torch_npu wheels.
 cannsim: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -C cannsim/cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(BIN)/python)
+	@$(BIN)/python -m cannsim build --verbose
 
 # Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
 # torch_npu), each of the two processes on simulated NPUs of its own.

@@ -1,9 +1,9 @@
 """Instruments of the simulated CANN, for tests and benchmarks inside a process that runs on it.
 
-    python -m cannsim run -- python -c "import torch, cannsim; torch.ones(2).npu() + 1; print(cannsim.launches())"
+    cannsim run -- python -c "import torch, cannsim; torch.ones(2).npu() + 1; print(cannsim.launches())"
 
-Importing this package changes nothing: a process runs on cannsim only when `python -m cannsim run` or
-`source cannsim/cannsim/env.sh` has prepared its environment. Needs no torch.
+Importing this package changes nothing: a process runs on cannsim only when `cannsim run`, the pytest plugin or
+`source env.sh` has prepared its environment. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import ctypes
 import functools
 import json
 import os
+import re
 import sys
-from pathlib import Path
+
+from cannsim import build
+from cannsim.build import ROOT
 
 __version__ = "0.1.0"
 
-ROOT = Path(__file__).resolve().parent
-BUILD = ROOT / "build"
-
 
 def built() -> bool:
-    """True when `make cannsim` has built the libraries."""
-    return all((BUILD / "lib64" / f"lib{name}.so").exists() for name in ("ascendcl", "hccl", "opapi"))
+    """True when the libraries are there; `cannsim build` makes them."""
+    try:
+        return all((build.home() / "lib64" / f"lib{name}.so").exists() for name in build.LIBRARIES)
+    except build.CannotBuild:
+        return False
 
 
 def active() -> bool:
@@ -37,15 +40,17 @@ def environment(
 ) -> dict[str, str]:
     """The environment variables (a full copy of os.environ) in which a child process runs on cannsim."""
     env = dict(os.environ)
-    lib = str(BUILD / "lib64")
+    home = build.home()
+    lib = str(home / "lib64")
     paths = [p for p in env.get("LD_LIBRARY_PATH", "").split(":") if p and p != lib]
     env["LD_LIBRARY_PATH"] = ":".join([lib, *paths])
-    env["CANNSIM_HOME"] = env["ASCEND_HOME_PATH"] = env["ASCEND_TOOLKIT_HOME"] = str(BUILD)
-    env["ASCEND_OPP_PATH"] = str(BUILD / "opp")
+    env["CANNSIM_HOME"] = env["ASCEND_HOME_PATH"] = env["ASCEND_TOOLKIT_HOME"] = str(home)
+    env["ASCEND_OPP_PATH"] = str(home / "opp")
     tools = str(ROOT)  # npu-smi lies here
     env["PATH"] = ":".join([tools, *(p for p in env.get("PATH", "").split(":") if p != tools)])
-    parent = str(ROOT.parent)  # so that `import cannsim` works in the child, wherever it runs
-    env["PYTHONPATH"] = ":".join([parent, *(p for p in env.get("PYTHONPATH", "").split(":") if p and p != parent)])
+    if build.in_clone():  # `import cannsim` works in the child also where the clone is not installed
+        parent = str(ROOT.parent)
+        env["PYTHONPATH"] = ":".join([parent, *(p for p in env.get("PYTHONPATH", "").split(":") if p and p != parent)])
     env.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     if devices is not None:
         env["CANNSIM_DEVICES"] = str(devices)
@@ -61,7 +66,7 @@ def environment(
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     if not active():
-        raise RuntimeError("this process does not run on cannsim; start it with: python -m cannsim run -- COMMAND")
+        raise RuntimeError("this process does not run on cannsim; start it with: cannsim run -- COMMAND")
     library = ctypes.CDLL("libascendcl.so")
     library.cannsim_counters_json.restype = ctypes.c_char_p
     library.cannsim_allocated.restype = ctypes.c_uint64
@@ -114,6 +119,18 @@ def reset() -> None:
     """Start counting anew (also the peak of memory)."""
     _settle()
     _runtime().cannsim_reset()
+
+
+def set_faults(rules: str) -> None:
+    """From now on these faults and no others, in the words of CANNSIM_FAULT; "" takes all away.
+
+    The n-th call is counted from here on.
+    """
+    for rule in rules.split(",") if rules else []:
+        if not re.fullmatch(r"[^:,@]+:[1-9]\d*:[^:,@]+(@\d+)?", rule):
+            raise ValueError(f"cannot read the fault {rule!r}; expected name:nth:action[@rank]")
+    _settle()
+    _runtime().cannsim_set_faults(rules.encode())
 
 
 def allocated(device: int = 0) -> int:

@@ -1,9 +1,10 @@
 """The table of simulated operators: whether a test runs each, what it checks, where its signature comes from.
 
-    python -m cannsim operators          # runs this file on the simulated CANN and prints Markdown
+    cannsim operators          # runs this file on the simulated CANN and prints Markdown
 
 The operators, parameters and checks are read from the library itself (the OP lines of src/ops), the
-executed ones by running the operator cases of tests/npu and from the names that its operator tests demand.
+executed ones by running the operator cases of tests/npu and from the names that its operator tests demand; an
+installed package has no tests, and its table no such column.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-TESTS = ROOT.parent.parent / "tests" / "npu"
+TESTS = ROOT.parent.parent / "tests" / "npu"  # in a clone only
 
 # Parameter types of the OP lines -> words of signatures.txt.
 WORDS = {
@@ -58,7 +59,11 @@ def calls(text: str) -> tuple[str, ...]:
 
 def operators() -> list[Operator]:
     """Every OP line of the built library."""
-    library = ctypes.CDLL(str(ROOT / "build" / "lib64" / "libopapi.so"))
+    import torch  # noqa: F401  libopapi.so needs the libraries of torch
+
+    from cannsim import build
+
+    library = ctypes.CDLL(str(build.home() / "lib64" / "libopapi.so"))
     library.cannsimOperators.restype = ctypes.c_char_p
     rows = []
     for line in library.cannsimOperators().decode().splitlines():
@@ -100,22 +105,24 @@ def summary(check: str) -> str:
 
 def render() -> str:
     """The table, in Markdown."""
-    run, public, rows = executed(), signatures(), operators()
-    ran = sum(o.name in run for o in rows)
+    run, public, rows = executed() if TESTS.is_dir() else None, signatures(), operators()
+    columns = ["operator", *(["executed"] if run is not None else []), "checked", "signature"]
     lines = [
         "# Simulated operators",
         "",
-        f"{len(rows)} operators, {ran} of them executed by a test against the CPU,",
-        f"{sum(bool(o.checks) for o in rows)} with checks of their own. The parameter types of all equal those of",
-        "`signatures.txt`, whose source the last column names. Every operator also refuses a null required argument",
-        "(161001) and bfloat16 on a chip without it (161002). *executed*: a test runs it and compares the result.",
+        f"{len(rows)} operators, {sum(bool(o.checks) for o in rows)} with checks of their own. The parameter types of",
+        "all equal those of `signatures.txt`, whose source the last column names. Every operator also refuses a null",
+        "required argument (161001) and bfloat16 on a chip without it (161002).",
     ]
+    if run is not None:
+        lines += [f"*executed* ({sum(o.name in run for o in rows)}): a test runs it and compares it with the CPU."]
     for family in sorted({o.family for o in rows}):
-        lines += ["", f"## {family}.cpp", "", "| operator | executed | checked | signature |", "|---|---|---|---|"]
+        lines += ["", f"## {family}.cpp", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for o in (o for o in rows if o.family == family):
             checks = "; ".join(summary(c) for c in o.checks).replace("|", "\\|")
             source = public[o.name][1] if o.name in public else "not public"
-            lines.append(f"| {o.name} | {'yes' if o.name in run else ''} | {checks} | {source} |")
+            ran = [] if run is None else ["yes" if o.name in run else ""]
+            lines.append(f"| {' | '.join([o.name, *ran, checks, source])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import cannsim
+from cannsim import __main__ as command
+from cannsim import explain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(cannsim.ROOT.glob("*.py"))
@@ -30,3 +35,133 @@ def test_it_imports_nothing_of_ascendchat_and_keeps_to_its_size(path: Path) -> N
     assert not [name for name in names if name.split(".")[0] == "ascendchat"]
     assert ast.get_docstring(tree), "opens with what it is for"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+FAKE_COMPILER = """#!/bin/sh
+# Stands in for g++, whose work takes minutes: makes the file behind -o, and writes down its name.
+[ -e "$(dirname "$0")/broken" ] && { echo "x.cpp:1: error: this is no C++"; exit 1; }
+while [ "$1" != -o ]; do shift; done
+echo "$2" >> "$(dirname "$0")/compiled"; echo x > "$2"
+"""
+
+
+@dataclass
+class Installed:
+    """A copy of the package as it lies in site-packages: no clone, no build."""
+
+    folder: Path
+
+    def build(self, *options: str, **env: str) -> subprocess.Popen[str]:
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("CANNSIM_")}
+        variables |= {"PYTHONPATH": str(self.folder / "site"), "CANNSIM_CACHE": str(self.folder / "cache")}
+        variables |= {"CXX": str(self.folder / "g++")} | env
+        command = [sys.executable, *options, "-m", "cannsim", "build"]
+        return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def compiled(self) -> list[str]:
+        return (self.folder / "compiled").read_text().split()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Installed:
+    ignored = shutil.ignore_patterns("build", "__pycache__")
+    shutil.copytree(cannsim.ROOT, tmp_path / "site" / "cannsim", ignore=ignored)
+    (tmp_path / "g++").write_text(FAKE_COMPILER)
+    (tmp_path / "g++").chmod(0o755)
+    return Installed(tmp_path)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="torch_npu and cannsim run on Linux")
+
+
+@linux
+@pytest.mark.slow
+def test_two_first_uses_build_once_and_a_third_builds_nothing(installed: Installed) -> None:
+    first, second = installed.build(), installed.build()
+    outputs = [process.communicate(timeout=300) for process in (first, second)]
+    folders = {out.strip() for out, _ in outputs}
+    assert len(folders) == 1, outputs
+    assert first.returncode == second.returncode == 0
+    assert sum("building the simulated CANN for torch" in err for _, err in outputs) == 1
+    (folder,) = (Path(name) for name in folders)
+    assert folder.parent == installed.folder / "cache"
+    assert {"libascendcl.so", "libhccl.so", "libopapi.so"} <= {path.name for path in (folder / "lib64").iterdir()}
+    assert not [*folder.rglob("*.o"), *folder.rglob("*.gch")], "only what is needed to run is kept"
+    compiled = installed.compiled()
+    assert len(compiled) == len(set(compiled)), "nothing was compiled twice"
+    assert installed.build().communicate(timeout=300) == (f"{folder}\n", "")
+    assert installed.compiled() == compiled
+    source = installed.folder / "site" / "cannsim" / "src" / "runtime" / "config.cpp"
+    source.write_text(source.read_text() + "// changed\n")
+    assert Path(installed.build().communicate(timeout=300)[0].strip()) != folder, "other sources, another build"
+
+
+@linux
+@pytest.mark.parametrize("lack", ["compiler", "make", "torch", "C++"])
+def test_what_a_build_lacks_is_one_sentence_with_the_next_step(installed: Installed, lack: str) -> None:
+    if lack == "C++":
+        (installed.folder / "broken").touch()
+    process = {
+        "compiler": lambda: installed.build(CXX="no-such-compiler -O1"),
+        "make": lambda: installed.build(PATH=str(installed.folder)),
+        "torch": lambda: installed.build("-S"),
+        "C++": installed.build,
+    }[lack]()
+    out, err = process.communicate(timeout=300)
+    *before, last = err.splitlines()
+    expected = {
+        "compiler": "cannsim: the C++ compiler no-such-compiler was not found; install it",
+        "make": "cannsim: make was not found; install it",
+        "torch": f"cannsim: torch is not installed in {sys.executable}; type: pip install",
+        "C++": "cannsim: the build failed: x.cpp:1: error: this is no C++; the whole output is in ",
+    }
+    assert (process.returncode, out) == (2, ""), err
+    assert last.startswith(expected[lack]), err
+    assert len(before) == (1 if lack == "C++" else 0), "one sentence when it begins to build, no traceback"
+
+
+@pytest.mark.parametrize(
+    ("text", "answers"),
+    [
+        ("aclnnAdd", ["aclnnAdd is simulated in src/ops/binary.cpp; it takes (tensor, tensor, scalar, tensor)"]),
+        (
+            "aclnnMatmulV9GetWorkspaceSize not in libopapi.so",
+            ["aclnnMatmulV9 is not simulated. Simulated: aclnnMatmul"],
+        ),
+        ("EZ3002: Optype [Identity] of Ops kernel", ["Identity is an operator of the older", "EZ3002: the operator"]),
+        ("The error code is 507048\nEI0002: The wait", ["507048: a collective waited", "EI0002: a collective waited"]),
+        ("call of rtKernelLaunch failed", ["rtKernelLaunch is not supported"]),
+        ("error code 507054", ["507054: Inner Error! ...: hbm Multi-bit ECC error."]),
+        ("gcd", ["aten::gcd needs an aclnn operator that is not simulated; with CANNSIM_BOXED=1"]),
+        ("all is well", []),
+    ],
+)
+def test_explain_says_what_is_refused_and_what_would_be_needed(text: str, answers: list[str]) -> None:
+    given = explain.explain(text).splitlines()
+    assert len(given) == len(answers)
+    assert all(line.startswith(answer) for line, answer in zip(given, answers)), given
+
+
+def test_every_code_that_explain_knows_by_heart_has_a_sentence_of_the_runtime() -> None:
+    assert set(explain.CODES) - {"EZ3002", "EI0005"} <= set(explain.sentences())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["run"], "cannsim: no command given; type: cannsim run -- COMMAND"),
+        (["run", "--devices", "65", "--", "true"], "argument --devices: 65 is no number of NPUs from 0 to 64"),
+        (["run", "--chip", "A100", "--", "true"], "argument --chip: A100 is not known; take one of Ascend910A, "),
+        (["trace", "--memory-gb", "0", "--", "true"], "argument --memory-gb: 0 is no number of GiB above 0"),
+    ],
+)
+def test_wrong_options_are_told_in_a_sentence(
+    arguments: list[str], answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cannsim", *arguments])
+    try:
+        status = command.main()
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert answer in capsys.readouterr().err.splitlines()[-1]

@@ -62,6 +62,7 @@ Device& device(int index) {
 }
 
 void Device::fail(int code, const std::string& text) {
+  stop_at_error(text);
   std::lock_guard lock(mutex);
   if (error) return;
   error = code;

@@ -28,7 +28,8 @@ struct Rule {
   uint64_t nth;
   Action action;
   int code;
-  std::atomic<uint64_t> seen{0};  // calls that matched; differs from nth_call only for prefix rules
+  bool late;          // added while the process runs, so its calls count from then on
+  std::atomic<uint64_t> seen{0};  // calls that matched; differs from nth_call only for prefix and late rules
 };
 
 [[noreturn]] void bad_rule(const std::string& text) {
@@ -62,20 +63,27 @@ std::unique_ptr<Rule> parse_rule(std::string text) {
   return rule;
 }
 
-const std::vector<std::unique_ptr<Rule>>& rules() {
-  static const auto* parsed = [] {
-    auto* list = new std::vector<std::unique_ptr<Rule>>;
-    std::string text = env_string("CANNSIM_FAULT", "");
-    for (size_t begin = 0; begin < text.size();) {
-      size_t end = std::min(text.find(',', begin), text.size());
-      if (end > begin) {
-        if (auto rule = parse_rule(text.substr(begin, end - begin))) list->push_back(std::move(rule));
+using Rules = std::vector<std::unique_ptr<Rule>>;
+
+Rules* parse_rules(const std::string& text, bool late) {
+  auto* list = new Rules;
+  for (size_t begin = 0; begin < text.size();) {
+    size_t end = std::min(text.find(',', begin), text.size());
+    if (end > begin) {
+      if (auto rule = parse_rule(text.substr(begin, end - begin))) {
+        rule->late = late;
+        list->push_back(std::move(rule));
       }
-      begin = end + 1;
     }
-    return list;
-  }();
-  return *parsed;
+    begin = end + 1;
+  }
+  return list;
+}
+
+// Replaced as a whole; the old rules are leaked, since another thread may be reading them.
+std::atomic<const Rules*>& rules() {
+  static std::atomic<const Rules*> current{parse_rules(env_string("CANNSIM_FAULT", ""), false)};
+  return current;
 }
 
 bool starts_with(const char* text, const char* prefix) { return strncmp(text, prefix, strlen(prefix)) == 0; }
@@ -107,14 +115,10 @@ void hang_forever() {
 }
 
 int apply_faults(const char* name, uint64_t nth_call) {
-  for (const auto& rule : rules()) {
+  for (const auto& rule : *rules().load()) {
     uint64_t nth = nth_call;
-    if (rule->prefix) {
-      if (!starts_with(name, rule->name.c_str())) continue;
-      nth = ++rule->seen;
-    } else if (rule->name != name) {
-      continue;
-    }
+    if (rule->prefix ? !starts_with(name, rule->name.c_str()) : rule->name != name) continue;
+    if (rule->prefix || rule->late) nth = ++rule->seen;
     if (nth != rule->nth) continue;
     if (rule->action == Action::kKill) raise(SIGKILL);
     if (rule->action == Action::kHang) {
@@ -140,3 +144,6 @@ PendingFault take_pending_fault(const char* name) {
 }
 
 }  // namespace cannsim
+
+// For Python (ctypes): from now on these rules and no others; "" takes all away.
+API void cannsim_set_faults(const char* text) { cannsim::rules() = cannsim::parse_rules(text, true); }

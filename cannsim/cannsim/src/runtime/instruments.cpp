@@ -1,9 +1,8 @@
-// Counters, the trace file and the text of the last error; read from Python by cannsim/__init__.py.
-#include <fcntl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+// Counters and the text of the last error; read from Python by cannsim/__init__.py.
+#include <sys/resource.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -31,25 +30,6 @@ Counters& counters() {
   return *instance;
 }
 
-// One JSON object per line and call; a single write() so that ranks can share the file.
-void trace(const char* name, uint64_t nth) {
-  static const int file = [] {
-    std::string path = env_string("CANNSIM_TRACE", "");
-    if (path.empty()) return -1;
-    int opened = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    if (opened < 0) fprintf(stderr, "cannsim: cannot write CANNSIM_TRACE=%s\n", path.c_str());
-    return opened;
-  }();
-  if (file < 0) return;
-  char line[320];
-  int length = snprintf(line, sizeof line,
-                        "{\"seconds\": %.6f, \"pid\": %d, \"rank\": %d, \"thread\": %ld, \"device\": %d, "
-                        "\"name\": \"%s\", \"call\": %llu}\n",
-                        now_seconds(), int(getpid()), rank(), long(syscall(SYS_gettid)), current_device(),
-                        name, static_cast<unsigned long long>(nth));
-  if (write(file, line, size_t(length)) != length) fprintf(stderr, "cannsim: trace line lost\n");
-}
-
 struct RecentError {
   std::mutex mutex;
   std::string text;
@@ -73,7 +53,7 @@ int enter(const char* name) {
     found->second.calls++;
     nth = ++all.calls_forever[name];
   }
-  trace(name, nth);
+  trace_call(name, nth);
   return apply_faults(name, nth);
 }
 
@@ -81,15 +61,32 @@ void count_bytes(const char* name, size_t bytes) {
   Counters& all = counters();
   std::lock_guard lock(all.mutex);
   all.by_name[name].bytes += bytes;
+  trace_value("bytes", name, current_device(), bytes);
 }
 
 void count_calls(const std::string& name, int calls) {
   Counters& all = counters();
   std::lock_guard lock(all.mutex);
   all.by_name[name].calls += uint64_t(calls);
+  trace_value("calls", name.c_str(), current_device(), uint64_t(calls));
+}
+
+// CANNSIM_STOP_AT_FIRST_ERROR=1: what runs after a failed operator computes with garbage, so nothing does. Memory that
+// ran out is no such error: torch_npu frees what it caches and tries again.
+void stop_at_error(const std::string& text) {
+  static const bool wanted = env_long("CANNSIM_STOP_AT_FIRST_ERROR", 0) != 0;
+  if (!wanted) return;
+  for (const char* memory : {"EL0004", "EI0007", "EI0011"}) {
+    if (text.rfind(memory, 0) == 0) return;
+  }
+  fprintf(stderr, "cannsim: stopped at the first error: %s\n", text.c_str());
+  const rlimit no_core{0, 0};
+  setrlimit(RLIMIT_CORE, &no_core);
+  abort();  // not exit: no destructor may wait for the device, and Python's faulthandler prints where it stands
 }
 
 void set_error(const std::string& text) {
+  stop_at_error(text);
   RecentError& recent = recent_error();
   std::lock_guard lock(recent.mutex);
   recent.text = text;

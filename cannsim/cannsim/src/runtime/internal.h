@@ -48,6 +48,14 @@ double now_seconds();        // steady clock
 std::string describe_error(int code, const char* where);  // text in the form CANN prints
 std::string take_thread_error();  // last set_error() of the calling thread, cleared
 
+void stop_at_error(const std::string& text);  // ends the process, if CANNSIM_STOP_AT_FIRST_ERROR asks for it
+
+// ---- the trace file (trace.cpp)
+bool traces_detail();                                                              // CANNSIM_TRACE_DETAIL=1
+void trace_call(const char* name, uint64_t nth);                                   // with CANNSIM_TRACE
+void trace_value(const char* event, const char* name, int device, uint64_t value);  // with detail, as the next
+void trace_task(const char* name, int device, int stream, double begin);
+
 // ---- fault injection (faults.cpp)
 enum class Fault { kNone, kFail, kHang };
 struct PendingFault {  // armed by enter(), taken by the enqueue() of the same name and thread

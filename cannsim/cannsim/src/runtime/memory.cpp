@@ -52,12 +52,14 @@ aclError charge(int index, size_t bytes, const char* where) {
   owner.allocated += bytes;
   if (owner.allocated > owner.peak) owner.peak = owner.allocated.load();
   machine_set_used(index, owner.allocated);
+  trace_value("memory", where, index, owner.allocated);
   return ACL_SUCCESS;
 }
 
 void uncharge(int index, size_t bytes) {
   device(index).allocated -= bytes;
   machine_set_used(index, device(index).allocated);
+  trace_value("memory", "free", index, device(index).allocated);
 }
 
 // Uninitialised device memory is not zero on hardware: CANNSIM_POISON=1 fills it with 0xff (nan).

@@ -98,7 +98,10 @@ void Stream::work() {
         failed = my_device.error != 0;
       }
       if (!failed || task.after_error) {
-        if (int code = task.run()) {
+        const double begin = traces_detail() ? now_seconds() : 0;
+        int code = task.run();
+        trace_task(task.name, device_index, id, begin);
+        if (code) {
           std::string text = take_thread_error();
           my_device.fail(code, text.empty() ? describe_error(code, task.name) : text);
         }
