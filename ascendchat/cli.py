@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "doctor.clean:run",
         "free devices, shared memory and partial downloads",
     ),
+    "setup": ("commands:SetupConfig", "doctor.setup:run", "what to install on this machine, or install it"),
     "data fetch": ("data:DataFetchConfig", "data.fetch:run", "bring data sets to this machine"),
     "data prepare": ("data:DataPrepareConfig", "data.prepare:run", "turn documents into token shards"),
     "data verify": ("data:DataVerifyConfig", "data.verify:run", "check everything stored against its checksums"),

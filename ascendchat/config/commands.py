@@ -1,4 +1,4 @@
-"""Configs of the commands around training: doctor, explain, plan, clean, launch."""
+"""Configs of the commands around training: doctor, explain, plan, clean, setup, launch."""
 
 from __future__ import annotations
 
@@ -111,6 +111,22 @@ class CleanConfig:
     "print JSON (implies --dry-run)"
     grace: float = option(10.0, least=0, most=1e6)
     "seconds that a process gets to save and stop after SIGTERM, before SIGKILL"
+    lang: Literal["en", "zh"] | None = None
+    "language of the texts; by default that of the locale"
+
+
+@dataclass(frozen=True)
+class SetupConfig:
+    """What to install on this machine, in order: driver, CANN, torch and torch_npu that fit, ascendchat, mirrors."""
+
+    yes: bool = False
+    "run the steps that pip does"
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device to install for; by default the first found of npu, cuda, mps, cpu"
+    index: str = ""
+    "address of the package index that pip uses, such as a mirror near you; by default as pip is configured"
+    extra_index: str = ""
+    "address of a further index, such as PyTorch's own for the CPU build of torch"
     lang: Literal["en", "zh"] | None = None
     "language of the texts; by default that of the locale"
 

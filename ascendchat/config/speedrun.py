@@ -17,8 +17,16 @@ class SpeedrunConfig:
     run: str = ""
     "name of the run; by default that of the recipe"
     device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
-    "device for the training stages; by default the best one found"
-    devices: int = option(1, also=("npus", "gpus"), least=1, most=1e4)
-    "how many devices the training stages use; by default as many as the recipe names"
+    "device for the stages that compute; by default that of the recipe's chip, else the best one found"
+    devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
+    "how many devices these stages use; by default as many as the recipe names"
+    sets: str = ""
+    "folder of text and sets that the recipe calls $SETS; by default $ASCENDCHAT_SETS"
+    from_stage: str = option("", also=("from",))
+    "begin at this stage, such as mid or eval: those before it are taken as they are"
+    only: tuple[str, ...] = ()
+    "run these stages only, such as base,mid"
     fresh: bool = False
-    "run every stage again, even those that are done"
+    "run the stages again, even those that are done"
+    dry_run: bool = False
+    "show time, memory, disk and downloads of each stage, and end"

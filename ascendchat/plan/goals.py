@@ -153,9 +153,9 @@ def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
     return train_parts(config, model, chip, 1, 1)["gradients"] + memory.compute_bytes(chip) * trained
 
 
-def train_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
-    """Parameters, memory, batch, steps, hours and cost of one training run."""
-    model = model_of(config)
+def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None) -> dict[str, Any]:
+    """Parameters, memory, batch, steps, hours and cost of one training run, of the config's model or of another."""
+    model = model or model_of(config)
     tokens, wanted, notes = _horizon(config, model)
     rows, largest = choose_rows(config, model, chip, config.devices)
     split, raised = _share_out(config, wanted, config.devices, model.seq_len, rows)
@@ -194,9 +194,9 @@ def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str
     }
 
 
-def inference_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+def inference_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None) -> dict[str, Any]:
     """Weights, cache per token, sequences that fit, and the roofline. Every device serves a whole copy of the model."""
-    model = model_of(config)
+    model = model or model_of(config)
     context = config.context or config.max_seq_len
     weights = model.total_parameters * memory.compute_bytes(chip)
     fitting = memory.most_sequences(model, chip, context, weights + sum(memory.outside(chip).values()))
@@ -219,10 +219,10 @@ def inference_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     }
 
 
-def rl_plan(config: PlanConfig, chip: Chip) -> dict[str, Any]:
+def rl_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None) -> dict[str, Any]:
     """Trainer and rollout. Shared devices: both keep their weights, and the caches of a rollout use the room that the
     activations have in training. With --rollout-devices those generate and the others train."""
-    model = model_of(config)
+    model = model or model_of(config)
     context = config.context or config.max_seq_len
     apart = config.rollout_devices
     trainers = config.devices - apart

@@ -35,6 +35,9 @@ class DataSet:
     sources: tuple[DataSource, ...]
     shards: int = 0
     always: str = ""  # files fetched however few shards are asked for: the validation shard
+    size: float = 0.0  # GB to fetch, about; of one file where there are `shards`; 0: not known
+    tokens: float = 0.0  # millions, about; likewise
+    rows: int = 0  # of the training part
 
 
 def read_sets(path: Path) -> dict[str, DataSet]:

@@ -1,0 +1,285 @@
+"""`ascendchat speedrun --recipe d20-910b-8 --dry-run`: time, memory, disk and downloads of each stage, beforehand.
+
+Training and generating are planned as by `ascendchat plan`, on the chip that the recipe names, which need not be here.
+Of the rest: sets have rough sizes (data/fetch/sets.yaml), examinations and the making of token shards are scaled from
+what was measured (docs/en/results.md). What nobody can know yet, such as the speed of a network, is left open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ascendchat.chips import Chip, find
+from ascendchat.config import UserError, home
+from ascendchat.config.commands import PlanConfig
+from ascendchat.config.language import pad, translate
+from ascendchat.config.rl import RlConfig
+from ascendchat.config.train import PUBLISHED, TrainConfig
+from ascendchat.data.fetch import folder_of
+from ascendchat.data.fetch.sources import SETS, find_set
+from ascendchat.data.mixture import parse_entry
+from ascendchat.plan.command import choose_chip
+from ascendchat.plan.goals import TooLarge, inference_plan, rl_plan, train_plan
+from ascendchat.plan.hf import HFModel, from_config
+from ascendchat.plan.shape import Shape
+from ascendchat.plan.show import bytes_text, span
+from ascendchat.speedrun.recipe import Recipe, Settings, place
+
+GB = 1e9
+ENCODED = 0.3e6  # tokens per second and core of `data prepare`: 50.0 M in 9 s on 16 cores
+# Seconds of whole examinations at depth 12 on one H200; they grow with the FLOPs of a token.
+EXAMINED = {"eval base": 169.0, "eval chat": 46.0}
+EXAMINED_ON, EXAMINED_DEPTH = "H200", 12
+PROMPT = 256  # tokens of a question, about
+PACKED = (".xz", ".gz", ".zst", ".parquet")  # about four bytes of text for each of theirs
+BYTES_PER_TOKEN = 4
+FINETUNE_ROW = 2048  # tokens
+QUICK = {"doctor": 0.0, "report": 0.0}  # less than a minute
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one stage takes; None: not known."""
+
+    seconds: float | None = None
+    memory: int | None = None  # bytes on each device
+    disk: float = 0.0  # bytes that stay
+    download: float | None = 0.0  # bytes
+    about: str = ""
+
+
+class Forecaster:
+    """Goes through the stages of a recipe; a later one may need what an earlier one makes."""
+
+    def __init__(self, recipe: Recipe, chip: Chip, sets: str) -> None:
+        self.recipe, self.chip, self.sets = recipe, chip, sets
+        self.model: Shape | HFModel | None = recipe.shape() or self._fetched()
+
+    def _fetched(self) -> HFModel | None:
+        """The model of Hugging Face that a stage opens: its own config.json once it is there, else the recipe's."""
+        named = [s.get(key) for _, s in self.recipe.stages for key in ("start", "model", "checkpoint")]
+        names = [str(name) for name in named if name and "/" in str(name) and not str(name).startswith("$")]
+        seq_len = max([int(s.get("max_seq_len") or 0) for _, s in self.recipe.stages], default=0) or FINETUNE_ROW
+        path = folder_of(f"models/{names[0]}") / "config.json" if names else None
+        if path is not None and path.is_file():
+            return from_config(json.loads(path.read_text(encoding="utf-8")), seq_len)
+        return from_config(self.recipe.model, seq_len) if self.recipe.model else None
+
+    def stage(self, command: str, settings: Settings) -> Forecast:
+        """One stage."""
+        ways: dict[str, Callable[[Settings], Forecast]] = {
+            "data fetch": self.fetch,
+            "data prepare": self.prepare,
+            "base": self.base,
+            "mid": lambda s: self.chats("mid", s),
+            "sft": lambda s: self.chats("sft", s),
+            "finetune": lambda s: self.chats("finetune", s),
+            "rl": self.rl,
+            "eval base": lambda s: self.examine("eval base", s),
+            "eval chat": lambda s: self.examine("eval chat", s),
+            "serve": self.serve,
+        }
+        try:
+            return ways[command](settings) if command in ways else Forecast(QUICK.get(command))
+        except TooLarge as reason:
+            need = bytes_text(sum(reason.parts.values()))
+            raise UserError(
+                f"{command} does not fit {self.chip.name}: {reason.what} needs {need} of "
+                f"{bytes_text(self.chip.memory)}; use a recipe of your own with a smaller model or more devices"
+            ) from None
+
+    def fetch(self, settings: Settings) -> Forecast:
+        """Rough sizes of what is not here yet."""
+        size, known, names = 0.0, True, [str(name) for name in settings.get("names") or []]
+        for name in names:
+            if (folder_of(name) / "manifest.json").is_file():
+                continue
+            found = find_set(name)
+            files = int(settings.get("shards") or found.shards) if found.shards else 1
+            size += found.size * GB * files
+            known = known and found.size > 0
+            if name.startswith("models/") and isinstance(self.model, HFModel):
+                size, known = size + 2.0 * self.model.total_parameters, True
+        return Forecast(None if size else 0.0, None, size, size if known else None, " ".join(names))
+
+    def prepare(self, settings: Settings) -> Forecast:
+        """Encoded on all cores; two bytes per token."""
+        sources = [str(source) for source in settings.get("source") or []]
+        tokens = self.text_tokens(sources)
+        if tokens is None:
+            return Forecast()
+        return Forecast(tokens / ENCODED / (os.cpu_count() or 1), None, 2.0 * tokens)
+
+    def text_tokens(self, sources: list[str]) -> float | None:
+        """Of fetched sets, by the number of their files, of files that are here, and of what a stage will prepare from
+        these; None where one is none of them."""
+        total = 0.0
+        prepared = {s.get("out"): s for c, s in self.recipe.stages if c == "data prepare"}
+        for source in sources:
+            if source in prepared:
+                total += self.text_tokens([str(name) for name in prepared[source].get("source") or []]) or 0.0
+            elif source in SETS:
+                asked = [s for c, s in self.recipe.stages if c == "data fetch" and source in (s.get("names") or [])]
+                files = int((asked[0].get("shards") if asked else None) or SETS[source].shards or 1)
+                total += SETS[source].tokens * 1e6 * (files if SETS[source].shards else 1)
+            elif (tokens := file_tokens(Path(place(source, self.sets)))) is not None:
+                total += tokens
+            else:
+                return None
+        return total or None
+
+    def plan_config(self, settings: Settings, **more: Any) -> PlanConfig:
+        """What `ascendchat plan` would be told."""
+        taken = ("device_batch_size", "total_batch_size", "activation_checkpointing", "shard", "offload")
+        named = {name: settings[name] for name in taken if settings.get(name)}
+        if settings.get("lora") or settings.get("finetuning_type") == "lora":
+            named["lora_rank"] = settings.get("lora_rank") or 16
+        return PlanConfig(**{"devices": self.recipe.devices, "chip": self.chip.name, **named, **more})
+
+    def trained(self, settings: Settings, tokens: float | None) -> Forecast:
+        """A training stage of so many tokens."""
+        assert self.model is not None
+        config = self.plan_config(settings, tokens=max(1, int(tokens)) if tokens else None)
+        plan = train_plan(config, self.chip, self.model)
+        parts, devices = plan["memory"]["parts"], self.recipe.devices
+        whole = parts["weights"] + parts.get("masters", 0) + parts["optimizer"] * devices
+        saved = whole * (int(settings.get("keep", TrainConfig.keep)) + 1)  # and the best
+        seconds = plan["time"]["hours"] * 3600 if tokens else None
+        return Forecast(seconds, plan["memory"]["total"], saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
+
+    def base(self, settings: Settings) -> Forecast:
+        if settings.get("minutes"):
+            found = self.trained(settings, self.recipe.tokens())
+            return Forecast(settings["minutes"] * 60, found.memory, found.disk, 0.0, "at most")
+        steps, total = settings.get("num_iterations"), settings.get("total_batch_size")
+        return self.trained(settings, steps * total if steps and total else self.recipe.tokens())
+
+    def chats(self, stage: str, settings: Settings) -> Forecast:
+        """mid, sft and finetune: steps that are given, else the tokens of the data."""
+        if self.model is None:
+            return Forecast()
+        steps, total = settings.get("num_iterations"), settings.get("total_batch_size")
+        if steps and total:
+            return self.trained(settings, steps * total)
+        entries = settings.get("data") or PUBLISHED.get(stage) or []
+        tokens = self.text_tokens([parse_entry(str(entry))[0] for entry in entries])
+        return self.trained(settings, tokens * float(settings.get("epochs", 1.0)) if tokens else None)
+
+    def rl(self, settings: Settings) -> Forecast:
+        """Trainer and generator."""
+        if self.model is None:
+            return Forecast()
+        prompts = settings.get("prompts_per_step", RlConfig.prompts_per_step)
+        samples, new = settings.get("samples", RlConfig.samples), settings.get("max_new_tokens", 256)
+        context = min(self.model.seq_len, new + PROMPT)
+        names = [parse_entry(str(entry))[0] for entry in settings.get("data") or ["gsm8k"]]
+        rows = sum(SETS[name].rows for name in names if name in SETS)
+        steps = settings.get("num_iterations") or max(1, int(rows * float(settings.get("epochs", 1.0)) / prompts))
+        apart, total = int(settings.get("rollout_devices") or 0), prompts * samples * context
+        config = self.plan_config(
+            {**settings, "device_batch_size": None},  # rows of answers, shorter than those of the plan
+            goal="rl",
+            devices=self.recipe.devices + apart,
+            rollout_devices=apart,
+            context=context,
+            total_batch_size=total,
+            tokens=steps * total,
+        )
+        plan = rl_plan(config, self.chip, self.model)
+        known = bool(rows or settings.get("num_iterations"))
+        saved = self.trained({"keep": settings.get("keep", TrainConfig.keep)}, None).disk
+        seconds = steps * (plan["time"]["rollout_seconds"] + plan["time"]["train_seconds"])
+        memory = plan["memory"]["total"]
+        return Forecast(seconds if known else None, memory, saved, 0.0, f"{steps:,} steps" * known)
+
+    def examine(self, command: str, settings: Settings) -> Forecast:
+        """Scaled from a measured one; with fewer questions it is shorter."""
+        if self.model is None:
+            return Forecast()
+        then, there = Shape.from_depth(EXAMINED_DEPTH), find(EXAMINED_ON)
+        grown = self.model.train_flops_per_token / then.train_flops_per_token
+        faster = self.chip.flops * self.recipe.devices / there.flops
+        seconds = EXAMINED[command] * grown / faster
+        toy = "toy" in (settings.get("tasks") or [])  # another world, of another size
+        weights = self.model.total_parameters * 4
+        return Forecast(None if toy else seconds, weights, 0.0, 0.0, str(settings.get("stage") or ""))
+
+    def serve(self, settings: Settings) -> Forecast:
+        """Until it is stopped."""
+        if self.model is None:
+            return Forecast(None, None, 0.0, 0.0, translate("until Ctrl-C"))
+        config = self.plan_config({}, goal="inference", context=settings.get("context"))
+        plan = inference_plan(config, self.chip, self.model)
+        return Forecast(None, plan["memory"]["total"], 0.0, 0.0, translate("until Ctrl-C"))
+
+
+def file_tokens(path: Path) -> float | None:
+    """Of the text in a file, a folder or what a pattern matches: by their sizes, about."""
+    found = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
+    files = [f for p in found for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
+    sizes = [f.stat().st_size * (4 if f.suffix in PACKED else 1) for f in files]
+    return sum(sizes) / BYTES_PER_TOKEN if sizes else None
+
+
+def forecasts(recipe: Recipe, chip: Chip, sets: str) -> list[Forecast]:
+    """Of every stage."""
+    forecaster = Forecaster(recipe, chip, sets)
+    return [forecaster.stage(command, settings) for command, settings in recipe.stages]
+
+
+def expected_seconds(recipe: Recipe, sets: str) -> list[float | None]:
+    """For the screen: the times of a plan, nothing where there is none. A plan never stops a run."""
+    try:
+        return [forecast.seconds for forecast in forecasts(recipe, choose_chip(recipe.chip)[0], sets)]
+    except UserError:
+        return [None] * len(recipe.stages)
+
+
+def show_forecast(recipe: Recipe, wanted: list[bool], sets: str) -> int:
+    """Print the plan of the stages that would run."""
+    chip, _ = choose_chip(recipe.chip)
+    notes = (
+        []
+        if recipe.chip
+        else [translate(f"no chip is named: this is for {chip.name}; $ASCENDCHAT_CHIP=... names another")]
+    )
+    rows = [(n, c, f) for n, ((c, _), f) in enumerate(zip(recipe.stages, forecasts(recipe, chip, sets))) if wanted[n]]
+    apart = max(int(settings.get("rollout_devices") or 0) for _, settings in recipe.stages)
+    print(f"{recipe.run}: {recipe.about}")
+    print(f"{recipe.devices}{f' + {apart}' if apart else ''} x {chip.name}, {bytes_text(chip.memory)}\n")
+    times, sizes = translate("time"), (translate("memory"), translate("disk"), translate("download"))
+    print(f"    {line(translate('stage'), times, *sizes)}")
+    for number, command, f in rows:
+        time = "?" if f.seconds is None else span(f.seconds / 3600) if f.seconds else "-"
+        load = "?" if f.download is None else bytes_text(f.download) if f.download else "-"
+        cells = (bytes_text(f.memory) if f.memory else "-", bytes_text(f.disk) if f.disk else "-", load)
+        print(f"{number + 1:>3} {line(command, time, *cells)} {f.about}".rstrip())
+    seconds = sum(f.seconds or 0.0 for _, _, f in rows)
+    disk, load = sum(f.disk for _, _, f in rows), sum(f.download or 0.0 for _, _, f in rows)
+    most = max((f.memory or 0 for _, _, f in rows), default=0)
+    print(
+        f"    {line(translate('together'), span(seconds / 3600), bytes_text(most), bytes_text(disk), bytes_text(load))}"
+    )
+    folder = next(path for path in (home(), *home().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if disk > free:
+        notes.append(translate(f"{bytes_text(disk)} are needed under {home()}, {bytes_text(free)} are free"))
+    if any(command == "data prepare" for _, command, _ in rows):
+        notes.append(translate("data prepare is counted for the cores of this machine"))
+    notes.append(
+        translate("times are estimates, sizes of sets are rough; ?: nobody knows yet; -: none, or less than a minute")
+    )
+    for note in notes:
+        print(f"{translate('note: ')}{note}")
+    return 0
+
+
+def line(*cells: str) -> str:
+    """The columns of the table."""
+    return " ".join(pad(cell, width) for cell, width in zip(cells, (16, 14, 11, 11, 11)))

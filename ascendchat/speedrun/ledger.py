@@ -1,0 +1,92 @@
+"""Which stages of a run are done: runs/NAME/speedrun.json, by what each stage was made from.
+
+    ledger = Ledger.open("tiny", fresh=False)
+    identity = ledger.identity(before, words, inputs)     # command, contents of the files it reads, stages before it
+    ledger.begin(identity, words, old, kept); ...; ledger.done(identity, words, seconds)
+
+A stage is known by the contents of its inputs, not by their times: a file that was copied or touched is the same file.
+Checksums are kept with size and time of the file in runs/NAME/inputs.json, so that a large one is read once. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascendchat import __version__
+from ascendchat.config import UserError
+from ascendchat.files import sha256, write_atomic
+from ascendchat.record import run_folder
+from ascendchat.record.earlier import read_facts
+
+
+@dataclass
+class Ledger:
+    """The stages that have begun or are done, and the checksums of their inputs."""
+
+    path: Path
+    known: dict[str, Any]  # identity -> {"command", "old" while it has not ended, "seconds" when it is done}
+    sums: dict[str, Any] = field(default_factory=dict)  # path -> [size, time, sha256]
+
+    @classmethod
+    def open(cls, run: str, *, fresh: bool = False) -> Ledger:
+        """Of a run; nothing where it has none yet."""
+        path = run_folder(run, "speedrun.json")
+        known = read_facts(path)
+        if path.is_file() and not known and not fresh:
+            raise UserError(f"{path} is damaged: nobody knows which stages are done; --fresh runs all of them again")
+        return cls(path, known, read_facts(path.with_name("inputs.json")))
+
+    def identity(self, before: str, words: Sequence[str], inputs: Sequence[Path]) -> str:
+        """Of a stage: its command, what the files and folders hold that it reads and no stage has made, all stages
+        before it, the version of the program."""
+        contents = [f"{path} {self._content(path)}" for path in inputs]
+        return hashlib.sha256("\0".join([before, __version__, *words, *contents]).encode()).hexdigest()[:16]
+
+    def _content(self, path: Path) -> str:
+        """A checksum; of a folder, that of its manifest, which holds checksums, or of all its files."""
+        if path.is_file():
+            return self._sum(path)
+        if (path / "manifest.json").is_file():
+            return self._sum(path / "manifest.json")
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        listed = "\n".join(f"{file.relative_to(path)} {self._sum(file)}" for file in files)
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+    def _sum(self, path: Path) -> str:
+        about = path.stat()
+        key, facts = str(path.absolute()), [about.st_size, about.st_mtime_ns]
+        if self.sums.get(key, [])[:2] != facts:
+            self.sums[key] = [*facts, sha256(path)]
+        return str(self.sums[key][2])
+
+    def seconds(self, identity: str) -> float | None:
+        """How long a finished stage took; None of another."""
+        found = self.known.get(identity, {}).get("seconds")
+        return None if found is None else float(found)
+
+    def begin(self, identity: str, words: Sequence[str], old: int, kept: Collection[str]) -> None:
+        """Before a stage runs. One that was not begun before overwrites what other settings have left: all but the
+        stages `kept`, those before it, are forgotten."""
+        if identity not in self.known:
+            self.known = {stage: entry for stage, entry in self.known.items() if stage in kept}
+        self._write(identity, {"command": " ".join(words), "old": old})
+
+    def done(self, identity: str, words: Sequence[str], seconds: float) -> None:
+        """After it."""
+        self._write(identity, {"command": " ".join(words), "seconds": seconds})
+
+    def forget(self, identity: str) -> None:
+        """So that it runs again."""
+        self.known.pop(identity, None)
+
+    def _write(self, identity: str, entry: dict[str, Any]) -> None:
+        self.known[identity] = entry
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.sums:
+            write_atomic(self.path.with_name("inputs.json"), json.dumps(self.sums, indent=1))
+        write_atomic(self.path, json.dumps(self.known, indent=1))

@@ -1,0 +1,206 @@
+"""Recipes: YAML files with a list of commands and their settings, in ascendchat/recipes or of your own.
+
+    about: one line that says what it makes
+    like: d12-910b-8                   # another recipe, whose keys hold where this one has none
+    run: d20                           # name of the run
+    chip: Ascend910B3                  # for which it is made: its type of device is used, `--dry-run` plans for it
+    devices: 8                         # of the stages that compute; `ascendchat launch` starts them
+    settings: {base: {depth: 20}}      # added to the stages of `like`
+    stages: [{base: {depth: 12, data: [$HOME/data/prepared]}}]
+    model: {model_type: qwen2, ...}    # config.json of a model that is fetched, for plans before that
+
+In values, $HOME is $ASCENDCHAT_HOME, $SETS the folder of `--sets`, and $SHARDS, of `data fetch`, as many files as the
+horizon of `base` needs. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config import UserError, home, load_yaml, nearest, spelling
+from ascendchat.config.stages import STAGES
+from ascendchat.config.train import BaseConfig
+from ascendchat.data.fetch.sources import SETS
+from ascendchat.data.mixture import parse_entry
+from ascendchat.plan.batch import horizon
+from ascendchat.plan.shape import Shape
+
+KEYS = ("run", "about", "like", "chip", "devices", "settings", "stages", "model")
+SPARE_TEXT = 1.1  # text that is fetched, in times the tokens of the run: sizes of shards are about
+Settings = dict[str, Any]
+ON_DEVICES = (*STAGES, "finetune", "eval base", "eval chat")  # commands that run on the devices and know --run
+SHAPE = ("dim", "head_dim", "kv_heads", "window_pattern")  # settings of `base` that Shape.from_depth takes
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe file says, with what it takes from others."""
+
+    run: str
+    stages: tuple[tuple[str, Settings], ...]
+    about: str = ""
+    chip: str = ""
+    devices: int = 1
+    model: Settings = field(default_factory=dict)
+
+    def settings_of(self, command: str) -> Settings | None:
+        """Of the first stage with this command."""
+        return next((settings for name, settings in self.stages if name == command), None)
+
+    def shape(self) -> Shape | None:
+        """Of the model that `base` makes."""
+        base = self.settings_of("base")
+        if base is None:
+            return None
+        vocab = (self.settings_of("tokenizer train") or {}).get("vocab_size") or 32768
+        own = {name: base[name] for name in SHAPE if base.get(name)}
+        seq_len = base.get("max_seq_len", BaseConfig.max_seq_len)
+        return Shape.from_depth(base.get("depth", BaseConfig.depth), vocab=vocab, seq_len=seq_len, **own)
+
+    def tokens(self) -> int:
+        """Horizon of `base`; 0 without such a stage."""
+        base, shape = self.settings_of("base"), self.shape()
+        if base is None or shape is None:
+            return 0
+        ratio = base.get("target_param_data_ratio", BaseConfig.target_param_data_ratio)
+        return int(base.get("tokens") or horizon(shape, float(ratio)))
+
+
+def recipe_files() -> dict[str, Path]:
+    """The recipes of the package by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of that path, or the recipe of the package with that name."""
+    if Path(name).is_file():
+        return Path(name)
+    shipped = recipe_files()
+    if Path(name).stem in shipped and str(Path(name).parent) in (".", "recipes"):
+        return shipped[Path(name).stem]
+    raise UserError(f"there is no recipe {name}; give the path of a YAML file, or one of: {', '.join(shipped)}")
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """A recipe file, with what it takes from the one that it is like."""
+    said = merged(Path(path), ())
+    stages = tuple(with_shards(parse_stages(path, said.get("stages"), said.get("settings"))))
+    devices = said.get("devices", 1)
+    if not isinstance(devices, int) or devices < 1:
+        raise UserError(f"{path}: devices is a whole number from 1 on, found {devices!r}")
+    about, chip = str(said.get("about") or ""), str(said.get("chip") or "")
+    if any(command in ON_DEVICES for command, _ in stages) and "report" not in dict(stages):
+        stages = (*stages, ("report", {}))
+    return Recipe(str(said.get("run") or Path(path).stem), stages, about, chip, devices, said.get("model") or {})
+
+
+def merged(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    """The keys of a file over those of the recipe that it is like; settings are added up, stage by stage."""
+    own = load_yaml(path)
+    unknown = set(own) - set(KEYS)
+    if unknown:
+        raise UserError(f"{path}: unknown setting {sorted(unknown)[0]}; a recipe has {', '.join(KEYS)}")
+    blocks = {key: own.get(key) or {} for key in ("settings", "model")}
+    blocks |= dict(blocks["settings"]) if isinstance(blocks["settings"], dict) else {}
+    for key, block in blocks.items():
+        if not isinstance(block or {}, dict):
+            raise UserError(f"{path}: {key} holds `name: value` lines, found {block!r}")
+    if "like" not in own:
+        return own
+    if path in before:
+        raise UserError(f"{path}: recipes are like each other in a circle; leave one `like` out")
+    other = merged(find_recipe(str(own["like"])), (*before, path))
+    added = dict(other.get("settings") or {})
+    for command, settings in (own.get("settings") or {}).items():
+        added[command] = {**(added.get(command) or {}), **(settings or {})}
+    return {**other, **own, "settings": added}
+
+
+def parse_stages(path: str | Path, listed: Any, added: Any) -> list[tuple[str, Settings]]:
+    """The list `stages`, each with the settings that are added to its command; a value of null takes one away."""
+    if not isinstance(listed or [], list):
+        raise UserError(f"{path}: stages is a list of `- command: {{setting: value}}`, found {listed!r}")
+    stages: list[tuple[str, Settings]] = []
+    for entry in listed or []:
+        if not isinstance(entry, dict) or len(entry) != 1:
+            raise UserError(f"{path}: a stage is written `- command: {{setting: value}}`, found {entry!r}")
+        ((command, settings),) = entry.items()
+        if not isinstance(settings or {}, dict):
+            raise UserError(f"{path}: the settings of {command} are written `name: value`, found {settings!r}")
+        values = {**(settings or {}), **((added or {}).get(command) or {})}
+        stages.append((str(command), {str(name): value for name, value in values.items() if value is not None}))
+    if not stages:
+        raise UserError(f"{path} has no stages")
+    unused = [name for name in added or {} if name not in dict(stages)]
+    if unused:
+        raise UserError(f"{path}: settings of {unused[0]}, which is no stage; {nearest(unused[0], list(dict(stages)))}")
+    return stages
+
+
+def with_shards(stages: list[tuple[str, Settings]]) -> list[tuple[str, Settings]]:
+    """Stages with a number in place of $SHARDS: the tokens that `base` takes from a set, over those of its files."""
+    recipe = Recipe("", tuple(stages))
+    base = recipe.settings_of("base") or {}
+    entries = [parse_entry(str(entry)) for entry in base.get("data") or []]
+    weights = {name: weight or 1.0 for name, weight in entries}
+    found = []
+    for command, settings in stages:
+        if command == "data fetch" and settings.get("shards") == "$SHARDS":
+            (name,) = settings["names"]  # each set has files of its own size
+            prepared = next((s for c, s in stages if c == "data prepare" and name in s.get("source", [])), {})
+            share = weights.get(str(prepared.get("out")), 0.0) / sum(weights.values()) if weights else 1.0
+            count = math.ceil(SPARE_TEXT * share * recipe.tokens() / (SETS[name].tokens * 1e6))
+            settings = {**settings, "shards": count}
+        found.append((command, settings))
+    return found
+
+
+def place(text: str, sets: str = "") -> str:
+    """A value with the folders that its $NAMES stand for."""
+    if "$SETS" in text:
+        folder = sets or os.environ.get("ASCENDCHAT_SETS", "")
+        if not folder:
+            raise UserError("this recipe reads text and sets from a folder; name it: --sets DIR")
+        text = text.replace("$SETS", str(Path(folder).expanduser().absolute()))
+    return text.replace("$HOME", str(home()))
+
+
+def arguments(settings: Settings, sets: str = "") -> list[str]:
+    """Settings as flags, but those that only a YAML file can hold."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is None or isinstance(value, dict):
+            continue
+        if value is True:
+            flags.append(spelling(name))
+        elif value is False:
+            flags.append(f"--no-{name.replace('_', '-')}")
+        elif isinstance(value, list):
+            flags += [spelling(name), ",".join(str(item) for item in value)]
+        else:
+            flags += [spelling(name), str(value)]
+    return [place(flag, sets) for flag in flags]
+
+
+def chosen(recipe: Recipe, first: str, only: tuple[str, ...]) -> list[bool]:
+    """Which stages run: those from `first` on, or those that are named by command, or by its first word."""
+    names = [command for command, _ in recipe.stages]
+
+    def named(word: str) -> list[bool]:
+        asked = word.strip().replace("-", " ").replace("_", " ")
+        found = [name == asked or name.startswith(f"{asked} ") for name in names]
+        if not any(found):
+            raise UserError(f"the recipe has no stage {word!r}; {nearest(asked, list(dict.fromkeys(names)))}")
+        return found
+
+    if first and only:
+        raise UserError("--from and --only exclude each other; leave one out")
+    if only:
+        wanted = [named(word) for word in only]
+        return [any(column) for column in zip(*wanted)]
+    begin = named(first).index(True) if first else 0
+    return [number >= begin for number in range(len(names))]

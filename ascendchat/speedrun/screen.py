@@ -1,0 +1,153 @@
+"""Where a recipe is: one screen on a terminal, plain lines anywhere else.
+
+    screen = Screen("tiny", ["doctor", "base", ...], log, [None, 120.0, ...])    # seconds that each is thought to take
+    with screen: screen.begin(1, "ascendchat base ..."); screen.take(line); screen.end(1, "done", 118.0)
+
+The screen has every stage with its state and time, the numbers of the current one (its last line of progress), when it
+will be ready and when all of them will, and the last lines that it printed. All lines go to the log. On anything but a
+terminal each stage prints for itself, and this prints a line for each. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ascendchat.record.console import clock, inert, is_live
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
+
+PROGRESS = re.compile(r"step (\d+)/(\d+) \|.*")  # of record/console.py
+LEFT = re.compile(r"ETA (?:(\d+)d )?(\d+):(\d\d):(\d\d)")
+TAIL = 6  # lines of output that are shown
+AFTER_A_FAILURE = 40  # lines that are left on the terminal
+MARKS = {"waits": " ", "runs": ">", "done": "✓", "skipped": "·", "left out": "-", "failed": "✗"}
+
+
+def seconds_left(line: str) -> float | None:
+    """What a line of progress says of the time that its stage still takes."""
+    found = LEFT.search(line)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+class Screen:
+    """The stages of a recipe while they run. Not `live`: every method only keeps what it is told."""
+
+    def __init__(self, run: str, names: list[str], log: Path, expected: list[float | None]) -> None:
+        self.run, self.names, self.log, self.expected = run, names, log, expected
+        self.live = is_live(sys.stdout)
+        self.states = ["waits"] * len(names)
+        self.took: list[float | None] = [None] * len(names)
+        self.current = -1
+        self.numbers = ""  # the last line of progress
+        self.tail: deque[str] = deque(maxlen=AFTER_A_FAILURE)
+        self._begun = time.monotonic()
+        self._stage_begun = self._begun
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Screen:
+        if self.live:
+            from rich.console import Console as Terminal
+            from rich.live import Live
+
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.log, "a", encoding="utf-8", errors="backslashreplace")
+            terminal = Terminal(file=sys.stdout, force_terminal=True)
+            self._live = Live(get_renderable=self._render, console=terminal, transient=True, refresh_per_second=2)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            for number, name in enumerate(self.names):
+                print(self._row(number, name))
+            if "failed" in self.states:
+                print("\n".join([*self.tail, f"everything that was printed: {self.log}"]))
+        if self._file is not None:
+            self._file.close()
+
+    def say(self, text: str) -> None:
+        """A line of our own."""
+        if self.live:
+            self.take(text)
+        else:
+            print(text, flush=True)
+
+    def begin(self, number: int, heading: str) -> None:
+        """A stage starts."""
+        self.current, self.numbers, self._stage_begun = number, "", time.monotonic()
+        self.states[number] = "runs"
+        self.tail.clear()
+        self.say(heading)
+
+    def end(self, number: int, state: str, seconds: float | None = None) -> None:
+        """A stage is done, skipped, left out or has failed."""
+        self.states[number], self.took[number] = state, seconds
+        self.current = -1
+
+    def take(self, line: str) -> None:
+        """A line that the current stage printed."""
+        line = inert(line.rstrip("\n"))
+        with self._lock:
+            if self._file is not None:
+                self._file.write(line + "\n")
+                self._file.flush()
+            if found := PROGRESS.search(line):
+                self.numbers = found[0]
+            else:
+                self.tail.append(line)
+
+    def remaining(self) -> tuple[float | None, float, bool]:
+        """(seconds of the current stage, of all that are to come, whether every one of those is known)."""
+        own = seconds_left(self.numbers)
+        if own is None and self.current >= 0 and (thought := self.expected[self.current]) is not None:
+            own = max(0.0, thought - (time.monotonic() - self._stage_begun))
+        behind = [self.expected[n] for n, state in enumerate(self.states) if state == "waits"]
+        known = own is not None and None not in behind
+        return own, (own or 0.0) + sum(seconds or 0.0 for seconds in behind), known
+
+    def _row(self, number: int, name: str) -> str:
+        state, took, thought = self.states[number], self.took[number], self.expected[number]
+        shown = clock(took) if took is not None else f"about {clock(thought)}" if thought else ""
+        if state == "runs":
+            shown = clock(time.monotonic() - self._stage_begun)
+        return f" {MARKS[state]} {number + 1:>2} {name:<18} {state:<9} {shown}".rstrip()
+
+    def _render(self) -> Group:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        own, all_of_them, known = self.remaining()
+        ended = sum(state not in ("waits", "runs") for state in self.states)
+        title = f"{self.run}: stage {min(ended + 1, len(self.names))} of {len(self.names)}"
+        title += f", {clock(time.monotonic() - self._begun)} so far"
+        if all_of_them:
+            title += f", {'about' if known else 'at least'} {clock(all_of_them)} to go"
+        parts: list[Text | ProgressBar] = [Text(title, style="bold")]
+        for number, name in enumerate(self.names):
+            style = {"runs": "bold", "waits": "dim", "failed": "red"}.get(self.states[number], "")
+            parts.append(Text(self._row(number, name), style=style, no_wrap=True, overflow="ellipsis"))
+        if found := PROGRESS.match(self.numbers):
+            parts.append(ProgressBar(total=max(1, int(found[2])), completed=int(found[1]), width=60))
+            parts.append(Text(self.numbers, no_wrap=True, overflow="ellipsis"))
+        elif own is not None:
+            parts.append(Text(f"ETA {clock(own)}"))
+        with self._lock:
+            lines = list(self.tail)[-TAIL:]
+        parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
+        return Group(*parts)
