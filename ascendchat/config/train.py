@@ -62,6 +62,8 @@ class TrainConfig(StepConfig):
     "steps between lines when the output is not a terminal"
     track: tuple[Literal["tensorboard", "swanlab", "wandb"], ...] = ()
     "trackers that also receive the metrics"
+    profile: int = option(0, least=0, most=1e4)
+    "steps to trace with the profiler, after three that warm up: a trace and a table in the run folder"
     lr_multiplier: float = option(1.0, above=0, most=1e3)
     "factor on every learning rate; the rates themselves follow width and batch"
     matrix_lr: float | None = option(None, above=0, most=1e3)
