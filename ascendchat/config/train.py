@@ -91,8 +91,8 @@ class BaseConfig(TrainConfig):
     depth: int = option(20, least=1, most=1000)
     "number of layers"
     data: tuple[str, ...] = option(())
-    """prepared corpora, as FOLDER or FOLDER=WEIGHT, and toyworld, the embedded one; by default
-    $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
+    """prepared corpora, as FOLDER or FOLDER=WEIGHT, in an object store as s3://BUCKET/FOLDER, and toyworld, the
+    embedded one; by default $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
     tokenizer: str = ""
     "folder of the tokenizer that prepared the data; by default that of $ASCENDCHAT_HOME"
     max_seq_len: int = option(2048, least=16, most=1e6)
