@@ -69,6 +69,7 @@ OWNERS = {
     "tokenizers": {"data.tokenizer"},
     "pyarrow": {"data"},
     "zstandard": {"data"},
+    "fsspec": {"data.object_store"},
     "safetensors": {"checkpoint", "hf"},
     "vllm": set(),
     "cannsim": set(),  # the simulator is built around the product; the product does not know it

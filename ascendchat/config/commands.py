@@ -93,6 +93,18 @@ class PlanConfig:
     "share of the peak you expect to reach, 0.4 for 40 %; by default a measured or cautious figure per type of device"
     price: float | None = option(None, least=0, most=1e9)
     "price per device-hour, for the cost"
+    hop_microseconds: float = option(20.0, least=0, most=1e6)
+    "several nodes: time of the shortest message between two of them"
+    jitter: float = option(0.01, least=0, most=1)
+    "several nodes: spread (standard deviation) of a device's computing time, as a share of it"
+    device_mtbf_hours: float = option(50_000.0, above=0, most=1e9)
+    "several nodes: hours that one device runs between two failures, of itself or of its share of the node"
+    restart_seconds: float = option(120.0, least=0, most=1e6)
+    "several nodes: from a failure until all ranks are connected again, without reading the checkpoint"
+    storage_speed: float = option(10.0, above=0, most=1e6)
+    "several nodes: GB/s that the shared storage delivers to all of them together"
+    save_every: int = option(500, least=1, most=1e9)
+    "several nodes: steps between checkpoints"
     context: int | None = option(None, least=1, most=1e7)
     "inference, RL: tokens per sequence in the key-value cache; by default max_seq_len"
     json: bool = False

@@ -62,6 +62,8 @@ class TrainConfig(StepConfig):
     "steps between lines when the output is not a terminal"
     track: tuple[Literal["tensorboard", "swanlab", "wandb"], ...] = ()
     "trackers that also receive the metrics"
+    profile: int = option(0, least=0, most=1e4)
+    "steps to trace with the profiler, after three that warm up: a trace and a table in the run folder"
     lr_multiplier: float = option(1.0, above=0, most=1e3)
     "factor on every learning rate; the rates themselves follow width and batch"
     matrix_lr: float | None = option(None, above=0, most=1e3)
@@ -89,8 +91,8 @@ class BaseConfig(TrainConfig):
     depth: int = option(20, least=1, most=1000)
     "number of layers"
     data: tuple[str, ...] = option(())
-    """prepared corpora, as FOLDER or FOLDER=WEIGHT, and toyworld, the embedded one; by default
-    $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
+    """prepared corpora, as FOLDER or FOLDER=WEIGHT, in an object store as s3://BUCKET/FOLDER, and toyworld, the
+    embedded one; by default $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
     tokenizer: str = ""
     "folder of the tokenizer that prepared the data; by default that of $ASCENDCHAT_HOME"
     max_seq_len: int = option(2048, least=16, most=1e6)

@@ -7,7 +7,8 @@ and NAME.lengths (uint32, tokens per document), and manifest.json with totals, s
 Over one epoch every token of the corpus is an input exactly once; its target is the next token of its document, or bos
 after the document's last token (so a model learns to stop). Only the one row per epoch that cannot be full is padded:
 bos as input, IGNORE as target. `arrange.py` says how rows are made, `mixture.py` how batches are made of them.
-Documents are read at random: keep the folder on a local disk, or smaller than the memory of the machine.
+Documents are read at random: keep the folder on a local disk, or smaller than the memory of the machine; of a folder
+in an object store (object_store.py) a rank reads the blocks that its own rows need.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from ascendchat.config import UserError
 from ascendchat.data.arrange import Layout, arrange, rows_of
 from ascendchat.data.mixture import parse_mixture
+from ascendchat.data.object_store import Store, is_remote, read_remote
 from ascendchat.data.verify import MANIFEST
 from ascendchat.nn import IGNORE
 
@@ -40,10 +42,14 @@ def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def read_corpus_manifest(folder: str | Path) -> dict[str, Any]:
-    """manifest.json of a prepared folder, or the command that makes one."""
-    path = Path(folder) / MANIFEST
+    """manifest.json of a prepared folder or address, or the command that makes one."""
+    remote = is_remote(folder)
+    path = f"{folder}/{MANIFEST}" if remote else Path(folder) / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        text = read_remote(str(folder), MANIFEST) if remote else Path(path).read_bytes()
+        if text is None:
+            raise UserError(f"{folder} holds no prepared text (no {MANIFEST}); copy there what `data prepare` wrote")
+        manifest = json.loads(text)
     except OSError:
         raise UserError(
             f"{folder} holds no prepared text (no {MANIFEST}); "
@@ -58,7 +64,7 @@ def read_corpus_manifest(folder: str | Path) -> dict[str, Any]:
 
 def is_prepared(folder: str | Path) -> bool:
     """Whether this is a folder that `ascendchat data prepare` wrote."""
-    return any(Path(folder).glob("*.tokens"))
+    return is_remote(folder) or any(Path(folder).glob("*.tokens"))
 
 
 def has_documents(manifest: dict[str, Any], split: str) -> bool:
@@ -67,7 +73,7 @@ def has_documents(manifest: dict[str, Any], split: str) -> bool:
 
 
 class Corpus:
-    """One split of a prepared folder, memory-mapped."""
+    """One split of a prepared folder, memory-mapped, or of one in an object store, read by blocks."""
 
     tokens: int  # bos included
     documents: int
@@ -78,9 +84,9 @@ class Corpus:
     bos: int
     vocab_size: int
 
-    def __init__(self, folder: Path, split: str, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, split: str, manifest: dict[str, Any], store: Store | None = None) -> None:
         about = manifest["splits"][split]
-        self.folder, self.split = folder, split
+        self.folder, self.split, self._store = folder, split, store
         self.tokens, self.documents, self.text_bytes = about["tokens"], about["documents"], about["text_bytes"]
         self.tokenizer, self.bos, self.vocab_size = manifest["tokenizer"], manifest["bos"], manifest["vocab_size"]
         self.token_dtype = TOKEN_DTYPES[manifest["dtype"]]
@@ -91,28 +97,38 @@ class Corpus:
     @classmethod
     def open(cls, folder: str | Path, split: str = "train") -> Corpus:
         """Open a prepared folder. Sizes are compared with the manifest; `ascendchat data verify` compares checksums."""
-        folder = Path(folder)
         manifest = read_corpus_manifest(folder)
         if not has_documents(manifest, split):
             have = ", ".join(name for name in manifest["splits"] if has_documents(manifest, name)) or "none"
             remedy = "prepare it again with --val-source FILE or a larger --val-fraction"
             raise UserError(f"{folder} has no {split} documents (it has: {have}); {remedy}")
-        _check_sizes(folder, manifest, split)
-        return cls(folder, split, manifest)
+        if is_remote(folder):
+            return cls(Path(folder), split, manifest, Store(str(folder), manifest["files"]))
+        _check_sizes(Path(folder), manifest, split)
+        return cls(Path(folder), split, manifest)
+
+    def _array(self, part: Path, kind: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """All of a small file."""
+        name = f"{part.name}.{kind}"
+        return self._store.whole(name, dtype) if self._store else _map(part.with_name(name), dtype)
 
     @functools.cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each document, bos included, in stored order."""
-        parts = [_map(part.with_name(part.name + ".lengths"), np.dtype("<u4")) for part in self._parts]
+        parts = [self._array(part, "lengths", np.dtype("<u4")) for part in self._parts]
         lengths = np.concatenate(parts).astype(np.int64)
         if len(lengths) != self.documents or int(lengths.sum()) != self.tokens:
             raise UserError(f"{self.folder}: documents and manifest disagree; run: ascendchat data prepare again")
         return lengths
 
     @functools.cached_property
-    def _shards(self) -> tuple[list[NDArray[Any]], NDArray[np.int64]]:
+    def _shards(self) -> tuple[list[Any], NDArray[np.int64]]:
         """The token files, and the position of each one's first token; the last entry is the total."""
-        arrays = [_map(part.with_name(part.name + ".tokens"), self.token_dtype) for part in self._parts]
+        names, store = [f"{part.name}.tokens" for part in self._parts], self._store
+        if store:
+            arrays: list[Any] = [store.array(name, self.token_dtype) for name in names]
+        else:
+            arrays = [_map(part.with_name(name), self.token_dtype) for part, name in zip(self._parts, names)]
         sizes = np.array([len(array) - 1 for array in arrays], dtype=np.int64)  # without the closing bos
         return arrays, np.concatenate([[0], np.cumsum(sizes)])
 
@@ -121,8 +137,11 @@ class Corpus:
         arrays, begins = self._shards
         shard = np.searchsorted(begins, position, side="right") - 1  # -1 for padding
         offset = position - begins[shard]
+        segments = list(zip(shard.tolist(), offset.tolist(), length.tolist()))
+        if self._store:
+            self._store.fetch((arrays[s], o, o + n + 1) for s, o, n in segments if s >= 0)
         at = 0
-        for s, o, n in zip(shard.tolist(), offset.tolist(), length.tolist()):
+        for s, o, n in segments:
             to = at + n
             if s < 0:
                 inputs[at:to], targets[at:to] = self.bos, IGNORE

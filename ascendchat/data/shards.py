@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ascendchat.data.corpus import TOKEN_DTYPES
+from ascendchat.data.object_store import block_sums
 from ascendchat.data.read import Tally
 from ascendchat.files import write_atomic
 
@@ -63,9 +64,9 @@ def _write(path: Path, data: bytes) -> dict[str, Any]:
 
 def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: Sequence[int], bos: int) -> dict[str, Any]:
     """Write one shard; returns what the manifest says of its two files. `tokens` begins each document with bos."""
-    closed = np.append(tokens, tokens.dtype.type(bos))
+    closed = np.append(tokens, tokens.dtype.type(bos)).tobytes()
     return {
-        f"{name}.tokens": _write(folder / f"{name}.tokens", closed.tobytes()),
+        f"{name}.tokens": {**_write(folder / f"{name}.tokens", closed), "blocks": block_sums(closed)},
         f"{name}.lengths": _write(folder / f"{name}.lengths", np.asarray(lengths, dtype="<u4").tobytes()),
     }
 

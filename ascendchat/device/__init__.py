@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ascendchat.chips import KINDS, Chip
@@ -113,6 +114,9 @@ class Device(Protocol):
         chip cannot. `fn` runs several times during recording, its shapes must not change, and each call overwrites
         the outputs of the one before. `updates`: asked before each replay for the host arguments of the operators that
         have some, one dict for each of them in their order."""
+
+    def trace(self, folder: Path) -> Callable[[], Path]:
+        """Start the profiler; the result stops it and returns the Chrome trace that it wrote into `folder`."""
 
     def operators(self) -> Any | None:
         """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""

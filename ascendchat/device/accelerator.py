@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ascendchat.chips import KINDS, Chip, detected
 from ascendchat.config import UserError
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
+from ascendchat.device.trace import torch_trace
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UPS = 3  # runs before a capture: allocator and libraries settle
@@ -147,6 +149,10 @@ class Accelerator:
         with self.api.graph(captured, **options):
             outputs = fn(*static_inputs)
         return captured, outputs
+
+    def trace(self, folder: Path) -> Callable[[], Path]:
+        """Operators of the host and kernels of the device; see Device.trace."""
+        return torch_trace(folder, "CPU", self.type.upper())
 
     def operators(self) -> Any | None:
         """Plain torch."""

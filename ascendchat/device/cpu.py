@@ -16,6 +16,7 @@ import torch
 
 from ascendchat.chips import KINDS, this_cpu
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
+from ascendchat.device.trace import torch_trace
 
 
 def why_unusable(asked: bool) -> str | None:
@@ -119,6 +120,10 @@ class CPU:
     ) -> Callable[..., Any]:
         """A CPU has no launches to save."""
         return fn
+
+    def trace(self, folder: Path) -> Callable[[], Path]:
+        """Operators of the host; see Device.trace."""
+        return torch_trace(folder, "CPU")
 
     def operators(self) -> Any | None:
         """Plain torch."""

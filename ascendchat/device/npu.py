@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, current_chip, usable_types
 from ascendchat.device.env import load_problem, look, torch_npu_missing
 from ascendchat.device.harmful_env import visible_problem
+from ascendchat.device.trace import ascend_trace
 
 
 def why_unusable(asked: bool) -> str | None:
@@ -111,6 +113,10 @@ class NPU(Accelerator):
             return outputs
 
         return replay
+
+    def trace(self, folder: Path) -> Callable[[], Path]:
+        """See Device.trace; torch_npu has a profiler of its own."""
+        return ascend_trace(folder)
 
     def operators(self) -> NPUOps | None:
         """Fused operators, because in eager mode every launch costs host time. On 910A and 310P they would be compiled

@@ -115,13 +115,42 @@ def fit_split(
 
 
 @dataclass(frozen=True)
+class Fabric:
+    """Assumptions about many nodes; `plan` has a flag for each."""
+
+    hop: float = 20e-6  # seconds for a message between two nodes, however short
+    jitter: float = 0.01  # standard deviation of a device's computing time, as a share of it
+
+
+COLLECTIVES = 20  # exchanges per step: two for each of our optimizer's ten buckets, counted on simulated NPUs
+
+
+def exchange_seconds(exchanged: int, chip: Chip, devices: int, fabric: Fabric) -> float:
+    """Reduce-scatter and all-gather of `exchanged` bytes, as HCCL and NCCL do it on several nodes: among the g devices
+    of a node, then among n nodes, where every device carries a g-th; each of those takes log2(n) rounds."""
+    inner = min(devices, chip.devices_per_node)
+    nodes = -(-devices // inner)
+    seconds = exchanged * (inner - 1) / inner / chip.link if inner > 1 and chip.link else 0.0
+    if nodes > 1:
+        seconds += exchanged / inner * (nodes - 1) / nodes / chip.node_link
+        seconds += COLLECTIVES * math.ceil(math.log2(nodes)) * fabric.hop
+    return seconds
+
+
+def slowest(devices: int) -> float:
+    """Standard deviations by which the slowest of so many devices is behind the mean, for normal times."""
+    return math.sqrt(2 * math.log(devices)) if devices > 1 else 0.0
+
+
+@dataclass(frozen=True)
 class Duration:
     """How long a run takes, and what it costs."""
 
     mfu: float  # share of the peak that was assumed
     tokens_per_second: float
     step_seconds: float
-    communication_seconds: float  # per step, hidden behind the backward pass as far as that lasts
+    communication_seconds: float  # per step
+    waiting_seconds: float  # per step, for the slowest device, beyond what a node waits
     hours: float
     device_hours: float
     cost: float | None
@@ -136,18 +165,21 @@ def duration(
     mfu: float | None,
     price: float | None,
     recompute: float = 0.0,
+    fabric: Fabric | None = None,
 ) -> Duration:
     """Seconds from FLOPs and the share of the peak. `recompute` is the share of FLOPs done twice by checkpointing.
 
     `exchanged` is the bytes of the gradients, which are reduce-scattered, and of the weights, which are gathered, once
-    per step: each device sends (N-1)/N of them, at the speed between nodes as soon as there are several.
+    per step. The share of the peak is that of one node, its own exchange included; what more nodes add comes on top.
     """
+    fabric = fabric or Fabric()
     share = mfu if mfu is not None else MFU[chip.device_type]
     compute = total.total * flops_per_token * (1 + recompute) / (chip.flops * share * total.devices)
-    moved = exchanged * (total.devices - 1) / total.devices
-    link = chip.link if total.devices <= chip.devices_per_node else chip.node_link
-    communication = moved / link if moved and link else 0.0
-    step = max(compute, communication)
+    node = min(total.devices, chip.devices_per_node)
+    communication = exchange_seconds(exchanged, chip, total.devices, fabric)
+    in_node = exchange_seconds(exchanged, chip, node, fabric)
+    waiting = compute * fabric.jitter * (slowest(total.devices) - slowest(node))
+    step = max(compute, in_node) + communication - in_node + waiting
     hours = steps * step / 3600
     cost = None if price is None else hours * total.devices * price
-    return Duration(share, total.total / step, step, communication, hours, hours * total.devices, cost)
+    return Duration(share, total.total / step, step, communication, waiting, hours, hours * total.devices, cost)

@@ -11,7 +11,7 @@ from typing import Any
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan import batch, hf, memory, schedule
+from ascendchat.plan import batch, hf, memory, scale, schedule
 from ascendchat.plan.hf import HFModel
 from ascendchat.plan.shape import Shape
 
@@ -153,6 +153,19 @@ def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
     return train_parts(config, model, chip, 1, 1)["gradients"] + memory.compute_bytes(chip) * trained
 
 
+def _held(parts: dict[str, int]) -> int:
+    """What of a device's memory goes into a checkpoint."""
+    return parts["weights"] + parts["masters"] + parts["optimizer"]
+
+
+def _checkpoint(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
+    """Bytes on disk: what one device would hold if it were alone; of adapters nothing but themselves."""
+    if isinstance(model, HFModel) and config.lora_rank:
+        return model.lora_parameters(config.lora_rank) * (memory.compute_bytes(chip) + 3 * memory.FP32)
+    alone = dataclasses.replace(config, shard=0, offload=False)
+    return _held(train_parts(alone, model, chip, 1, 1))
+
+
 def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None) -> dict[str, Any]:
     """Parameters, memory, batch, steps, hours and cost of one training run, of the config's model or of another."""
     model = model or model_of(config)
@@ -162,13 +175,21 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
     steps = max(1, tokens // split.total)
     parts = train_parts(config, model, chip, config.devices, split.rows)
     exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
-    time = batch.duration(_flops(config, model), exchanged, chip, split, steps, config.mfu, config.price, again)
+    flops, fabric = _flops(config, model), scale.fabric_of(config)
+    time = batch.duration(flops, exchanged, chip, split, steps, config.mfu, config.price, again, fabric)
     plan: dict[str, Any] = {
         "memory": device_memory(parts, chip),
         "batch": _batch(split, largest),
-        "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * _flops(config, model)},
+        "run": {"tokens": tokens, "steps": steps, "flops": steps * split.total * flops},
         "time": dataclasses.asdict(time),
     }
+    if config.devices > chip.devices_per_node:
+        plan["scale"] = {
+            "nodes": -(-config.devices // chip.devices_per_node),
+            "exchanged": exchanged,
+            "growth": scale.growth(config, chip, split, flops, exchanged, again),
+            **scale.reliability(config, _held(parts), _checkpoint(config, model, chip), time.step_seconds),
+        }
     if isinstance(model, Shape):
         plan["rates"] = schedule.rates(model.dim, split.total)
         plan["weight_decay"] = schedule.full_decay(split.total, tokens)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ascendchat.chips import GIB
 from ascendchat.config.language import pad, translate, wrap
+from ascendchat.plan.batch import COLLECTIVES
 
 WIDTH = 100
 Section = tuple[str, list[tuple[str, str]]]
@@ -87,6 +88,50 @@ def _batch(plan: dict[str, Any]) -> list[Section]:
     return [("run", rows)]
 
 
+def _scale(many: dict[str, Any]) -> list[Section]:
+    """Two sections: what being many costs, with the formulas, and the step from one node on."""
+    one, last = many["growth"][0], many["growth"][-1]
+    per_node = one["devices"]
+    rows = [
+        ("nodes x devices", f"{many['nodes']} x {per_node}"),
+        (
+            "exchange per step",
+            f"{bytes_text(many['exchanged'])}: B (g-1)/g / link + B/g (n-1)/n / node link + {COLLECTIVES} log2(n) hop "
+            f"= {last['communication_seconds']:.3g} s",
+        ),
+        (
+            "waiting for the slowest",
+            f"jitter x computing x (sqrt(2 ln N) - sqrt(2 ln g)) = {last['waiting_seconds']:.3g} s",
+        ),
+        ("failures per day", f"24 N / MTBF = {many['failures_per_day']:.3g}"),
+        ("checkpoint", f"{bytes_text(many['checkpoint_bytes'])}; training stands still {many['pause_seconds']:.2g} s"),
+        (
+            "time to recover",
+            f"restart + checkpoint / storage = {span(many['restart_seconds'] / 3600)}; with half of the steps since "
+            f"the last checkpoint {span(many['recover_seconds'] / 3600)}",
+        ),
+        (
+            "lost by failures",
+            f"pause / interval + (restart + interval / 2) N / MTBF = {many['lost_share']:.2%} with --save-every "
+            f"{many['save_every']}",
+        ),
+        (
+            "best interval",
+            f"sqrt(2 pause MTBF / N): --save-every {many['best_save_every']}, then "
+            f"{many['best_lost_share']:.2%} is lost",
+        ),
+    ]
+    table = [
+        (
+            f"{row['devices']:,}",
+            f"{row['step_seconds']:.4g} s a step, {count(row['tokens_per_second'])} tokens/s, "
+            f"{row['efficiency']:.1%} of the speed of one node",
+        )
+        for row in many["growth"]
+    ]
+    return [("beyond one node", rows), ("step time by devices, same work for each", table)]
+
+
 def sections(plan: dict[str, Any]) -> list[Section]:
     """Everything worth reading, in reading order."""
     chip = plan["chip"]
@@ -127,6 +172,8 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         ]
         shown += [_memory("memory in rollout, per device", plan["rollout_memory"]), ("rollout", rows)]
     shown += _batch(plan)
+    if "scale" in plan:
+        shown += _scale(plan["scale"])
     if "rates" in plan:
         rates = [(_words(name), f"{value:.4g}") for name, value in plan["rates"].items()]
         shown.append(("learning rates", [*rates, ("weight decay", f"{plan['weight_decay']:.4g}")]))

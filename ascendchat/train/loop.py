@@ -31,6 +31,7 @@ from ascendchat.record.console import Console, Telemetry
 from ascendchat.record.earlier import notice
 from ascendchat.record.speed import Smooth, eta, speed
 from ascendchat.train.dry_run import dry_run
+from ascendchat.train.profile import Profiler
 from ascendchat.train.signals import Interrupted, StopSignals
 from ascendchat.train.stage import Correction, Stage
 
@@ -61,6 +62,7 @@ class Options:
     start: int = 0  # steps done by the checkpoint that was loaded
     loss_scale: tuple[float, int] | None = None
     examine_every: int = 0
+    profile: int = 0  # steps under the profiler
     again: str = "run the same command to continue"  # what a user who stopped the run is told
 
     @classmethod
@@ -77,8 +79,14 @@ class Options:
             start=saved.step if saved else 0,
             loss_scale=(float(scale[0]), int(scale[1])) if scale else None,
             examine_every=examine_every,
+            profile=config.profile,
             again=f"run the same command{without} to continue",
         )
+
+    def profiler(self, last: int, device: Device, run: Run, console: Console) -> Profiler:
+        """Of --profile; it is not there when nobody asked."""
+        folder = run.folder / "profile"
+        return Profiler(self.profile, device, folder, first=self.start, last=last, say=console.print)
 
     def due(self, step: int, last: int) -> Due:
         """What is to be done after `step`, the last of which is `last`."""
@@ -141,12 +149,12 @@ class LossScale:
         return {"loss_scale": self.value, "skipped_steps": self.skipped} if self.needed else {}
 
 
-def train_step(stage: Stage, step: int, scale: LossScale) -> dict[str, Tensor]:
+def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | None = None) -> dict[str, Tensor]:
     """One optimizer step; what this rank has to report, still on the device: the loss first."""
     sums: dict[str, Tensor] = {}
     used = scale.value
     scale.before()
-    for batch in stage.micro_batches(step):
+    for batch in profiler.feed(stage.micro_batches, step) if profiler else stage.micro_batches(step):
         loss, metrics = stage.loss(batch, used)
         loss.backward()  # type: ignore[no-untyped-call]
         for name, value in {"loss": loss, **metrics}.items():
@@ -271,12 +279,17 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         dry_run(stage, device, console.print)
         writer = Writer(run.folder, keep=options.keep, say=console.print)
         progress = Progress(stage, device, run, console, device.event(), first=options.start)
+        profiler = options.profiler(stage.steps, device, run, console) if options.profile and main else None
         for step in range(options.start, stage.steps):
-            values = train_step(stage, step, scale)
+            if profiler:
+                profiler.before(step)
+            values = train_step(stage, step, scale, profiler)
             progress.add(step, values, signals.received, {**scale.metrics(), **stage.notes(step)})
             result.step, signals.unsaved = step + 1, True
             due = options.due(result.step, stage.steps)
             stop = progress.read(keep=0 if any(due) else 1)
+            if profiler:
+                profiler.after(step, ends=stop or any(due))
             if step == options.start:
                 gc.collect()
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it

@@ -141,3 +141,17 @@ def test_going_on_without_the_npu_is_said(home: Path) -> None:
     result = run_warm([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == "cpu"
     assert "no NPU" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_profile_of_an_npu_run_has_the_launches_and_says_what_is_missing(home: Path) -> None:
+    """torch_npu's own profiler really runs; the simulator has no times of the device to give."""
+    command = [sys.executable, "-m", "ascendchat", *base(home, "profiled", 6, "--profile", "2"), "--device-type", "npu"]
+    shown = run(home, command, npu=True)
+    (folder,) = (home / "runs" / "profiled" / "base" / "profile").iterdir()
+    found = json.loads((folder / "profile.json").read_text())
+    assert found["steps"] == 2
+    assert found["launches"] > 100, "enqueued operators of two steps"
+    assert found["host_bound"] is None
+    assert "The profiler gave no times of the device" in shown
+    assert list(folder.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))

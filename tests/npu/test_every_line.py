@@ -54,7 +54,9 @@ print("SEEN " + json.dumps({{name: sorted(lines) for name, lines in seen.items()
 '''
 
 TRAINING = """
+import tempfile
 from copy import deepcopy
+from pathlib import Path
 import torch
 from ascendchat.device import pick
 from ascendchat.nn.attention import choose, documents
@@ -84,6 +86,9 @@ known = documents(kernel, [6, 10], torch.zeros(1, 16).to(place), device.dtype)
 kernel.packed(*[torch.randn(1, 16, 2, 32).to(place, device.dtype) for _ in "qkv"], known.bounds, 16, 1.0)
 kernel.cached(*[torch.randn(1, n, 2, 32).half().to(place) for n in (1, 16, 16)], torch.tensor([9]).to(place), 16, 1.0)
 assert "it needs an Ascend NPU" in choose("cpu", torch.float32, 32)[1]
+stop = device.trace(Path(tempfile.mkdtemp()))
+torch.ones(4, device=place).add(1)
+assert stop().name == "trace_view.json"
 """
 
 FLASH = """

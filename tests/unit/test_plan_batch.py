@@ -112,7 +112,10 @@ def test_a_slow_exchange_between_nodes_bounds_the_step() -> None:
     inside = duration(1e6, exchanged, chip, Split(8, 1, 1, 2048), 10, None, None)
     across = duration(1e6, exchanged, chip, Split(16, 1, 1, 2048), 10, None, None)
     assert inside.communication_seconds == pytest.approx(exchanged * 7 / 8 / chip.link)
-    assert across.step_seconds == across.communication_seconds == pytest.approx(exchanged * 15 / 16 / chip.node_link)
+    assert across.communication_seconds == pytest.approx(
+        exchanged * 7 / 8 / chip.link + exchanged / 8 / 2 / chip.node_link, rel=0.05
+    )
+    assert across.step_seconds == pytest.approx(across.communication_seconds, rel=0.01)
 
 
 def test_devices_exchange_float32_gradients_and_weights_in_the_compute_dtype() -> None:

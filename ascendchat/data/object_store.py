@@ -1,0 +1,255 @@
+"""Prepared text in an object store: `ascendchat base --data s3://bucket/prepared`. The only importer of fsspec.
+
+    store = Store("s3://bucket/prepared", manifest["files"])
+    tokens = store.array("train-00.tokens", np.dtype("<u2"))     # tokens[5:900] reads only the blocks that hold these
+    store.fetch([(tokens, 5, 900), ...])                          # the same blocks, many at a time
+
+A block (256 KiB) is compared with its checksum in the manifest when it arrives and whenever it is read from the local
+cache, which all processes of a machine share. Of a file without checksums of its blocks (prepared by an older version),
+the whole is one block, compared with the file's sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ascendchat.config import UserError, home
+
+BLOCK = 1 << 18  # bytes that are read at once; a multiple of every token's size
+SUM = 16  # hex digits of the checksum of a block
+HELD = 256  # blocks that a process keeps in memory
+TOGETHER = 16  # reads under way at once
+TRIES = 4
+CACHE_VARIABLE = "ASCENDCHAT_DATA_CACHE_GB"
+CACHE_GB = 50.0
+
+
+def is_remote(name: str | Path) -> bool:
+    """Whether an entry of --data is an address: s3://..., obs://..., memory://..."""
+    return "://" in str(name)
+
+
+def block_sums(data: bytes) -> str:
+    """The checksums of a file's blocks, one after the other, as the manifest keeps them."""
+    return "".join(_sum(data[begin : begin + BLOCK]) for begin in range(0, len(data), BLOCK))
+
+
+def _sum(block: bytes) -> str:
+    return hashlib.blake2b(block, digest_size=SUM // 2).hexdigest()
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """(file system, path in it) of fsspec."""
+    try:
+        core = importlib.import_module("fsspec.core")
+    except ImportError:
+        raise UserError(f"reading {url} needs fsspec: pip install fsspec, and for s3:// also s3fs") from None
+    try:
+        fs, path = core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # it names the package that knows this kind of address
+        raise UserError(f"{url} cannot be read: {error}; install what it names, or copy the folder to a disk") from None
+    return fs, str(path).rstrip("/")
+
+
+def read_remote(url: str, name: str) -> bytes | None:
+    """A small file of a folder in a store; None when it is not there."""
+    fs, root = _open(url)
+    return _read(fs, f"{root}/{name}", url, None)
+
+
+def _read(fs: Any, path: str, url: str, part: tuple[int, int] | None) -> bytes | None:
+    """A file, or bytes begin .. end - 1 of it, tried again when the network fails; None when it is not there."""
+    begin, end = part or (None, None)
+    for attempt in range(TRIES):
+        try:
+            return bytes(fs.cat_file(path, start=begin, end=end))
+        except FileNotFoundError:
+            return None
+        except (OSError, TimeoutError) as error:
+            if attempt + 1 == TRIES or isinstance(error, PermissionError):
+                raise UserError(
+                    f"{path} of {url} cannot be read: {error}; check the address and the credentials that the store "
+                    "wants, then run the same command again"
+                ) from None
+            time.sleep(0.5 * 2**attempt)
+    return None
+
+
+class Key(NamedTuple):
+    """One block of one file."""
+
+    name: str
+    number: int
+
+
+class RemoteArray:
+    """Numbers of a remote file; only what is asked for is read."""
+
+    def __init__(self, store: Store, name: str, dtype: np.dtype[Any]) -> None:
+        self.store, self.name, self.dtype = store, name, dtype
+
+    def __len__(self) -> int:
+        return int(self.store.files[self.name]["bytes"]) // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        begin, end, _ = part.indices(len(self))
+        size = self.dtype.itemsize
+        return np.frombuffer(self.store.read(self.name, begin * size, end * size), dtype=self.dtype)
+
+
+class Cache:
+    """Blocks on the local disk, at most `limit` bytes: the ones that were not used for longest go first."""
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.folder, self.limit, self._lock = folder, limit, threading.Lock()
+        self._grown = limit  # look at what is there before the first block is added
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            path = self.folder / key
+            data = path.read_bytes()
+            os.utime(path)  # used now
+        except FileNotFoundError:  # another process may have removed it
+            return None
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        """Not flushed to the disk: a block that was damaged is noticed by its checksum."""
+        beside = self.folder / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
+        beside.write_bytes(data)
+        os.replace(beside, self.folder / key)
+        with self._lock:
+            self._grown += len(data)
+            if self._grown < self.limit / 16:  # other processes add blocks too: look again from time to time
+                return
+            self._grown = 0
+            self._shrink(keep=key)
+
+    def _shrink(self, keep: str) -> None:
+        there = []
+        for entry in os.scandir(self.folder):
+            try:
+                about = entry.stat()
+            except FileNotFoundError:
+                continue
+            there.append((about.st_mtime, about.st_size, entry.name))
+        total = sum(size for _, size, _ in there)
+        for _, size, name in sorted(there):
+            if total <= self.limit * 15 / 16:
+                break
+            if name != keep:
+                (self.folder / name).unlink(missing_ok=True)
+                total -= size
+
+
+def cache_limit() -> float:
+    """Bytes of $ASCENDCHAT_DATA_CACHE_GB."""
+    text = os.environ.get(CACHE_VARIABLE, "")
+    try:
+        limit = float(text or CACHE_GB)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < float("inf"):
+        raise UserError(f"{CACHE_VARIABLE}={text!r} is not a size; give gigabytes, for example {CACHE_VARIABLE}=50")
+    return limit * 1e9
+
+
+class Store:
+    """The files of a prepared folder in an object store, by the sizes and checksums of its manifest."""
+
+    def __init__(self, url: str, files: Mapping[str, Mapping[str, Any]], cache: Cache | None = None) -> None:
+        self.url, self.files = url, files
+        self.fs, self.root = _open(url)
+        self.cache = cache or Cache(home() / "data" / ".blocks", cache_limit())
+        self._held: OrderedDict[Key, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(TOGETHER, thread_name_prefix="store")
+
+    def array(self, name: str, dtype: np.dtype[Any]) -> RemoteArray:
+        """The file as numbers."""
+        return RemoteArray(self, name, dtype)
+
+    def whole(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """All of a file."""
+        return self.array(name, dtype)[:]
+
+    def fetch(self, parts: Iterable[tuple[RemoteArray, int, int]]) -> None:
+        """Bring the blocks of many slices, several at a time; at most as many as stay in memory."""
+        wanted: dict[Key, None] = {}
+        for array, begin, end in parts:
+            size = array.dtype.itemsize
+            wanted |= dict.fromkeys(self._keys(array.name, begin * size, end * size))
+        with self._lock:
+            missing = [key for key in wanted if key not in self._held][:HELD]
+        list(self._pool.map(self.block, missing))
+
+    def read(self, name: str, begin: int, end: int) -> bytes:
+        """Bytes begin .. end - 1 of a file."""
+        if begin >= end:
+            return b""
+        size = self._block_size(name)
+        keys = self._keys(name, begin, end)
+        data = b"".join(self.block(key) for key in keys)
+        first = keys[0].number * size
+        return data[begin - first : end - first]
+
+    def _block_size(self, name: str) -> int:
+        about = self.files[name]
+        return BLOCK if about.get("blocks") else max(1, int(about["bytes"]))
+
+    def _keys(self, name: str, begin: int, end: int) -> list[Key]:
+        size = self._block_size(name)
+        return [Key(name, number) for number in range(begin // size, -(-end // size))]
+
+    def block(self, key: Key) -> bytes:
+        """One block, from memory, the local cache or the store."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        about = self.files[key.name]
+        stored = f"{about['sha256'][:32]}-{key.number}"
+        data = self.cache.get(stored)
+        if data is None or not self._right(key, data):
+            data = self._download(key)
+            self.cache.put(stored, data)
+        with self._lock:
+            self._held[key] = data
+            while len(self._held) > HELD:
+                self._held.popitem(last=False)
+        return data
+
+    def _right(self, key: Key, data: bytes) -> bool:
+        about, at = self.files[key.name], key.number * SUM
+        if about.get("blocks"):
+            return _sum(data) == about["blocks"][at : at + SUM]
+        return hashlib.sha256(data).hexdigest() == about["sha256"]
+
+    def _download(self, key: Key) -> bytes:
+        size, total = self._block_size(key.name), int(self.files[key.name]["bytes"])
+        part = (key.number * size, min(total, (key.number + 1) * size))
+        for _ in range(2):  # a transfer may be damaged once; what is stored wrong stays wrong
+            data = _read(self.fs, f"{self.root}/{key.name}", self.url, part)
+            if data is None:
+                raise UserError(
+                    f"{self.url} has no {key.name}, which its manifest lists; copy the prepared folder again"
+                )
+            if self._right(key, data):
+                return data
+        raise UserError(
+            f"{self.url}/{key.name} is damaged: bytes {part[0]} to {part[1]} have another checksum than the manifest; "
+            "copy that file again from the folder that `ascendchat data prepare` wrote"
+        )
