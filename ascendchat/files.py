@@ -48,8 +48,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def usual_mode(path: Path) -> None:
-    """Give a file or folder the rights that one made beside it gets. Libraries that write to a temporary file and rename
-    it (safetensors does) leave its rights: nobody but the owner could read a model that is meant for all."""
+    """Give a file or folder the rights that one made beside it gets. A library that writes to a temporary file and
+    renames it (safetensors) leaves those of that: nobody but the owner could read a model that is meant for all."""
     probe = path.with_name(f".{path.name}.{os.getpid()}.mode")
     folder = path.is_dir()
     try:
