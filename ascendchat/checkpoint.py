@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.config import UserError
-from ascendchat.files import flush, sha256, write_atomic
+from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.nn.optim import Shard
 from ascendchat.record.earlier import begun_by_this_launch, earlier
 
@@ -47,9 +47,15 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of contiguous tensors in host memory."""
+    save_file(tensors, path, metadata)
+    usual_mode(path)
+
+
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """A safetensors file with these weights alone, to be sent over a connection."""
-    save_file(host_copy(weights), path)
+    write_tensors(path, host_copy(weights))
 
 
 class Writer:
@@ -146,12 +152,12 @@ class Writer:
         own = {}
         for name, tensors in parts.items():
             part = draft / f"{name}-{rank}-of-{size}.safetensors"
-            save_file(tensors, part)
+            write_tensors(part, tensors)
             own[part.name] = self._entry(part)
         write_atomic(draft / f"part-{rank}", json.dumps(own))
         if rank:
             return
-        save_file(model, draft / "model.safetensors")
+        write_tensors(draft / "model.safetensors", model)
         write_atomic(draft / "state.json", state)
         files = {name: self._entry(draft / name) for name in ("model.safetensors", "state.json")}
         files.update(self._collect(draft, size))

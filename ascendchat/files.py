@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -44,6 +45,18 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
     os.replace(beside, path)
     flush(path.parent)  # the rename itself
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file or folder the rights that one made beside it gets. A library that writes to a temporary file and
+    renames it (safetensors) leaves those of that: nobody but the owner could read a model that is meant for all."""
+    probe = path.with_name(f".{path.name}.{os.getpid()}.mode")
+    folder = path.is_dir()
+    try:
+        probe.mkdir() if folder else probe.touch()
+        os.chmod(path, stat.S_IMODE(probe.stat().st_mode))
+    finally:
+        probe.rmdir() if folder else probe.unlink()
 
 
 def sha256(path: Path) -> str:

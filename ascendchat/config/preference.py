@@ -18,7 +18,7 @@ class PreferenceOptions:
     "with --stage dpo: another loss on pairs; --stage orpo and --stage simpo say the same"
     label_smoothing: float = option(0.0, also=("dpo_label_smoothing",), least=0, below=0.5)
     "of dpo and simpo: the chance that a pair is the wrong way round"
-    simpo_gamma: float = option(0.5, least=0, most=1e3)
-    "of simpo: how much the better reply has to win by"
+    simpo_gamma: float | None = option(None, least=0, most=1e3)
+    "of simpo: how much the better reply has to win by; by default 0.5"
     pref_ftx: float = option(0.0, least=0, most=1e3)
     "weight of the loss of SFT on the better reply, added to that on the pair"

@@ -7,8 +7,8 @@
 
 | format    | columns                                                 | becomes                                        |
 |-----------|---------------------------------------------------------|------------------------------------------------|
-| openai    | messages (role, content, tool_calls)                    | the same                                       |
-| sharegpt  | conversations (from, value); system, tools              | tools are listed in the system message         |
+| openai    | messages (role, content, tool_calls); system, tools     | tools are listed in the system message         |
+| sharegpt  | conversations (from, value); system, tools              | the same                                       |
 | dpo       | chosen, rejected beside a prompt: see pairs.py          | the conversation up to the chosen reply        |
 | alpaca    | instruction, input, output or response; system, history | input (Dolly: context) follows the instruction |
 | bilingual | en_instruction, en_output, zh_instruction, ...          | one conversation per language                  |
@@ -33,8 +33,8 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, Part, render_choice
 from ascendchat.data.pairs import PAIR_COLUMNS, talk_of
-from ascendchat.data.tables import TableRow, check_table, read_rows
-from ascendchat.data.turns import asked, cell, checked, history, message, openai, opening, said, spoken, turns
+from ascendchat.data.tables import Allowance, TableRow, check_table, read_rows
+from ascendchat.data.turns import asked, cell, checked, history, message, opened, opening, said, spoken, turns
 from ascendchat.record.console import inert
 
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
@@ -42,8 +42,12 @@ CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
 PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
 
 
+def openai(row: TableRow) -> Iterator[Conversation]:
+    yield opened(row, turns(row["messages"]))
+
+
 def sharegpt(row: TableRow) -> Iterator[Conversation]:
-    yield opening(row) + turns(row["conversations"])
+    yield opened(row, turns(row["conversations"]))
 
 
 def dpo(row: TableRow) -> Iterator[Conversation]:
@@ -159,7 +163,7 @@ def filled(value: Any, slots: Mapping[str, str]) -> Any:
 def conversations(
     path: str | Path,
     *,
-    limit: int | None = None,
+    limit: Allowance | None = None,
     slots: Mapping[str, str] | None = None,
     arrange: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,

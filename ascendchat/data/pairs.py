@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
-from ascendchat.data.tables import TableRow, check_table, read_rows
-from ascendchat.data.turns import asked, checked, history, message, openai, opening, said, spoken, turns
+from ascendchat.data.tables import Allowance, TableRow, check_table, read_rows
+from ascendchat.data.turns import asked, checked, history, message, opened, opening, said, spoken, turns
 from ascendchat.record.console import inert
 
 PROMPTS = "conversations", "prompt", "instruction", "messages", "question", "query"  # the first that a row has
@@ -79,7 +79,7 @@ def before_reply(talk: Conversation) -> int:
 
 def talk_of(row: TableRow, side: str) -> Conversation:
     """The conversation up to the reply in this column."""
-    return whole(opening(row) + history(row) + prompt_of(row), row[side])
+    return whole(opened(row, history(row) + prompt_of(row)), row[side])
 
 
 def prompt_of(row: TableRow) -> Conversation:
@@ -89,27 +89,20 @@ def prompt_of(row: TableRow) -> Conversation:
         return []
     if name == "instruction":
         return said(asked(row), "user")
-    return next(openai(row)) if name == "messages" else said(row[name], "user")
+    return turns(row[name]) if name == "messages" else said(row[name], "user")
 
 
 def whole(head: Conversation, reply: Any) -> Conversation:
     """Prompt and reply. Some sets repeat the prompt in the reply."""
     if isinstance(reply, str):
         return [*head, message("assistant", reply)] if head else marked_turns(reply)
-    entries = messages_of(reply)
+    entries = turns([reply] if isinstance(reply, dict) else reply)
     bare = [said for said in head if said["role"] != "system"]
     system = [said for said in head if said["role"] == "system"]
     lead = next((at for at, said in enumerate(entries) if said["role"] != "system"), 0)
     if not bare or entries[lead : lead + len(bare)] == bare:
         return [*(system or entries[:lead]), *entries[lead:]]
     return [*head, *entries]
-
-
-def messages_of(reply: Any) -> Conversation:
-    """One message or several, in either tradition."""
-    entries = [reply] if isinstance(reply, dict) else reply
-    calls = any("tool_calls" in entry for entry in entries)
-    return next(openai({"messages": entries})) if calls else turns(entries)
 
 
 def marked_turns(text: str) -> Conversation:
@@ -122,7 +115,7 @@ def marked_turns(text: str) -> Conversation:
 
 def of_swift(row: TableRow) -> tuple[Conversation, Conversation]:
     """Both conversations as a whole."""
-    chosen = opening(row) + (next(openai(row)) if "messages" in row else history(row) + query(row))
+    chosen = opened(row, turns(row["messages"])) if "messages" in row else opening(row) + history(row) + query(row)
     head = chosen[: before_reply(chosen)]
     return chosen, whole(head, row["rejected_messages" if row.get("rejected_messages") else "rejected_response"])
 
@@ -134,7 +127,7 @@ def query(row: TableRow) -> Conversation:
 def pairs(
     path: str | Path,
     *,
-    limit: int | None = None,
+    limit: Allowance | None = None,
     arrange: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Pair]:

@@ -7,8 +7,9 @@
 A folder without that file works too: names are then those of its files, with or without their endings.
 
 Of an entry are used: file_name (a file or a folder beside the registry, packed or not), formatting (alpaca, sharegpt,
-openai), columns, tags, ranking, num_samples (the first so many rows), hf_hub_url and ms_hub_url once they are fetched,
-with folder. Nothing is downloaded here. Sets with images, sounds or films, KTO labels or scripts are refused by name.
+openai), columns, tags, ranking, num_samples (the first so many rows of all its files), hf_hub_url and ms_hub_url once
+they are fetched, with folder. Nothing is downloaded here. Sets with images, sounds or films, KTO labels or scripts are
+refused by name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
-from ascendchat.data.turns import opening
+from ascendchat.data.turns import CALLS
 
 INFO = "dataset_info.json"
 HUBS = "hf_hub_url", "ms_hub_url"
@@ -181,46 +183,35 @@ def of_alpaca(columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool
     return lambda row: renamed(row, wanted, ("instruction", *replies))
 
 
-def of_sharegpt(columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool) -> Arrange:
-    """Turns in one list, each with a speaker and a text under the names of `tags`."""
-    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+def of_turns(own: tuple[str, str, str], columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool) -> Arrange:
+    """Turns in one list, each with a speaker and a text under the names of `tags`, or `own`: list, speaker, text."""
+    column, speaker, text = own
+    role, content = tags.get("role_tag", speaker), tags.get("content_tag", text)
     speakers = {tags.get(tag, usual): ours for tag, (usual, ours) in TAGS.items()}
-    wanted: dict[str, str | None] = {"conversations": columns.get("messages", "conversations")}
+    wanted: dict[str, str | None] = {column: columns.get("messages", column)}
     wanted |= {name: columns.get(name) for name in ("system", "tools")}
     wanted |= {name: columns.get(name, name) for name in (("chosen", "rejected") if ranking else ())}
 
     def turn(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
-        return {"from": speakers.get(entry[role], entry[role]), "value": entry[content]}
+        calls = {name: entry[name] for name in CALLS if entry.get(name)}
+        said = {} if calls and content not in entry else {text: entry[content]}
+        return {speaker: speakers.get(entry[role], entry[role]), **said, **calls}
 
     def arrange(row: TableRow) -> TableRow:
-        found = renamed(row, wanted, ("conversations",))
-        found["conversations"] = [turn(entry) for entry in found["conversations"]]
+        found = renamed(row, wanted, (column,))
+        found[column] = [turn(entry) for entry in found[column]]
         return {name: turn(value) if name in ("chosen", "rejected") else value for name, value in found.items()}
 
     return arrange
 
 
-def of_openai(columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool) -> Arrange:
-    """Messages with role, content and tool_calls; the tools that a row offers stand in a system message."""
-    usual = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    plain = of_sharegpt({**columns, "messages": columns.get("messages", "messages")}, {**usual, **tags}, ranking)
-    named = columns.get("messages", "messages")
-
-    def arrange(row: TableRow) -> TableRow:
-        found = plain(row)
-        talk = [
-            {"role": turn["from"], "content": turn["value"], "tool_calls": entry.get("tool_calls")}
-            for turn, entry in zip(found.pop("conversations"), row[named])
-        ]
-        first = opening({name: found.pop(name, None) for name in ("system", "tools")})
-        return {**found, "messages": [*first, *talk]}
-
-    return arrange
-
-
-ARRANGERS = {"alpaca": of_alpaca, "sharegpt": of_sharegpt, "openai": of_openai}
+ARRANGERS = {
+    "alpaca": of_alpaca,
+    "sharegpt": partial(of_turns, ("conversations", "from", "value")),
+    "openai": partial(of_turns, ("messages", "role", "content")),
+}
 
 
 def renamed(row: TableRow, wanted: Mapping[str, str | None], needed: Sequence[str]) -> TableRow:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -113,6 +112,19 @@ def why_unread(error: Exception) -> str:
 
 
 @dataclass
+class Allowance:
+    """Rows that may still be read, of all files of a data set together."""
+
+    left: int
+
+    def take(self, rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """So many rows of a file at most."""
+        while self.left > 0 and (row := next(rows, None)):
+            self.left -= 1
+            yield row
+
+
+@dataclass
 class Unread:
     """The rows of a file that could not be read."""
 
@@ -154,14 +166,14 @@ def read_rows(
     path: Path,
     read_row: Callable[[TableRow], Row],
     *,
-    limit: int | None = None,
+    limit: Allowance | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Row]:
     """What `read_row` makes of each row of a table; rows that it cannot read are counted and left out. A UserError of
     it means columns that it does not know: those of another row may be known."""
     unread, read_any, unknown = Unread(path.name), False, None
     try:
-        for where, row in islice(entries(path), limit):
+        for where, row in limit.take(entries(path)) if limit else entries(path):
             unread.rows += 1
             try:
                 if isinstance(row, Exception):

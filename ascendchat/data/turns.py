@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from ascendchat.data.chat import ROLES, SPAN_OF, Conversation, Message, Part
@@ -23,6 +23,7 @@ ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assi
     "tool": "observation function_response function tool ipython",
 }
 SPEAKERS = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
+CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
 TOOLS_OFFERED = "You can call these tools:\n"
 
 
@@ -43,17 +44,16 @@ def spoken(speaker: Any, content: Any) -> Message:
     return message("assistant", [{"type": "tool", "text": content}]) if role == "call" else message(role, content)
 
 
-def openai(row: TableRow) -> Iterator[Conversation]:
-    conversation: Conversation = []
-    for entry in row["messages"]:
-        calls = entry.get("tool_calls") or []
-        said = spoken(entry["role"], entry.get("content") or "")
-        if calls:
-            text = [] if not said["content"] else [{"type": "text", "text": said["content"]}]
-            made = [{"type": "tool", "text": called(call)} for call in calls]
-            said = message("assistant", [*(text if isinstance(said["content"], str) else said["content"]), *made])
-        conversation.append(said)
-    yield conversation
+def turn(entry: TableRow) -> Message:
+    """ShareGPT's from and value; or role and content, where a message that calls tools needs no content."""
+    if "from" in entry:
+        return spoken(entry["from"], entry["value"])
+    calls = entry.get(CALLS[0]) or ([entry[CALLS[1]]] if entry.get(CALLS[1]) else [])
+    if not calls:
+        return spoken(entry["role"], entry["content"] or "")
+    words = spoken(entry["role"], entry.get("content") or "")["content"]
+    said = words if isinstance(words, list) else [{"type": "text", "text": words}] if words else []
+    return message("assistant", [*said, *({"type": "tool", "text": called(call)} for call in calls)])
 
 
 def called(call: TableRow) -> str:
@@ -68,15 +68,24 @@ def called(call: TableRow) -> str:
 def opening(row: TableRow) -> Conversation:
     """The system message of a row, with the tools it offers."""
     system, tools = row.get("system") or "", row.get("tools") or ""
-    if tools:
+    if tools and tools != "[]":
         tools = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
         system = "\n".join(part for part in (system, TOOLS_OFFERED + tools) if part)
     return [message("system", system)] if system else []
 
 
 def turns(entries: Any) -> Conversation:
-    """ShareGPT turns (from, value) or the same with role and content."""
-    return [spoken(e["from"], e["value"]) if "from" in e else spoken(e["role"], e["content"]) for e in entries]
+    """Messages of either tradition."""
+    return [turn(entry) for entry in entries]
+
+
+def opened(row: TableRow, talk: Conversation) -> Conversation:
+    """The conversation of a row behind its system message; one that it begins with becomes a part of that."""
+    first = talk[0] if talk else {}
+    if first.get("role") == "system" and isinstance(first["content"], str):
+        said = [text for text in (row.get("system"), first["content"]) if text]
+        row, talk = {**row, "system": "\n".join(said)}, talk[1:]
+    return opening(row) + talk
 
 
 def cell(row: TableRow, names: str) -> Any:

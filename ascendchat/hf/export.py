@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ascendchat.checkpoint import write_tensors
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.files import usual_mode
 from ascendchat.hf.folder import OURS
 from ascendchat.hf.lora import save_weights
 from ascendchat.hf.model import CausalLM
@@ -76,6 +77,8 @@ def export(model: CausalLM, tokenizer: HFTokenizer, folder: Path, weights: Mappi
         describe(model, tokenizer, draft)
         known = dict(weights if weights is not None else model.state_dict())
         model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in known.items()})
+        for file in draft.glob("*.safetensors"):
+            usual_mode(file)
 
 
 def export_adapter(beside: Path, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -95,7 +98,7 @@ def export_own(
         for file in sorted(CODE.glob("*_ascendchat.py")):
             shutil.copy(file, draft / file.name)
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(held, draft / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(draft / "model.safetensors", held, {"format": "pt"})
         dtype = str(held["head"].dtype).removeprefix("torch.")
         ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stops), "pad_token_id": tokenizer.pad}
         config = {**own_config(shape), **ids, "dtype": dtype, "torch_dtype": dtype}

@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ascendchat.checkpoint import write_tensors
 from ascendchat.config import UserError, nearest
 from ascendchat.hf import library
 from ascendchat.hf.model import CausalLM
@@ -111,7 +111,7 @@ def write_adapter(model: CausalLM, base: str, folder: Path, weights: Mapping[str
 
 def save_weights(weights: Mapping[str, Tensor], folder: Path) -> None:
     """adapter_model.safetensors."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()})
 
 
 def load_adapter(model: CausalLM, folder: Path, weights: Mapping[str, Tensor]) -> CausalLM:

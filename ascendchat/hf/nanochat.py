@@ -14,14 +14,15 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import Writer, checkpoints
+from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
 from ascendchat.config.infer import ImportNanochatConfig
 from ascendchat.data.tokenizer import Tokenizer
@@ -66,13 +67,21 @@ def run(config: ImportNanochatConfig) -> int:
         raise UserError("name one folder of nanochat: ascendchat import nanochat ~/.cache/nanochat")
     found = sources(Path(config.paths[0]).expanduser(), config.model_tag, config.step)
     name = config.run or found[0].tag
-    for source in found:
-        folder = run_folder(name, source.stage)
-        if checkpoints(folder):
-            raise UserError(f"{folder} already holds checkpoints; choose another name: --run NAME")
+    folders = [run_folder(name, source.stage) for source in found]
+    for folder in folders:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is there already; choose another name: --run NAME")
     tokenizer = read_tokenizer((Path(config.tokenizer or found[0].tokenizer)).expanduser() / "tokenizer.pkl")
-    for source in found:
-        write(source, tokenizer, config.window_pattern, run_folder(name, source.stage), print)
+    draft = folders[0].parent.with_name(f".{name}.importing")  # one that was killed left its draft here
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        told = [write(source, tokenizer, config.window_pattern, draft / source.stage) for source in found]
+        for folder, line in zip(folders, told):  # all stages are read and written: none is seen without the others
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            (draft / folder.name).replace(folder)
+            print(line.replace(str(draft / folder.name), str(folder)))
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     print(f"next: ascendchat chat --run {name}")
     return 0
 
@@ -119,8 +128,8 @@ def _stage(model: Path) -> str:
 # ---- what is in them ---------------------------------------------------------------------------
 
 
-def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path, say: Callable[[str], None]) -> None:
-    """One checkpoint of ours, and its tokenizer beside it."""
+def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> str:
+    """One checkpoint of ours, and its tokenizer beside it; what was done, in a line."""
     weights, config = read_weights(source.file), read_config(source)
     shape = shape_of(source.file, weights, {**config, **({"window_pattern": pattern} if pattern else {})})
     if tokenizer.vocab_size != shape.vocab:
@@ -135,11 +144,11 @@ def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path, say:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / "tokenizer", f"ascendchat import nanochat {source.file}")
     state = {"stage": source.stage, "shape": shape.to_dict(), "tokenizer": tokenizer.fingerprint}
-    writer = Writer(folder, say=say)
+    writer = Writer(folder)
     writer.save(source.step, model=converted, shards={}, state={**state, "imported": str(source.file)})
     writer.wait()
     sizes = f"{shape.depth} layers of {shape.dim}, {shape.total_parameters / 1e6:.1f} M parameters"
-    say(f"{source.file} -> {folder / f'step_{source.step:06d}'} ({shape.formulas}: {sizes})")
+    return f"{source.file} -> {folder / f'step_{source.step:06d}'} ({shape.formulas}: {sizes})"
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

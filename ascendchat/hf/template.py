@@ -8,6 +8,8 @@ data/chat.py comes here when the tokenizer has a template. The mask is that of t
 A template without them is rendered up to each turn of the assistant, before and after: the difference is what it
 writes, provided that the one text begins with the other. Some templates write earlier turns otherwise than the last one
 (Qwen3 leaves out its thoughts): then each turn becomes a piece of its own, with all before it as the model will see it.
+Calls of tools, their results and the tools that a system message offers are written as the template writes such, where
+it knows them (hf/tool_messages.py); else they stand in the texts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Counts, Message, Rendered, canonical, content_parts, exchanges
+from ascendchat.hf.tool_messages import ARGUMENT, CALLED, PROBE_CALL, PROBE_OFFER, RESULT, called, offered, split_offers
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITTEN = {"text": "{}", "tool": "<<{}=", "output": "{}>>"}
@@ -37,6 +40,8 @@ class ChatTemplate:
     def __init__(self, inner: Any, marked: Any, stops: Sequence[int], names: Mapping[int, str]) -> None:
         self.inner, self._marked, self._names = inner, marked, names
         self.generation = bool(MARKED.search(str(inner.chat_template)))
+        self.calls = self._knows(PROBE_CALL, CALLED, ARGUMENT, RESULT)
+        self.offers = self._knows(PROBE_OFFER, CALLED, ARGUMENT)
         self.end = self._turn_end()
         found = [self.end] if self.end is not None else []
         self.stops = tuple(dict.fromkeys([*found, *stops]))
@@ -90,23 +95,29 @@ class ChatTemplate:
     # ---- rendering -----------------------------------------------------------------------------
 
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with texts only; calls of the calculator stand in them as GSM8K writes them: <<17+25=42>>. What
-        looks like a special token is broken, whoever wrote it."""
+        """Messages as templates take them. Calls of the calculator stand in their texts as GSM8K writes them:
+        <<17+25=42>>. What looks like a special token is broken, whoever wrote it."""
         talk: list[Message] = []
         for message in canonical(messages):
-            parts = content_parts(message["content"])
-            text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts)
-            safe = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
-            talk.append({"role": message["role"], "content": safe})
-        return talk
+            parts = [{**part, "text": self._safe(part["text"])} for part in content_parts(message["content"])]
+            if self.calls and (written := called(parts)):
+                talk += written
+            else:
+                text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts)
+                talk.append({"role": message["role"], "content": text})
+        return offered(talk) if self.offers else talk
+
+    def _safe(self, text: str) -> str:
+        return self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
     def _text(self, talk: Sequence[Message], opened: bool) -> str:
         text: str = self._apply(talk, tokenize=False, add_generation_prompt=opened)
         return text
 
     def _apply(self, talk: Sequence[Message], **how: Any) -> Any:
+        bare, tools = split_offers(talk)
         try:
-            return self.inner.apply_chat_template(list(talk), **how)
+            return self.inner.apply_chat_template(bare, **({"tools": tools} if tools else {}), **how)
         except Exception as error:  # noqa: BLE001 (a template is a program of the model's author)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"the model's chat template refuses this conversation: {reason}") from None
@@ -178,6 +189,14 @@ class ChatTemplate:
         if any(len(piece.ids) > limit for piece in last):
             last = self._whole(current)
         return [cut(piece, limit, counts) for piece in [*pieces, *last]]
+
+    def _knows(self, talk: Sequence[Message], *words: str) -> bool:
+        """Whether the template writes all of these words."""
+        try:
+            text = self._text(talk, opened=False)
+        except UserError:
+            return False
+        return all(word in text for word in words)
 
     def _turn_end(self) -> int | None:
         """The special token that closes a turn of the assistant, if there is one."""

@@ -17,7 +17,7 @@ from ascendchat.dist.context import joined
 from ascendchat.hf.export import export, export_adapter, export_own
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.tokenizer import HFTokenizer
-from ascendchat.infer.huggingface import BESIDE, is_adapter
+from ascendchat.infer.huggingface import BESIDE, check_peft_base, is_adapter
 from ascendchat.infer.load import find_checkpoint, open_model
 from ascendchat.plan.shape import Shape
 
@@ -55,4 +55,5 @@ def write_adapter_folder(saved: Checkpoint, folder: Path) -> None:
     """The adapters of a checkpoint as a folder of peft's."""
     if not is_adapter(saved):
         raise UserError(f"{saved.folder} holds a whole model and no adapters; leave out --adapter")
+    check_peft_base(saved.folder.parent / BESIDE)
     export_adapter(saved.folder.parent / BESIDE, saved.model(), folder)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ascendchat.checkpoint import NAME as STEP
 from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config import UserError
 from ascendchat.files import write_atomic
@@ -76,6 +77,16 @@ def write_base(origin: HFSource | Checkpoint, beside: Path) -> None:
     """Say what the adapters of a run are for."""
     known = {"path": str(origin.folder.absolute()), "fingerprint": origin.fingerprint}
     write_atomic(beside / BASE, json.dumps(known, indent=1))
+
+
+def check_peft_base(beside: Path) -> None:
+    """peft opens adapters on a model of Hugging Face; those on a run of ours would name a folder that it cannot."""
+    path = Path(str(read_json(beside / BASE).get("path"))) if (beside / BASE).is_file() else Path()
+    if (path / "manifest.json").is_file() or (not path.exists() and STEP.fullmatch(path.name)):
+        raise UserError(
+            f"the adapters in {beside.parent} are for {path}, a run of ours, which peft cannot open: leave out "
+            "--adapter to export the merged model, or export that run first and train the adapters on its folder"
+        )
 
 
 def open_base(beside: Path, dtype: torch.dtype, seq_len: int) -> OpenedFolder:

@@ -28,6 +28,7 @@ import torch
 
 from ascendchat.checkpoint import write_weights
 from ascendchat.config import UserError
+from ascendchat.files import usual_mode
 from ascendchat.infer import transfer
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.link import TROUBLE, Again, Link, NoRoute
@@ -208,6 +209,8 @@ class VllmServer(Server):
             raise UserError("weights go to another machine by a folder that both can read, and none was named")
         folder = Path(tempfile.mkdtemp(prefix=f"weights-{version}-", dir=self.folder or None))
         try:
+            if self.folder:
+                usual_mode(folder)  # the server may run as another user
             await asyncio.to_thread(write_weights, folder / "model.safetensors", weights)
             await self._rpc("reload_weights", seconds=self.link.timeout, weights_path=str(folder))
         except BaseException:

@@ -22,7 +22,7 @@ from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.data.read import format_of
 from ascendchat.data.registry import INFO, Listed, find_listed
-from ascendchat.data.tables import TABLE_TYPES
+from ascendchat.data.tables import TABLE_TYPES, Allowance
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
 
@@ -71,15 +71,18 @@ def sets_at(path: Path, *, ranking: bool = False) -> list[Listed]:
     return listed or [Listed(path.name.split(".")[0], path, ranking, None, None)]
 
 
-def tables_of(listed: Listed, split: str) -> list[Path]:
-    """The files of a data set; none is an error."""
+def tables_of(listed: Listed, split: str) -> Iterator[tuple[Path, Allowance | None]]:
+    """The files of a data set, with what may be read of each: `limit` rows of all together; none is an error."""
     files = files_of(listed.path, split)
     if not files:
         raise UserError(
             f"{listed.path} holds no conversations of the split {split!r}; they are read from "
             f"{' '.join(TABLE_TYPES)} files"
         )
-    return files
+    left = None if listed.limit is None else Allowance(listed.limit)
+    for number, file in enumerate(files):
+        if number == 0 or left is None or left.left > 0:
+            yield file, left
 
 
 class Dialog(Task):
@@ -102,10 +105,8 @@ class Dialog(Task):
 
     def _read(self, listed: Listed) -> Iterator[Conversation]:
         slots = SLOTS.get(listed.path.name.split(".")[0])
-        for file in tables_of(listed, self.split):
-            yield from conversations(
-                file, limit=listed.limit, slots=slots, arrange=listed.arrange, say=self.notices.append
-            )
+        for file, limit in tables_of(listed, self.split):
+            yield from conversations(file, limit=limit, slots=slots, arrange=listed.arrange, say=self.notices.append)
 
     def __len__(self) -> int:
         return len(self.stored)

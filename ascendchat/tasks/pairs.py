@@ -60,8 +60,8 @@ class PairMixture:
 def read_pairs(name: str, say: Say) -> Iterator[Pair]:
     """All pairs that an entry of --data stands for."""
     for listed in sets_at(Path(name).expanduser(), ranking=True):
-        for file in tables_of(listed, "train"):
-            yield from pairs(file, limit=listed.limit, arrange=listed.arrange, say=say)
+        for file, limit in tables_of(listed, "train"):
+            yield from pairs(file, limit=limit, arrange=listed.arrange, say=say)
 
 
 def open_pair_mixture(

@@ -47,7 +47,7 @@ from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
 from ascendchat.train.huggingface import Theirs, check_output, open_start, start_of
-from ascendchat.train.preference import PreferenceStage, method_of, train_pairs
+from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
 from ascendchat.train.rows import Learner, optimizer_for, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
@@ -164,7 +164,6 @@ def run(config: FinetuneConfig) -> int:
 
 def learn_pairs(config: FinetuneConfig) -> int:
     """`--stage dpo`, `orpo` or `simpo`; see preference.py."""
-    method_of(config)
     for name in ("muon", "lora_dropout"):
         if getattr(config, name):
             raise UserError(f"--{name.replace('_', '-')} is for --stage sft; leave it out")
@@ -239,6 +238,7 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
     for name in NOT_HERE:
         if getattr(config, name):
             raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
+    check_numbers(config)
     lora = config.lora or config.finetuning_type == "lora"
     asked = [name for name in LORA_ONLY if getattr(config, name)]
     if asked and not lora:

@@ -75,6 +75,11 @@ def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None
         if getattr(config, name) is not None and not (name == "matrix_lr" and getattr(config, "muon", False)):
             raise UserError(f"--{name.replace('_', '-')} is of our own models; here --learning-rate is that of all")
     if isinstance(found, Checkpoint):
+        if lora and getattr(config, "output_dir", ""):
+            raise UserError(
+                f"the adapters would be for {found.folder}, a run of ours, which peft cannot open: leave out "
+                "--output-dir, and export the merged model afterwards: ascendchat export --run NAME --out DIR"
+            )
         refuse_too_large(found.folder.parent / BESIDE, config, here)
         opened = open_trained(found, dtype, seq_len)
         return Theirs(*_on_device(opened, config, here, lora), opened.tokenizer, found, lora)

@@ -57,6 +57,12 @@ from ascendchat.train.stage import Loss
 from ascendchat.train.start import only_weights
 
 BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+GAMMA = 0.5
+TAKEN_BY = {  # which losses use a number of PreferenceOptions
+    **dict.fromkeys(("pref_beta", "pref_ftx"), tuple(BETAS)),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+}
 RATES = {"dpo": 1e-6, "orpo": 5e-6, "simpo": 1e-6}  # of all weights of a Hugging Face model
 ADAPTER_RATE = 5e-6
 PAIRS_PER_STEP, FEW_STEPS = 32, 100  # fewer pairs where the run would have fewer steps
@@ -73,12 +79,24 @@ def method_of(config: FinetuneConfig) -> str:
     return config.pref_loss
 
 
+def check_numbers(config: FinetuneConfig) -> None:
+    """Refuse a number that the loss would not use: a run would seem to have it."""
+    method = method_of(config)
+    for name, losses in TAKEN_BY.items():
+        if getattr(config, name) and method not in losses:
+            raise UserError(
+                f"--{name.replace('_', '-')} is used by --stage {'|'.join(losses)}, not by {method}; leave it out, "
+                "or choose such a stage"
+            )
+
+
 def weights_of(method: str, options: PreferenceOptions) -> Weights:
     """The numbers of the loss."""
+    gamma = GAMMA if options.simpo_gamma is None else options.simpo_gamma
     return Weights(
         beta=options.pref_beta or BETAS[method],
-        smoothing=0.0 if method == "orpo" else options.label_smoothing,
-        gamma=options.simpo_gamma if method == "simpo" else 0.0,
+        smoothing=options.label_smoothing,
+        gamma=gamma if method == "simpo" else 0.0,
         sft=options.pref_ftx,
     )
 

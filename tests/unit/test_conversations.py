@@ -13,6 +13,8 @@ import pytest
 from ascendchat.config import UserError
 from ascendchat.data.chat import canonical, text_of
 from ascendchat.data.conversations import conversations
+from ascendchat.data.tables import Allowance
+from ascendchat.data.turns import message
 
 
 def write(folder: Path, rows: list[Any], name: str = "data.jsonl") -> Path:
@@ -84,6 +86,7 @@ def test_a_function_call_is_a_tool_part_of_the_assistants_turn_and_its_result_an
         {"role": "tool", "content": "sunny"},
         {"role": "assistant", "content": "It is sunny."},
     ]
+    assert read(tmp_path, {"conversations": sharegpt, "tools": "[]"}) == found[1:]
     assert found[0] == {"role": "system", "content": 'You can call these tools:\n[{"name": "weather"}]'}
     assert canonical(found[1:]) == canonical(read(tmp_path, {"messages": openai}))
     assert canonical(found)[-1]["content"] == [
@@ -91,6 +94,29 @@ def test_a_function_call_is_a_tool_part_of_the_assistants_turn_and_its_result_an
         {"type": "output", "text": "sunny"},
         {"type": "text", "text": "It is sunny."},
     ]
+
+
+@pytest.mark.parametrize("form", ["messages", "conversations", "prompt"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_message_that_calls_tools_needs_no_content(tmp_path: Path, form: str, old: bool) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"function_call": function} if old else {"tool_calls": [{"id": "1", "function": function}]}
+    talk = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", **call},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+    row = {"prompt": talk[:2], "completion": talk[2:]} if form == "prompt" else {form: talk, "tools": [{"name": "w"}]}
+    found = read(tmp_path, row)
+    assert canonical(found)[-1]["content"] == [
+        {"type": "tool", "text": '{"name": "weather", "arguments": {"city": "Rome"}}'},
+        {"type": "output", "text": "sunny"},
+        {"type": "text", "text": "It is sunny."},
+    ]
+    offered = "" if form == "prompt" else '\nYou can call these tools:\n[{"name": "w"}]'
+    assert [said for said in found if said["role"] == "system"] == [message("system", f"be brief{offered}")]
 
 
 def test_gsm8k_annotations_become_calls_of_the_calculator_and_the_text_stays_readable(tmp_path: Path) -> None:
@@ -331,7 +357,7 @@ def test_the_real_sets_of_many_files_have_their_published_size(real_data: Path, 
 
 def test_the_real_bilingual_set_has_two_conversations_per_row(real_data: Path) -> None:
     path = real_data / "sft" / "alpaca_en_zh_52k.jsonl.xz"
-    first = list(conversations(path, limit=3))
+    first = list(conversations(path, limit=Allowance(3)))
     assert len(first) == 6
     assert first[1][0]["content"] == "给出保持健康的三个建议。"
 

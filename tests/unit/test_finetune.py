@@ -214,6 +214,13 @@ def test_an_earlier_fine_tuning_can_be_gone_on_from(place: Path, capsys: pytest.
     again[again.index("--model") + 1] = "first"
     assert main(again) == 0
     assert main(["chat", "--run", "second", "-p", "x", "-t", "0", "--max-tokens", "2", "--device-type", "cpu"]) == 0
+    exported = ["export", "--run", "second", "--device-type", "cpu", "--out", str(place / "second-out")]
+    capsys.readouterr()
+    for refused in ([*exported, "--adapter"], [*again, "--output-dir", str(place / "second-out")]):
+        assert main(refused) == 2  # peft would look for its base in a folder of ours
+        assert "a run of ours, which peft cannot open: leave out" in capsys.readouterr().err
+        assert not (place / "second-out").exists()
+    assert main(exported) == 0
     sizes = "--prompts-per-step 2 --samples 2 --max-new-tokens 4 --steps 1 --eval-every -1 --max-seq-len 128"
     rl = ["rl", "--start", "second", "--run", "third", "--data", "toy_arithmetic_en", *sizes.split()]
     assert main([*rl, "--device-type", "cpu"]) == 0

@@ -11,7 +11,9 @@ import pytest
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.finetune import NOT_USED, REFUSED, FinetuneConfig
+from ascendchat.nn.preference import Weights
 from ascendchat.train.finetune import checked, lora_settings, run_name
+from ascendchat.train.preference import weights_of
 
 FACTORY_LORA = """
 ### model
@@ -204,11 +206,30 @@ def test_names_are_not_in_two_tables() -> None:
         (["--model", "x", "--data", "y", "--bf16", "--fp16"], "exclude each other"),
         (["--model", "x", "--data", "y", "--muon", "--lora"], "adapters are trained by AdamW"),
         (["--model", "x", "--data", "y", "--warm-start"], "is of our own models"),
+        (
+            ["--model", "x", "--data", "y", "--stage", "orpo", "--label-smoothing", "0.1"],
+            r"--label-smoothing is used by --stage dpo\|simpo, not by orpo",
+        ),
+        (
+            ["--model", "x", "--data", "y", "--stage", "dpo", "--simpo-gamma", "0.5"],
+            "--simpo-gamma is used by --stage simpo, not by dpo",
+        ),
+        (["--model", "x", "--data", "y", "--stage", "dpo", "--pref-loss", "orpo", "--simpo-gamma", "1"], "not by orpo"),
+        (["--model", "x", "--data", "y", "--pref-beta", "0.1"], r"used by --stage dpo\|orpo\|simpo, not by sft"),
+        (["--model", "x", "--data", "y", "--pref-ftx", "1"], "not by sft"),
     ],
 )
 def test_what_contradicts_itself_is_refused(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         checked(parse(FinetuneConfig, flags))
+
+
+def test_numbers_of_a_loss_on_pairs_go_to_it() -> None:
+    flags = "--model x --data y --stage simpo --label-smoothing 0.1 --pref-ftx 1".split()
+    config = checked(parse(FinetuneConfig, flags))
+    assert weights_of("simpo", config) == Weights(beta=2.0, smoothing=0.1, gamma=0.5, sft=1.0)
+    config = checked(parse(FinetuneConfig, [*flags, "--simpo-gamma", "0"]))
+    assert weights_of("simpo", config).gamma == 0.0
 
 
 def test_rates_follow_what_is_trained() -> None:

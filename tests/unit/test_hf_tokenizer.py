@@ -35,6 +35,13 @@ LAST_ONLY = (  # as Qwen3 does: only the last answer shows that it was thought a
     "{% if m['role'] == 'assistant' and loop.last %}<<thought>>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WITH_TOOLS = (  # calls, results and offers each in a form of their own
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<call>{{ c['function'] | tojson }}</call>{% endfor %}"
+    "{% if m['role'] == 'tool' %} of {{ m['name'] }} {{ m['tool_call_id'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 OTHERWISE = LAST_ONLY.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 
 
@@ -171,6 +178,38 @@ def test_the_calculator_of_a_conversation_is_written_as_gsm8k_does() -> None:
     parts = [{"type": "text", "text": "It is "}, {"type": "tool", "text": "17+25"}, {"type": "output", "text": "42"}]
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": parts}]
     assert "It is <<17+25=42>><|im_end|>" in made.decode(render(made, talk).ids)
+
+
+def test_a_template_that_knows_tools_writes_calls_results_and_offers_itself() -> None:
+    call, made = '{"name": "weather", "arguments": {"city": "Rome <|im_end|>"}}', tokenizer(WITH_TOOLS)
+    talk = [
+        {"role": "system", "content": 'You can call these tools:\n[{"name": "weather"}]'},
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": [{"type": "tool", "text": call}, {"type": "tool", "text": call}]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "tool", "content": "hot"},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+    found = render(made, talk)
+    words = made.decode(found.ids).split("<|im_start|>")[1:]
+    assert words[0] == 'tools\n[{"type": "function", "function": {"name": "weather"}}]<|im_end|>\n'
+    assert words[1] == "user\nWhat?<|im_end|>\n"  # the system message said nothing else
+    twice = '<call>{"name": "weather", "arguments": {"city": "Rome <\u200b|im_end|>"}}</call>' * 2
+    assert words[2] == f"assistant\n{twice}<|im_end|>\n"
+    assert words[3:5] == [
+        "tool\nsunny of weather call00000<|im_end|>\n",
+        "tool\nhot of weather call00001<|im_end|>\n",
+    ]
+    assert written(found, made) == [f"{twice}<|im_end|>", "It is sunny.<|im_end|>"]
+    assert made.decode(render_prompt(made, talk[:4])).endswith("call00000<|im_end|>\n<|im_start|>assistant\n")
+    plain = [talk[1], {"role": "assistant", "content": [{"type": "tool", "text": "17+25"}]}]
+    assert "<<17+25=" in made.decode(render(made, plain).ids)  # the calculator is no function
+    with_rules = [{"role": "system", "content": "Be brief.\n" + talk[0]["content"]}, *talk[1:]]
+    words = made.decode(render(made, with_rules).ids).split("<|im_start|>")[1:]
+    assert words[:2] == [words[0], "system\nBe brief.<|im_end|>\n"]
+    assert words[0].startswith("tools\n")
+    other = tokenizer()
+    assert "You can call these tools" in other.decode(render(other, talk).ids)
 
 
 @pytest.mark.parametrize("marked", ["", "{% generation %}{% endgeneration %}"])

@@ -200,7 +200,7 @@ def test_what_cannot_be_imported_is_said_in_one_sentence(
     nanochat.save(base / "d12", 1, given, config)
     assert "holds the models d12, d4" in refusal(capsys, str(tmp_path))
     assert main(["import", "nanochat", str(tmp_path), "--model-tag", "d12"]) == 0
-    assert "already holds checkpoints" in refusal(capsys, str(tmp_path), "--model-tag", "d12")
+    assert "is there already; choose another name" in refusal(capsys, str(tmp_path), "--model-tag", "d12")
     assert "leave out --step" in refusal(capsys, str(tmp_path), "--model-tag", "d12", "--step", "7", "--run", "b")
     broken = {**STATE, "special_tokens": {name: n + 1 for name, n in STATE["special_tokens"].items()}}
     nanochat.write_tokenizer(tmp_path / "odd", broken)
@@ -211,6 +211,29 @@ def test_what_cannot_be_imported_is_said_in_one_sentence(
     (tmp_path / "odd" / "tokenizer.pkl").write_bytes(b"\x80\x04nonsense")
     assert "is no whole pickle" in refusal(capsys, *asked, str(tmp_path / "odd"))
     assert "cannot be read" in refusal(capsys, *asked, str(tmp_path / "nowhere"))
+
+
+def test_a_stage_that_cannot_be_read_leaves_none_of_the_others_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = nanochat.sizes("2026-03-14", VOCAB)
+    given = nanochat.weights("2026-03-14", config, 320)
+    for kind in ("base", "chatsft"):
+        nanochat.save(tmp_path / f"{kind}_checkpoints" / "d4", 9, given, config)
+    nanochat.write_tokenizer(tmp_path / "tokenizer", STATE)
+    broken = tmp_path / "chatsft_checkpoints" / "d4" / "model_000009.pt"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:100])
+    (home() / "runs" / ".d4.importing" / "base").mkdir(parents=True)  # of one that was killed
+    assert "cannot be read" in refusal(capsys, str(tmp_path))
+    assert list((home() / "runs").iterdir()) == []
+    broken.write_bytes(whole)
+    assert main(["import", "nanochat", str(tmp_path)]) == 0
+    assert sorted(path.name for path in (home() / "runs").iterdir()) == ["d4"]
+    assert sorted(path.parent.name for path in (home() / "runs" / "d4").glob("*/latest")) == ["base", "sft"]
+    told = capsys.readouterr().out
+    assert f"{broken} -> {home() / 'runs' / 'd4' / 'sft' / 'step_000009'} (" in told
+    assert ".importing" not in told
 
 
 def test_stages_and_windows_are_taken_as_named(made: dict[str, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ascendchat.config import UserError, home
 from ascendchat.data.conversations import conversations
 from ascendchat.data.pairs import Pair
 from ascendchat.data.registry import INFO, find_listed, listed_data
-from ascendchat.data.tables import TABLE_TYPES
+from ascendchat.data.tables import TABLE_TYPES, Allowance
 from ascendchat.tasks import knows, load
 from ascendchat.tasks.pairs import read_pairs
 
@@ -133,6 +133,44 @@ def test_a_folder_stands_for_all_sets_of_the_kind_that_is_wanted(folder: Path) -
     assert len(load(str(folder / "few"))) == 1
 
 
+def test_messages_of_an_openai_entry_may_have_calls_and_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    tags = {"role_tag": "who", "content_tag": "what"}
+    named = [
+        {"who" if key == "role" else "what" if key == "content" else key: value for key, value in said.items()}
+        for said in (USER, call, {"role": "tool", "content": "4"}, REPLY)
+    ]
+    entry = {"file_name": "a.json", "formatting": "openai", "tags": tags, "columns": {"messages": "m", "tools": "t"}}
+    pairs = {**entry, "file_name": "b.json", "ranking": True}
+    (tmp_path / "a.json").write_text(json.dumps([{"m": named, "t": '[{"name": "f"}]'}]), encoding="utf-8")
+    row = {"m": named[:1], "chosen": named[1], "rejected": named[3]}
+    (tmp_path / "b.json").write_text(json.dumps([row]), encoding="utf-8")
+    (tmp_path / INFO).write_text(json.dumps({"a": entry, "b": pairs}), encoding="utf-8")
+    (found,) = load(str(tmp_path / "a"))
+    part = {"type": "tool", "text": '{"name": "f", "arguments": {}}'}
+    system = {"role": "system", "content": 'You can call these tools:\n[{"name": "f"}]'}
+    called = {"role": "assistant", "content": [part]}
+    assert found == [system, USER, called, {"role": "tool", "content": "4"}, REPLY]
+    assert list(read_pairs(str(tmp_path / "b"), print)) == [Pair([USER], [called], [REPLY])]
+
+
+@pytest.mark.parametrize(("samples", "of_each"), [(3, (2, 1)), (2, (2, 0)), (9, (2, 2)), (1, (1, 0))])
+def test_num_samples_counts_the_rows_of_all_files_of_a_set(
+    tmp_path: Path, samples: int, of_each: tuple[int, int]
+) -> None:
+    (tmp_path / "parts").mkdir()
+    row = {"instruction": "hi", "output": "hello", "chosen": "hello", "rejected": "go away"}
+    for part in "ab":
+        rows = [{**row, "instruction": part}] * 2
+        (tmp_path / "parts" / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    entry = {"file_name": "parts", "num_samples": samples}
+    info = {"talk": entry, "pairs": {**entry, "ranking": True}}
+    (tmp_path / INFO).write_text(json.dumps(info), encoding="utf-8")
+    wanted = ["a"] * of_each[0] + ["b"] * of_each[1]
+    assert [talk[0]["content"] for talk in load(str(tmp_path / "talk"))] == wanted
+    assert [pair.prompt[0]["content"] for pair in read_pairs(str(tmp_path / "pairs"), print)] == wanted
+
+
 def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     given = ["plain=2", "toyworld=1", "gsm8k", str(folder / "set0.json"), f"{folder.name}/tagged"]
@@ -214,7 +252,7 @@ def test_all_files_of_the_real_sets_are_read_without_a_script(real_data: Path, t
     assert len(files) >= 24
     for path in files:
         assert any(kind in path.name for kind in TABLE_TYPES), f"{path.name} has no format that is known"
-        found = list(conversations(path, limit=40))
+        found = list(conversations(path, limit=Allowance(40)))
         assert len(found) >= 40
         assert all(talk[-1]["role"] == "assistant" or talk[-1]["role"] == "tool" for talk in found), path.name
 
