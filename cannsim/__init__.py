@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-BUILD = ROOT / "build"
+BUILD = Path(os.environ.get("CANNSIM_BUILD") or ROOT / "build")  # libraries for another torch_npu lie elsewhere
 
 
 def built() -> bool:
