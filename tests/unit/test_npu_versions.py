@@ -1,4 +1,4 @@
-"""`make test-npu NPU=VERSION`: the versions of the Makefile are those of the nightly workflow, and wheels that we know."""
+"""`make test-npu NPU=VERSION`: its versions are those of the nightly workflow, and wheels of the table of pairs."""
 
 from __future__ import annotations
 
