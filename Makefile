@@ -56,7 +56,7 @@ test-fast: $(VENV)/.dev
 # CPU builds for x86_64 are on an index of PyTorch's (PIP_EXTRA_INDEX_URL).
 NPU_VERSIONS := 2.6.0.post5 2.7.1 2.9.1 2.10.0.post7 2.13.0 2.14.0
 NPU_TESTS ?= $(addprefix tests/npu/test_,attention_npu.py decode_npu.py engine_npu.py engine_prefix_npu.py model_npu.py \
-             base_npu.py training.py graphs.py hccl.py stages_npu.py)
+             base_npu.py fp16_npu.py training.py graphs.py hccl.py stages_npu.py)
 ifneq ($(filter test-npu,$(MAKECMDGOALS)),)
 $(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; those that were run: $(NPU_VERSIONS)))
 endif
