@@ -24,8 +24,7 @@ import running_server as real
 
 OnNpu = Callable[..., Any]
 RL = "--data toy_arithmetic_en --prompts-per-step 2 --samples 2 --max-new-tokens 8 --eval-every -1 --log-every 1"
-EVAL = "--tasks toy_choice_en,toy_arithmetic_en --max-per-task 8 --max-new-tokens 8"
-QUESTIONS = 8
+EVALUATIONS = ("eval base --eval bpb --eval-tokens 2048", "eval chat --tasks toy_arithmetic_en --max-per-task 8")
 SAMPLED = 0.5  # temperature; the model knows one answer, so sampling finds it if its chances are right
 
 pytestmark = pytest.mark.slow
@@ -34,18 +33,18 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_chat.make(tmp_path_factory.mktemp("stages"))
-    tiny_chat.on_cpu(folder, [evaluation("cpu", "cpu")])
+    tiny_chat.on_cpu(folder, evaluations("cpu"))
     return folder
 
 
-def evaluation(run: str, device: str) -> list[str]:
-    return ["eval", "chat", "--run", run, "--stage", "sft", *EVAL.split(), "--device-type", device]
+def evaluations(device: str) -> list[list[str]]:
+    return [[*words.split(), "--run", "cpu", "--device-type", device] for words in EVALUATIONS]
 
 
-def scores(home: Path, run: str) -> dict[str, float]:
-    """The newest accuracy of each task."""
-    lines = (home / "runs" / run / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    return {row["task"]: row["result"]["accuracy"] for row in map(json.loads, lines)}
+def results(home: Path) -> dict[str, dict[str, Any]]:
+    """The newest of each evaluation."""
+    lines = (home / "runs" / "cpu" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return {row["evaluation"]: row for row in map(json.loads, lines)}
 
 
 def test_base_mid_and_sft_train_in_bf16(home: Path, on_npu: OnNpu) -> None:
@@ -70,12 +69,15 @@ def test_rl_trains(chip: str, home: Path, on_npu: OnNpu) -> None:
 @pytest.mark.parametrize("chip", ["Ascend910B3", "Ascend910A", "Ascend310P3"])
 def test_chat_and_eval_answer_like_the_cpu(chip: str, home: Path, on_npu: OnNpu) -> None:
     """A program of its own: training sets TASK_QUEUE_ENABLE=2, with which no graph is captured."""
-    on_cpu = scores(home, "cpu")
-    assert sorted(on_cpu) == ["toy_arithmetic_en", "toy_choice_en"]
-    asked = [chat("cpu", "npu"), chat("cpu", "npu", SAMPLED), evaluation("cpu", "npu")]
+    before = results(home)
+    asked = [chat("cpu", "npu"), chat("cpu", "npu", SAMPLED), *evaluations("npu")]
     (rank,) = on_npu(CHAIN.format(commands=asked), chip=chip, timeout=600, ASCENDCHAT_HOME=home, PYTHONPATH=ROOT)
     assert rank.output.count(ANSWER) == 2, rank.output
-    assert scores(home, "cpu") == pytest.approx(on_cpu, abs=1 / QUESTIONS), "half precision may turn one of them"
+    after = results(home)
+    assert {row["chip"] for row in after.values()} == {chip}
+    bits = [row["bpb"]["result"]["bits_per_byte"] for row in (before, after)]
+    assert bits[1] == pytest.approx(bits[0], rel=0.01)
+    assert after["chat"]["examined"] == 8
 
 
 @pytest.mark.parametrize("chip", ["Ascend910B3", "Ascend910A", "Ascend310P3"])
