@@ -3,6 +3,7 @@
 # make lint   ruff and mypy
 # make vllm-test  rollouts and weight sync against a real vLLM server on this CPU, in a virtual environment of its own
 # make cannsim  the simulated CANN on which the official torch_npu wheel runs without an NPU
+# make test-npu NPU=2.7.1  NPU tests with another torch_npu, in an environment of its own; `make test` has the newest
 # Each target sets up .venv by itself and does nothing twice.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
 TWO := -n 2 --dist loadfile --no-loadscope-reorder  # the order is that of tests/conftest.py
 
-.PHONY: demo test test-fast vllm-test lint cannsim clean
+.PHONY: demo test test-fast test-npu vllm-test lint cannsim clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +50,36 @@ test: $(VENV)/.dev $(if $(LINUX),cannsim)
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)
 
+# NPU tests with another pair, `make test-npu NPU=2.6.0.post5`. The environment holds torch and torch_npu only; all else is
+# that of .venv, which follows on its path. Neither wheel brings its dependencies: those of torch name other versions of what
+# .venv has, and gigabytes of CUDA. Where the torch of the index is a CUDA build that needs them, they are installed after all;
+# CPU builds for x86_64 are on an index of PyTorch's (PIP_EXTRA_INDEX_URL).
+NPU_VERSIONS := 2.6.0.post5 2.7.1 2.9.1 2.10.0.post7 2.13.0 2.14.0
+NPU_TESTS ?= $(addprefix tests/npu/test_,attention_npu.py decode_npu.py engine_npu.py engine_prefix_npu.py model_npu.py \
+             base_npu.py fp16_npu.py training.py graphs.py hccl.py stages_npu.py)
+ifneq ($(filter test-npu,$(MAKECMDGOALS)),)
+$(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; those that were run: $(NPU_VERSIONS)))
+endif
+NPU_VENV := .venv-npu-$(NPU)
+NPU_BIN := $(NPU_VENV)/bin
+NPU_PIP := $(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check
+NPU_TORCH := $(shell echo $(NPU) | cut -d. -f1-3)
+packages = $$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+$(NPU_VENV)/.pair: $(VENV)/.dev
+	@test -x $(NPU_BIN)/python || $(BIN)/python -m venv $(NPU_VENV)
+	$(NPU_PIP) --no-deps torch==$(NPU_TORCH) torch_npu==$(NPU)
+	@echo "import site; site.addsitedir('$(call packages,$(BIN))')" > "$(call packages,$(NPU_BIN))/everything-else.pth"
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_BIN)/python -c 'import torch' || $(NPU_PIP) torch==$(NPU_TORCH)
+	@touch $@
+
+# ACL's headers come from the newer of both wheels: those inside old ones lack what cannsim implements.
+test-npu: $(NPU_VENV)/.pair
+	@$(MAKE) --no-print-directory -C cannsim/cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(NPU_BIN)/python) \
+	  BUILD=build-npu-$(NPU) HEADERS=$(abspath $(BIN)/python)
+	CANNSIM_HOME=$(abspath cannsim/cannsim)/build-npu-$(NPU) $(NPU_BIN)/python -m cannsim run --devices 4 -- \
+	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(TWO) $(TEST_FLAGS)
+
 # vLLM has its own torch, so it gets its own environment. Text models need neither torchvision nor torchaudio; wheels of
 # them for CUDA break `import vllm` beside a torch for CPUs.
 VLLM_VENV ?= .venv-vllm
@@ -68,4 +99,4 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf cannsim/cannsim/build cannsim/build build *.egg-info cannsim/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf cannsim/cannsim/build cannsim/cannsim/build-npu-* cannsim/build build *.egg-info cannsim/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,88 +5,29 @@ They saturate: overflow gives the largest number instead of an infinity, and onl
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_process import run
+import tiny_chat
+from tiny_chat import ANSWER, CHAIN, ROOT, STEPS, chat, losses, training
 
-from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
-WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
-ANSWER = "the bird sings over the blue river."
-STEPS = {"base": 30, "mid": 12, "sft": 20}
 OnNpu = Callable[..., Any]
-
-CHAIN = """
-from ascendchat.cli import main
-
-for words in {commands}:
-    status = main(words)
-    assert status == 0, (words, status)
-"""
-
-
-def commands(home: Path, device: str, run: str) -> list[list[str]]:
-    """From text to an answer."""
-    sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 64".split()
-    common = f"--device-type {device} --total-batch-size 512 --eval-every 0 --sample-every 0 --run {run}".split()
-    trained = [["base", *sizes, "--data", str(home / "words"), *common, "--num-iterations", str(STEPS["base"])]]
-    for stage in ("mid", "sft"):
-        data = ["--data", str(home / "chats.jsonl")]
-        trained.append([stage, *data, *common, "--lr-multiplier", "1", "--num-iterations", str(STEPS[stage])])
-    return [*trained, chat(run, device)]
-
-
-def chat(run: str, device: str) -> list[str]:
-    words = f"chat --run {run} --device-type {device} --max-tokens 24 -t 0 -p".split()
-    return [*words, "a bird walks under the tree."]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, conversations that all end alike, and a model trained on the CPU in fp32."""
-    folder = tmp_path_factory.mktemp("fp16")
-    rng = random.Random(0)
-    sentences = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 40))) + "." for _ in range(300)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in sentences), encoding="utf-8")
-    talks = [[("user", text[:60]), ("assistant", ANSWER)] for text in sentences]
-    rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    train_tokenizer([*sentences, ANSWER], 300).save(folder / "tokenizer")
-    prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
-    environment = {
-        **os.environ,
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "ASCENDCHAT_HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    program = CHAIN.format(commands=commands(folder, "cpu", "cpu"))
-    done = run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ANSWER in done.stdout
-    return folder
-
-
-def losses(home: Path, run: str, stage: str) -> list[float]:
-    found = [row["loss"] for row in read_metrics(home / "runs" / run / stage) if "loss" in row]
-    assert len(found) == STEPS[stage]
-    return found
+    return tiny_chat.make(tmp_path_factory.mktemp("fp16"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["Ascend910A", "Ascend910B"])
 def test_base_mid_sft_and_chat_follow_fp32(chip: str, home: Path, on_npu: OnNpu) -> None:
     """Within 2 % of the losses of the CPU in fp32 at every step (0.002 where they are nearly 0), the same answer."""
-    program = CHAIN.format(commands=commands(home, "npu", chip) + [chat("cpu", "npu")])
+    program = CHAIN.format(commands=[*training(home, "npu", chip), chat(chip, "npu"), chat("cpu", "npu")])
     (rank,) = on_npu(program, chip=chip, timeout=300, ASCENDCHAT_HOME=home, PYTHONPATH=ROOT)
     assert f"npu: {chip}, float16" in rank.output
     assert "attention: eager" in rank.output
@@ -103,7 +44,7 @@ def test_310p_answers_and_is_not_trained_on(home: Path, on_npu: OnNpu) -> None:
 from ascendchat.cli import main
 
 assert main({chat("cpu", "npu")}) == 0
-print("STATUS", *[main(words) for words in {commands(home, "npu", "refused")[:3]}])
+print("STATUS", *[main(words) for words in {training(home, "npu", "refused")}])
 """
     (rank,) = on_npu(program, chip="Ascend310P3", timeout=120, ASCENDCHAT_HOME=home, PYTHONPATH=ROOT)
     assert ANSWER in rank.output
@@ -115,7 +56,7 @@ print("STATUS", *[main(words) for words in {commands(home, "npu", "refused")[:3]
 @pytest.mark.slow
 def test_steps_that_overflow_are_skipped_and_said_until_the_scale_is_right(home: Path, on_npu: OnNpu) -> None:
     """The overflow is real: with this scale the gradients leave the range of float16."""
-    (words, *_) = commands(home, "npu", "high")
+    (words, *_) = training(home, "npu", "high")
     program = f"""
 from ascendchat.cli import main
 from ascendchat.train import loop

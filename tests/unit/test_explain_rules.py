@@ -145,6 +145,9 @@ OTHERS = [
     ("hub-ssl", "requests.exceptions.SSLError: HTTPSConnectionPool"),
     ("shared-memory", "  exitcode  : -7 (pid: 811)"),
     ("loader-worker", "RuntimeError: DataLoader worker (pid 81) is killed by signal: Killed. "),
+    ("hccl-link", "RuntimeError: SUSPECT REMOTE ERROR"),  # all that torch_npu 2.7.1 says about EI0005 with 507057
+    ("hccl-link", "RuntimeError: HCCS LINK ERROR"),
+    ("hccl-link", "NPU function error: x, error code is 507057"),
     ("token-range", "IndexError: Target 32768 is out of bounds."),
     ("shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)"),
     ("glibc", "/lib64/libc.so.6: version `GLIBC_2.34' not found (required by x)"),

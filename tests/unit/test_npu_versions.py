@@ -1,0 +1,44 @@
+"""`make test-npu NPU=VERSION`: its versions are those of the nightly workflow, and wheels of the table of pairs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ascendchat.device.cann import PAIRS, UNPAIRED
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch_npu has wheels for Linux only")
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def versions() -> list[str]:
+    (found,) = re.findall(r"^NPU_VERSIONS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+    return list(found.split())
+
+
+def test_a_missing_version_is_asked_for() -> None:
+    done = make("test-npu")
+    assert done.returncode == 2
+    assert "name the wheel, for example `make test-npu NPU=2.7.1`" in done.stderr
+    assert all(version in done.stderr for version in versions())
+
+
+def test_the_nightly_workflow_runs_all_of_them() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/npu-versions.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert job["strategy"]["matrix"]["npu"] == versions()
+    assert "make test-npu NPU=${{ matrix.npu }}" in [step.get("run") for step in job["steps"]]
+
+
+def test_every_version_is_in_the_table_of_pairs() -> None:
+    known = {*UNPAIRED, *(wheel for wheels in PAIRS.values() for wheel in wheels)}
+    assert set(versions()) <= known
