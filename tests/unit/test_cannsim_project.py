@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -110,9 +111,11 @@ def environment(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def installed(folder: Path, environment: dict[str, str]) -> Path:
     """pip install ./cannsim, with the setuptools that is here instead of one from the network."""
+    left_out = shutil.ignore_patterns("build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(cannsim.ROOT.parent, folder / "cannsim", ignore=left_out)
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
     python = str(folder / "venv" / "bin" / "python")
-    command = [python, "-m", "pip", "install", *offline, str(cannsim.ROOT.parent)]
+    command = [python, "-m", "pip", "install", *offline, "./cannsim"]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return folder
@@ -151,3 +154,26 @@ def test_a_third_runs_a_projects_tests_on_two_npus(installed: Path, environment:
     assert "4 failed, 4 passed, 1 skipped" in done.stdout
     assert "seen from here" in done.stdout
     assert "ended early, with signal SIGKILL" in done.stdout
+
+
+def test_the_plugin_is_idle_unless_asked_and_tells_wrong_marks(installed: Path, environment: dict[str, str]) -> None:
+    test = installed / "test_marks.py"
+    test.write_text(
+        "import os, pytest\n"
+        "@pytest.mark.npu(chip='Ascend910A')\n"
+        "def test_a(): assert 'CANNSIM_HOME' not in os.environ\n"
+        "def test_b(npu_fault): ...\n"
+    )
+    command = ["python", "-m", "pytest", "-rs", "-p", "no:cacheprovider", str(test)]
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        whole = [*command, *options]
+        return subprocess.run(whole, env=environment, cwd=installed, capture_output=True, text=True, timeout=600)
+
+    done = run()
+    assert "1 passed, 1 skipped" in done.stdout, done.stdout
+    assert "needs simulated NPUs: run pytest --npu-devices 1" in done.stdout
+    test.write_text(test.read_text().replace("Ascend910A", "A100"))
+    done = run("--npu-devices", "1")
+    assert done.returncode == 4
+    assert "test_marks.py::test_a: chip A100 is not one of Ascend910A, " in done.stderr + done.stdout
