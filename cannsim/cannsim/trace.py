@@ -8,8 +8,8 @@ are exact; times are those of this CPU and say nothing about an NPU.
 
 from __future__ import annotations
 
-import collections
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,9 @@ class Process:
 
     pid: int
     rank: int  # -1: it has none
-    launches: collections.Counter[str] = field(default_factory=collections.Counter)
-    bytes: collections.Counter[str] = field(default_factory=collections.Counter)
-    aicpu: collections.Counter[str] = field(default_factory=collections.Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    aicpu: Counter[str] = field(default_factory=Counter)
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # device -> (seconds, bytes)
 
     @property
@@ -65,7 +65,7 @@ def processes(lines: list[Line]) -> list[Process]:
 
 def chrome(lines: list[Line]) -> Iterator[Line]:
     """The events of the Trace Event Format: a row per thread and per stream, a curve of memory per device."""
-    start = min((line.get("begin", line["seconds"]) for line in lines), default=0.0)
+    start = min((line["begin" if "begin" in line else "seconds"] for line in lines), default=0.0)
     rows: set[tuple[int, int]] = set()
     last: dict[tuple[int, int], Line] = {}  # the arguments of each thread's last call, to which later lines add
     for process in processes(lines):
@@ -112,10 +112,10 @@ def size(count: float) -> str:
 def aligned(rows: list[list[str]]) -> list[str]:
     """The rows as lines; the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
+    padded = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows
     ]
+    return ["  ".join(row).rstrip() for row in padded]
 
 
 def over_time(samples: list[tuple[float, int]], start: float, end: float, columns: int = 8) -> list[str]:
@@ -135,11 +135,12 @@ def over_time(samples: list[tuple[float, int]], start: float, end: float, column
 def table(lines: list[Line]) -> str:
     """Launches, bytes, AICPU operators, collectives per rank and memory over time."""
     found = [process for process in processes(lines) if process.launches.total() or process.memory]
-    launches, moved, aicpu = (
-        sum((getattr(process, what) for process in found), collections.Counter())
-        for what in ("launches", "bytes", "aicpu")
-    )
-    text = [f"cannsim: {launches.total()} launches in {len(found)} processes, {aicpu.total()} of them on the AICPU"]
+    launches, moved, aicpu = Counter[str](), Counter[str](), Counter[str]()
+    for process in found:
+        launches += process.launches
+        moved += process.bytes
+        aicpu += process.aicpu
+    text = [f"cannsim: {launches.total()} launches in {len(found)} process(es), {aicpu.total()} of them on the AICPU"]
     operators = [(name, count) for name, count in launches.most_common() if not name.startswith("Hccl")]
     if operators:
         rows = [[name, str(count), size(moved[name]), str(aicpu[name] or "")] for name, count in operators]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,3 +166,27 @@ def test_wrong_options_are_told_in_a_sentence(
         status = stop.code
     assert status == 2
     assert answer in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_readme_says_the_same_in_both_languages() -> None:
+    """Commands, programs and the first columns of the tables, without comments."""
+
+    def said(name: str) -> tuple[list[str], list[str]]:
+        text = (REPOSITORY / "cannsim" / name).read_text(encoding="utf-8")
+        code = [
+            line.split("#")[0].rstrip()
+            for block in re.findall(r"```\w+\n(.*?)```", text, re.S)
+            for line in block.splitlines()
+        ]
+        return code, [name for row in re.findall(r"^\| (`.*?`) \|", text, re.M) for name in re.findall(r"`[^`]+`", row)]
+
+    assert said("README.md") == said("README.zh.md")
+    assert all(len(part) > 20 for part in said("README.md"))
+
+
+def test_every_variable_that_the_sources_read_is_in_the_readme() -> None:
+    sources = [*cannsim.ROOT.glob("src/*/*.cpp"), *SOURCES, cannsim.ROOT / "npu-smi"]
+    read = {name for path in sources for name in re.findall(r'"(CANNSIM_[A-Z_]+)"', path.read_text(encoding="utf-8"))}
+    told = set(re.findall(r"CANNSIM_[A-Z_]+", (REPOSITORY / "cannsim" / "README.md").read_text(encoding="utf-8")))
+    inner = {"CANNSIM_HOME", "CANNSIM_PYTEST_REPORTS", "CANNSIM_PYTEST_MACHINE"}  # set by cannsim for itself
+    assert read - inner <= told
