@@ -128,6 +128,12 @@ def teardown() -> None:
     _state = _State(World(), torch.device("cpu"))
 
 
+def abandon() -> None:
+    """Do not leave in order at exit. A rank that can take no further part must be gone before the others notice: what
+    they then say is not the cause, and leaving may wait for them."""
+    atexit.unregister(teardown)
+
+
 class Handle:
     """A collective under way; `wait` may be called any number of times."""
 

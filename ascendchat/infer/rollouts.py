@@ -117,7 +117,7 @@ class OwnServer:
                 status = self._process.poll()
                 self.killed = status is not None and not 0 <= status <= 128
                 how = f"took longer than {self.longest_start:.0f} s" if status is None else f"ended with {status}"
-                self._end()
+                self._kill()  # there is nothing in it to be saved
                 last = (self._said(begin).strip().splitlines() or ["it said nothing"])[-1]
                 raise UserError(f"the server for rollouts {how} before it was ready: {last} (log: {self.log})")
             time.sleep(LOOK)
@@ -147,6 +147,10 @@ class OwnServer:
                 self.say(str(error))
         self.say(f"the server for rollouts cannot be started again; see {self.log}")
 
+    def give_up(self) -> None:
+        """One that is not ready yet is ended by the thread that starts it."""
+        self._closing.set()
+
     def close(self) -> None:
         """End it."""
         self._closing.set()
@@ -163,9 +167,13 @@ class OwnServer:
         try:
             process.wait(ENDING)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session: what it has started goes with it
+        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -230,7 +238,12 @@ def started(
                 stack.callback(server.close)
             say(f"starting {len(servers)} server(s) for rollouts; logs: {folder / 'server-*.log'}")
             with ThreadPoolExecutor(len(servers)) as threads:
-                found = list(threads.map(OwnServer.start, servers)), key, ""
+                try:
+                    found = list(threads.map(OwnServer.start, servers)), key, ""
+                except BaseException:  # Ctrl-C too: the pool would wait until all are ready
+                    for server in servers:
+                        server.give_up()
+                    raise
         except UserError as error:
             found = [], "", str(error)
     urls, key, problem = dist.broadcast_object(found)

@@ -24,7 +24,7 @@ from ascendchat.data.conversations import PROMPT, REPLY, parse_choice
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.tables import TABLE_TYPES, TableRow, read_rows
-from ascendchat.data.turns import checked, openai, said, turns
+from ascendchat.data.turns import checked, said, turns
 from ascendchat.tasks import load, terms
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK
@@ -40,18 +40,21 @@ def read_question(row: TableRow) -> Asked:
     columns = {str(name): value for name, value in row.items() if name not in OWN}
     if "answer" not in row and (replies := [row[name] for name in REPLY.split("|") if row.get(name) is not None]):
         columns["answer"] = replies[0]
-    asked = next((row[name] for name in PROMPT.split("|") if row.get(name)), None)
+    asked = next((row[name] for name in PROMPT.split("|") if row.get(name) and str(row[name]).strip()), None)
     if row.get("choices") or (asked and row.get("A") and row.get("B")):
         question, choices, right = parse_choice(row)
         columns |= {"letters": list(LETTERS[: len(choices)]), "choices": choices, "answer": LETTERS[right]}
         return checked([{"role": "user", "content": render_choice(question, choices)}]), columns
     if row.get("messages"):
-        prompt = next(openai(row))
+        prompt = turns(row["messages"])
         if prompt[-1]["role"] == "assistant":
             columns.setdefault("answer", text_of(prompt.pop()["content"]))
     elif asked is None:
+        if empty := next((name for name in ("messages", *PROMPT.split("|")) if name in row), ""):
+            raise ValueError(f"its {empty} column is empty")
         raise UserError(
-            f"a question needs a column messages, or one of {PROMPT.replace('|', ', ')}; found: {', '.join(row)}"
+            f"a question needs a column messages, or one of {PROMPT.replace('|', ', ')}; found: "
+            f"{', '.join(row) or 'no column at all'}"
         )
     elif isinstance(asked, str) and row.get("test") and row.get("entry_point"):  # as HumanEval has it
         columns.setdefault("starter", asked)

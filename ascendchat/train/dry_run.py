@@ -4,6 +4,9 @@ an hour. `fit` (loop.py) calls it.
 On NPUs with TASK_QUEUE_ENABLE=2, which training uses, an operator whose workspace does not fit raises once; from then
 on torch_npu drops every operation without an error, and reads return what the memory held before. Nothing mends that
 but a new process: it ends with OutOfMemory.status, and `ascendchat launch` starts again with the next smaller batch.
+
+So it does where ranks share the weights out (nn/sharded.py): they gather layer by layer, and a rank that ran out of
+memory in the middle takes no further part, while the others wait for its share and cannot be asked.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
             device.synchronize()
         except torch.OutOfMemoryError:
             short = True
-        if not device.responds():
+        dead = not device.responds()
+        if dead or (short and _shared_out(stage)):
+            why = "the device does nothing any more" if dead else "the other devices wait for its share of the weights"
+            dist.abandon()
             raise OutOfMemory(
-                "out of memory in the dry run, and the device does nothing any more, so this process has to end; "
-                "`ascendchat launch` starts again with a smaller batch by itself, without it give a smaller "
-                "--device-batch-size"
+                f"out of memory in the dry run, and {why}, so this process has to end; `ascendchat launch` starts "
+                "again with a smaller batch by itself, without it give a smaller --device-batch-size"
             )
         short = bool(_agreed(int(short), place))
         stage.optimizer.zero_grad()
@@ -46,6 +51,12 @@ def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
         gc.collect()
         device.release()
         _shrink(stage, say)
+
+
+def _shared_out(stage: Stage) -> bool:
+    """Whether other ranks hold parts of the weights. Such parameters are DTensors, which are told by what they have,
+    since importing that class takes a second."""
+    return any(hasattr(parameter, "device_mesh") for parameter in stage.model.parameters())
 
 
 def _agreed(number: int, place: torch.device) -> int:

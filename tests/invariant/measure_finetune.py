@@ -1,15 +1,18 @@
-"""LoRA of a real model by `ascendchat finetune`, and by a plain loop of transformers and peft on the same rows.
+"""LoRA of a real model by `ascendchat finetune`, by TRL's SFTTrainer, and by a plain loop, on the same conversations.
 
-python tests/invariant/measure_finetune.py MODEL DATA FOLDER [STEPS] [LENGTH ROWS HELD_OUT]   # minutes on a quiet CPU
+python tests/invariant/measure_finetune.py MODEL DATA FOLDER [STEPS LENGTH ROWS HELD_OUT [ROLES]]   # minutes on a CPU
+pip install trl datasets                # for the role trl; ROLES: ours,trl,plain, one process each, as often as named
 
-The plain loop does what TRL's SFTTrainer does without packing: the conversations of a step are padded to the longest,
-logits of all places are made, the loss is the mean over the assistant's tokens; torch's AdamW, clipping, a cosine. Both
-print the held-out loss before and after, and the seconds of processor time that a step takes, which other programs on
-the machine change less than seconds of the clock.
+TRL and the plain loop (transformers and peft) get the conversations that are packed into our rows of each step, padded
+to the longest, since without a varlen kernel TRL's packing lets them see each other. AdamW, clipping and a cosine from
+the first step on are the same everywhere. Each prints the held-out loss before and after, and of the steps alone (not
+of opening the model) the seconds of the clock and of the processor; those other programs on the machine change less.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -17,131 +20,239 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RATE, RANK, WARMUP = 5e-4, 16, 1
-SIZES = sys.argv[5:8]  # for a machine that is busy with other things
-LENGTH, ROWS, HELD_OUT = (int(SIZES[0]), int(SIZES[1]), float(SIZES[2])) if SIZES else (512, 2, 0.05)
+RATE, RANK, DEFAULTS = 5e-4, 16, ("30", "512", "2", "0.05", "ours,trl")
 
 
-def ours(model: str, data: str, folder: Path, steps: int) -> dict[str, Any]:
-    """The command, in a process of its own."""
-    sizes = f"--max-seq-len {LENGTH} --device-batch-size {ROWS} --steps {steps} --learning-rate {RATE}"
-    pace = (
-        f"--warmup-steps {WARMUP} --val-size {HELD_OUT} --save-every 0 --eval-every 0 --sample-every -1 --log-every 1"
-    )
-    words = [sys.executable, "-m", "ascendchat", "finetune", "--model", model, "--data", data, "--run", "measured"]
-    words += ["--resume", "never", "--log-every", "1"]
-    words += [
-        *sizes.split(),
-        *pace.split(),
-        "--device-type",
-        "cpu",
-        "--lora",
-        "--lora-rank",
-        str(RANK),
-        "--resume",
-        "never",
-    ]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        words, env={**os.environ, "ASCENDCHAT_HOME": str(folder)}, capture_output=True, text=True, check=True
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+class Clock:
+    """Seconds of each step: of the clock, and of the processor in all threads."""
+
+    def __init__(self) -> None:
+        self.wall, self.processor = list[float](), list[float]()
+        self.begun = (0.0, 0.0)
+
+    def begin(self) -> None:
+        self.begun = time.perf_counter(), time.process_time()
+
+    def end(self) -> None:
+        self.wall.append(time.perf_counter() - self.begun[0])
+        self.processor.append(time.process_time() - self.begun[1])
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        self.begin()
+        yield
+        self.end()
+
+
+class Task:
+    """The conversations of each step, and those that are held out, as our command takes them."""
+
+    def __init__(self, model: str, data: str, steps: int, length: int, rows: int, held_out: float) -> None:
+        from ascendchat.data.mixture import Batches
+        from ascendchat.hf.folder import find, load_tokenizer
+        from ascendchat.tasks.mixture import Portion, open_chat_mixture
+
+        folder = find(model)
+        assert folder is not None
+        self.folder, self.named = folder, {"gguf_file": folder.gguf} if folder.gguf else {}
+        tokenizer = load_tokenizer(folder)
+        mixture = open_chat_mixture(
+            (data,), "sft", tokenizer, length, say=lambda _: None, portion=Portion(held_out), find_overlaps=False
+        )
+        batches = Batches(mixture.sources, rows)
+        self.steps = [self.padded(batches.batch(step), tokenizer.pad) for step in range(steps)]
+        (kept,) = mixture.validation
+        batches = Batches([(kept, 1.0)], 1)
+        self.held_out = [self.padded(batches.batch(number), tokenizer.pad) for number in range(kept.per_epoch)]
+
+    def padded(self, batch: Any, pad: int) -> dict[str, Any]:
+        """input_ids, labels and attention_mask as transformers takes them."""
+        import torch
+
+        from ascendchat.nn import IGNORE
+
+        spans, at = [], 0
+        inputs, targets = (torch.from_numpy(array).view(-1) for array in (batch.inputs, batch.targets))
+        for count in batch.lengths.tolist():
+            ids, wanted = inputs[at : at + count], targets[at : at + count]
+            at += count
+            if (wanted != IGNORE).any():  # else it is padding of ours
+                last = wanted[-1:].where(wanted[-1:] != IGNORE, torch.tensor(pad))
+                spans.append((torch.cat((ids, last)), torch.cat((torch.tensor([IGNORE]), wanted))))
+        pack = torch.nn.utils.rnn.pad_sequence
+        tokens = pack([ids for ids, _ in spans], batch_first=True, padding_value=pad)
+        lengths = torch.tensor([len(ids) for ids, _ in spans])
+        return {
+            "input_ids": tokens,
+            "labels": pack([wanted for _, wanted in spans], batch_first=True, padding_value=IGNORE),
+            "attention_mask": (torch.arange(tokens.size(1))[None] < lengths[:, None]).long(),
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Of all conversations of all steps, without padding."""
+        return sum(int(step["attention_mask"].sum()) for step in self.steps)
+
+    def network(self) -> Any:
+        import torch
+        import transformers
+
+        return transformers.AutoModelForCausalLM.from_pretrained(self.folder.path, dtype=torch.float32, **self.named)
+
+    def adapters(self) -> Any:
+        import torch
+
+        from ascendchat.hf.lora import peft_library
+
+        torch.manual_seed(0)
+        return peft_library().LoraConfig(
+            r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+
+    def loss(self, net: Any) -> float:
+        """Held out, per token."""
+        import torch
+
+        net.eval()
+        with torch.no_grad():
+            found = [(net(**batch).loss, int((batch["labels"] != -100).sum())) for batch in self.held_out]
+        net.train()
+        return sum(float(loss) * count for loss, count in found) / sum(count for _, count in found)
+
+
+def ours(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
+    """The command, with a clock around its steps."""
+    from ascendchat.cli import main
     from ascendchat.record import read_metrics
+    from ascendchat.train import loop
 
-    rows = read_metrics(folder / "runs" / "measured" / "hf")
-    losses = [row["loss"] for row in rows if "loss" in row]
-    seconds = sorted(row["seconds"] for row in rows if "seconds" in row)
-    return {
-        "before": float(done.stdout.split("held-out loss before: ")[1].split()[0]),
-        "after": next(row["val_loss"] for row in rows if "val_loss" in row),
-        "losses": losses,
-        "median_seconds": seconds[len(seconds) // 2],
-        "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "peak_gib": after.ru_maxrss / 2**20,
-    }
+    model, data, folder, steps, length, rows, held_out = argv
+    os.environ["ASCENDCHAT_HOME"] = folder
+    clock, step = Clock(), loop.train_step
+
+    def timed(*arguments: Any) -> Any:
+        with clock.step():
+            return step(*arguments)
+
+    vars(loop)["train_step"] = timed
+    words = ["finetune", "--model", model, "--data", data, "--run", "measured", "--resume", "never", "--lora"]
+    words += f"--lora-rank {RANK} --max-seq-len {length} --device-batch-size {rows} --steps {steps}".split()
+    words += f"--learning-rate {RATE} --warmup-steps 0 --val-size {held_out} --save-every 0 --eval-every 0".split()
+    words += "--sample-every -1 --log-every 1 --device-type cpu".split()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(words) == 0, said.getvalue()
+    found = read_metrics(Path(folder) / "runs" / "measured" / "hf")
+    before = float(said.getvalue().split("held-out loss before: ")[1].split()[0])
+    after = next(row["val_loss"] for row in found if "val_loss" in row)
+    return before, after, [row["loss"] for row in found if "loss" in row], clock
 
 
-def plain(model: str, data: str, steps: int) -> dict[str, Any]:
-    """The same without us, but for the reading and the order of the conversations."""
+def trl(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
+    """SFTTrainer without packing, with a clock from the beginning to the end of its steps."""
+    import datasets
+    import torch
+    import transformers
+    from trl import SFTConfig, SFTTrainer
+
+    clock = Clock()
+
+    class Timer(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            clock.end()
+
+    class Trainer(SFTTrainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(task.steps, batch_size=None)  # type: ignore[arg-type]
+
+    net = task.network()
+    before, count = task.loss(net), len(task.steps)
+    settings = SFTConfig(
+        output_dir=f"{argv[2]}/trl",
+        max_steps=count,
+        per_device_train_batch_size=1,
+        learning_rate=RATE,
+        lr_scheduler_type="cosine",
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        seed=0,
+    )
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2]}] * count)  # never read: see the loader
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task.folder.path, **task.named)
+    adapters = task.adapters()
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer = Trainer(
+            net, settings, train_dataset=rows, processing_class=tokenizer, peft_config=adapters, callbacks=[Timer()]
+        )
+        trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return before, task.loss(trainer.model), losses, clock
+
+
+def plain(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
+    """A loop of transformers, peft and torch."""
     import torch
 
-    from ascendchat.data.mixture import Batches
-    from ascendchat.hf.folder import find, load_tokenizer
     from ascendchat.hf.lora import peft_library
-    from ascendchat.nn import IGNORE
-    from ascendchat.tasks.mixture import Portion, open_chat_mixture
 
-    folder = find(model)
-    assert folder is not None
-    peft, begun = peft_library(), time.process_time()
-    import transformers
-
-    named = {"gguf_file": folder.gguf} if folder.gguf else {}
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder.path, dtype=torch.float32, **named)
-    settings = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    torch.manual_seed(0)
-    net = peft.get_peft_model(base, settings)
-    mixture = open_chat_mixture(
-        (data,), "sft", load_tokenizer(folder), LENGTH, say=lambda _: None, portion=Portion(HELD_OUT)
-    )
-
-    def padded(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        inputs, targets = (torch.from_numpy(array).view(-1) for array in (batch.inputs, batch.targets))
-        spans = list(zip(inputs.split(batch.lengths.tolist()), targets.split(batch.lengths.tolist())))
-        spans = [(i, t) for i, t in spans if (t != IGNORE).any()]
-        tokens = torch.nn.utils.rnn.pad_sequence([i for i, _ in spans], batch_first=True)
-        wanted = torch.nn.utils.rnn.pad_sequence([t for _, t in spans], batch_first=True, padding_value=IGNORE)
-        lengths = torch.tensor([len(i) for i, _ in spans])
-        return tokens, wanted, (torch.arange(tokens.size(1))[None] < lengths[:, None]).long()
-
-    def nats(batch: Any) -> tuple[torch.Tensor, int]:
-        tokens, wanted, mask = padded(batch)
-        logits = net(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-        total = torch.nn.functional.cross_entropy(
-            logits.view(-1, logits.size(-1)).float(), wanted.view(-1), ignore_index=IGNORE, reduction="sum"
-        )
-        return total, int((wanted != IGNORE).sum())
-
-    @torch.no_grad()
-    def held_out() -> float:
-        net.eval()
-        (rows,) = mixture.validation
-        batches = Batches([(rows, 1.0)], 1)
-        found = [nats(batches.batch(number)) for number in range(rows.per_epoch)]
-        net.train()
-        return sum(float(total) for total, _ in found) / sum(count for _, count in found)
-
-    before = held_out()
+    net = peft_library().get_peft_model(task.network(), task.adapters())
+    before, clock, losses, steps = task.loss(net), Clock(), list[float](), len(task.steps)
     learns = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learns, lr=RATE, weight_decay=0.0)
-    batches, losses, seconds = Batches(mixture.sources, ROWS), list[float](), list[float]()
-    for step in range(steps):
-        clock = time.perf_counter()
-        total, count = nats(batches.batch(step))
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(learns, 1.0)
-        left = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * ((step + 1) / WARMUP if step < WARMUP else left)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(total.detach()) / count)
-        seconds.append(time.perf_counter() - clock)
-    after = held_out()
+    for step, batch in enumerate(task.steps):
+        with clock.step():
+            loss = net(**batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(learns, 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return before, task.loss(net), losses, clock
+
+
+def measure(role: str, argv: list[str]) -> dict[str, Any]:
+    """One of them, in this process."""
+    model, data, _, steps, length, rows, held_out = argv
+    task = Task(model, data, int(steps), int(length), int(rows), float(held_out))
+    before, after, losses, clock = {"ours": ours, "trl": trl, "plain": plain}[role](task, argv)
     return {
+        "role": role,
         "before": before,
         "after": after,
-        "losses": losses,
-        "median_seconds": sorted(seconds)[len(seconds) // 2],
-        "processor_seconds": time.process_time() - begun,
+        "tokens": task.tokens,
+        "wall_seconds": sum(clock.wall),
+        "processor_seconds": sum(clock.processor),
+        "tokens_per_second": task.tokens / sum(clock.wall),
+        "tokens_per_processor_second": task.tokens / sum(clock.processor),
+        "median_step": sorted(clock.wall)[len(clock.wall) // 2],
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "losses": losses,
     }
 
 
 if __name__ == "__main__":
-    where, number = Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 30
-    for name, found in (("ours", ours(sys.argv[1], sys.argv[2], where, number)), ("plain", {})):
-        print(name, json.dumps(found or plain(sys.argv[1], sys.argv[2], number)), flush=True)
+    if sys.argv[1] == "--role":
+        print(json.dumps(measure(sys.argv[2], sys.argv[3:])), flush=True)
+    else:
+        given = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 4 :]]
+        for name in given[7].split(","):
+            subprocess.run([sys.executable, __file__, "--role", name, *given[:7]], check=True)

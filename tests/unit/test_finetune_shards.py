@@ -31,16 +31,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def finetune(place: Path, run: str, ranks: int, *more: str, data: str = "sums") -> list[float]:
-    """The losses of a run."""
+def finetune(
+    place: Path, run: str, ranks: int, *more: str, data: str = "sums", program: tuple[str, ...] = ()
+) -> list[float]:
+    """The losses of a run. `program`: what runs the command, where it is not ascendchat itself."""
     words = ["finetune", "--model", str(place / "tiny"), "--data", str(place / f"{data}.jsonl"), "--run", run]
     words += f"--max-seq-len 96 --total-batch-size {ROWS * 96} --steps 4 --learning-rate 0.01".split()
     words += f"--device-batch-size {ROWS // ranks} --val-size 0.1 --save-every 2 --sample-every 2".split()
     words += ["--eval-every", "2", "--log-every", "1", "--device-type", "cpu", *more]
     if ranks > 1:
-        words = ["launch", "--devices", str(ranks), "--device-type", "cpu", *words, "--shard", "2"]
+        words = ["launch", "--devices", str(ranks), "--device-type", "cpu", *program, *words, "--shard", "2"]
     done = subprocess.run([sys.executable, "-m", "ascendchat", *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if program:
+        assert done.stderr.count("starting again with the next smaller device batch") == 1, done.stderr[-4000:]
     rows = read_metrics(Path(str(place)) / "home" / "runs" / run / "hf")
     return [row["loss"] for row in rows if "loss" in row]
 
@@ -70,6 +74,34 @@ def test_adapters_whose_base_is_on_the_host(place: Path) -> None:
     assert finetune(place, "lora-shared", 2, "--lora", "--lora-rank", "4", "--offload") == pytest.approx(
         whole, abs=1e-5
     )
+
+
+SHORT = """
+import os, sys, torch
+from ascendchat.cli import main
+from ascendchat.hf import model
+
+attention = model.attention
+
+def short_of_memory(module, *arguments, **named):
+    if module.layer_idx == 1 and os.environ["RANK"] == "1" and "ASCENDCHAT_SMALLER" not in os.environ:
+        raise torch.OutOfMemoryError("no room")  # rank 0 waits for its share of this layer
+    return attention(module, *arguments, **named)
+
+model.attention = short_of_memory
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_adapters_in_bf16_after_one_rank_alone_ran_out_of_memory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setenv("ASCENDCHAT_DTYPE", "bf16")
+    (place / "short.py").write_text(SHORT, encoding="utf-8")
+    asked = "--lora", "--lora-rank", "4", "--eval-every", "-1"
+    whole = finetune(place, "lora-bf16", 1, *asked)
+    shared = finetune(place, "lora-bf16-shared", 2, *asked, program=(str(place / "short.py"),))
+    assert shared == pytest.approx(whole, abs=0.02)
+    assert whole[-1] < whole[0] - 0.2
 
 
 def test_pairs(place: Path) -> None:

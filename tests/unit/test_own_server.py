@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,11 +28,41 @@ print("ready: http://127.0.0.1:" + sys.argv[-1], flush=True)
 time.sleep(600)
 """
 
+SLOW = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that is busy importing
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(40)
+print("ready: http://127.0.0.1:" + sys.argv[-1], flush=True)
+time.sleep(600)
+"""
+TRAINER = """
+import contextlib, os, pathlib, sys
+from ascendchat.config.rl import RlConfig
+from ascendchat.device import pick
+from ascendchat.dist.context import joined
+from ascendchat.infer import rollouts
+
+program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+command = [sys.executable, "-c", program, str(folder / "pid")]
+rollouts.commands_of = lambda *_: [(command, dict(os.environ))]
+with joined(pick("cpu")) as here, contextlib.ExitStack() as stack:
+    rollouts.started(RlConfig(), folder, print, here, folder, rollouts.Sizes(1, 8), stack)
+"""
+
 
 def server(folder: Path, deaths: int, how: str, said: list[str]) -> OwnServer:
     """One that ends so many times before it is ready."""
     command = [sys.executable, "-c", PROGRAM, str(folder / "starts"), str(deaths), how]
     return OwnServer(command, os.environ, folder / "log", said.append)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def starts(folder: Path) -> int:
@@ -57,6 +89,25 @@ def test_one_that_is_always_killed_or_says_what_is_wrong_ends_the_run(tmp_path: 
     with pytest.raises(UserError, match="ended with 2 before it was ready: unknown flag"):
         server(tmp_path, 9, "unknown flag", []).start()
     assert starts(tmp_path) == 4
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_one_starts_does_not_wait_until_it_is_ready(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, SLOW, str(tmp_path)], env=environment)
+    try:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert trainer.poll() is None
+            time.sleep(0.05)
+        trainer.send_signal(signal.SIGINT)
+        assert trainer.wait(120) != 0
+    finally:
+        trainer.kill()
+    assert "ready" not in (tmp_path / "server-0.log").read_text()
+    end = time.monotonic() + 60
+    while alive(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

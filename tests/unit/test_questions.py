@@ -76,6 +76,13 @@ def test_malformed_rows_are_counted_and_named_by_file_and_line(tmp_path: Path) -
         QuestionFile(write(tmp_path, [*good[:10], *bad]))
     with pytest.raises(UserError, match="a question needs a column messages"):
         QuestionFile(write(tmp_path, [{"answer": "to what?"}] * 3))
+    with pytest.raises(UserError, match="found: no column at all"):
+        QuestionFile(write(tmp_path, [{}] * 3))
+    for empty in ({"question": "", "answer": 1}, {"question": " ", "answer": 1}, {"question": None}):
+        with pytest.raises(UserError, match="line 1: its question column is empty"):
+            QuestionFile(write(tmp_path, [empty] * 3))
+    with pytest.raises(UserError, match="line 1: its messages column is empty"):
+        QuestionFile(write(tmp_path, [{"messages": [], "answer": 1}] * 3))
     with pytest.raises(UserError, match="at least one row"):
         QuestionFile(write(tmp_path, []))
     with pytest.raises(UserError, match="questions are read from"):
