@@ -38,7 +38,7 @@ PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.checkpoint", "numpy", "safetensors.torch",
     "pyarrow.parquet", "tiktoken", "tokenizers", "httpx", "rich.console", "rich.progress", "yaml",
     "ascendchat.cli", "ascendchat.train.base", "ascendchat.train.mid", "ascendchat.train.sft", "ascendchat.train.rl",
-    "ascendchat.infer.engine", "ascendchat.serve.api", "ascendchat.data.prepare",
+    "ascendchat.infer.engine", "ascendchat.serve.api", "ascendchat.data.prepare", "ascendchat.speedrun",
 ]  # fmt: skip
 
 
@@ -118,7 +118,7 @@ class _Warm(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class _WarmServer(_Warm):
-    """`ascendchat serve` whose workers start warm, too."""
+    """`ascendchat serve` whose workers start warm, too, and `ascendchat speedrun` whose stages do."""
 
     handing_on = True
 
@@ -129,8 +129,8 @@ ServerPopen: Any = _WarmServer if WARM else subprocess.Popen
 
 
 def warm_workers() -> Any:
-    """What ascendchat.serve.child shall take for `subprocess`, so that workers start warm."""
-    return types.SimpleNamespace(Popen=Popen, TimeoutExpired=subprocess.TimeoutExpired)
+    """What a module shall take for `subprocess`, so that its children start warm."""
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
 
 
 def children(number: int) -> list[int]:
@@ -210,7 +210,8 @@ def become(job: dict[str, Any], files: list[int]) -> list[str]:
     if job["way"]:
         inherited = socket.socket(fileno=files.pop())
         globals()["nursery"] = lambda: inherited
-        importlib.import_module("ascendchat.serve.child").subprocess = warm_workers()  # type: ignore[attr-defined]
+        for name in ("ascendchat.serve.child", "ascendchat.speedrun"):
+            importlib.import_module(name).subprocess = warm_workers()  # type: ignore[attr-defined]
     apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 500) for file in files[1:]]  # no number is taken
     for file in files[1:]:
         os.close(file)

@@ -10,6 +10,7 @@ summary.py the table at the end. No torch.
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import os
@@ -93,7 +94,8 @@ def outputs_of(command: str, settings: Settings, recipe: Recipe, sets: str = "")
 def inputs_of(settings: Settings, made: list[Path], sets: str) -> list[Path]:
     """Files and folders that a stage reads, but those that it or a stage before it has made."""
     values = [word for word in arguments(settings, sets) if not word.startswith("--")]
-    paths = [Path(part).expanduser() for word in values for part in word.replace("=", ",").split(",") if part]
+    parts = [os.path.expanduser(part) for word in values for part in word.replace("=", ",").split(",") if part]
+    paths = [Path(path) for part in parts for path in (sorted(glob.glob(part)) if "*" in part else [part])]
     return [path for path in paths if path not in made and path.exists()]
 
 

@@ -257,8 +257,8 @@ def show_forecast(recipe: Recipe, wanted: list[bool], sets: str) -> int:
     print(f"    {line(translate('stage'), times, *sizes)}")
     for number, command, f in rows:
         time = "?" if f.seconds is None else span(f.seconds / 3600) if f.seconds else "-"
-        load = "?" if f.download is None else bytes_text(f.download) if f.download else "-"
-        cells = (bytes_text(f.memory) if f.memory else "-", bytes_text(f.disk) if f.disk else "-", load)
+        loaded = "?" if f.download is None else bytes_text(f.download) if f.download else "-"
+        cells = (bytes_text(f.memory) if f.memory else "-", bytes_text(f.disk) if f.disk else "-", loaded)
         print(f"{number + 1:>3} {line(command, time, *cells)} {f.about}".rstrip())
     seconds = sum(f.seconds or 0.0 for _, _, f in rows)
     disk, load = sum(f.disk for _, _, f in rows), sum(f.download or 0.0 for _, _, f in rows)

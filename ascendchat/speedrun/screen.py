@@ -130,6 +130,7 @@ class Screen:
     def _render(self) -> Group:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
+        from rich.table import Table
         from rich.text import Text
 
         own, all_of_them, known = self.remaining()
@@ -138,13 +139,17 @@ class Screen:
         title += f", {clock(time.monotonic() - self._begun)} so far"
         if all_of_them:
             title += f", {'about' if known else 'at least'} {clock(all_of_them)} to go"
-        parts: list[Text | ProgressBar] = [Text(title, style="bold")]
+        parts: list[Text | Table] = [Text(title, style="bold")]
         for number, name in enumerate(self.names):
             style = {"runs": "bold", "waits": "dim", "failed": "red"}.get(self.states[number], "")
             parts.append(Text(self._row(number, name), style=style, no_wrap=True, overflow="ellipsis"))
         if found := PROGRESS.match(self.numbers):
-            parts.append(ProgressBar(total=max(1, int(found[2])), completed=int(found[1]), width=60))
-            parts.append(Text(self.numbers, no_wrap=True, overflow="ellipsis"))
+            grid = Table.grid(padding=(0, 1))
+            grid.add_column()
+            grid.add_column(no_wrap=True, overflow="ellipsis")
+            bar = ProgressBar(total=max(1, int(found[2])), completed=int(found[1]), width=16)
+            grid.add_row(bar, Text(self.numbers))
+            parts.append(grid)
         elif own is not None:
             parts.append(Text(f"ETA {clock(own)}"))
         with self._lock:

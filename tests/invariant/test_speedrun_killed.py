@@ -1,71 +1,80 @@
-"""A recipe that is killed again and again ends with the model and the table of one that was left alone."""
+"""A recipe that is killed again and again ends with the models and the table of one that was left alone.
+
+ASCENDCHAT_KILLS=10 python -m pytest -m '' tests/invariant/test_speedrun_killed.py     # more of them
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
-from itertools import pairwise
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from small_recipe import write_recipe
+from warm_process import ServerPopen, children
 
-WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
-KILLS = 4
-RECIPE = """
-run: tiny
-stages:
-  - tokenizer train: {{source: {text}, vocab_size: 300}}
-  - data prepare: {{source: [{text}], out: $HOME/data/words, val_fraction: 0.1, workers: 1}}
-  - base: {{depth: 2, dim: 32, head_dim: 16, max_seq_len: 64, device_batch_size: 4, total_batch_size: 512,
-           data: [$HOME/data/words], num_iterations: 30, save_every: 4, eval_every: 0, sample_every: 0}}
-  - sft: {{data: [{chats}], device_batch_size: 4, total_batch_size: 512, num_iterations: 20, save_every: 4,
-          eval_every: 0, sample_every: 0}}
-"""
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = int(os.environ.get("ASCENDCHAT_KILLS", "2"))
+STEPS = 9
+PATIENCE = 1500  # seconds, on however busy a machine
+STAGES = 9
 
 
-def speedrun(folder: Path, home: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "ASCENDCHAT_HOME": str(folder / home), "OMP_NUM_THREADS": "1"}
-    words = ["speedrun", "--recipe", str(folder / "recipe.yaml"), "--device-type", "cpu"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "ascendchat", *words],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(recipe: Path, home: Path) -> Any:
+    environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "ascendchat", "speedrun", "--recipe", str(recipe), "--device-type", "cpu"]
+    with open(home.with_suffix(".log"), "a") as log:
+        return ServerPopen(words, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
-def end(folder: Path, home: str) -> tuple[str, bytes]:
-    """Run to the end; the table, and the weights."""
-    output, _ = (process := speedrun(folder, home)).communicate()
-    assert process.returncode == 0, output
-    table = output[output.index("train loss") : output.index("stages done")].rsplit("\n", 1)[0]
-    return table, (folder / home / "runs/tiny/sft/step_000020/model.safetensors").read_bytes()
+def kill(number: int) -> None:
+    """A process and all that it has started, at once, as when a machine is switched off."""
+    for child in children(number):
+        kill(child)
+    os.kill(number, signal.SIGKILL)
+
+
+def ended(recipe: Path, home: Path) -> tuple[str, dict[str, bytes], str]:
+    """Run to the end: the table, the weights of every stage, and all that was printed."""
+    process = start(recipe, home)
+    status = process.wait(PATIENCE)
+    output = home.with_suffix(".log").read_text()
+    assert status == 0, output
+    last = output[output.rindex("train loss") : output.rindex("stages done")]
+    found = {path.parent.parent.name: path.read_bytes() for path in home.glob("runs/tiny/*/step_*/model.safetensors")}
+    assert set(found) == {"base", "mid", "sft", "rl"}
+    assert (home / "runs" / "tiny" / "report.html").stat().st_size > 10_000
+    return last.rsplit("\n", 1)[0], found, output
+
+
+def steps(home: Path) -> int:
+    """Training steps that were told of, those that were done again included."""
+    log = home.with_suffix(".log")
+    return len(re.findall(r"step \d+/\d+ \|", log.read_text())) if log.exists() else 0
 
 
 @pytest.mark.slow
 def test_a_recipe_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(5, 60))) + "." for _ in range(200)]
-    text, chats = tmp_path / "text.jsonl", tmp_path / "chats.jsonl"
-    text.write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
-    turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairwise(texts)]
-    chats.write_text("\n".join(json.dumps({"messages": turn}) for turn in turns), encoding="utf-8")
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text, chats=chats), encoding="utf-8")
-    whole = end(tmp_path, "whole")
-    reached = set()
-    for _ in range(KILLS):
-        process = speedrun(tmp_path, "killed")
-        try:
-            process.wait(timeout=rng.uniform(0.5, 8))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        reached.add(output.count("] ascendchat "))
-    assert len(reached) >= 2, "every kill hit the same stage"
-    assert end(tmp_path, "killed") == whole
+    """The moments are counted in steps, so that they fall into all stages on any machine."""
+    recipe, home = write_recipe(tmp_path, STEPS), tmp_path / "killed"
+    table, weights, output = ended(recipe, tmp_path / "whole")
+    assert output.count(f"/{STAGES}] ascendchat ") == STAGES
+    assert steps(tmp_path / "whole") > 3 * STEPS
+    for moment in sorted(random.Random(0).sample(range(1, 3 * STEPS), KILLS)):
+        process, until = start(recipe, home), time.monotonic() + PATIENCE
+        while process.poll() is None and steps(home) < moment:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert process.poll() is None, home.with_suffix(".log").read_text()
+        kill(process.pid)
+        process.wait(PATIENCE)
+    again, others, output = ended(recipe, home)
+    assert others == weights
+    assert again == table
+    assert "skipped" in output, "what was done before a kill is not done again"

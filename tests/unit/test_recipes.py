@@ -224,10 +224,11 @@ def test_inputs_are_known_by_content_and_not_by_time(recipe: str, calls: Calls, 
     assert calls.names[5:] == ["data prepare", "base", "sft", "eval chat", "report"]
 
 
-def test_a_folder_counts_by_what_is_in_it(calls: Calls, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["chats=0.5", "chats/*.jsonl"])
+def test_a_folder_counts_by_what_is_in_it(calls: Calls, tmp_path: Path, named: str) -> None:
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "a.jsonl").write_text("{}")
-    path = own(tmp_path, f"run: r\nstages: [sft: {{data: [{tmp_path}/chats=0.5]}}]")
+    path = own(tmp_path, f"run: r\nstages: [sft: {{data: ['{tmp_path}/{named}']}}]")
     speedrun.run(SpeedrunConfig(path))
     os.utime(tmp_path / "chats" / "a.jsonl", ns=(1, 1))
     speedrun.run(SpeedrunConfig(path))

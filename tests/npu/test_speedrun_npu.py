@@ -1,0 +1,47 @@
+"""A whole recipe on two simulated NPUs with HCCL, as `make demo DEVICE=npu` runs it, a few steps a stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_recipe import write_recipe
+
+import cannsim
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 1500  # seconds, on however busy a machine
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_stage_of_a_recipe_runs_on_two_npus(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    environment = cannsim.environment(devices=2, state=str(tmp_path / "state"))
+    environment |= {"ASCENDCHAT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = ["speedrun", "--recipe", str(write_recipe(tmp_path, 2)), "--device-type", "npu", "--devices", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ascendchat", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    started = re.findall(r"^\[\d/9\] ascendchat (?:launch --devices 2 )?(\w+)", done.stdout, flags=re.M)
+    assert started == ["tokenizer", "data", "base", "mid", "sft", "rl", "eval", "eval", "report"]
+    assert done.stdout.count("launch --devices 2 ") == 6
+    for stage in ("base", "mid", "sft", "rl"):
+        facts = json.loads((tmp_path / "home" / "runs" / "tiny" / stage / "run.json").read_text())
+        assert (facts["chip"], facts["world"]) == ("Ascend910B3", 2), stage
+    assert "hccl" in done.stdout
+    assert re.search(r"^ +SFT +RL$", done.stdout, flags=re.M), "the table of the stages"
+    assert os.path.getsize(tmp_path / "home" / "runs" / "tiny" / "report.html") > 10_000
+    assert "Talk to it: ascendchat chat --run tiny" in done.stdout
