@@ -2,6 +2,7 @@
 # make test   the whole suite, as CI runs it
 # make lint   ruff and mypy
 # make vllm-test  rollouts and weight sync against a real vLLM server on this CPU, in a virtual environment of its own
+# make site   the documentation as a site, in site/; every link checked
 # make cannsim  the simulated CANN on which the official torch_npu wheel runs without an NPU
 # make test-npu NPU=2.7.1  NPU tests with another torch_npu, in an environment of its own; `make test` has the newest
 # Each target sets up .venv by itself and does nothing twice.
@@ -15,7 +16,7 @@ EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
 TWO := -n 2 --dist loadfile --no-loadscope-reorder  # the order is that of tests/conftest.py
 
-.PHONY: demo test test-fast test-npu vllm-test lint cannsim clean
+.PHONY: demo test test-fast test-docs test-npu vllm-test lint site cannsim clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -44,7 +45,7 @@ cannsim: $(VENV)/.dev
 # Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
 # torch_npu), each of the two processes on simulated NPUs of its own.
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m 'not vllm' --ignore tests/npu $(TWO) $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m 'not vllm and not docs' --ignore tests/npu $(TWO) $(TEST_FLAGS)
 	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TWO) $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev
@@ -92,6 +93,20 @@ $(VLLM_VENV)/.vllm-$(VLLM_VERSION):
 
 vllm-test: $(VENV)/.dev $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 	ASCENDCHAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm -n0 -s tests/vllm $(TEST_FLAGS)
+
+# Every command of the READMEs and the quick start, on small data and on simulated NPUs: minutes.
+test-docs: $(VENV)/.dev $(if $(LINUX),cannsim)
+	$(BIN)/python -m pytest -m docs -n0 tests/test_docs_run.py $(TEST_FLAGS)
+
+# The documentation as a site. MkDocs has an environment of its own: nothing else needs it.
+SITE_VENV ?= .venv-site
+$(SITE_VENV)/.site: constraints.txt pyproject.toml
+	@test -x $(SITE_VENV)/bin/python || $(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material jieba
+	@touch $@
+
+site: $(SITE_VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
