@@ -24,6 +24,7 @@ from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, current_chip, usable_types
 from ascendchat.device.env import load_problem, look, torch_npu_missing
 from ascendchat.device.harmful_env import visible_problem
+from ascendchat.device.npu_ops import EagerOps, NPUOps
 from ascendchat.device.trace import ascend_trace
 
 
@@ -121,7 +122,9 @@ class NPU(Accelerator):
     def operators(self) -> NPUOps | None:
         """Fused operators, because in eager mode every launch costs host time. On 910A and 310P they would be compiled
         for each new shape, so plain torch is used there."""
-        return NPUOps() if self.chip.fused_attention else None
+        if not self.chip.fused_attention:
+            return None
+        return NPUOps() if self.compiles else EagerOps()
 
     def clear_overflow(self) -> None:
         """Clear the hardware's flag on chips that saturate."""
@@ -133,61 +136,3 @@ class NPU(Accelerator):
         if self.scaling.overflow == "flag":
             return bool(self.api.utils.get_npu_overflow_flag())
         return super().overflowed(grads)
-
-
-class SquaredRelu(torch.autograd.Function):
-    """relu(x)² in two launches, and its gradient 2 relu(x) dy in two: the square of a ReLU needs no threshold."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        positive = torch.relu(x)
-        ctx.save_for_backward(positive)
-        return positive * positive
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        (positive,) = ctx.saved_tensors
-        return (grad * positive).mul_(2.0)
-
-
-class NPUOps:
-    """The operators of a transformer block (nn.gpt.Ops) with the NPU's fused kernels, which have gradients."""
-
-    sin_sign = 1.0  # npu_rotary_mul negates the half itself
-    heads = None
-
-    def __init__(self) -> None:
-        self.api = importlib.import_module("torch_npu")
-        self.ones: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NPUOps:
-        """The same for all models: it has nothing of theirs, and a module of Python cannot be copied."""
-        return self
-
-    def rms_norm(self, x: torch.Tensor) -> torch.Tensor:
-        key = (x.size(-1), x.dtype, x.device)
-        if key not in self.ones:  # the kernel wants a weight
-            self.ones[key] = torch.ones(x.size(-1), dtype=x.dtype, device=x.device)
-        return self.api.npu_rms_norm(x, self.ones[key], 1e-6)[0]
-
-    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        lead = (1,) * (x.dim() - cos.dim())  # (T, 1, D) -> (1, T, 1, D)
-        return self.api.npu_rotary_mul(x, cos.view(*lead, *cos.shape), sin.view(*lead, *sin.shape))
-
-    def weighted_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.api.npu_rms_norm(x, weight, eps)[0]
-
-    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.api.npu_swiglu(torch.cat((gate, up), dim=-1))
-
-    def relu2(self, x: torch.Tensor) -> torch.Tensor:
-        return SquaredRelu.apply(x)
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, weight)
-
-    def transposed_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x @ weight
-
-    def gate(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(torch.nn.functional.linear(x, weight))

@@ -18,7 +18,7 @@ Shapes: B rows, T tokens, C width, H query heads, K key-value heads, D channels 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,10 +54,15 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor) -> Tensor: ...
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
-    def transposed_linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
-    def relu2(self, x: Tensor) -> Tensor: ...
     def gate(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def smear(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor: ...
+    def project(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]: ...
+    def gated(self, v: Tensor, gate: Tensor, value: Tensor, most: float) -> Tensor: ...
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor: ...
+    def mixing(self, residual: Tensor, scale: Tensor, dtype: torch.dtype) -> Sequence[tuple[Tensor, ...]]: ...
+    def mix(self, x: Tensor, first: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]: ...
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class PlainOps:
@@ -85,6 +90,33 @@ class PlainOps:
 
     def gate(self, x: Tensor, weight: Tensor) -> Tensor:
         return torch.sigmoid(F.linear(x, weight))
+
+    def smear(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Some of the token before, over whole rows; `weight` (1,)."""
+        share = weight.to(x.dtype) * self.gate(x[..., : gate.size(1)], gate)
+        return torch.addcmul(x, share, F.pad(x[:, :-1], (0, 0, 1, 0)))
+
+    def project(self, x: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The product of all heads, and the gate (B, T, K) of the value embeddings, in a layer that has them."""
+        return self.linear(x, weight), None if gate is None else self.gate(x[..., : gate.size(1)], gate)
+
+    def gated(self, v: Tensor, gate: Tensor, value: Tensor, most: float) -> Tensor:
+        return torch.addcmul(v, (gate * most).unsqueeze(-1), value)
+
+    def mlp(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return self.transposed_linear(self.relu2(self.linear(x, up)), down)
+
+    def mixing(self, residual: Tensor, scale: Tensor, dtype: torch.dtype) -> Sequence[tuple[Tensor, ...]]:
+        """What `mix` takes in each layer: the weight of the stream, and that of the first embedding."""
+        return list(zip(residual.to(dtype).unbind(), scale.to(dtype).unbind()))
+
+    def mix(self, x: Tensor, first: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The stream that enters a layer, and the first embedding for the next one."""
+        return torch.addcmul(x * weights[0], first, weights[1]), first
+
+    def add_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        return total, self.rms_norm(total)
 
 
 class _Shifted(torch.autograd.Function):
@@ -147,8 +179,9 @@ class Block(nn.Module):
         shift: Shift | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.ops.rms_norm(x), value, rope, attend, shift, documents)
-        return x + self.mlp(self.ops.rms_norm(x))
+        attended = self.attention(self.ops.rms_norm(x), value, rope, attend, shift, documents)
+        x, norm = self.ops.add_norm(x, attended)
+        return x + self.ops.mlp(norm, self.up, self.down)
 
     def attention(
         self,
@@ -160,7 +193,8 @@ class Block(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         shape = self.shape
-        qkv = self.ops.linear(x, self.qkv.flatten(0, 1)).unflatten(-1, (-1, shape.head_dim))  # (B, T, H + 2K, D)
+        qkv, gate = self.ops.project(x, self.qkv.flatten(0, 1), None if value is None else self.gate)
+        qkv = qkv.unflatten(-1, (-1, shape.head_dim))  # (B, T, H + 2K, D)
         share = self.shift.view(-1, shape.head_dim)
         follows = None if documents is None else documents.follows
         if shift is None and self.ops.heads is not None:
@@ -169,17 +203,13 @@ class Block(nn.Module):
             qkv = shifted(self.layer, qkv, share, follows) if shift is None else shift(self.layer, qkv, share)
             qk, v = qkv.split((shape.heads + shape.kv_heads, shape.kv_heads), dim=-2)
             q, k = self.ops.rotary(self.ops.rms_norm(qk), *rope).split((shape.heads, shape.kv_heads), dim=-2)
-        if value is not None:
-            gate = self.ops.gate(x[..., : self.gate.size(1)], self.gate) * self.gate_range  # (B, T, K)
-            v = torch.addcmul(v, gate.unsqueeze(-1), value.unflatten(-1, (shape.kv_heads, shape.head_dim)))
+        if value is not None and gate is not None:
+            v = self.ops.gated(v, gate, value.unflatten(-1, (shape.kv_heads, shape.head_dim)), self.gate_range)
         if documents is None:
             y = attend(self.layer, q, k, v)
         else:
             y = attend(self.layer, q, k, v, documents.bounds)  # type: ignore[call-arg]  # only who packs asks for it
         return self.ops.linear(y.flatten(-2), self.out)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.ops.transposed_linear(self.ops.relu2(self.ops.linear(x, self.up)), self.down)
 
 
 class GPT(LanguageModel):
@@ -262,6 +292,8 @@ class GPT(LanguageModel):
         """(B, T) -> (B, T, C), with the previous token's embedding smeared in, but where `follows` (B, T) is 0;
         `before` (B, 1, C) precedes the row."""
         x = self.ops.rms_norm(self.embed(tokens))
+        if before is None and follows is None:
+            return self.ops.smear(x, self.smear_gate, self.smear)
         weight = self.smear.to(x.dtype) * self.ops.gate(x[..., : self.smear_gate.size(1)], self.smear_gate)
         if follows is not None:
             weight = weight * follows.unsqueeze(-1)
@@ -312,9 +344,9 @@ class GPT(LanguageModel):
         """All blocks over an embedded row; decoding passes the rotary tables of its own positions."""
         rope = rope or self.rope(x.size(1), x.dtype, x.device)
         first, middle = x, x
-        residual, scale = self.residual.to(x.dtype).unbind(), self.first.to(x.dtype).unbind()
+        weights = self.ops.mixing(self.residual, self.first, x.dtype)
         for i, block in enumerate(self.blocks):
-            x = torch.addcmul(x * residual[i], first, scale[i])
+            x, first = self.ops.mix(x, first, weights[i])
             value = self.values[str(i)](tokens) if str(i) in self.values else None
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, value, rope, attend, shift, documents, use_reentrant=False)

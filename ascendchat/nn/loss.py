@@ -33,6 +33,11 @@ def softcap(logits: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
 
 
+def slope_times(x: Tensor, half: Tensor) -> Tensor:
+    """x times half * (1 - half), a quarter of the slope of the softcap, in one pass."""
+    return torch.ops.aten.sigmoid_backward(x, half)  # type: ignore[no-any-return]
+
+
 def score(
     logits: Tensor,
     targets: Tensor,
@@ -50,25 +55,27 @@ def score(
     gradient. The gradient, not the nats, has `ahead` (0-dim) times the nats of the targets `later` in it. Without a
     compiler every operation here is a pass over the logits in float32, the slowest part of a step on NPUs.
     """
-    half = torch.sigmoid(logits[:, :vocab].float() * (2.0 / SOFTCAP))  # capped = SOFTCAP * (2 * half - 1)
+    by = torch.full((1,), 2.0 / SOFTCAP, device=logits.device)  # a factor with a dimension makes the product float32
+    half = torch.sigmoid(logits[:, :vocab] * by)  # capped = SOFTCAP * (2 * half - 1)
     unscaled = torch.exp((2.0 * SOFTCAP) * half)
-    slope = torch.addcmul(half, half, half, value=-1.0)  # a quarter of it
     total = unscaled.sum(dim=-1, keepdim=True)
     valid = (targets != IGNORE).unsqueeze(-1)
     index = targets.clamp(min=0).unsqueeze(-1)
     size = total / (4.0 * FP16_LIFT) if logits.dtype == torch.float16 else None
-    gradient = (unscaled * slope if size is None else unscaled * slope / size).to(logits.dtype)
+    gradient = slope_times(unscaled, half)
+    gradient = (gradient if size is None else gradient / size).to(logits.dtype)
     columns, parts = index, total  # where the targets are, and what they take off there
     if later is not None and ahead is not None:
-        share = ahead * (later != IGNORE).unsqueeze(-1)
-        second = torch.where((later != IGNORE).unsqueeze(-1), later.unsqueeze(-1), index)
+        known = (later != IGNORE).unsqueeze(-1)
+        share = ahead * known
+        second = torch.where(known, later.unsqueeze(-1), index)
         same = second == index  # then both columns get the same number
-        columns = torch.cat((second, index), dim=-1)
-        parts = torch.cat((share + same, 1.0 + share * same), dim=-1) * (total / (1.0 + share))
-        weight = weight * (1.0 + share)
-    mine = torch.sigmoid(logits.gather(-1, columns).float() * (2.0 / SOFTCAP))
+        columns, whole = torch.cat((second, index), dim=-1), 1.0 + share
+        parts = torch.cat((share + same, 1.0 + share * same), dim=-1) * (total / whole)
+        weight = weight * whole
+    mine = torch.sigmoid(logits.gather(-1, columns) * by)
     chosen = (2.0 * SOFTCAP) * mine  # the targets' capped logits, and SOFTCAP
-    there = (chosen.exp() - parts) * mine * (1.0 - mine)
+    there = slope_times(chosen.exp() - parts, mine)
     gradient.scatter_(-1, columns, (there if size is None else there / size).to(gradient.dtype))
     nats = torch.where(valid.squeeze(-1), total.squeeze(-1).log() - chosen[:, -1], 0.0)
     if logits.size(-1) > vocab:
@@ -105,10 +112,10 @@ class HeadLoss(torch.autograd.Function):
             part = hidden[start : start + rows]
             loss, gradient, factor = wanted.scorer(part @ head.t(), *wanted.chunk(start, start + rows))
             losses.append(loss.sum())
-            grad_hidden[start : start + rows] = (gradient @ head) * factor
+            torch.mul(gradient @ head, factor, out=grad_hidden[start : start + rows])
             if not learns:
                 continue
-            scaled = (part * factor).to(part.dtype)
+            scaled = torch.mul(part, factor, out=torch.empty_like(part))
             grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
         assert losses, "a batch without rows has no loss"
         ctx.save_for_backward(grad_hidden, grad_head)

@@ -11,21 +11,23 @@ device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ascendchat import dist
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.updates import EPS, TINY, adamw_update, muon_update
+from ascendchat.nn.updates import EPS, TINY, adamw_update, muon_update, muon_update_in_few_launches
 
 # The true gradient of the per-layer scalars is zero at the first step, since every layer is then the identity: what
 # arrives is rounding noise of about 1e-9, which Adam would blow up to a full step, another one on every device.
 SCALAR_EPS = 1e-8
+ALIGNED = 256  # elements: where a group may begin in a buffer of several
 
 
 @dataclass
@@ -129,24 +131,45 @@ class Shard:
         return cls(parameter, kind, int(start), int(stop))
 
 
-class Bucket:
-    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state."""
+class Room(NamedTuple):
+    """Where the parameters of several buckets lie, and their weights in float32: one copy rounds all of them."""
 
-    def __init__(self, group: Group, rank: int, size: int) -> None:
-        self.group, self.rank = group, rank
+    flat: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, groups: list[Group], dtype: torch.dtype) -> tuple[Room, list[Room]]:
+        """For all these groups, and for each of them."""
+        sizes = [sum(p.numel() for _, p in group.parameters) for group in groups]
+        starts = list(itertools.accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
+        place = groups[0].parameters[0][1].device
+        both = cls(torch.zeros(starts[-1], dtype=dtype, device=place), torch.zeros(starts[-1], device=place))
+        parts = [cls(*(x[start : start + size] for x in both)) for start, size in zip(starts, sizes)]
+        return both, parts
+
+
+class Bucket:
+    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state. `room`:
+    where to lie, if one rank owns everything."""
+
+    def __init__(self, group: Group, rank: int, size: int, room: Room | None = None) -> None:
+        self.group, self.rank, self.room = group, rank, room
         first = group.parameters[0][1]
         self.unit = (first.size(-2), first.size(-1)) if group.matrix else (1, 1)  # what is never cut in two
         unit = self.unit[0] * self.unit[1]
         self.used = sum(p.numel() for _, p in group.parameters)
         total = -(-self.used // (unit * size)) * unit * size  # padded so that every rank owns whole matrices
         self.share = total // size
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device) if room is None else room.flat
         self.grad = torch.zeros(total, dtype=torch.float32, device=first.device)
         self.place()
         own = slice(rank * self.share, (rank + 1) * self.share)
         self.own_grad = self.grad[own] if size == 1 else torch.empty_like(self.grad[own])
         self.own_flat = self.flat[own]
-        self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
+        if room is not None:
+            self.weight = room.weight.copy_(self.own_flat)
+        else:
+            self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
         self.state = {"first": torch.zeros_like(self.weight)}
         if group.matrix:
             rows = self.share // self.unit[1]
@@ -156,7 +179,6 @@ class Bucket:
             self.factors = torch.tensor(mine, device=first.device).view(-1, 1, 1)
         else:
             self.state["second"] = torch.zeros_like(self.weight)
-            self.count = torch.zeros((), dtype=torch.float32, device=first.device)
 
     def place(self) -> None:
         """Move the parameters into the buffer, and let their gradients be added up in float32."""
@@ -166,6 +188,7 @@ class Bucket:
             self.flat[offset:stop].copy_(parameter.data.view(-1))
             parameter.data = self.flat[offset:stop].view(parameter.shape)
             total = self.grad[offset:stop].view(parameter.shape)
+            parameter.total = total  # type: ignore[attr-defined]  # operators may add to it themselves (device/npu_ops.py)
             if parameter.dtype == torch.float32:
                 parameter.grad = total  # autograd adds in place
             else:
@@ -185,8 +208,17 @@ class Bucket:
             offset += parameter.numel()
 
     def update(
-        self, muon: Callable[..., None], lr: float, momentum: Any, decay: Any, dtype: torch.dtype, fused: bool
+        self,
+        muon: Callable[..., None],
+        lr: float,
+        momentum: Any,
+        decay: Any,
+        *,
+        dtype: torch.dtype,
+        fused: bool,
+        count: Tensor,
     ) -> None:
+        """One step; `count` (0-dim, on the device): its number, from 1. The parameters do not change yet."""
         if self.group.matrix:
             stack = (-1, *self.unit)
             muon(
@@ -207,14 +239,13 @@ class Bucket:
                 self.own_grad,
                 self.state["first"],
                 self.state["second"],
-                self.count,
+                count,
                 lr=lr,
                 betas=self.group.betas,
                 decay=self.group.decay,
                 eps=self.group.eps,
                 fused=fused,
             )
-        self.publish()
 
     def mean(self) -> Tensor:
         """The mean of some weights of this rank's share, made when first asked for; then part of the state."""
@@ -228,15 +259,16 @@ class Bucket:
 
 def _add_to(total: Tensor) -> Any:
     def hook(parameter: Tensor) -> None:
-        total.add_(parameter.grad)  # type: ignore[arg-type]
-        parameter.grad = None
+        if parameter.grad is not None:  # else an operator has added it
+            total.add_(parameter.grad)
+            parameter.grad = None
 
     return hook
 
 
 class MuonAdamW:
     """All buckets; `step` may be called on any number of ranks, each with its own gradients. `fused`: the device has
-    AdamW as one operator."""
+    AdamW as one operator. `few_launches`: an operation on it costs more than the pass over its arguments."""
 
     def __init__(
         self,
@@ -245,11 +277,20 @@ class MuonAdamW:
         compute_dtype: torch.dtype,
         compile: Callable[..., Any] | None = None,
         fused: bool = True,
+        few_launches: bool = False,
     ) -> None:
         world = dist.world()
         self.compute_dtype, self.fused, self.steps_done = compute_dtype, fused, 0
-        self.buckets = [Bucket(group, world.rank, world.size) for group in groups]
-        self._muon = compile(muon_update) if compile else muon_update
+        groups = list(groups)
+        self.count = torch.zeros((), dtype=torch.float32, device=groups[0].parameters[0][1].device)
+        rounded = [g for g in groups if g.parameters[0][1].dtype == compute_dtype != torch.float32]
+        self.room: Room | None = None
+        rooms: list[Room] = []
+        if rounded and world.size == 1:
+            self.room, rooms = Room.of(rounded, compute_dtype)
+        known = {id(group): room for group, room in zip(rounded, rooms)}
+        self.buckets = [Bucket(group, world.rank, world.size, known.get(id(group))) for group in groups]
+        self._muon = compile(muon_update) if compile else muon_update_in_few_launches if few_launches else muon_update
         # A compiler would compile anew for every new float; a 0-dim tensor on the host is a variable to it.
         self._number: Callable[[float], Any] = torch.tensor if compile else float
 
@@ -259,8 +300,7 @@ class MuonAdamW:
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for bucket in self.buckets:
-            bucket.grad.zero_()
+        torch._foreach_zero_(self.gradients())
 
     @torch.no_grad()
     def step(
@@ -277,41 +317,48 @@ class MuonAdamW:
         Returns the norm of this rank's share of the averaged gradient, on the device. `clip` is the largest norm of the
         whole gradient that goes into the update.
         """
-        norms: list[Tensor] = []
-        arriving = self._averaged_gradients(loss_scale, norms)
+        arriving, norm = self._averaged_gradients(loss_scale), None
         if clip is not None:
-            arriving = self._clipped(list(arriving), norms, clip)
+            arriving = iter(list(arriving))
+            norm = self._norm()
+            self._clip(norm, clip)
         gathers = []
+        self.count.add_(1.0)
         for bucket in arriving:
             bucket.group.lr = bucket.group.initial_lr * lr_scale
             lr = self._number(bucket.group.lr) if bucket.group.matrix else bucket.group.lr
             rates = lr, self._number(momentum), self._number(matrix_decay)
-            bucket.update(self._muon, *rates, self.compute_dtype, self.fused)
+            bucket.update(self._muon, *rates, dtype=self.compute_dtype, fused=self.fused, count=self.count)
+            if bucket.room is None:
+                bucket.publish()
             gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True))
+        if self.room is not None:
+            self.room.flat.copy_(self.room.weight)
         for gather in gathers:
             gather.wait()
+        norm = self._norm() if norm is None else norm
         self.zero_grad()
         self.steps_done += 1
-        return torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
-    def _averaged_gradients(self, loss_scale: float, norms: list[Tensor]) -> Iterator[Bucket]:
+    def _averaged_gradients(self, loss_scale: float) -> Iterator[Bucket]:
         """Each bucket as its gradient arrives, so that one is updated while the others are under way."""
         reductions = [dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True) for b in self.buckets]
         for bucket, reduction in zip(self.buckets, reductions):
             reduction.wait()
             if loss_scale != 1.0:
                 bucket.own_grad.mul_(1.0 / loss_scale)
-            norms.append(torch.linalg.vector_norm(bucket.own_grad))
             yield bucket
 
-    def _clipped(self, buckets: list[Bucket], norms: list[Tensor], clip: float) -> Iterator[Bucket]:
-        """The same buckets, once the norm over all of them and all ranks is known."""
-        squares = torch.stack(norms).square().sum()
+    def _norm(self) -> Tensor:
+        """Of this rank's share of the gradient; no update changes that."""
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([b.own_grad for b in self.buckets])))
+
+    def _clip(self, norm: Tensor, clip: float) -> None:
+        """Scale the gradient down to that norm over all ranks."""
+        squares = norm.square()
         dist.all_reduce(squares, "sum")
-        factor = (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0)
-        for bucket in buckets:
-            bucket.own_grad.mul_(factor)
-            yield bucket
+        torch._foreach_mul_([b.own_grad for b in self.buckets], (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0))
 
     @torch.no_grad()
     def average(self, count: int, *, last: bool) -> None:
@@ -339,8 +386,7 @@ class MuonAdamW:
                 bucket.mean()
             for shard, tensor in bucket.shards():
                 tensor.copy_(read(shard))
-            if not bucket.group.matrix:
-                bucket.count.fill_(float(steps_done))
             bucket.publish()
             dist.all_gather(bucket.flat, bucket.own_flat)
+        self.count.fill_(float(steps_done))
         self.steps_done = steps_done

@@ -156,6 +156,7 @@ class ShardedAdamW:
             if grad is None or not grad.numel():
                 continue
             group.lr = group.initial_lr * lr_scale
+            share.count.add_(1.0)
             adamw_update(
                 share.weight,
                 grad,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,7 +32,13 @@ def orthogonalise(g: Tensor, dtype: torch.dtype) -> Tensor:
     rows = g.norm(dim=-1, keepdim=True)  # equal rows first: a better start for the polynomial
     floor = rows.norm(dim=-2, keepdim=True).mul_(LEAST_ROW).clamp_min_(TINY)
     g = g / torch.maximum(rows, floor)
-    x = (g / g.norm(dim=(-2, -1), keepdim=True).clamp_min_(TINY)).to(dtype)
+    x = polar((g / g.norm(dim=(-2, -1), keepdim=True).clamp_min_(TINY)).to(dtype))
+    size, x = math.sqrt(min(x.size(-2), x.size(-1))), x.float()
+    return x / x.norm(dim=(-2, -1), keepdim=True).mul_(1.0 / size).clamp_min_(TINY)
+
+
+def polar(x: Tensor) -> Tensor:
+    """(n, rows, cols) of norm 1 or less -> singular values near 1."""
     tall = x.size(-2) > x.size(-1)
     for a, b, c in POLAR:
         if tall:
@@ -40,8 +47,7 @@ def orthogonalise(g: Tensor, dtype: torch.dtype) -> Tensor:
         else:
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    size, x = math.sqrt(min(x.size(-2), x.size(-1))), x.float()
-    return x / x.norm(dim=(-2, -1), keepdim=True).mul_(1.0 / size).clamp_min_(TINY)
+    return x
 
 
 def equalise(update: Tensor, second: Tensor, beta2: float) -> Tensor:
@@ -78,6 +84,50 @@ def muon_update(
     weight.sub_((update + weight * agrees * decay) * (factor * lr))
 
 
+def muon_update_in_few_launches(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    factor: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    decay: float,
+    beta2: float,
+    dtype: torch.dtype,
+) -> None:
+    """The same step where each operation is a launch and a pass over its arguments, as on chips without a compiler.
+
+    What only scales rows or matrices is done to the sizes of the rows (n, rows, 1), and reaches the weights with the
+    last operation. The matrices are divided by √rows, which is their norm when every row has size 1: only where some
+    rows are nearly zero does that differ from `orthogonalise`, by a factor that the polynomial makes up for.
+    """
+    rows, cols = weight.shape[1:]
+    tiny, zero, least = constants(weight.device)
+    first.lerp_(grad, 1.0 - momentum)
+    g = grad.lerp(first, momentum)
+    sizes = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+    floor = torch.addcmul(tiny, torch.linalg.vector_norm(sizes, dim=-2, keepdim=True), least)
+    x = polar(torch.addcdiv(zero, g, torch.maximum(sizes, floor), value=rows**-0.5).to(dtype))
+    sizes = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    share = sizes / torch.linalg.vector_norm(sizes, dim=-2, keepdim=True).clamp_min_(TINY)
+    most = min(rows, cols)  # the squared norm of the update
+    second.mul_(beta2).addcmul_(share, share, value=(1.0 - beta2) * most / cols)
+    step = second.clamp_min(EPS).rsqrt_()
+    norm = torch.linalg.vector_norm(sizes * step, dim=-2, keepdim=True)
+    decays = torch.ops.aten.threshold_backward(weight, x * weight, -TINY)  # 0 where the update has another sign
+    weight.addcmul_(decays, factor, value=-lr * decay)
+    weight.addcmul_(x, step / torch.addcdiv(tiny, norm, factor), value=-lr * math.sqrt(most))
+
+
+@cache
+def constants(place: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """TINY, 0 and LEAST_ROW, (1,) each: sums and products with them take no launch of their own."""
+    tiny, zero, least = torch.tensor([[TINY], [0.0], [LEAST_ROW]], device=place)
+    return tiny, zero, least
+
+
 def adamw_update(
     weight: Tensor,
     grad: Tensor,
@@ -91,8 +141,7 @@ def adamw_update(
     eps: float = EPS,
     fused: bool = True,
 ) -> None:
-    """One AdamW step for a flat float32 tensor, in place, as one fused launch; `count` (0-dim) counts the steps."""
-    count.add_(1.0)
+    """One AdamW step for a flat float32 tensor, in place, as one fused launch. `count` (0-dim): which step, from 1."""
     if not fused:
         first.lerp_(grad, 1.0 - betas[0])
         second.mul_(betas[1]).addcmul_(grad, grad, value=1.0 - betas[1])

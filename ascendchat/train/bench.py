@@ -1,4 +1,5 @@
-"""`ascendchat bench train --depth 12`: tokens per second, MFU, memory and where a step's time goes, on this device.
+"""`ascendchat bench train --depth 12`: tokens per second, MFU, memory and where a step's time goes, on this device;
+without a compiler, also launches, bytes and the speed that they allow.
 
 Real optimizer steps on random tokens. The last line printed is one JSON object.
 """
@@ -12,6 +13,7 @@ import torch
 
 from ascendchat.config.train import BenchTrainConfig
 from ascendchat.device import Device, Mark
+from ascendchat.device.counting import Count
 from ascendchat.plan import memory, schedule
 from ascendchat.plan.batch import Split, fit_split
 from ascendchat.plan.shape import Shape
@@ -30,14 +32,20 @@ class Bench:
         self.weight = torch.tensor(split.devices / split.total, device=learner.place)
         self.optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, split.total))
 
+    def micro_batch(self) -> None:
+        self.learner.loss(self.batch, self.weight, self.weight).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
+
     def step(self) -> tuple[Mark, Mark, Mark]:
         """One optimizer step; marks before, between and after."""
         device = self.learner.device
         marks = [device.event()]
         for _ in range(self.split.accumulation):
-            self.learner.loss(self.batch, self.weight, self.weight).backward()  # type: ignore[no-untyped-call]
+            self.micro_batch()
         marks.append(device.event())
-        self.optimizer.step(lr_scale=0.01, momentum=0.9, matrix_decay=0.1)
+        self.update()
         marks.append(device.event())
         return marks[0], marks[1], marks[2]
 
@@ -65,6 +73,29 @@ def measure(bench: Bench, steps: int, device: Device) -> dict[str, Any]:
     }
 
 
+def roofline(bench: Bench, device: Device) -> dict[str, Any]:
+    """Where nothing is compiled: the launches of a micro-batch and of an optimizer step, the bytes that all operators
+    of a step move beside the products, and what is the most that the chip could do if moving them at its bandwidth and
+    multiplying at its peak took turns. Empty for a chip whose peak is not known."""
+    if device.compiles or not device.chip.peak:
+        return {}
+    with Count() as micro_batch:
+        bench.micro_batch()
+    with Count() as update:
+        bench.update()
+    shape, split = bench.learner.model.shape, bench.split
+    moved = split.accumulation * micro_batch.vector_bytes + update.vector_bytes
+    multiplying = split.total / split.devices * shape.train_flops_per_token / device.chip.peak
+    seconds = multiplying + moved / device.chip.bandwidth
+    return {
+        "launches_micro_batch": micro_batch.launches,
+        "launches_optimizer": update.launches,
+        "vector_gb": round(moved / 1e9, 6),
+        "roofline_tokens_per_second": round(split.total / seconds),
+        "roofline_mfu": round(multiplying / seconds, 4),
+    }
+
+
 def run(config: BenchTrainConfig) -> int:
     """The command."""
     with training_context(config) as here:
@@ -80,11 +111,12 @@ def run(config: BenchTrainConfig) -> int:
         rows = config.device_batch_size
         split = fit_split(shape, chip, here.world.size, total, rows=rows, checkpointing=checkpointing)
         learner = build(config, shape, here)
-        results = measure(Bench(learner, split, config.seed), config.steps_to_time, here.device)
+        bench = Bench(learner, split, config.seed)
+        results = {**measure(bench, config.steps_to_time, here.device), **roofline(bench, here.device)}
         facts = {"depth": config.depth, "chip": chip.name, "devices": here.world.size, "fp8": config.fp8}
         facts |= {"window_pattern": config.window_pattern, "attention": learner.kernel.name, "torch": torch.__version__}
         facts |= {"rows": split.rows, "accumulation": split.accumulation, "total_batch": split.total}
         for name, value in results.items():
-            here.say(f"{name:<22} {value}")
+            here.say(f"{name:<26} {value}")
         here.say(json.dumps({**facts, **results}))
     return 0

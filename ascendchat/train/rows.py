@@ -202,7 +202,10 @@ def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Grou
     device, model = learner.device, learner.model
     compile = device.compile if device.compiles else None
     made = made or (groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"]))
-    return MuonAdamW(made, compute_dtype=device.dtype, compile=compile, fused=device.chip.fused_adamw)
+    few_launches = compile is None and device.operators() is not None
+    return MuonAdamW(
+        made, compute_dtype=device.dtype, compile=compile, fused=device.chip.fused_adamw, few_launches=few_launches
+    )
 
 
 def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:

@@ -16,7 +16,8 @@ def learner(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object =
     model = GPT(shape, ops)  # type: ignore[arg-type]
     model.initialise(0)
     model = model.to_compute(dtype).to(place)
-    return model, MuonAdamW(groups(model, rates(shape.dim, 4096)), compute_dtype=dtype)
+    made = groups(model, rates(shape.dim, 4096))
+    return model, MuonAdamW(made, compute_dtype=dtype, few_launches=ops is not None)
 
 
 def losses(shape: Shape, place: torch.device, kernel: Attention, ops: object, steps: int) -> list[float]:
