@@ -40,6 +40,7 @@ def environment(
     env["LD_LIBRARY_PATH"] = ":".join([lib, *paths])
     env["CANNSIM_HOME"] = env["ASCEND_HOME_PATH"] = env["ASCEND_TOOLKIT_HOME"] = str(BUILD)
     env["ASCEND_OPP_PATH"] = str(BUILD / "opp")
+    env["LAUNCH_COUNTER"] = "cannsim"  # for programs that ask some module how much they have launched
     tools = str(ROOT)  # npu-smi lies here
     env["PATH"] = ":".join([tools, *(p for p in env.get("PATH", "").split(":") if p != tools)])
     parent = str(ROOT.parent)  # so that `import cannsim` works in the child, wherever it runs

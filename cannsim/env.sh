@@ -8,6 +8,7 @@ if [ ! -e "$_cannsim_root/build/lib64/libopapi.so" ]; then
 fi
 export CANNSIM_HOME="$_cannsim_root/build"
 export ASCEND_HOME_PATH="$CANNSIM_HOME" ASCEND_TOOLKIT_HOME="$CANNSIM_HOME" ASCEND_OPP_PATH="$CANNSIM_HOME/opp"
+export LAUNCH_COUNTER=cannsim
 export LD_LIBRARY_PATH="$CANNSIM_HOME/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PATH="$_cannsim_root:$PATH"
 export PYTHONPATH="$(dirname "$_cannsim_root")${PYTHONPATH:+:$PYTHONPATH}"
