@@ -18,6 +18,7 @@ from ascendchat.config.text import help_page
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("commands:DoctorConfig", "doctor:run", "check this machine and say how to mend what is wrong"),
+    "selftest": ("commands:SelftestConfig", "doctor.selftest:run", "prove a device in an hour; one file to send"),
     "explain": (
         "commands:ExplainConfig",
         "doctor.explain:run",

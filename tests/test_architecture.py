@@ -43,7 +43,7 @@ TORCH_FREE = [
 ]
 NEEDS_TORCH = {
     "device": {"npu", "npu_attention", "cuda", "mps", "cpu", "accelerator"},
-    "doctor": {"collective"},
+    "doctor": {"collective", "selftest_device", "selftest_operators"},
     "serve": {"terminal", "worker"},
 }
 

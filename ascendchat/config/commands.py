@@ -40,6 +40,28 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
+class SelftestConfig:
+    """Prove on this device what can be proven: operators, decoding, collectives, training, faults; one file to send."""
+
+    devices: int | None = option(None, also=("npus", "gpus"), least=1, most=1e4)
+    "devices for the collectives and the training; by default all that are visible (on CPU: 1)"
+    device_type: Literal["npu", "cuda", "mps", "cpu"] | None = None
+    "device to test; by default $ASCENDCHAT_DEVICE, else the first found of npu, cuda, mps, cpu"
+    quick: bool = False
+    "smaller shapes, 40 steps of training instead of 200, and no timing"
+    only: tuple[str, ...] = ()
+    "items to try instead of all"
+    out: str = "selftest.json"
+    "the file to send"
+    deadline: float = option(900.0, above=0, most=1e6)
+    "seconds without an answer after which an item has failed"
+    table: bool = False
+    "test nothing, and print the files that follow as rows of a table"
+    files: tuple[str, ...] = option((), words="each")
+    "files of selftest, for --table"
+
+
+@dataclass(frozen=True)
 class ExplainConfig:
     """Turn an error text, or what you see ("training hangs"), into its cause, what to check and the command to run."""
 

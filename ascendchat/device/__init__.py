@@ -89,6 +89,9 @@ class Device(Protocol):
     def responds(self) -> bool:
         """Whether the device still computes: out of memory may leave one that does nothing, without an error."""
 
+    def software(self) -> dict[str, str]:
+        """Versions of what stands between torch and the chip, by name."""
+
     def event(self) -> Mark:
         """Mark this moment in the device's queue of work."""
 

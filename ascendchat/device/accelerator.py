@@ -87,6 +87,10 @@ class Accelerator:
         except RuntimeError:
             return False
 
+    def software(self) -> dict[str, str]:
+        """Nothing that torch does not bring."""
+        return {}
+
     def event(self) -> EventMark:
         """Mark this moment in the device's queue of work."""
         return EventMark(self.api)

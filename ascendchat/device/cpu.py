@@ -80,6 +80,10 @@ class CPU:
         """Always."""
         return True
 
+    def software(self) -> dict[str, str]:
+        """Nothing but torch."""
+        return {}
+
     def event(self) -> ClockMark:
         """Mark this moment."""
         return ClockMark()

@@ -35,3 +35,7 @@ class CUDA(Accelerator):
 
     type = "cuda"
     graph_class = "CUDAGraph"
+
+    def software(self) -> dict[str, str]:
+        """The CUDA that torch was built with."""
+        return {"CUDA": str(torch.version.cuda)}

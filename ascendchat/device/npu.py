@@ -22,6 +22,7 @@ from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, current_chip, usable_types
+from ascendchat.device.cann import cann_version
 from ascendchat.device.env import load_problem, look, torch_npu_missing
 from ascendchat.device.harmful_env import visible_problem
 from ascendchat.device.npu_ops import EagerOps, NPUOps
@@ -118,6 +119,12 @@ class NPU(Accelerator):
     def trace(self, folder: Path) -> Callable[[], Path]:
         """See Device.trace; torch_npu has a profiler of its own."""
         return ascend_trace(folder)
+
+    def software(self) -> dict[str, str]:
+        """torch_npu, and the CANN that it has loaded (older wheels cannot ask it: then that of its folder)."""
+        ask = getattr(importlib.import_module("torch_npu.npu.utils"), "get_cann_version", None)
+        cann = ask() if ask else cann_version(Path(os.environ.get("ASCEND_HOME_PATH", "")))
+        return {"torch_npu": str(sys.modules["torch_npu"].__version__), "CANN": str(cann)}
 
     def operators(self) -> NPUOps | None:
         """Fused operators, because in eager mode every launch costs host time. On 910A and 310P they would be compiled

@@ -238,6 +238,20 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     return _handle(work, None if result is output else lambda: output.copy_(result), async_op)
 
 
+def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
+    """The tensor of rank `src` for all, in place."""
+    if _state.world.size > 1:
+        torch_dist.broadcast(tensor, src)
+
+
+def pass_on(tensor: torch.Tensor, source: int, target: int) -> None:
+    """From one rank to another, in place; the others do nothing."""
+    if _state.world.rank == source:
+        torch_dist.send(tensor, target)
+    elif _state.world.rank == target:
+        torch_dist.recv(tensor, source)
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if _state.world.size > 1:

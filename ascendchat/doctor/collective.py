@@ -28,6 +28,8 @@ CONNECT_TIMEOUT = 120.0  # seconds until a missing rank is named
 SIZES = (1 << 20, 1 << 24, 1 << 28)  # bytes on one rank
 HOST_SIZES = (1 << 16, 1 << 20, 1 << 24)  # where a CPU does the work
 ROUNDS = 5
+SLOW = 8.0  # times the fastest link; cards of one machine may be joined by two kinds of link
+NOISE = 0.05  # seconds that a message may take where a busy CPU carries it
 
 
 def check_devices(devices: int, device_type: str | None, lang: str, as_json: bool = False) -> int:
@@ -97,7 +99,10 @@ def main(argv: list[str]) -> int:
         row, wrong = time_collectives(size, world.rank, world.size, place, device.synchronize)
         rows.append(row)
         faults += wrong
+    host = simulated or device.type == "cpu"
+    links, slow = time_links(1 << 20 if host else 1 << 26, place, device.synchronize, NOISE if host else 0.0)
     everywhere = dist.gather_objects(faults)
+    everywhere[0] += slow  # all ranks have found the same
     result = {
         "ok": not any(everywhere),
         "devices": world.size,
@@ -107,6 +112,7 @@ def main(argv: list[str]) -> int:
         "backend": device.collective,
         "faults": [fault for one in everywhere for fault in one],
         "rows": rows,
+        "links": links,
     }
     if world.rank == 0:
         Path(argv[0]).write_text(json.dumps(result), encoding="utf-8")
@@ -132,6 +138,16 @@ def time_collectives(
     faults = []
     if not torch.equal(total, pattern * world + sum(range(world))):
         faults.append(f"rank {rank}: all_reduce of {size} bytes")
+    scattered = torch.full((count // world,), -1.0, device=place)
+    whole = mine[: count // world * world]
+    dist.reduce_scatter(scattered, whole)
+    share = slice(rank * len(scattered), (rank + 1) * len(scattered))
+    if not torch.equal(scattered, (pattern * world + sum(range(world)))[share]):
+        faults.append(f"rank {rank}: reduce_scatter of {size} bytes")
+    told = mine.clone()
+    dist.broadcast(told, src=world - 1)
+    if not torch.equal(told, pattern + (world - 1)):
+        faults.append(f"rank {rank}: broadcast of {size} bytes leaves old values")
     ranks = torch.arange(world, device=place).float()
     if not torch.equal(gathered.view(world, count), pattern[None, :] + ranks[:, None]):
         faults.append(f"rank {rank}: all_gather of {size} bytes")
@@ -144,6 +160,36 @@ def time_collectives(
         "all_gather_s": gather_time,
         "all_gather_gbs": world * size / gather_time / 1e9,  # what arrives on one rank
     }, faults
+
+
+def time_links(
+    size: int, place: torch.device, synchronize: Callable[[], None], noise: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Time a message of `size` bytes from each rank to the next, one link at a time: (rows, what is slow). A link is
+    slow when its best of ROUNDS takes SLOW times as long as the fastest link's, and more than `noise` seconds."""
+    import torch
+
+    from ascendchat import dist
+
+    me = dist.world()
+    data, own = torch.zeros(size, dtype=torch.uint8, device=place), 0.0
+    for source in range(me.size if me.size > 1 else 0):
+        best = float("inf")
+        for _ in range(ROUNDS + 1):  # the first one connects
+            dist.barrier()
+            start = time.perf_counter()
+            dist.pass_on(data, source, (source + 1) % me.size)
+            synchronize()
+            best = min(best, time.perf_counter() - start)
+        own = best if me.rank == source else own
+    times = dist.gather_objects(own) if me.size > 1 else []
+    fastest, rows, slow = min(times, default=0.0), [], []
+    for source, spent in enumerate(times):
+        link = f"{source} -> {(source + 1) % me.size}"
+        rows.append({"link": link, "gbs": round(size / max(spent, 1e-9) / 1e9, 3)})
+        if spent > max(SLOW * fastest, noise):
+            slow.append(f"slow link {link}: {rows[-1]['gbs']} GB/s, the fastest has {size / fastest / 1e9:.3f}")
+    return rows, slow
 
 
 def seconds(collective: Callable[[], object], synchronize: Callable[[], None], place: torch.device) -> float:

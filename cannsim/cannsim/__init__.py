@@ -46,6 +46,7 @@ def environment(
     env["LD_LIBRARY_PATH"] = ":".join([lib, *paths])
     env["CANNSIM_HOME"] = env["ASCEND_HOME_PATH"] = env["ASCEND_TOOLKIT_HOME"] = str(home)
     env["ASCEND_OPP_PATH"] = str(home / "opp")
+    env["LAUNCH_COUNTER"] = "cannsim"  # for programs that ask some module how much they have launched
     tools = str(ROOT)  # npu-smi lies here
     env["PATH"] = ":".join([tools, *(p for p in env.get("PATH", "").split(":") if p != tools)])
     if build.in_clone():  # `import cannsim` works in the child also where the clone is not installed

@@ -8,6 +8,7 @@ if [ ! -e "$_cannsim_home/key" ] && ! _cannsim_home="$(python3 -m cannsim build)
 fi
 export CANNSIM_HOME="$_cannsim_home"
 export ASCEND_HOME_PATH="$CANNSIM_HOME" ASCEND_TOOLKIT_HOME="$CANNSIM_HOME" ASCEND_OPP_PATH="$CANNSIM_HOME/opp"
+export LAUNCH_COUNTER=cannsim
 export LD_LIBRARY_PATH="$CANNSIM_HOME/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export PATH="$_cannsim_root:$PATH"
 if [ -e "$_cannsim_root/../pyproject.toml" ]; then

@@ -93,9 +93,11 @@ HcclResult check_reduce(const char* name, HcclComm comm, HcclDataType type, Hccl
   return refuse(name, "dataType", type_name(type), reason, HCCL_E_NOT_SUPPORT);
 }
 
-std::vector<const void*> slots_at(const Comm& comm, size_t offset) {
+std::vector<const void*> slots_at(const Comm& comm, size_t offset, size_t bytes) {
   std::vector<const void*> sources;
-  for (uint32_t rank = 0; rank < comm.size; rank++) sources.push_back(comm.slot(rank) + offset);
+  const bool wrong = comm.size > 1 && bytes > 4096 && hardware_fault("wrong-reduce");
+  const uint32_t all = wrong ? comm.size - 1 : comm.size;
+  for (uint32_t rank = 0; rank < all; rank++) sources.push_back(comm.slot(rank) + offset);
   return sources;
 }
 
@@ -153,7 +155,7 @@ HcclResult reduce_scatter(const char* name, const void* input, std::vector<Range
     const size_t part = part_bytes(comm), mine = ranges[comm.rank].bytes;
     if (offset >= mine) return;
     const size_t elements = std::min(part, mine - offset) / type_size(type);
-    reduce(bytes_of(output) + offset, slots_at(comm, comm.rank * part), elements, type, op);
+    reduce(bytes_of(output) + offset, slots_at(comm, comm.rank * part, mine), elements, type, op);
   };
   Call call = make_call(name, count, type, op, -1, largest(ranges));
   return launch(name, handle, stream, call, part_bytes(*comm_of(handle)), publish_ranges(input, ranges), take);
@@ -179,7 +181,7 @@ HCCL_API HcclResult HcclAllReduce(void* input, void* output, uint64_t count, Hcc
                                   HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check_reduce(__func__, handle, type, op)) return error;
   auto take = [=](Comm& comm, size_t offset, size_t length) {
-    reduce(bytes_of(output) + offset, slots_at(comm, 0), length / type_size(type), type, op);
+    reduce(bytes_of(output) + offset, slots_at(comm, 0, length), length / type_size(type), type, op);
   };
   Call call = make_call(__func__, count, type, op, -1, count * type_size(type));
   return launch(__func__, handle, stream, call, kSlotBytes, publish_all(input), take);
@@ -189,7 +191,7 @@ HCCL_API HcclResult HcclReduce(void* input, void* output, uint64_t count, HcclDa
                                uint32_t root, HcclComm handle, aclrtStream stream) {
   if (HcclResult error = check_reduce(__func__, handle, type, op)) return error;
   auto take = [=](Comm& comm, size_t offset, size_t length) {
-    if (comm.rank == root) reduce(bytes_of(output) + offset, slots_at(comm, 0), length / type_size(type), type, op);
+    if (comm.rank == root) reduce(bytes_of(output) + offset, slots_at(comm, 0, length), length / type_size(type), type, op);
   };
   Call call = make_call(__func__, count, type, op, int(root), count * type_size(type));
   return launch(__func__, handle, stream, call, kSlotBytes, publish_all(input), take);
@@ -202,7 +204,8 @@ HCCL_API HcclResult HcclBroadcast(void* data, uint64_t count, HcclDataType type,
     if (comm.rank == root && length) memcpy(comm.slot(root), bytes_of(data) + offset, length);
   };
   auto take = [=](Comm& comm, size_t offset, size_t length) {
-    if (comm.rank != root && length) memcpy(bytes_of(data) + offset, comm.slot(root), length);
+    if (comm.rank == root || !length || hardware_fault("stale-broadcast")) return;
+    memcpy(bytes_of(data) + offset, comm.slot(root), length);
   };
   Call call = make_call(__func__, count, type, -1, int(root), count * type_size(type));
   return launch(__func__, handle, stream, call, kSlotBytes, publish, take);

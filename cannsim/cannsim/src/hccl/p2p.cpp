@@ -1,6 +1,9 @@
 // Point to point. A message moves in parts through the mailbox of its pair of ranks. All messages of
 // a group (HcclGroupStart/End, HcclBatchSendRecv) advance together, so their order cannot deadlock.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "comm.h"
@@ -46,7 +49,17 @@ bool advance(Comm& comm, Message& message, int& error) {
   return true;
 }
 
+// CANNSIM_HARDWARE=slow-link: every message that leaves the process with RANK=1 takes 0.2 s more.
+void wait_on_a_slow_link(const std::vector<Message>& messages) {
+  static const char* const rank = std::getenv("RANK");
+  if (!rank || strcmp(rank, "1") != 0 || !hardware_fault("slow-link")) return;
+  for (const Message& message : messages) {
+    if (message.send) usleep(200000);
+  }
+}
+
 int transfer(Comm& comm, std::vector<Message> messages, const char* name) {
+  wait_on_a_slow_link(messages);
   // One user of a mailbox at a time; sorted, so that two groups cannot wait for each other.
   std::vector<std::mutex*> needed;
   for (const Message& message : messages) {

@@ -4,6 +4,8 @@
 
 #include <ATen/ExpandUtils.h>
 
+#include <cmath>
+
 #include "checks.h"
 #include "random.h"
 
@@ -48,12 +50,25 @@ static void ends_fit(const char* name, const std::vector<int64_t>& ends, int64_t
   require(ends.back() == total, "The last value of ", name, " ", shape_text(ends), " should equal T, ", total, ".");
 }
 
+// Published upper limits.
+constexpr int64_t kLongest = 1048576;  // S of a row, T of packed sequences
+constexpr size_t kMostSequences = 2048;
+
+static void sizes_fit(const In& query, const In& key, const Attention& a) {
+  Lengths l = a.layout == "TND" ? Lengths{0, query.size(0), key.size(0)} : lengths_of(query, key, a.layout);
+  require(l.sq <= kLongest && l.sk <= kLongest, a.layout == "TND" ? "T" : "S", " of query and key should be at most ",
+          kLongest, ", but found ", l.sq, " and ", l.sk, ".");
+  require(a.q_ends.size() <= kMostSequences, "actualSeqQLen should have at most ", kMostSequences,
+          " values, but found ", a.q_ends.size(), ".");
+}
+
 static void training_fits(const In& query, const In& key, const In& value, const OptIn& pse, const OptIn& drop,
                           const OptIn& mask, const Attention& a) {
   std::string family = chip().family;
   require(family != "910A" && family != "310P", "FlashAttentionScore is not supported on soc version ", chip().name,
           ".");
   layout_fits(query, key, value, a);
+  sizes_fit(query, key, a);
   if (pse.given()) same_dtype(query, pse);
   bool packed = a.layout == "TND";
   require(a.sparse >= 0 && a.sparse <= (packed ? 8 : 6) && !(packed && a.sparse == 5), "sparseMode should be in ",
@@ -170,6 +185,7 @@ static void backward(const In& query, const In& key, const In& value, const In& 
            kv_part(dv).copy_(g.v);
            if (dpse.given() && g.pse.defined()) dpse = at::sum_to(g.pse, dpse.sizes());
          });
+  if (hardware_fault("nan-gradient")) dk.flatten().slice(0, 0, 1).fill_(std::nan(""));
 }
 
 static void gradients_fit(const In& query, const In& key, const In& value, const In& dy, const OptIn& max,

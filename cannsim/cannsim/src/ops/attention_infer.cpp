@@ -50,6 +50,8 @@ static void inference_fits(const In& query, const Tensors& key, const Tensors& v
   int64_t head_dim = layout == "BSH" || layout == "SH" ? query.size(-1) / i.a.heads : query.size(-1);
   require(head_dim <= 512 && head_dim % 8 == 0,
           "Head dimension D should be at most 512 and 16-byte aligned, but found ", head_dim, ".");
+  require(i.a.heads * head_dim < 65535, "N * D of query should be below 65535, but found ", i.a.heads, " * ", head_dim,
+          ".");
   bool single = layout == "BSH" || layout == "BSND" ? query.size(1) == 1 : layout == "BNSD" && query.size(2) == 1;
   require(single || head_dim % 16 == 0, "Head dimension D should be a multiple of 16 when there are several queries, "
           "but found ", head_dim, ".");

@@ -38,6 +38,36 @@ static at::Tensor outside_band(int64_t sq, int64_t sk, int64_t origin, int64_t p
 
 constexpr int64_t kFar = 2147483647;
 
+// The compressed modes. A kernel works in blocks: it skips those that are hidden as a whole, takes those that are seen
+// as a whole without a mask, and reads for a block on the edge the corner of the 2048 x 2048 mask which lies as far
+// from its diagonal. So a mask that is not the upper triangle gives other numbers, near the edge and only there.
+constexpr int64_t kBlock = 128;
+
+static bool is_triangle(const at::Tensor& corner) {
+  static const at::Tensor triangle = at::ones({2 * kBlock, 2 * kBlock}, at::kBool).triu(1);
+  return at::equal(corner, triangle);
+}
+
+// (sq, sk), true where the mask hides; with the upper triangle, where j > i + shift.
+static at::Tensor behind_edge(const at::Tensor& mask, int64_t sq, int64_t sk, int64_t shift) {
+  at::Tensor corner = mask.reshape({-1, 2048}).slice(0, 0, 2 * kBlock).slice(1, 0, 2 * kBlock).to(at::kBool);
+  at::Tensor i = at::arange(sq).unsqueeze(1), j = at::arange(sk).unsqueeze(0);
+  at::Tensor behind = (j - i).gt(shift);
+  if (is_triangle(corner)) return behind;
+  at::Tensor in_i = i.remainder(kBlock), in_j = j.remainder(kBlock);
+  at::Tensor distance = (j - in_j) - (i - in_i) - shift;  // of a block from the edge
+  at::Tensor row = in_i + distance.neg().clamp(0, kBlock - 1), column = in_j + distance.clamp(0, kBlock - 1);
+  return at::where(distance.abs().lt(kBlock), corner.index({row, column}), behind);
+}
+
+// Row 0 stands at column `origin`; it sees `pre` keys to the left of that and `next` to the right.
+static at::Tensor outside_mask(const at::Tensor& mask, int64_t sq, int64_t sk, int64_t origin, int64_t pre,
+                               int64_t next) {
+  at::Tensor hidden = behind_edge(mask, sq, sk, origin + next);
+  if (pre >= kFar) return hidden;
+  return hidden.logical_or(behind_edge(mask, sq, sk, origin - pre - 1).logical_not_());
+}
+
 at::Tensor hidden_by(const Attention& a, const at::Tensor& mask, int64_t sq, int64_t sk, int64_t batch, bool first,
                      bool last) {
   if (!mask.defined() || mask.numel() == 0) return at::Tensor();
@@ -49,18 +79,18 @@ at::Tensor hidden_by(const Attention& a, const at::Tensor& mask, int64_t sq, int
       return given.logical_or(outside_band(sq, sk, 0, a.pre, a.next));
     }
     case 1: return mask.to(at::kBool).slice(-2, 0, sq).slice(-1, 0, sk);
-    case 2: return outside_band(sq, sk, 0, kFar, 0);
-    case 3: return outside_band(sq, sk, right, kFar, 0);
-    case 4: return outside_band(sq, sk, right, a.pre, a.next);
+    case 2: return outside_mask(mask, sq, sk, 0, kFar, 0);
+    case 3: return outside_mask(mask, sq, sk, right, kFar, 0);
+    case 4: return outside_mask(mask, sq, sk, right, a.pre, a.next);
     case 5:
     case 6: {
       at::Tensor causal = outside_band(sq, sk, right, kFar, 0);
       return causal.logical_and_(at::arange(sk).ge(a.prefix.at(batch)).unsqueeze(0));
     }
     case 7:
-      return last ? outside_band(sq, sk, right, a.pre, a.next) : outside_band(sq, sk, right, kFar, 0);
+      return outside_mask(mask, sq, sk, right, last ? a.pre : kFar, last ? a.next : 0);
     case 8:
-      return first ? outside_band(sq, sk, right, a.pre, a.next) : outside_band(sq, sk, 0, kFar, 0);
+      return outside_mask(mask, sq, sk, first ? right : 0, first ? a.pre : kFar, first ? a.next : 0);
     default: TORCH_CHECK(false, "sparse_mode ", a.sparse);
   }
 }

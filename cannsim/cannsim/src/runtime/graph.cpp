@@ -87,6 +87,13 @@ API aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* model) {
     delete graph->handle;
     return refuse(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, __func__, "a forbidden call broke the capture.");
   }
+  const int streams = int(graph->streams.size());
+  if (!take_streams(stream->device_index, streams)) {
+    delete graph->handle;
+    set_error(describe_error(ACL_ERROR_RT_NO_STREAM_RESOURCE, __func__));
+    return ACL_ERROR_RT_NO_STREAM_RESOURCE;
+  }
+  graph->held = streams;
   *model = graph->handle;
   return ACL_SUCCESS;
 }
@@ -125,6 +132,8 @@ API aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
 
 API aclError aclmdlRIDestroy(aclmdlRI model) {
   ENTER();
+  const Graph& graph = *graph_of(model);
+  give_streams(graph.streams.front()->device_index, graph.held);
   delete static_cast<GraphPointer*>(model);
   return ACL_SUCCESS;
 }

@@ -110,6 +110,7 @@ struct Graph {
   std::mutex mutex;
   std::vector<std::shared_ptr<TaskGroup>> groups;
   std::vector<struct Stream*> streams;  // first: where the capture began
+  int held = 0;  // streams of the device, once it is captured
   int invalid = 0;  // error code: the capture was broken by a forbidden call
   std::shared_ptr<std::atomic<int>> replays = std::make_shared<std::atomic<int>>(0);
   void add(Task task, std::shared_ptr<TaskGroup> open_group);
@@ -143,6 +144,9 @@ Stream* resolve_stream(aclrtStream stream);  // nullptr: the default stream of t
 void submit(Stream* stream, Task task);      // queue, or record into the graph being captured
 aclError synchronize_all(int device, double seconds);
 void stop_streams();
+// A device has so many streams (CANNSIM_STREAMS), and a captured graph holds as many as took part in its capture.
+bool take_streams(int device, int count);  // false: not enough are left
+void give_streams(int device, int count);
 int pending_tasks(int device);
 
 // ---- events (event.cpp)

@@ -21,6 +21,7 @@ struct AllStreams {
   std::set<Stream*> alive;
   Stream* defaults[kMaxDevices] = {};
   int next_id = 1;
+  int taken[kMaxDevices] = {};
 };
 
 AllStreams& all_streams() {
@@ -37,7 +38,9 @@ void delay_task(int stream_id) {
   usleep(useconds_t(fixed + extra));
 }
 
+// Null when the device has none left.
 Stream* create_stream() {
+  if (!take_streams(current_device(), 1)) return nullptr;
   AllStreams& all = all_streams();
   std::lock_guard lock(all.mutex);
   auto* stream = new Stream(current_device(), all.next_id++);
@@ -67,6 +70,21 @@ int hang_on_device(const char* name) {
 }
 
 }  // namespace
+
+bool take_streams(int device_index, int count) {
+  static const long limit = env_long("CANNSIM_STREAMS", 2048);
+  AllStreams& all = all_streams();
+  std::lock_guard lock(all.mutex);
+  if (all.taken[device_index] + count > limit) return false;
+  all.taken[device_index] += count;
+  return true;
+}
+
+void give_streams(int device_index, int count) {
+  AllStreams& all = all_streams();
+  std::lock_guard lock(all.mutex);
+  all.taken[device_index] -= count;
+}
 
 void Stream::push(Task task) {
   std::unique_lock lock(mutex);
@@ -227,16 +245,21 @@ void stop_streams() {
 
 using cannsim::Stream;
 
+static aclError create(aclrtStream* stream, const char* where) {
+  *stream = cannsim::create_stream();
+  if (*stream) return ACL_SUCCESS;
+  cannsim::set_error(cannsim::describe_error(ACL_ERROR_RT_NO_STREAM_RESOURCE, where));
+  return ACL_ERROR_RT_NO_STREAM_RESOURCE;
+}
+
 API aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
   ENTER_WITH_DEVICE();
-  *stream = cannsim::create_stream();
-  return ACL_SUCCESS;
+  return create(stream, __func__);
 }
 
 API aclError aclrtCreateStream(aclrtStream* stream) {
   ENTER_WITH_DEVICE();
-  *stream = cannsim::create_stream();
-  return ACL_SUCCESS;
+  return create(stream, __func__);
 }
 
 static aclError destroy(aclrtStream handle, bool wait) {
@@ -248,6 +271,7 @@ static aclError destroy(aclrtStream handle, bool wait) {
     std::lock_guard lock(all.mutex);
     all.alive.erase(stream);
   }
+  cannsim::give_streams(stream->device_index, 1);
   std::lock_guard lock(stream->mutex);
   stream->stopping = true;  // the object stays: its worker may still hold it (a few hundred bytes)
   stream->changed.notify_all();

@@ -1,0 +1,261 @@
+"""The first hour with a card: `ascendchat selftest [--devices 8] [--quick]`, which ends with one small file to send.
+
+Every operator of ours against float64 (selftest_operators.py), what the device promises (selftest_device.py), and whole
+runs (selftest_runs.py): collectives, a training that follows the CPU's, kill and resume, speed. Items run in processes
+of their own: where one dies or hangs, its item has failed, and a new one goes on with the next. No torch in this one.
+
+    ascendchat selftest --table selftest.json       # such files as rows of docs/en/hardware.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ascendchat import __version__
+from ascendchat.config import UserError, nearest
+from ascendchat.config.language import language
+from ascendchat.device.env import announce, prepare_environment, without_own_settings
+from ascendchat.files import write_atomic
+
+if TYPE_CHECKING:
+    from ascendchat.config.commands import SelftestConfig
+
+# The environment of training, that of generation, and commands as a user types them.
+TRAINING = (
+    "versions", "norm", "rotary", "block", "attention", "documents", "head-loss", "optimizer", "memory", "queue",
+)  # fmt: skip
+GENERATION = ("decode", "mask", "noise", "graph", "hot-path")
+RUNS = ("collectives", "training", "resume", "speed")
+ITEMS = (*TRAINING, *GENERATION, *RUNS)
+LOOK = 0.05  # seconds between two looks at a process
+MOST_SAID = 300  # characters of a verdict
+ZH = {"held": "通过", "failed": "失败", "skipped": "跳过"}
+
+
+@dataclass
+class Verdict:
+    """What came out of one item; `facts` are numbers worth sending."""
+
+    name: str
+    verdict: Literal["held", "failed", "skipped"]
+    said: str = ""
+    seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Settings:
+    """What all items need to know; `about` is what the first process has found out about the device."""
+
+    folder: Path  # logs, and what the runs write
+    devices: int | None
+    device_type: str | None
+    quick: bool
+    deadline: float  # seconds that an item may take
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a process that prepares its own, and writes nothing outside `folder`."""
+        return {**without_own_settings(), "ASCENDCHAT_HOME": str(self.folder / "home")}
+
+
+def run(config: SelftestConfig) -> int:
+    """The command; exit status 0 when everything held."""
+    if bool(config.files) != config.table:
+        raise UserError("--table and files belong together: ascendchat selftest --table selftest.json")
+    if config.table:
+        print("\n".join(table_row(read_result(Path(name))) for name in config.files))
+        return 0
+    for name in config.only:
+        if name not in ITEMS:
+            raise UserError(f"--only: there is no item {name!r}; {nearest(name, list(ITEMS))}")
+    out = Path(config.out)
+    if not out.parent.is_dir():
+        raise UserError(f"--out: there is no folder {out.parent}; name one that exists")
+    logs = Path(tempfile.mkdtemp(prefix="ascendchat-selftest-"))
+    settings = Settings(logs, config.devices, config.device_type, config.quick, config.deadline)
+    verdicts = []
+    for verdict in examine([name for name in ITEMS if name in (config.only or ITEMS)], settings):
+        verdicts.append(verdict)
+        word = ZH[verdict.verdict] if language() == "zh" else verdict.verdict
+        print(f"{word:<8} {verdict.name:<12} {verdict.seconds:>6.1f} s  {verdict.said}", flush=True)
+    found = result(settings, verdicts)
+    write_atomic(out, json.dumps(found, indent=1) + "\n")
+    failed = any(one.verdict == "failed" for one in verdicts)
+    if language() == "zh":
+        print(f"{summary(found)}\n请把 {out} 发给我们：其中没有主机名和用户名。" + (f"日志：{logs}" if failed else ""))
+    else:
+        print(f"{summary(found)}\nplease send {out}: it names no host and no user" + (f"; logs: {logs}" * failed))
+    return 1 if failed else 0
+
+
+def examine(names: Sequence[str], settings: Settings) -> Iterator[Verdict]:
+    """Every item, in the order of ITEMS; the first process is always started, for what it says about the device."""
+    from ascendchat.doctor import selftest_runs
+
+    yield from in_workers([name for name in names if name in TRAINING], "training", settings)
+    if not settings.about:  # no device: nothing else can be tried
+        return
+    settings.devices = settings.devices or settings.about["visible"]
+    yield from in_workers([name for name in names if name in GENERATION], "generation", settings)
+    yield from selftest_runs.examine([name for name in names if name in RUNS], settings)
+
+
+def in_workers(names: Sequence[str], kind: str, settings: Settings) -> Iterator[Verdict]:
+    """Items inside processes of selftest_device.py: a new one behind each item that ended its process."""
+    left, number = list(names), 0
+    while left or not settings.about:
+        number += 1
+        answers, log = settings.folder / f"{kind}-{number}.jsonl", settings.folder / f"{kind}-{number}.log"
+        answers.touch()
+        words = [sys.executable, "-m", "ascendchat.doctor.selftest_device", str(answers)]
+        words += [settings.device_type or "", "quick" if settings.quick else "whole", *left]
+        environment = settings.environment
+        announce(prepare_environment(settings.device_type, generates=kind == "generation", environ=environment))
+        ending = end_of(words, log, settings, partial(size_of, answers), environment)
+        rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+        done = [Verdict(**row["verdict"]) for row in rows if "verdict" in row]
+        for row in rows:
+            settings.about |= row.get("about", {})
+        yield from done
+        left = left[len(done) :]
+        if not settings.about:  # it found no device
+            yield from (Verdict(name, "failed", ending) for name in left or ["device"])
+            return
+        if left and rows[-1].get("begun") == left[0]:
+            yield Verdict(left.pop(0), "failed", ending)
+        elif left and not done:
+            yield from (Verdict(name, "failed", ending) for name in left)
+            return
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def end_of(
+    words: Sequence[str],
+    log: Path,
+    settings: Settings,
+    progress: Callable[[], int] = int,
+    environment: dict[str, str] | None = None,
+) -> str:
+    """Run a process to its end, or for as long as `progress` changes within the deadline; how it ended, "" when well.
+    The sentence is the last one that it or a rank of it printed."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment or settings.environment,
+            start_new_session=True,
+        )
+        last, since, overdue = progress(), time.monotonic(), False
+        try:
+            while process.poll() is None:
+                time.sleep(LOOK)
+                if (now := progress()) != last:
+                    last, since = now, time.monotonic()
+                if time.monotonic() > since + settings.deadline:
+                    overdue = True
+                    break
+        finally:  # also when this process is told to stop
+            if process.poll() is None:
+                process.terminate()  # a launcher ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if overdue:
+        return f"no answer within {settings.deadline:g} s"
+    if process.returncode == 0:
+        return ""
+    code = process.returncode
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+    return cleaned(f"its process ended ({how}): {last_words(log)}")
+
+
+def last_words(log: Path) -> str:
+    """The sentence of a launcher about its rank, else the last line that says something."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    ranks = [line for line in lines if re.search(r"ascendchat launch: rank \d+ ", line)]
+    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception)\b", line)]
+    return (ranks or errors or lines or ["it printed nothing"])[-1]
+
+
+def cleaned(text: str) -> str:
+    """One line that says nothing of who and where: no paths, addresses, host or user names."""
+    text = re.sub(r"(?<![\w.])(/[\w.@+~-]+){2,}/?", "<path>", " ".join(text.split()))
+    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "<address>", text)
+    names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    with contextlib.suppress(KeyError, OSError):
+        names.add(getpass.getuser())
+    for name in sorted((name for name in names if len(name) > 2), key=len, reverse=True):
+        text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
+    return text[:MOST_SAID]
+
+
+def result(settings: Settings, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """What the file holds."""
+    about = {key: value for key, value in settings.about.items() if key != "visible"}
+    return {
+        "format": 1,
+        "ascendchat": __version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **about,
+        "devices": settings.devices or 0,
+        "quick": settings.quick,
+        "items": [{**asdict(one), "said": cleaned(one.said), "seconds": round(one.seconds, 1)} for one in verdicts],
+    }
+
+
+def named(found: dict[str, Any], verdict: str) -> list[str]:
+    return [item["name"] for item in found["items"] if item["verdict"] == verdict]
+
+
+def summary(found: dict[str, Any]) -> str:
+    """What held, in one line."""
+    failed, skipped = named(found, "failed"), named(found, "skipped")
+    text = f"{len(named(found, 'held'))} of {len(found['items']) - len(skipped)} held"
+    text += f"; failed: {', '.join(failed)}" if failed else ""
+    return text + (f"; not tried: {', '.join(skipped)}" if skipped else "")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A file that `selftest` wrote."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        summary(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} is not a file of `ascendchat selftest`; give the selftest.json that it wrote"
+        ) from None
+    return found
+
+
+def table_row(found: dict[str, Any]) -> str:
+    """A row of docs/en/hardware.md."""
+    chip = f"{found.get('chip', '?')} × {found['devices']}" + (" (simulated)" if found.get("simulated") else "")
+    software: dict[str, str] = found.get("software", {})
+    below = ", ".join(f"{name} {version}" for name, version in software.items() if name != "torch_npu")
+    cells = [chip, below or "-", software.get("torch_npu", "-"), found.get("torch", "-"), found.get("date", "-")]
+    return "| " + " | ".join([*cells, summary(found) + (" (quick)" if found.get("quick") else "")]) + " |"

@@ -1,0 +1,149 @@
+"""What cannsim has learnt of hardware: the content of compressed masks, published limits, streams, known faults.
+
+python -m cannsim run -- pytest tests/npu/test_limits.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+OnNpu = Callable[..., list[Any]]
+
+MASKS = """
+import torch, torch_npu
+
+T, D = 300, 16  # several blocks, the last one not full
+q, k, v = (torch.randn(1, T, 2, D) for _ in range(3))
+triangle = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+i, j = torch.arange(T)[:, None], torch.arange(T)[None]
+block = i // 128 == j // 128
+causal, band = j > i, (j > i) | (j < i - 129)
+
+def plain(hidden):
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.25
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -1e30).softmax(-1), v)
+
+def attend(mask, mode, **more):
+    known = {"scale": 0.25, "atten_mask": mask.npu(), "sparse_mode": mode, **more}
+    return torch_npu.npu_fusion_attention(q.npu(), k.npu(), v.npu(), 2, "BSND", **known)[0].cpu()
+
+def near(a, b):
+    return torch.allclose(a, b, atol=1e-4)
+
+for mode in (2, 3):
+    assert near(attend(triangle, mode), plain(causal)), mode
+    # Of an inverted mask the kernel reads what lies in the blocks on the diagonal; the others it knows to be seen.
+    rows = torch.arange(T) != 127  # the only one that sees nothing then
+    assert near(attend(~triangle, mode)[:, rows], plain(torch.where(block, j <= i, causal))[:, rows]), mode
+    assert near(attend(torch.zeros_like(triangle), mode), plain(causal & ~block)), mode
+window = {"pre_tockens": 129, "next_tockens": 0}
+assert near(attend(triangle, 4, **window), plain(band))
+wrong = attend(~triangle, 4, **window)
+assert not near(wrong[:, :256], plain(band)[:, :256]), "an inverted mask gives other numbers"
+assert not near(attend(torch.zeros_like(triangle), 4, **window), plain(band))
+"""
+
+
+def test_compressed_masks_are_read_where_a_kernel_reads_them(on_npu: OnNpu) -> None:
+    on_npu(MASKS)
+
+
+LIMITS = """
+import torch, torch_npu
+
+def refused(text, run):
+    try:
+        run()
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        assert "161002" in str(error) and text in str(error), error
+    else:
+        raise AssertionError(f"accepted: {text}")
+
+def dense(length):
+    q = torch.zeros(1, length, 1, 1, dtype=torch.float16, device="npu")
+    return torch_npu.npu_fusion_attention(q[:, :1], q, q, 1, "BSND")
+
+def packed(tokens, documents):
+    q = torch.zeros(tokens, 1, 16, dtype=torch.float16, device="npu")
+    ends = list(range(1, documents)) + [tokens]
+    return torch_npu.npu_fusion_attention(q, q, q, 1, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+
+def decoding(heads, dim):
+    q = torch.zeros(1, 1, heads, dim, dtype=torch.float16, device="npu")
+    return torch_npu.npu_fused_infer_attention_score(q, q, q, num_heads=heads, input_layout="BSND")
+
+dense(2**20)
+packed(2100, 2048)
+decoding(255, 256)
+torch.npu.synchronize()
+refused("should be at most 1048576", lambda: dense(2**20 + 1))
+refused("T of query and key", lambda: packed(2**20 + 1, 1))
+refused("at most 2048 values, but found 2049", lambda: packed(2100, 2049))
+refused("should be below 65535", lambda: decoding(256, 256))
+"""
+
+
+def test_published_upper_limits_are_checked(on_npu: OnNpu) -> None:
+    on_npu(LIMITS, TASK_QUEUE_ENABLE=0)
+
+
+GRAPHS = """
+import torch
+x, graphs = torch.zeros(4, device="npu"), []
+
+def capture():
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        x + 1
+    return graph
+
+try:
+    while len(graphs) < 100:
+        graphs.append(capture())
+except RuntimeError as error:
+    print("after", len(graphs), "EL0009" in str(error) or "207008" in str(error))
+"""
+
+
+def test_streams_run_out_when_graphs_hold_them(on_npu: OnNpu) -> None:
+    (few,), (many,) = (on_npu(GRAPHS, CANNSIM_STREAMS=limit, TASK_QUEUE_ENABLE=1, check=False) for limit in (60, 2048))
+    assert re.search(r"after \d+ True", few.output), few
+    assert "after" not in many.output, many
+
+
+def test_a_destroyed_graph_gives_its_streams_back(on_npu: OnNpu) -> None:
+    on_npu(
+        "import torch, gc; x = torch.zeros(4, device='npu')\n"
+        "for _ in range(80):\n"
+        "    graph = torch.npu.NPUGraph()\n"
+        "    with torch.npu.graph(graph):\n"
+        "        x + 1\n"
+        "    graph.reset()\n",
+        CANNSIM_STREAMS=60,
+        TASK_QUEUE_ENABLE=1,
+    )
+
+
+FAULTS = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.npu.set_device(rank)
+dist.init_process_group("hccl")
+total, told = torch.full((2048,), rank + 1.0).npu(), torch.full((4,), float(rank)).npu()
+dist.all_reduce(total)
+dist.broadcast(told, 1)
+print("FOUND", total[0].item(), told[0].item(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"), [("", ("3.0 1.0", "3.0 1.0")), ("wrong-reduce,stale-broadcast", ("1.0 0.0", "1.0 1.0"))]
+)
+def test_collectives_can_be_made_wrong(on_npu: OnNpu, fault: str, found: tuple[str, str]) -> None:
+    ranks = on_npu(FAULTS, 2, CANNSIM_HARDWARE=fault)
+    assert [f"FOUND {text}" in rank.output for text, rank in zip(found, ranks)] == [True, True], ranks

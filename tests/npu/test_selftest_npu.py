@@ -1,0 +1,133 @@
+"""`ascendchat selftest` on the simulated NPU: everything holds, and each of ten seeded faults is found.
+
+python -m cannsim run --devices 2 -- pytest tests/npu/test_selftest_npu.py -m ""
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cannsim
+from ascendchat.doctor import selftest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+ITEMS = """
+import os
+from ascendchat.device import pick
+from ascendchat.doctor.selftest_device import perform
+from ascendchat.doctor.selftest_operators import Bench
+
+device = pick("npu")
+bench = Bench(device, device.bind(0), quick=True)
+for name in os.environ["ITEMS"].split(","):
+    found = perform(bench, name)
+    print("VERDICT", name, found.verdict, found.said, found.facts, flush=True)
+"""
+COLLECTIVES = """
+import sys
+from ascendchat.doctor.collective import main
+
+sys.exit(main([{answer!r}]))
+"""
+# fault: (items that look for it, environment, what the verdict says)
+ALONE: dict[str, tuple[str, dict[str, object], str]] = {
+    "wrong mask": ("mask", {"CANNSIM_HARDWARE": "mask-past-512"}, "mask of one query: off by"),
+    "dead queue": (
+        "queue",
+        {"CANNSIM_WORKSPACE": "aclnnInplaceTanh:20000000000,aclnnTanh:20000000000", "CANNSIM_MEMORY_GB": 1},
+        "the device does nothing any more",
+    ),
+    "out of memory": ("memory", {"CANNSIM_OOM_AT": 300_000_000, "CANNSIM_MEMORY_GB": 2}, "out of memory at 0."),
+    "nan kernel": ("attention", {"CANNSIM_HARDWARE": "nan-gradient"}, "nan"),
+    "AICPU operator": ("hot-path", {"CANNSIM_AICPU": "aclnnMul", "TASK_QUEUE_ENABLE": 1}, "aclnnMul on the AICPU"),
+}
+TOGETHER = {
+    "wrong reduce": ("wrong-reduce", "all_reduce of"),
+    "stale weights": ("stale-broadcast", "leaves old values"),
+    "slow link": ("slow-link", "slow link 1 -> 0"),
+}
+
+
+def test_every_item_holds_without_a_fault(many_on_npu: Callable[..., list[list[Any]]]) -> None:
+    """In the environment of training and in that of generation, as selftest.py sets them."""
+    environments = [
+        {"ITEMS": ",".join(selftest.TRAINING), "TASK_QUEUE_ENABLE": "2"},
+        {"ITEMS": ",".join(selftest.GENERATION), "TASK_QUEUE_ENABLE": "1"},
+    ]
+    settings = {"CANNSIM_MEMORY_GB": 2, "LAUNCH_COUNTER": "cannsim", "timeout": 500}
+    (training,), (generation,) = many_on_npu(ITEMS, 1, environments, **settings)
+    for names, rank in ((selftest.TRAINING, training), (selftest.GENERATION, generation)):
+        missing = [name for name in names if f"VERDICT {name} held" not in rank.output]
+        assert not missing, rank
+    assert "'queue_dies_of_workspace': True" in training.output, "a fact about torch_npu, not a fault"
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_a_fault_of_one_device_is_found(on_npu: Callable[..., list[Any]], fault: str) -> None:
+    items, env, said = ALONE[fault]
+    settings = {"TASK_QUEUE_ENABLE": 2, "LAUNCH_COUNTER": "cannsim", **env}
+    (rank,) = on_npu(ITEMS, ITEMS=items, timeout=500, **settings)
+    (verdict,) = [line for line in rank.output.splitlines() if line.startswith("VERDICT")]
+    assert f"VERDICT {items} failed" in verdict, rank
+    assert said in verdict, rank
+
+
+def collectives(on_npu: Callable[..., list[Any]], folder: Path, hardware: str) -> dict[str, Any]:
+    answer = folder / "answer.json"
+    env = {"ASCENDCHAT_DEVICE": "npu", "CANNSIM_HARDWARE": hardware, "HCCL_BUFFSIZE": 1}
+    on_npu(COLLECTIVES.format(answer=str(answer)), 2, timeout=500, **env)
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
+
+
+def test_collectives_hold_without_a_fault(on_npu: Callable[..., list[Any]], tmp_path: Path) -> None:
+    found = collectives(on_npu, tmp_path, "")
+    assert (found["ok"], found["faults"]) == (True, []), found
+    assert [row["link"] for row in found["links"]] == ["0 -> 1", "1 -> 0"]
+
+
+@pytest.mark.parametrize("fault", TOGETHER)
+def test_a_fault_between_devices_is_found(on_npu: Callable[..., list[Any]], tmp_path: Path, fault: str) -> None:
+    hardware, said = TOGETHER[fault]
+    found = collectives(on_npu, tmp_path, hardware)
+    assert [text for text in found["faults"] if said in text], found
+    assert not found["ok"]
+
+
+def test_a_crash_is_a_verdict_and_not_the_end(tmp_path: Path) -> None:
+    """The last two faults, versions that do not fit and a lost rank, and a process that is killed in an item: the
+    command goes on, and says it all."""
+    environment = cannsim.environment(devices=2, state=str(tmp_path / "state"))
+    environment |= {"CANNSIM_FAULT": "aclnnRmsNorm:1:kill,HcclAllReduce:3:kill@1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "HCCL_BUFFSIZE": "1", "CANNSIM_CANN_VERSION": "8.3.RC1"}
+    flags = ["--only", "versions,norm,rotary,collectives", "--quick", "--out", str(tmp_path / "sent.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "ascendchat", "selftest", "--device-type", "npu", *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = (tmp_path / "sent.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    verdicts = {item["name"]: item for item in found["items"]}
+    assert [verdicts[name]["verdict"] for name in ("versions", "norm", "rotary", "collectives")] == [
+        "failed", "failed", "held", "failed",
+    ], done.stdout  # fmt: skip
+    assert "belongs to CANN" in verdicts["versions"]["said"]
+    assert "SIGKILL" in verdicts["norm"]["said"]
+    assert "rank 1 was killed by SIGKILL" in verdicts["collectives"]["said"]
+    assert (found["chip"], found["devices"], found["simulated"]) == ("Ascend910B3", 2, True)
+    assert not [name for name in (str(tmp_path), socket.gethostname(), str(ROOT)) if name in text]

@@ -1,0 +1,137 @@
+"""`ascendchat selftest`: verdicts of items that cannot be had otherwise, what is sent, and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from warm_process import run
+
+from ascendchat.cli import main
+from ascendchat.doctor import selftest, selftest_operators, selftest_runs
+from ascendchat.doctor.selftest import Settings, Verdict
+from ascendchat.doctor.selftest_operators import Bench, Wrong
+
+
+def sent(**more: object) -> dict[str, object]:
+    items = [{"name": "norm", "verdict": "held"}, {"name": "mask", "verdict": "failed"}, {"name": "speed"}]
+    items[2]["verdict"] = "skipped"
+    software = {"torch_npu": "2.13.0", "CANN": "9.1.0"}
+    return {"chip": "Ascend910B3", "devices": 8, "date": "2026-11-16", "torch": "2.13.0", "software": software,
+            "items": items, **more}  # fmt: skip
+
+
+def test_files_become_rows_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, more in enumerate(({}, {"simulated": True, "quick": True})):
+        (tmp_path / f"{number}.json").write_text(json.dumps(sent(**more)), encoding="utf-8")
+    assert main(["selftest", "--table", str(tmp_path / "0.json"), str(tmp_path / "1.json")]) == 0
+    told = "1 of 2 held; failed: mask; not tried: speed"
+    assert capsys.readouterr().out.splitlines() == [
+        f"| Ascend910B3 × 8 | CANN 9.1.0 | 2.13.0 | 2.13.0 | 2026-11-16 | {told} |",
+        f"| Ascend910B3 × 8 (simulated) | CANN 9.1.0 | 2.13.0 | 2.13.0 | 2026-11-16 | {told} (quick) |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--table"], "belong together"),
+        (["x.json"], "belong together"),
+        (["--table", "absent.json"], "is not a file of `ascendchat selftest`"),
+        (["--only", "nrom"], "norm"),
+        (["--out", "no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_wrong_input_is_one_sentence(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_sent_names_nobody() -> None:
+    text = f"at {Path.home()}/x/y.py on {socket.gethostname()} (10.1.2.33), see /var/log/npu/slog:\n  code 507015"
+    cleaned = selftest.cleaned(text)
+    for name in (str(Path.home() / "x"), socket.gethostname(), "10.1.2.33", "/var"):
+        assert name not in cleaned
+    assert "code 507015" in cleaned
+    assert len(selftest.cleaned("x" * 999)) == selftest.MOST_SAID
+
+
+def test_losses_must_follow_and_fall() -> None:
+    right = [5.0 - 0.02 * step for step in range(60)]
+    assert selftest_runs.compare(right, [loss + 0.01 for loss in right]) == ""
+    assert "59 of 60" in selftest_runs.compare(right, right[:-1])
+    stale = right[:40] + [loss + 0.8 for loss in right[40:]]
+    assert "from step 33 on" in selftest_runs.compare(right, stale)
+    assert "nan" in selftest_runs.compare(right, [*right[:-1], float("nan")])
+    assert "only" in selftest_runs.compare([5.0] * 60, [5.0] * 60)
+
+
+def test_an_error_of_one_element_and_a_nan_are_found() -> None:
+    right = torch.rand(64, dtype=torch.float64) + 1
+    found = right.float()
+    assert selftest_operators.error_of("sum", found, right, 1e-3) < 1e-6
+    found[7] += 0.1
+    with pytest.raises(Wrong, match="sum: off by"):
+        selftest_operators.error_of("sum", found, right, 1e-3)
+    found[7] = float("nan")
+    with pytest.raises(Wrong, match="sum: nan"):
+        selftest_operators.error_of("sum", found, right, 1e-3)
+
+
+def test_gradients_are_compared_too() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            return grad  # should be doubled
+
+    from ascendchat.device import pick
+
+    bench = Bench(pick("cpu"), torch.device("cpu"), quick=True)
+    inputs = [bench.drawn(4, 4)]
+    right = selftest_operators.against_float64(bench, "twice", lambda x: x * 2, lambda x: x * 2, inputs)
+    assert right == {"twice": 0.0}
+    with pytest.raises(Wrong, match="gradient 1 of twice"):
+        selftest_operators.against_float64(bench, "twice", Twice.apply, lambda x: x * 2, inputs)
+
+
+def test_a_process_that_says_nothing_is_ended_at_the_deadline(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, 1, "cpu", True, deadline=0.5)
+    assert selftest.end_of(["sleep", "600"], tmp_path / "log", settings) == "no answer within 0.5 s"
+
+
+def test_a_process_without_a_device_fails_all_its_items(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, 1, "mps", True, deadline=120)
+    verdicts = list(selftest.examine(["norm", "decode", "speed"], settings))
+    assert [(one.name, one.verdict) for one in verdicts] == [("norm", "failed")]
+    assert "Apple" in verdicts[0].said
+
+
+def test_speed_means_nothing_on_a_cpu(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, 1, "cpu", False, 900, {"simulated": False, "device": "cpu", "trains": True})
+    assert selftest_runs.speed(settings) == Verdict("speed", "skipped", "the speed of a CPU says nothing here")
+
+
+@pytest.mark.slow
+def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+    """One rank is killed on the way, and the losses are those of a run that was left alone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    only = "versions,optimizer,noise,memory,collectives,training,resume,speed"
+    command = ["-m", "ascendchat", "selftest", "--device-type", "cpu", "--quick", "--only", only, "--out", "sent.json"]
+    done = run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "sent.json").read_text(encoding="utf-8"))
+    held = {item["name"]: item["verdict"] for item in found["items"]}
+    assert held == {
+        **dict.fromkeys(("versions", "optimizer", "noise", "training", "resume"), "held"),
+        **dict.fromkeys(("memory", "collectives", "speed"), "skipped"),
+    }
+    assert "went on from step" in next(item["said"] for item in found["items"] if item["name"] == "resume")
