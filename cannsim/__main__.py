@@ -2,6 +2,7 @@
 
 python -m cannsim run --devices 8 --chip Ascend910B3 --memory-gb 64 -- python train.py
 python -m cannsim operators
+python -m cannsim suites FOLDER          # other people's tests: suites.py
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ def counted(trace: Path) -> str:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["suites"]:
+        from cannsim import suites
+
+        return suites.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m cannsim", description="Run a command on a simulated CANN.")
     commands = parser.add_subparsers(dest="action", required=True)
     runner = commands.add_parser("run", help="run a command on simulated NPUs")
@@ -65,6 +70,7 @@ def main() -> int:
     runner.add_argument("--count", action="store_true", help="print at the end which operators were launched how often")
     runner.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     commands.add_parser("operators", help="print the table of simulated operators, in Markdown")
+    commands.add_parser("suites", help="run public test suites and sort the results by cause")
     arguments = vars(parser.parse_args())
     if arguments.pop("action") == "operators":
         return run([sys.executable, "-m", "cannsim.operators_table"])
