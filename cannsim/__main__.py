@@ -20,7 +20,7 @@ from pathlib import Path
 import cannsim
 
 
-def run(command: list[str], count: bool = False, **machine: float | str | None) -> int:
+def run(command: list[str], count: bool = False, boxed: bool = False, **machine: float | str | None) -> int:
     """Start the command as a child on a simulated machine of its own; returns its exit status."""
     if not command:
         print("cannsim: no command given; type: python -m cannsim run -- COMMAND", file=sys.stderr)
@@ -33,6 +33,8 @@ def run(command: list[str], count: bool = False, **machine: float | str | None) 
             machine["state"] = os.path.join(folder, "state")
             os.mkdir(machine["state"])
         env = cannsim.environment(**machine)  # type: ignore[arg-type]
+        if boxed:
+            env["CANNSIM_BOXED"] = "1"
         trace = Path(folder, "trace.jsonl")
         if count:
             env["CANNSIM_TRACE"] = str(trace)
@@ -68,6 +70,7 @@ def main() -> int:
     runner.add_argument("--chip", help="chip name (default Ascend910B3, or CANNSIM_CHIP)")
     runner.add_argument("--memory-gb", type=float, help="memory per NPU in GiB (default: the chip's)")
     runner.add_argument("--count", action="store_true", help="print at the end which operators were launched how often")
+    runner.add_argument("--boxed", action="store_true", help="run operators that are not simulated on the CPU")
     runner.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     commands.add_parser("operators", help="print the table of simulated operators, in Markdown")
     commands.add_parser("suites", help="run public test suites and sort the results by cause")

@@ -68,7 +68,8 @@ class Job(threading.Thread):
                     self.one(server, self.files.popleft())
 
     def one(self, server: subprocess.Popen[str], path: Path) -> None:
-        assert server.stdin and server.stdout
+        assert server.stdin is not None
+        assert server.stdout is not None
         server.stdin.write(f"{path}\n")
         server.stdin.flush()
         answer = server.stdout.readline()

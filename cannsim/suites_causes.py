@@ -27,8 +27,12 @@ PATTERNS = [
     ("missing", r"(\w+) is not simulated"),
     ("missing", r"[Ff]ailed to find function (\w+)"),
     ("hardware", r"No module named '([\w.]+)'"),
-    ("hardware", r"(libatb|libmspti|triton|bishengir|tbe|ge_runner|msprof|atc)\b[^\n]*(?:not found|No such file|cannot)"),
+    (
+        "hardware",
+        r"(libatb|libmspti|triton|bishengir|tbe|ge_runner|msprof|atc)\b[^\n]*(?:not found|No such file|cannot)",
+    ),
     ("hardware", r"No such file or directory: '([^']*)'"),
+    ("error", r"AssertionError: (\"[^\n]*\" does not match)"),  # the text of an error, which versions word differently
     ("refused", r"EZ1001: [^\n]*?Call (aclnn\w+) failed"),
 ]
 

@@ -5,6 +5,7 @@ Reads a path per line, answers with a JSON line {"file", "tests": [[test, cause,
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -31,7 +32,7 @@ def provide_expecttest() -> None:
 
         class TestCase(unittest.TestCase):
             def assertExpectedInline(self, actual: str, expected: str, skip: int = 0) -> None:
-                self.assertEqual(actual.strip(), expected.strip())
+                assert actual.strip() == expected.strip(), f"{actual} is not {expected}"
 
         module.TestCase, module.ACCEPT = TestCase, False  # type: ignore[attr-defined]
         sys.modules["expecttest"] = module
@@ -95,7 +96,7 @@ def child(path: Path, done: set[str], pipe: int, log: str) -> None:
         tests = flatten(unittest.TestLoader().loadTestsFromModule(module))
     except unittest.SkipTest as skip:
         reporter.addSkip(types.SimpleNamespace(id=lambda: "import"), str(skip))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (also sys.exit: all of it is a result)
         reporter.fail(types.SimpleNamespace(id=lambda: "import"), sys.exc_info())
         return
     else:
@@ -152,10 +153,8 @@ class File:
         why = self.listen(reading, log)
         os.close(reading)
         for target in (process, -process):  # the second: processes that the test left behind
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(target, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         os.waitpid(process, 0)
         if self.running or (why == "hangs" and not self.ended):
             last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []

@@ -44,6 +44,10 @@ CANNSIM_API int enter(const char* name);
 // The text that aclGetRecentErrMsg returns next. Thread safe.
 CANNSIM_API void set_error(const std::string& text);
 
+// The same for an operator that failed or is missing; with CANNSIM_FIRST_ERROR=exit it ends the process
+// with status 70, so that nothing after it computes on garbage.
+CANNSIM_API void operator_failed(const std::string& text);
+
 // Runs `task` later on the worker thread of `stream`, after everything queued there before
 // (nullptr = default stream of the current device). A non-zero result becomes the sticky error of
 // the device: reported at the next synchronisation, and the tasks behind it are dropped.
@@ -75,7 +79,3 @@ CANNSIM_API double real_seconds(double simulated);
 CANNSIM_API bool capturing(aclrtStream stream);
 
 }  // namespace cannsim
-
-// aclInit calls this function of libopapi.so when CANNSIM_BOXED is set to anything but 0: it routes
-// the operators without an aclnn implementation to the CPU and returns how many it routed.
-extern "C" int cannsim_boxed_install();

@@ -54,10 +54,10 @@ int prepare(const Declaration& operation, uint64_t* workspace, aclOpExecutor** e
   try {
     make(*made);
   } catch (const Refused& refused) {
-    set_error(error_text("EZ1001", operation.name, refused.text));
+    operator_failed(error_text("EZ1001", operation.name, refused.text));
     return refused.code;
   } catch (const c10::Error& error) {  // a check tripped over a shape
-    set_error(error_text("EZ1001", operation.name, error.what_without_backtrace()));
+    operator_failed(error_text("EZ1001", operation.name, error.what_without_backtrace()));
     return kInvalidArgument;
   }
   *workspace = made->workspace;
@@ -75,12 +75,12 @@ static int run(const char* name, const std::function<void()>& task) {
     task();
     return 0;
   } catch (const c10::Error& error) {
-    set_error(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " +
-                                             error.what_without_backtrace()));
+    operator_failed(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " +
+                                                   error.what_without_backtrace()));
   } catch (const Refused& refused) {
-    set_error(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " + refused.text));
+    operator_failed(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " + refused.text));
   } catch (const std::exception& error) {
-    set_error(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " + error.what()));
+    operator_failed(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " + error.what()));
   }
   return kKernelFailed;
 }

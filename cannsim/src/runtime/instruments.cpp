@@ -89,6 +89,14 @@ void count_calls(const std::string& name, int calls) {
   all.by_name[name].calls += uint64_t(calls);
 }
 
+void operator_failed(const std::string& text) {
+  set_error(text);
+  static const bool ends = env_string("CANNSIM_FIRST_ERROR", "") == "exit";
+  if (!ends) return;
+  fprintf(stderr, "cannsim: %s\ncannsim: the process ends at its first error (CANNSIM_FIRST_ERROR=exit).\n", text.c_str());
+  _exit(70);
+}
+
 void set_error(const std::string& text) {
   RecentError& recent = recent_error();
   std::lock_guard lock(recent.mutex);
