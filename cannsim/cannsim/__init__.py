@@ -110,6 +110,11 @@ def inner() -> dict[str, int]:
     return _marked("inner/")
 
 
+def boxed() -> dict[str, int]:
+    """Operators that are not simulated and ran on the CPU instead (`run --boxed`): how often each."""
+    return _marked("boxed/")
+
+
 def _marked(mark: str) -> dict[str, int]:
     return {
         name.removeprefix(mark): calls for name, (calls, _) in counters().items() if calls and name.startswith(mark)

@@ -4,6 +4,7 @@ cannsim run --devices 8 --chip Ascend910B3 --memory-gb 64 -- python train.py
 cannsim trace -o trace.json -- python train.py
 cannsim explain "EZ3002: Optype [Identity] ..."
 cannsim operators
+cannsim suites FOLDER                    # other people's tests: suites.py
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ from cannsim import build
 
 
 def run(
-    command: list[str], *, count: bool = False, trace: Path | None = None, stop: bool = False, **machine: object
+    command: list[str],
+    *,
+    count: bool = False,
+    trace: Path | None = None,
+    stop: bool = False,
+    boxed: bool = False,
+    **machine: object,
 ) -> int:
     """Start the command as a child on a simulated machine of its own; returns its exit status.
 
     count: print at the end what was launched. trace: write every event there. stop: the first error ends the process.
+    boxed: operators that are not simulated run on the CPU.
     """
     if not command:
         print("cannsim: no command given; type: cannsim run -- COMMAND", file=sys.stderr)
@@ -44,6 +52,8 @@ def run(
             env["CANNSIM_TRACE"] = str(lines)
         if trace:
             env["CANNSIM_TRACE_DETAIL"] = "1"
+        if boxed:
+            env["CANNSIM_BOXED"] = "1"
         if stop:  # each operator is waited for, so that the Python stack shows the line of the error
             env |= {"CANNSIM_STOP_AT_FIRST_ERROR": "1", "ASCEND_LAUNCH_BLOCKING": "1", "PYTHONFAULTHANDLER": "1"}
         try:
@@ -109,6 +119,7 @@ def options() -> argparse.ArgumentParser:
         dest="stop",
         help="the first operator, collective or call that fails ends the process and shows where",
     )
+    machine.add_argument("--boxed", action="store_true", help="run operators that are not simulated on the CPU")
     parser = argparse.ArgumentParser(prog="cannsim", description="torch_npu on simulated Ascend NPUs.")
     parser.add_argument("--version", action="version", version=f"cannsim {cannsim.__version__}")
     commands = parser.add_subparsers(dest="action", required=True)
@@ -123,6 +134,7 @@ def options() -> argparse.ArgumentParser:
     builder = commands.add_parser("build", help="build the libraries now and print their folder")
     builder.add_argument("--verbose", action="store_true", help="show the compiler's output")
     commands.add_parser("operators", help="print the table of simulated operators, in Markdown")
+    commands.add_parser("suites", help="run public test suites and sort the results by cause", add_help=False)
     explainer = commands.add_parser("explain", help="say what an error or an operator means to the simulator")
     explainer.add_argument("text", nargs="*", help="an error text or names of operators (default: standard input)")
     return parser
@@ -149,6 +161,10 @@ def act(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     try:
+        if sys.argv[1:2] == ["suites"]:
+            from cannsim import suites
+
+            return suites.main(sys.argv[2:])
         return act(options().parse_args())
     except build.CannotBuild as error:
         print(f"cannsim: {error}", file=sys.stderr)

@@ -11,13 +11,15 @@ import op_cases
 import op_cases_fused
 import op_cases_more
 import op_cases_tensor
+import op_cases_vision
 import pytest
 import torch
 from op_cases import Case
 
 import cannsim
 
-CASES = [*op_cases.CASES, *op_cases_tensor.CASES, *op_cases_fused.CASES, *op_cases_more.CASES]
+LISTS = [op_cases, op_cases_tensor, op_cases_fused, op_cases_more, op_cases_vision]
+CASES = [case for cases in LISTS for case in cases.CASES]
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of values of the order of 1
 
 

@@ -124,6 +124,14 @@ def test_the_first_error_ends_the_process_if_asked(on_npu: Callable[..., Any]) -
     assert "went on" not in stopped.output
 
 
+def test_an_operator_that_is_not_simulated_is_an_error_too(on_npu: Callable[..., Any]) -> None:
+    program = "import torch; torch.nn.GRU(4, 4).npu()(torch.randn(3, 1, 4).npu())[0].cpu(); print('went on')"
+    (stopped,) = on_npu(program, check=False, CANNSIM_STOP_AT_FIRST_ERROR=1)
+    assert stopped.status == "signal 6"
+    assert "cannsim: stopped at the first error: EZ3002: Optype [" in stopped.output
+    assert "went on" not in stopped.output
+
+
 def test_memory_that_runs_out_is_no_such_error(on_npu: Callable[..., Any]) -> None:
     """torch_npu frees what it caches and tries again."""
     program = """

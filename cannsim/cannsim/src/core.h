@@ -75,7 +75,3 @@ CANNSIM_API double real_seconds(double simulated);
 CANNSIM_API bool capturing(aclrtStream stream);
 
 }  // namespace cannsim
-
-// aclInit calls this function of libopapi.so when CANNSIM_BOXED is set to anything but 0: it routes
-// the operators without an aclnn implementation to the CPU and returns how many it routed.
-extern "C" int cannsim_boxed_install();

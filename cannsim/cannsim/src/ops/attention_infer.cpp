@@ -1,5 +1,5 @@
 // Attention for inference: prompt, incremental and fused, dense or paged. No gradients, no
-// quantisation. Each batch has its own lengths, so batches are computed one by one.
+// quantisation, no sinks: these are refused. Each batch has its own lengths, so batches are computed one by one.
 #include "attention.h"
 #include "checks.h"
 
@@ -10,6 +10,7 @@ struct Inference {
   int64_t kv_heads = 0;
   int64_t block_size = 0;  // of a paged cache
   std::vector<int64_t> q_lengths, kv_lengths;  // per batch; with TND running totals, except a paged kv
+  at::Tensor q_rope, k_rope;  // further channels of query and key, which carry the positions (MLA)
 };
 
 static const Dtypes kInference{{at::kHalf, kBf16}};
@@ -131,6 +132,12 @@ static void infer(const In& query, const Tensors& key, const Tensors& value, con
     at::Tensor q = rows_of(query, i, i.a.layout, b).to(at::kFloat).unsqueeze(0);
     at::Tensor k = keys_of(key, table, i, b).to(at::kFloat).unsqueeze(0);
     at::Tensor v = keys_of(value, table, i, b).to(at::kFloat).unsqueeze(0);
+    if (i.q_rope.defined()) {
+      Tensors rope;
+      rope.push_back(i.k_rope);
+      q = at::cat({q, rows_of(i.q_rope, i, i.a.layout, b).to(at::kFloat).unsqueeze(0)}, -1);
+      k = at::cat({k, keys_of(rope, table, i, b).to(at::kFloat).unsqueeze(0)}, -1);
+    }
     int64_t sq = q.size(2), sk = k.size(2);
     if (sq == 0) continue;
     at::Tensor target = rows_of(out, i, out_layout, b);
@@ -164,8 +171,17 @@ static Tensors one(const In& tensor) {
   return list;
 }
 
-static void not_quantised(std::initializer_list<const OptIn*> arguments) {
-  for (const OptIn* x : arguments) require(!x->given(), "Tensor ", x->name, ": quantisation is not simulated.");
+static Inference with_rope(Inference i, const OptIn& query, const OptIn& key) {
+  require(query.given() == key.given(), "Expected both of queryRope and keyRope.");
+  if (query.given()) i.q_rope = query, i.k_rope = key;
+  return i;
+}
+
+// What would change the result and is not computed here must not pass unnoticed.
+static void not_simulated(std::initializer_list<const OptIn*> arguments) {
+  for (const OptIn* x : arguments) {
+    require(!x->given(), "Tensor ", x->name, " (quantisation, padding on the left, a shared prefix or a sink) is not simulated.");
+  }
 }
 
 }  // namespace cannsim
@@ -177,7 +193,7 @@ OP(PromptFlashAttentionV3,
     OptInts actualSeqLengthsKv, OptIn deqScale1, OptIn quantScale1, OptIn deqScale2, OptIn quantScale2,
     OptIn quantOffset2, int64_t numHeads, double scaleValue, int64_t preTokens, int64_t nextTokens, Text inputLayout,
     int64_t numKeyValueHeads, int64_t sparseMode, int64_t innerPrecise, Out attentionOut),
-   (not_quantised({&deqScale1, &quantScale1, &quantScale2}),
+   (not_simulated({&deqScale1, &quantScale1, &deqScale2, &quantScale2, &quantOffset2}),
     inference_fits(query, one(key), one(value), attenMask, OptIn(at::Tensor(), "blockTable"),
                    inference(inputLayout, numHeads, numKeyValueHeads, scaleValue, preTokens, nextTokens, sparseMode, 0,
                              actualSeqLengths, actualSeqLengthsKv))),
@@ -192,7 +208,8 @@ OP(IncreFlashAttentionV4,
     OptIn antiquantScale, OptIn antiquantOffset, OptIn blocktable, OptIn kvPaddingSize, int64_t numHeads,
     double scaleValue, Text inputLayout, int64_t numKeyValueHeads, int64_t blockSize, int64_t innerPrecise,
     Out attentionOut),
-   (not_quantised({&quantScale1, &quantScale2, &antiquantScale}),
+   (not_simulated({&dequantScale1, &quantScale1, &dequantScale2, &quantScale2, &quantOffset2, &antiquantScale,
+                   &antiquantOffset, &kvPaddingSize}),
     inference_fits(query, key, value, attenMask, blocktable,
                    inference(inputLayout, numHeads, numKeyValueHeads, scaleValue, 0, 0, 0, blockSize, {},
                              actualSeqLengths))),
@@ -203,13 +220,18 @@ OP(IncreFlashAttentionV4,
 #define FUSED_INFERENCE                                                                                         \
   inference(inputLayout, numHeads, numKeyValueHeads, scaleValue, preTokens, nextTokens, sparseMode, blockSize, \
             actualSeqLengthsOptional, actualSeqLengthsKvOptional)
-#define FUSED_INFERENCE_CHECK                                                                           \
-  (not_quantised({&quantScale1Optional, &quantScale2Optional, &antiquantScaleOptional,                  \
-                  &keyAntiquantScaleOptional, &valueAntiquantScaleOptional, &keySharedPrefixOptional}), \
-   inference_fits(query, key, value, attenMaskOptional, blockTableOptional, FUSED_INFERENCE))
-#define FUSED_INFERENCE_RUN                                                                                \
-  infer(query, key, value, pseShiftOptional, attenMaskOptional, blockTableOptional, FUSED_INFERENCE,       \
+#define FUSED_INFERENCE_CHECK(given, ...)                                                           \
+  (not_simulated({&deqScale1Optional, &quantScale1Optional, &deqScale2Optional, &quantScale2Optional,   \
+                  &quantOffset2Optional, &antiquantScaleOptional, &antiquantOffsetOptional,             \
+                  &queryPaddingSizeOptional, &kvPaddingSizeOptional, &keyAntiquantScaleOptional,        \
+                  &keyAntiquantOffsetOptional, &valueAntiquantScaleOptional,                            \
+                  &valueAntiquantOffsetOptional, &keySharedPrefixOptional,                              \
+                  &valueSharedPrefixOptional __VA_OPT__(, ) __VA_ARGS__}),                              \
+   inference_fits(query, key, value, attenMaskOptional, blockTableOptional, given))
+#define FUSED_INFERENCE_RUN(given)                                                                     \
+  infer(query, key, value, pseShiftOptional, attenMaskOptional, blockTableOptional, given,             \
         attentionOut, softmaxLseFlag ? softmaxLse : OptOut(at::Tensor(), "softmaxLse"))
+#define FUSED_INFERENCE_WITH_ROPE with_rope(FUSED_INFERENCE, queryRopeOptional, keyRopeOptional)
 
 OP(FusedInferAttentionScoreV2,
    (In query, InList key, InList value, OptIn pseShiftOptional, OptIn attenMaskOptional,
@@ -222,7 +244,7 @@ OP(FusedInferAttentionScoreV2,
     int64_t numHeads, double scaleValue, int64_t preTokens, int64_t nextTokens, Text inputLayout,
     int64_t numKeyValueHeads, int64_t sparseMode, int64_t innerPrecise, int64_t blockSize, int64_t antiquantMode,
     bool softmaxLseFlag, int64_t keyAntiquantMode, int64_t valueAntiquantMode, Out attentionOut, OptOut softmaxLse),
-   FUSED_INFERENCE_CHECK, FUSED_INFERENCE_RUN)
+   FUSED_INFERENCE_CHECK(FUSED_INFERENCE), FUSED_INFERENCE_RUN(FUSED_INFERENCE))
 OP(FusedInferAttentionScoreV3,
    (In query, InList key, InList value, OptIn pseShiftOptional, OptIn attenMaskOptional,
     OptInts actualSeqLengthsOptional, OptInts actualSeqLengthsKvOptional, OptIn deqScale1Optional,
@@ -235,7 +257,8 @@ OP(FusedInferAttentionScoreV3,
     double scaleValue, int64_t preTokens, int64_t nextTokens, Text inputLayout, int64_t numKeyValueHeads,
     int64_t sparseMode, int64_t innerPrecise, int64_t blockSize, int64_t antiquantMode, bool softmaxLseFlag,
     int64_t keyAntiquantMode, int64_t valueAntiquantMode, Out attentionOut, OptOut softmaxLse),
-   FUSED_INFERENCE_CHECK, FUSED_INFERENCE_RUN)
+   FUSED_INFERENCE_CHECK(FUSED_INFERENCE_WITH_ROPE, &keyRopeAntiquantScaleOptional),
+   FUSED_INFERENCE_RUN(FUSED_INFERENCE_WITH_ROPE))
 OP(FusedInferAttentionScoreV4,
    (In query, InList key, InList value, OptIn pseShiftOptional, OptIn attenMaskOptional,
     OptInts actualSeqLengthsOptional, OptInts actualSeqLengthsKvOptional, OptIn deqScale1Optional,
@@ -249,7 +272,9 @@ OP(FusedInferAttentionScoreV4,
     int64_t preTokens, int64_t nextTokens, Text inputLayout, int64_t numKeyValueHeads, int64_t sparseMode,
     int64_t innerPrecise, int64_t blockSize, int64_t antiquantMode, bool softmaxLseFlag, int64_t keyAntiquantMode,
     int64_t valueAntiquantMode, int64_t queryQuantMode, Out attentionOut, OptOut softmaxLse),
-   FUSED_INFERENCE_CHECK, FUSED_INFERENCE_RUN)
+   FUSED_INFERENCE_CHECK(FUSED_INFERENCE_WITH_ROPE, &keyRopeAntiquantScaleOptional, &dequantScaleQueryOptional,
+                         &learnableSinkOptional),
+   FUSED_INFERENCE_RUN(FUSED_INFERENCE_WITH_ROPE))
 
 // What a graph reserves for a task whose lengths will be updated: the same question here, where no length matters.
 #define GREATEST_WORKSPACE(name) \

@@ -7,6 +7,13 @@ namespace cannsim {
 // A scalar as a tensor that does not raise the result type, like a Python number in torch.
 static at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
 
+// An update in place keeps its dtype: a result of a higher kind (float into int) does not fit.
+static void result_fits(const In& out, const at::Tensor& other) {
+  at::ScalarType result = at::result_type(out, other);
+  require(at::canCast(result, out.scalar_type()), "Result type ", dtype_name(result),
+          " can't be cast to the desired output type ", dtype_name(out.scalar_type()), ".");
+}
+
 static const char* rounding(int mode) { return mode == 2 ? "floor" : "trunc"; }
 static std::optional<std::string_view> rounding_or_none(int mode) {
   return mode == 0 ? std::nullopt : std::optional<std::string_view>(rounding(mode));
@@ -23,9 +30,10 @@ static std::optional<std::string_view> rounding_or_none(int mode) {
   OP(name##s, (In self, Num other, Num alpha, Out out), (dtype(self, kNumeric), same_shape(out, self)), \
      at::function##_out(out, self, number(other), alpha))                                            \
   OP(Inplace##name, (Out selfRef, In other, Num alpha),                                              \
-     (dtype(selfRef, kNumeric), dtype(other, kNumeric), expands_to(other, selfRef)),                 \
+     (dtype(selfRef, kNumeric), dtype(other, kNumeric), expands_to(other, selfRef), result_fits(selfRef, other)), \
      at::function##_out(selfRef, selfRef, other, alpha))                                             \
-  OP(Inplace##name##s, (Out selfRef, Num other, Num alpha), (dtype(selfRef, kNumeric)),              \
+  OP(Inplace##name##s, (Out selfRef, Num other, Num alpha),                                          \
+     (dtype(selfRef, kNumeric), result_fits(selfRef, number(other))),                                \
      at::function##_out(selfRef, selfRef, number(other), alpha))
 
 ARITHMETIC_WITH_ALPHA(Add, add)
@@ -47,9 +55,10 @@ OP(AddRelu, (In self, In other, Num alpha, Out out), (dtype(self, kFloating), br
   OP(name##s, (In self, Num other, Out out), (dtype(self, kNumeric), same_shape(out, self)),         \
      at::function##_out(out, self, number(other)))                                                   \
   OP(Inplace##name, (Out selfRef, In other),                                                         \
-     (dtype(selfRef, kNumeric), dtype(other, kNumeric), expands_to(other, selfRef)),                 \
+     (dtype(selfRef, kNumeric), dtype(other, kNumeric), expands_to(other, selfRef), result_fits(selfRef, other)), \
      at::function##_out(selfRef, selfRef, other))                                                    \
-  OP(Inplace##name##s, (Out selfRef, Num other), (dtype(selfRef, kNumeric)),                         \
+  OP(Inplace##name##s, (Out selfRef, Num other),                                                     \
+     (dtype(selfRef, kNumeric), result_fits(selfRef, number(other))),                                \
      at::function##_out(selfRef, selfRef, number(other)))
 
 ARITHMETIC(Mul, mul)

@@ -1,14 +1,18 @@
 // The opt-in net for the long tail: CANNSIM_BOXED=1 sends the aten operators of boxed_names.h to the
 // CPU kernels, on the same memory, instead of to aclnn operators that are not simulated.
 // CANNSIM_BOXED=name,name adds further operators. Off by default: then an operator without a
-// simulation fails, so that a test notices it. Boxed operators launch nothing and check nothing.
+// simulation fails, so that a test notices it. Boxed operators launch nothing and check nothing; they are
+// counted (cannsim.boxed()) and named at the end of the process.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <dlfcn.h>
 #include <torch/library.h>
 
+#include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <unordered_set>
@@ -100,7 +104,33 @@ class BoxedCall {
   std::vector<std::pair<at::Tensor, at::Tensor>> written_;
 };
 
+// What ran boxed in this process, told at its end.
+class Tally {
+ public:
+  void add(const std::string& name) {
+    std::lock_guard lock(mutex_);
+    ++calls_[name];
+    count_calls("boxed/" + name, 1);
+  }
+  ~Tally() {
+    if (calls_.empty()) return;
+    std::string names;
+    for (const auto& [name, count] : calls_) names += " " + name + " x" + std::to_string(count);
+    fprintf(stderr, "cannsim: not simulated, run boxed on the CPU:%s\n", names.c_str());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, int> calls_;
+};
+
+static Tally& tally() {
+  static Tally instance;
+  return instance;
+}
+
 static void boxed(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  tally().add(operation.schema().name());
   synchronize();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto& schema = operation.schema();

@@ -60,4 +60,10 @@ void same_shapes(const Tensors& a, const Tensors& b);
 // `b` shape must expand to `a` (an update in place).
 void expands_to(const In& b, const In& a);
 
+// Half precision is computed in float and rounded once, when the result is written.
+inline at::Tensor wide(const at::Tensor& x) {
+  return x.defined() && (x.scalar_type() == at::kHalf || x.scalar_type() == kBf16) ? x.to(at::kFloat) : x;
+}
+inline at::Tensor indices(const at::Tensor& x) { return x.to(at::kLong); }
+
 }  // namespace cannsim

@@ -34,3 +34,19 @@ OP(ConvolutionBackward,
    if (outputMask[0]) gradInput = dx;
    if (outputMask[1]) gradWeight = dw;
    if (outputMask[2]) gradBias = db)
+OP(ConvDepthwise2d,
+   (In self, In weight, Ints kernelSize, OptIn bias, Ints stride, Ints padding, Ints dilation, Out out,
+    int8_t cubeMathType),
+   (dtype(self, kFloating), rank(self, 3, 4)),
+   out = at::convolution(f(self), f(weight), f_or_none(bias), stride, padding, dilation, false, {0, 0}, self.size(-3)))
+OP(ConvTbc, (In self, In weight, In bias, int64_t pad, Out output, int8_t cubeMathType),
+   (dtype(self, kFloating), rank(self, 3, 3), rank(weight, 3, 3)),
+   output = at::conv_tbc(f(self), f(weight), f(bias), pad))
+OP(ConvTbcBackward,
+   (In self, In input, In weight, In bias, int64_t pad, int8_t cubeMathType, Out gradInput, Out gradWeight,
+    Out gradBias),
+   (dtype(self, kFloating), rank(self, 3, 3)),
+   auto [dx, dw, db] = at::conv_tbc_backward(f(self), f(input), f(weight), f(bias), pad);
+   gradInput = dx;
+   gradWeight = dw;
+   gradBias = db)

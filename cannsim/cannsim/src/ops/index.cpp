@@ -181,7 +181,11 @@ OP(ScatterPaKvCache,
    (In key, Out keyCacheRef, In slotMapping, In value, Out valueCacheRef, OptIn compressLensOptional,
     OptIn compressSeqOffsetOptional, OptIn seqLensOptional, Text cacheMode, Text scatterMode, OptInts strides,
     OptInts offsets),
-   (pages_fit(key, keyCacheRef, slotMapping, cacheMode), pages_fit(value, valueCacheRef, slotMapping, cacheMode)),
+   (pages_fit(key, keyCacheRef, slotMapping, cacheMode), pages_fit(value, valueCacheRef, slotMapping, cacheMode),
+    require(!compressLensOptional.given() && !compressSeqOffsetOptional.given() && !seqLensOptional.given(),
+            "compressLens, compressSeqOffset and seqLens are not simulated."),
+    require(scatterMode.empty() || scatterMode == "None" || scatterMode == "Norm", "scatterMode ", scatterMode,
+            " is not simulated.")),
    write_pages(key, keyCacheRef, slotMapping, cacheMode == "PA_NZ");
    write_pages(value, valueCacheRef, slotMapping, cacheMode == "PA_NZ"))
 OP(ScatterNdUpdate, (Out varRef, In indices, In updates), (dtype(indices, kIndex), same_dtype(varRef, updates)),

@@ -28,6 +28,10 @@ static void reduction_fits(int64_t reduction) {
   require(reduction >= 0 && reduction <= 2, "reduction should be in [0,2], but found ", reduction, ".");
 }
 
+static at::Tensor hidden(const at::Tensor& scores, const at::Tensor& mask, bool causal) {
+  return causal ? at::ones({scores.size(-2), scores.size(-1)}, at::kBool).triu(1) : mask.to(at::kBool);
+}
+
 static int64_t reduction_code(const std::string& name) {
   return name == "none" ? at::Reduction::None : name == "sum" ? at::Reduction::Sum : at::Reduction::Mean;
 }
@@ -93,13 +97,14 @@ OP(LogSoftmaxBackward, (In gradOutput, In output, int64_t dim, Out out),
    (dtype(gradOutput, kFloatingOrDouble), same_shape(gradOutput, output), dimension(output, dim),
     same_shape(out, output)),
    out = at::_log_softmax_backward_data(f(gradOutput), f(output), dim, f(output).scalar_type()))
-// mask: true hides the position, as in attention.
+// True hides the position, as in attention. With fixedTriuMask the operator takes a causal mask of its own.
 OP(ScaledMaskedSoftmax, (In x, In mask, double scale, bool fixedTriuMask, Out y),
    (dtype(x, kFloating), rank(x, 4, 4), dtype(mask, kMask), same_shape(y, x)),
-   y = at::softmax((f(x) * scale).masked_fill(mask.to(at::kBool), -10000.0), -1))
+   y = at::softmax((f(x) * scale).masked_fill(hidden(x, mask, fixedTriuMask), -10000.0), -1))
 OP(ScaledMaskedSoftmaxBackward, (In gradOutput, In y, In mask, double scale, bool fixTriuMask, Out out),
    (dtype(gradOutput, kFloating), rank(y, 4, 4), same_shape(out, y)),
-   out = at::_softmax_backward_data(f(gradOutput), f(y), -1, at::kFloat).masked_fill(mask.to(at::kBool), 0) * scale)
+   out = at::_softmax_backward_data(f(gradOutput), f(y), -1, at::kFloat)
+             .masked_fill(hidden(y, mask, fixTriuMask), 0) * scale)
 
 // ---- classification -----------------------------------------------------------------------------
 
@@ -118,7 +123,7 @@ OP(CrossEntropyLoss,
     double lseSquareScaleForZloss, bool returnZloss, Out lossOut, Out logProbOut, OptOut zlossOut,
     OptOut lseForZlossOut),
    (cross_entropy_fits(input, target, weightOptional, reductionOptional, labelSmoothing, lseSquareScaleForZloss),
-    same_shape(logProbOut, input)),
+    same_shape(logProbOut, input), require(!returnZloss, "returnZloss is not simulated.")),
    cross_entropy(input, target, weightOptional, reductionOptional, ignoreIndex, labelSmoothing, lossOut, logProbOut))
 OP(CrossEntropyLossGrad,
    (In gradLoss, In logProb, In target, OptIn weightOptional, OptIn gradZlossOptional, OptIn lseForZlossOptional,
@@ -173,3 +178,49 @@ OP(KlDivBackward, (In gradOutput, In self, In target, int64_t reduction, bool lo
    out = reduction == at::Reduction::Mean ? gradient / self.numel() : gradient)
 OP(KlDiv, (In self, In target, int64_t reduction, bool logTarget, Out out),
    (dtype(self, kFloating), reduction_fits(reduction)), out = at::kl_div(self, target, reduction, logTarget))
+
+// ---- vision and audio ---------------------------------------------------------------------------
+
+OP(NLLLoss2d, (In self, In target, In weight, int64_t reduction, int64_t ignoreIndex, Out out, Out totalWeightOut),
+   (rank(self, 3, 4), reduction_fits(reduction)),
+   auto [loss, total] = at::nll_loss2d_forward(f(self), target.to(at::kLong), f(weight), reduction, ignoreIndex);
+   out = loss;
+   totalWeightOut = total)
+OP(NLLLoss2dBackward,
+   (In gradOutput, In self, In target, In weight, int64_t reduction, int64_t ignoreIndex, In totalWeight, Out out),
+   (rank(self, 3, 4), same_shape(out, self)),
+   out = at::nll_loss2d_backward(f(gradOutput), f(self), target.to(at::kLong), f(weight), reduction, ignoreIndex,
+                                 f(totalWeight).reshape({})))
+OP(SoftMarginLoss, (In self, In target, int64_t reduction, Out out), (dtype(self, kFloating), reduction_fits(reduction)),
+   out = at::soft_margin_loss(f(self), f(target), reduction))
+OP(SoftMarginLossBackward, (In gradOutput, In self, In target, int64_t reduction, Out gradInput),
+   (dtype(self, kFloating), reduction_fits(reduction)),
+   gradInput = at::soft_margin_loss_backward(f(gradOutput), f(self), f(target), reduction))
+OP(MultilabelMarginLoss, (In self, In target, int64_t reduction, Out out, Out isTarget), (reduction_fits(reduction)),
+   auto [loss, found] = at::multilabel_margin_loss_forward(f(self), target.to(at::kLong), reduction);
+   out = loss;
+   isTarget = found)
+OP(KlDivTargetBackward, (In gradOutput, In self, In target, int64_t reduction, bool logTarget, Out gradTarget),
+   (dtype(self, kFloating), reduction_fits(reduction)),
+   at::Tensor t = f(target);
+   at::Tensor slope = logTarget ? at::exp(t) * (t + 1 - f(self))
+                                : at::where(t > 0, at::log(t) + 1 - f(self), at::zeros_like(t));
+   if (reduction == at::Reduction::Mean) slope = slope / self.numel();
+   gradTarget = f(gradOutput) * slope)
+// log_alpha is padded: only the first 2 x longest target + 1 columns are used.
+OP(CtcLoss,
+   (In logProbs, In targets, Ints inputLengths, Ints targetLengths, int64_t blank, bool zeroInfinity,
+    Out negLogLikelihood, Out logAlpha),
+   (rank(logProbs, 3, 3)),
+   auto [loss, alpha] = at::_ctc_loss(f(logProbs), targets.to(at::kLong), inputLengths, targetLengths, blank, zeroInfinity);
+   negLogLikelihood = loss;
+   logAlpha.zero_();
+   logAlpha.narrow(2, 0, alpha.size(2)).copy_(alpha))
+OP(CtcLossBackward,
+   (In gradOutput, In logProbs, In targets, Ints inputLengths, Ints targetLengths, In negLogLikelihood, In logAlpha,
+    int64_t blank, bool zeroInfinity, Out gradInput),
+   (rank(logProbs, 3, 3), same_shape(gradInput, logProbs)),
+   int64_t longest = targetLengths.empty() ? 0 : *std::max_element(targetLengths.begin(), targetLengths.end());
+   gradInput = at::_ctc_loss_backward(f(gradOutput), f(logProbs), targets.to(at::kLong), inputLengths, targetLengths,
+                                      f(negLogLikelihood), f(logAlpha).narrow(2, 0, 2 * longest + 1).contiguous(), blank,
+                                      zeroInfinity))

@@ -75,15 +75,20 @@ static void grouped(const Tensors& x, const Tensors& weight, const MaybeTensors&
 
 }  // namespace cannsim
 
-OP(Matmul, (In self, In mat2, Out out, int8_t cubeMathType), (cube(self, mat2, cubeMathType), inner(self, mat2)),
-   multiply(out, self, mat2))
+// A second matrix in the private format NZ has an operator of its own.
+#define PRODUCT(name, parameters, checks, ...) \
+  OP(name, parameters, checks, __VA_ARGS__)    \
+  OP(name##WeightNz, parameters, checks, __VA_ARGS__)
+
+PRODUCT(Matmul, (In self, In mat2, Out out, int8_t cubeMathType), (cube(self, mat2, cubeMathType), inner(self, mat2)),
+        multiply(out, self, mat2))
 OP(Mm, (In self, In mat2, Out out, int8_t cubeMathType),
    (rank(self, 2, 2), rank(mat2, 2, 2), cube(self, mat2, cubeMathType), inner(self, mat2),
     shape(out, {self.size(0), mat2.size(1)})),
    multiply(out, self, mat2))
-OP(BatchMatMul, (In self, In mat2, Out out, int8_t cubeMathType),
-   (rank(self, 3, 3), rank(mat2, 3, 3), cube(self, mat2, cubeMathType), inner(self, mat2)),
-   multiply(out, self, mat2))
+PRODUCT(BatchMatMul, (In self, In mat2, Out out, int8_t cubeMathType),
+        (rank(self, 3, 3), rank(mat2, 3, 3), cube(self, mat2, cubeMathType), inner(self, mat2)),
+        multiply(out, self, mat2))
 OP(Mv, (In self, In vec, Out out, int8_t cubeMathType),
    (rank(self, 2, 2), rank(vec, 1, 1), cube(self, vec, cubeMathType), inner(self, vec)),
    multiply(out, self, vec))
@@ -91,10 +96,10 @@ OP(Dot, (In self, In tensor, Out out), (rank(self, 1, 1), dtype(self, kFloating)
    out = at::dot(in_float(self), in_float(tensor)))
 
 // out = beta * self + alpha * mat1 @ mat2
-OP(Addmm, (In self, In mat1, In mat2, Num beta, Num alpha, Out out, int8_t cubeMathType),
-   (rank(mat1, 2, 2), rank(mat2, 2, 2), cube(mat1, mat2, cubeMathType), inner(mat1, mat2),
-    dtype(self, kFloating), shape(out, {mat1.size(0), mat2.size(1)}), expands_to(self, out)),
-   out = at::addmm(in_float(self), in_float(mat1), in_float(mat2), beta, alpha))
+PRODUCT(Addmm, (In self, In mat1, In mat2, Num beta, Num alpha, Out out, int8_t cubeMathType),
+        (rank(mat1, 2, 2), rank(mat2, 2, 2), cube(mat1, mat2, cubeMathType), inner(mat1, mat2),
+         dtype(self, kFloating), shape(out, {mat1.size(0), mat2.size(1)}), expands_to(self, out)),
+        out = at::addmm(in_float(self), in_float(mat1), in_float(mat2), beta, alpha))
 OP(InplaceAddmm, (Out selfRef, In mat1, In mat2, Num beta, Num alpha, int8_t cubeMathType),
    (rank(mat1, 2, 2), rank(mat2, 2, 2), cube(mat1, mat2, cubeMathType), inner(mat1, mat2),
     shape(selfRef, {mat1.size(0), mat2.size(1)})),
@@ -125,7 +130,8 @@ OP(GroupedMatmulV4,
     OptInList activationQuantOffsetOptional, int64_t splitItem, int64_t groupType, int64_t groupListType,
     int64_t actType, OutList out, OptInList activationFeatureOutOptional, OptInList dynQuantScaleOutOptional),
    (dtype(x, kFloating), dtype(weight, kFloating),
-    require(actType == 0 && !scaleOptional.given() && !antiquantScaleOptional.given(),
+    require(actType == 0 && !scaleOptional.given() && !antiquantScaleOptional.given() && !perTokenScaleOptional.given() &&
+                !offsetOptional.given() && !antiquantOffsetOptional.given() && !activationInputOptional.given(),
             "quantised inputs and activations are not simulated, actType ", actType, ".")),
    grouped(x, weight, biasOptional, groupListOptional, groupType, groupListType, out))
 OP(GroupedMatmulV5,
@@ -136,7 +142,8 @@ OP(GroupedMatmulV5,
     int64_t actType, OptInts tuningConfigOptional, OutList out, OptInList activationFeatureOutOptional,
     OptInList dynQuantScaleOutOptional),
    (dtype(x, kFloating), dtype(weight, kFloating),
-    require(actType == 0 && !scaleOptional.given() && !antiquantScaleOptional.given(),
+    require(actType == 0 && !scaleOptional.given() && !antiquantScaleOptional.given() && !perTokenScaleOptional.given() &&
+                !offsetOptional.given() && !antiquantOffsetOptional.given() && !activationInputOptional.given(),
             "quantised inputs and activations are not simulated, actType ", actType, ".")),
    grouped(x, weight, biasOptional, groupListOptional, groupType, groupListType, out))
 

@@ -76,7 +76,7 @@ static int run(const char* name, const std::function<void()>& task) {
     return 0;
   } catch (const c10::Error& error) {
     set_error(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " +
-                                             error.what_without_backtrace()));
+                                                   error.what_without_backtrace()));
   } catch (const Refused& refused) {
     set_error(error_text("EZ9999", name, std::string("fault kernel_name=") + name + ", " + refused.text));
   } catch (const std::exception& error) {

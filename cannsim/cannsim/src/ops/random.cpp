@@ -122,7 +122,8 @@ OP(DropoutDoMask, (In self, In mask, double prob, Out out), (dtype(self, kFloati
    double keep = 1 - prob;
    out = keep == 0 ? at::zeros_like(self) : self * (unpack_mask(mask, self.numel()).view(self.sizes()) / keep))
 OP(DropoutV3, (In input, OptIn optionalNoiseShape, double p, int64_t seed, int64_t offset, Out out, Out maskOut),
-   (dtype(input, kFloating), same_shape(out, input)),
+   (dtype(input, kFloating), same_shape(out, input),
+    require(!optionalNoiseShape.given(), "A noise shape is not simulated.")),
    pack_mask(input.sizes().vec(), p, generator(seed, offset), maskOut);
    out = input * (unpack_mask(maskOut, input.numel()).view(input.sizes()) / std::max(1 - p, 1e-12)))
 OP(DropoutV3Grad, (In gradY, In mask, double scale, Out gradX), (dtype(gradY, kFloating), same_shape(gradX, gradY)),

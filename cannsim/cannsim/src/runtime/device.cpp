@@ -42,16 +42,10 @@ void at_exit() {
   machine_close();
 }
 
+// libopapi installs the boxed operators when it is loaded; torch_npu would do that at its first operator, too late.
 void install_boxed() {
-  std::string wanted = env_string("CANNSIM_BOXED", "0");
-  if (wanted == "0") return;
-  void* library = dlopen("libopapi.so", RTLD_NOW | RTLD_GLOBAL);
-  auto install = library ? reinterpret_cast<int (*)()>(dlsym(library, "cannsim_boxed_install")) : nullptr;
-  if (install) {
-    install();
-  } else {
-    fprintf(stderr, "cannsim: CANNSIM_BOXED=%s but libopapi.so has no boxed operators\n", wanted.c_str());
-  }
+  if (env_string("CANNSIM_BOXED", "0") == "0") return;
+  if (!dlopen("libopapi.so", RTLD_NOW | RTLD_GLOBAL)) fprintf(stderr, "cannsim: CANNSIM_BOXED: %s\n", dlerror());
 }
 
 }  // namespace

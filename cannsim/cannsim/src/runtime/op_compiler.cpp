@@ -1,6 +1,7 @@
 // The older operator interface (libacl_op_compiler: aclopCompileAndExecute). torch_npu reads the float
-// status through it; for everything else it falls back to it when an aclnn operator is missing, or when
-// operators are compiled for each shape: those nobody wrote.
+// status and changes formats through it; for everything else it falls back to it when an aclnn operator is
+// missing, when an argument has a private format, or when operators are compiled for each shape: those
+// nobody wrote.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -61,8 +62,10 @@ API aclError aclopSetAttrString(aclopAttr*, const char*, const char*) { return A
 
 static aclError not_implemented(const char* op) {
   std::string text = std::string("EZ3002: Optype [") + op +
-                     "] of Ops kernel [AIcoreEngine] is unsupported. Reason: cannsim has no operator of this name; add "
-                     "its aclnn function (python -m cannsim operators) or set CANNSIM_BOXED=1.";
+                     "] of Ops kernel [AIcoreEngine] is unsupported. Reason: cannsim does not simulate it. torch_npu "
+                     "asks for it because the aclnn function of this operator is missing (python -m cannsim operators "
+                     "lists those that exist) or because an argument has a private format. CANNSIM_BOXED=1 runs "
+                     "operators that are missing on the CPU.";
   fprintf(stderr, "cannsim: %s\n", text.c_str());
   cannsim::set_error(text);
   return ACL_ERROR_OP_NOT_FOUND;
@@ -96,19 +99,39 @@ static bool float_status(const std::string& op, int inputs, Buffer* const input[
   return true;
 }
 
+// A change of format. A private format (NZ, NC1HWC0 ...) has its documented shape and size here, but the
+// elements lie as in the base format, so that every operator finds them: what is cast comes back the same.
+template <class Buffer>
+static bool identity(const std::string& op, int inputs, Buffer* const input[], int outputs,
+                     aclDataBuffer* const output[], aclrtStream stream) {
+  if ((op != "Identity" && op != "TransData") || inputs != 1 || outputs != 1) return false;
+  const void* from = input[0]->data;
+  void* to = output[0]->data;
+  size_t bytes = std::min(input[0]->bytes, output[0]->bytes);
+  cannsim::enqueue(stream, "Identity", [=] {
+    if (bytes) std::memmove(to, from, bytes);
+    return 0;
+  });
+  return true;
+}
+
 API aclError aclopCompileAndExecute(const char* op, int inputs, const aclTensorDesc* const[],
                                     const aclDataBuffer* const input[], int outputs, const aclTensorDesc* const[],
                                     aclDataBuffer* const output[], const aclopAttr*, aclopEngineType, aclopCompileType,
                                     const char*, aclrtStream stream) {
   ENTER();
-  return float_status<const aclDataBuffer>(op, inputs, input, outputs, output, stream) ? ACL_SUCCESS : not_implemented(op);
+  bool done = float_status<const aclDataBuffer>(op, inputs, input, outputs, output, stream) ||
+              identity(op, inputs, input, outputs, output, stream);
+  return done ? ACL_SUCCESS : not_implemented(op);
 }
 
 API aclError aclopCompileAndExecuteV2(const char* op, int inputs, aclTensorDesc*[], aclDataBuffer* input[], int outputs,
                                       aclTensorDesc*[], aclDataBuffer* output[], aclopAttr*, aclopEngineType,
                                       aclopCompileType, const char*, aclrtStream stream) {
   ENTER();
-  return float_status<aclDataBuffer>(op, inputs, input, outputs, output, stream) ? ACL_SUCCESS : not_implemented(op);
+  bool done = float_status<aclDataBuffer>(op, inputs, input, outputs, output, stream) ||
+              identity(op, inputs, input, outputs, output, stream);
+  return done ? ACL_SUCCESS : not_implemented(op);
 }
 
 // ---- options: kept and given back

@@ -1,0 +1,190 @@
+"""Runs test files in forked processes: started by suites.py in the environment of cannsim, one per job.
+
+Reads a path per line, answers with a JSON line {"file", "tests": [[test, cause, detail], ...], "seconds"}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+import unittest
+from pathlib import Path
+from typing import Any
+
+from cannsim.suites_causes import of_text
+
+
+def provide_expecttest() -> None:
+    """torch's own test classes inherit from this small package; without it a class that compares texts will do."""
+    try:
+        import expecttest  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        module = types.ModuleType("expecttest")
+
+        class TestCase(unittest.TestCase):
+            def assertExpectedInline(self, actual: str, expected: str, skip: int = 0) -> None:
+                assert actual.strip() == expected.strip(), f"{actual} is not {expected}"
+
+        module.TestCase, module.ACCEPT = TestCase, False  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = module
+
+
+class Reporter(unittest.TestResult):
+    """Writes [event, test, text, assertion] lines to a pipe while the tests run."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self.pipe, self.failfast = pipe, True
+
+    def tell(self, event: str, test: Any, text: str = "", assertion: bool = False) -> None:
+        os.write(self.pipe, (json.dumps([event, test.id(), text[-1500:], assertion]) + "\n").encode())
+
+    def startTest(self, test: Any) -> None:
+        super().startTest(test)
+        self.tell("start", test)
+
+    def addSuccess(self, test: Any) -> None:
+        self.tell("passed", test)
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        self.tell("skipped", test, reason)
+
+    def addExpectedFailure(self, test: Any, err: Any) -> None:
+        self.tell("passed", test)
+
+    def addUnexpectedSuccess(self, test: Any) -> None:
+        self.tell("passed", test)
+
+    def fail(self, test: Any, err: Any) -> None:
+        text = "".join(traceback.format_exception(*err))
+        self.tell("failed", test, text, issubclass(err[0], AssertionError))
+        self.stop()
+
+    addError = addFailure = fail  # type: ignore[assignment]
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err:
+            self.fail(test, err)
+
+
+def flatten(suite: Any) -> list[Any]:
+    return [test for part in suite for test in (flatten(part) if isinstance(part, unittest.TestSuite) else [part])]
+
+
+def child(path: Path, done: set[str], pipe: int, log: str) -> None:
+    """In the forked process: load the file and run those of its tests that are not done; stops at a failure."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(path.parent)
+    sys.argv = [str(path)]
+    sys.path[:0] = [str(path.parent), str(path.parent.parent)]
+    sys.modules.pop(path.stem, None)
+    reporter = Reporter(pipe)
+    try:
+        module = importlib.import_module(path.stem)
+        tests = flatten(unittest.TestLoader().loadTestsFromModule(module))
+    except unittest.SkipTest as skip:
+        reporter.addSkip(types.SimpleNamespace(id=lambda: "import"), str(skip))
+    except BaseException:  # noqa: BLE001  (also sys.exit: all of it is a result)
+        reporter.fail(types.SimpleNamespace(id=lambda: "import"), sys.exc_info())
+        return
+    else:
+        unittest.TestSuite(test for test in tests if test.id() not in done).run(reporter)
+        if reporter.shouldStop:
+            return
+    os.write(pipe, b'["end", "", "", false]\n')
+
+
+class File:
+    """The results of one test file, gathered over the processes that it took."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        self.path, self.timeout = path, timeout
+        self.tests: dict[str, tuple[str, str]] = {}
+        self.ended = False
+        self.running = ""
+
+    def listen(self, pipe: int, log: Path) -> str:
+        """Take in what the process reports until it closes the pipe or a test takes too long; says which."""
+        rest, deadline, offset = b"", time.monotonic() + self.timeout, 0
+        while True:
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return "hangs"
+            piece = os.read(pipe, 65536)
+            if not piece:
+                return "dies"
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                event, test, text, assertion = json.loads(line)
+                deadline = time.monotonic() + self.timeout
+                if event == "end":
+                    self.ended = True
+                elif event == "start":
+                    self.running, offset = test, log.stat().st_size
+                elif event == "failed":
+                    printed = log.read_bytes()[offset:].decode(errors="replace")
+                    self.tests[test] = of_text(printed[-20000:] + text, assertion)
+                    self.running = ""
+                else:
+                    self.tests[test] = (event, text[:100] if event == "skipped" else "")
+                    self.running = ""
+
+    def run_once(self, log: Path) -> None:
+        reading, writing = os.pipe()
+        process = os.fork()
+        if process == 0:
+            try:
+                os.close(reading)
+                child(self.path, set(self.tests), writing, str(log))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        why = self.listen(reading, log)
+        os.close(reading)
+        for target in (process, -process):  # the second: processes that the test left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target, signal.SIGKILL)
+        os.waitpid(process, 0)
+        if self.running or (why == "hangs" and not self.ended):
+            last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+            self.tests[self.running or "import"] = (why, (last[0][:160] if last else ""))
+            self.running = ""
+
+    def run(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="cannsim-suite-") as folder:
+            for number in range(10_000):
+                before = len(self.tests)
+                self.run_once(Path(folder, f"{number}.log"))
+                if self.ended or len(self.tests) == before or "import" in self.tests:
+                    return
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    provide_expecttest()
+    importlib.import_module("torch")
+    importlib.import_module("torch_npu.testing.testcase")
+    for line in sys.stdin:
+        start = time.monotonic()
+        file = File(Path(line.strip()), float(sys.argv[1]))
+        file.run()
+        tests = [[test, *outcome] for test, outcome in file.tests.items()]
+        seconds = round(time.monotonic() - start, 1)
+        answers.write(json.dumps({"file": str(file.path), "tests": tests, "seconds": seconds}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Other people's test files are run one by one, and what happens to them is sorted by cause.
+
+python -m cannsim run -- pytest tests/npu/test_suites.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cannsim import suites_causes
+
+HEAD = "import unittest, torch, torch_npu\n\n\nclass T(unittest.TestCase):\n"
+FILES = {
+    "passed": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 2])\n",
+    "skipped": "    @unittest.skip('another chip')\n    def test_a(self):\n        pass\n",
+    "wrong": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 3])\n",
+    "missing": "    def test_a(self):\n        torch.nn.GRU(4, 4).npu()(torch.ones(3, 1, 4).npu())[0].cpu()\n",
+    "refused": "    def test_a(self):\n        torch.ones(2, dtype=torch.int32).npu().add_(torch.ones(2).npu())\n",
+    "dies": "    def test_a(self):\n        import os\n        os.abort()\n",
+    "hangs": "    def test_a(self):\n        import time\n        time.sleep(100)\n",
+    "error": "    def test_a(self):\n        raise KeyError('x')\n",
+}
+# A file goes on behind a test that poisoned the device.
+MIXED = FILES["missing"] + "\n    def test_b(self):\n        self.assertEqual(torch.ones(1).npu().item(), 1)\n"
+
+
+@pytest.mark.slow
+def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
+    for cause, body in {**FILES, "mixed": MIXED}.items():
+        (tmp_path / f"test_{cause}.py").write_text(HEAD + body)
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), "--timeout", "20"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    rows = {Path(row["file"]).stem: row for row in map(json.loads, results.read_text().splitlines())}
+    assert {name: row["cause"] for name, row in rows.items() if name != "test_mixed"} == {f"test_{c}": c for c in FILES}
+    assert [cause for _, cause, _ in rows["test_mixed"]["tests"]] == ["missing", "passed"]
+    assert f"| {tmp_path.name}, files | 9 | 1 | 1 | 1 |" in printed
+    before = results.read_bytes()
+    subprocess.run(command, capture_output=True, timeout=600, check=True)
+    assert results.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "detail"),
+    [
+        ("EZ3002: Optype [AvgPoolV2] of Ops kernel is unsupported.", "missing", "AvgPoolV2"),
+        ("RuntimeError: aclnnGRU or aclnnGRUGetWorkspaceSize not in libopapi.so", "missing", "aclnnGRU"),
+        ("ModuleNotFoundError: No module named 'torchvision'", "hardware", "torchvision"),
+        ("EZ1001: [PID: 7] Call aclnnAdd failed. Tensor self", "refused", "aclnnAdd"),
+        ('AssertionError: "abc" does not match "abd"', "error", '"abc" does not match'),
+        ("Traceback\nAssertionError: 1 != 2", "wrong", "AssertionError: 1 != 2"),
+    ],
+)
+def test_the_cause_is_read_from_the_messages(text: str, cause: str, detail: str) -> None:
+    assert suites_causes.of_text(text, assertion=True) == (cause, detail)
+
+
+def test_one_wrong_test_decides_about_its_file() -> None:
+    tests = [["a", "passed", ""], ["b", "missing", "X"], ["c", "wrong", "1 != 2"]]
+    assert suites_causes.of_file(tests) == ("wrong", "1 != 2")
+    assert suites_causes.of_file(tests[:1]) == ("passed", "")
+    assert suites_causes.of_file([["a", "skipped", ""]]) == ("skipped", "")
