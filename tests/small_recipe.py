@@ -24,7 +24,6 @@ stages:
   - sft: {{data: [{chats}], num_iterations: {steps}, {short}}}
   - rl: {{data: [toy_arithmetic_en], prompts_per_step: 2, samples: 2, refill: 0, max_new_tokens: 4, num_iterations: 2,
          device_batch_size: 2, eval_every: -1, save_every: 1, sample_every: 0}}
-  - eval chat: {{stage: sft, tasks: [toy_arithmetic_en], max_per_task: 4, max_new_tokens: 4}}
   - eval chat: {{stage: rl, tasks: [toy_arithmetic_en], max_per_task: 4, max_new_tokens: 4}}
 """
 

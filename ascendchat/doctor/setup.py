@@ -88,7 +88,7 @@ def steps(m: Machine, config: SetupConfig) -> list[Step]:
     pair = torch_step(m, kind)
     extras = ".[npu]" if kind == "npu" else "."
     own = "pip install " + ("-c constraints.txt " * (kind == "cpu")) + f"-e {shlex.quote(extras)}"
-    packages = [*pair, Step(m.say("ascendchat and what it needs", "ascendchat 及其依赖"), own)]
+    packages = [*pair, Step(m.say("this package and what it needs", "本项目及其依赖"), own)]
     where = " ".join(
         f"{flag} {shlex.quote(url)}"
         for flag, url in (("--index-url", config.index), ("--extra-index-url", config.extra_index))

@@ -21,7 +21,7 @@ SOURCES = sorted((ROOT / "ascendchat").rglob("*.py"))
 OTHERS = set(
     "device shm-size ipc net upgrade version only-binary no-build-isolation force-reinstall install format sort "
     "query-gpu query-compute-apps ntasks-per-node rdzv-backend porcelain logdir pid "
-    "weight-transfer-config additional-config worker-extension-cls".split()
+    "weight-transfer-config additional-config worker-extension-cls index-url extra-index-url".split()
 )
 PROSE = set("command computes does is itself knows leaves needs or stopped trains".split())  # `ascendchat needs ...`
 STANDING_IN = {"flags", "X", "no-X"}  # `--flags` in a usage line; `--{name}` in an f-string
