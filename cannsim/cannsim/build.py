@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            install = "pip install 'torch_npu>=2.6' and the torch of the same version"
+            install = "pip install torch_npu decorator attrs scipy psutil cloudpickle (it brings its torch)"
             raise CannotBuild(f"{name} is not installed in {sys.executable}; type: {install}") from None
         if importlib.util.find_spec(name) is None:
             raise CannotBuild(f"{name} {found[name]} is installed but cannot be found; type: pip install -I {name}")
@@ -79,12 +79,22 @@ def home() -> Path:
     """The folder of the libraries: the one in use, else one that is complete, else where they would be built."""
     if in_use := os.environ.get("CANNSIM_HOME"):
         return Path(in_use)
+    beside = ROOT / "build"
     if not in_clone():
         return cache() / key()
-    with contextlib.suppress(CannotBuild):
-        if not complete(ROOT / "build") and complete(cache() / key()):
-            return cache() / key()
-    return ROOT / "build"
+    try:
+        fits = complete(beside) or (not complete(cache() / key()) and _same_versions(beside))
+    except CannotBuild:
+        return beside
+    return beside if fits else cache() / key()
+
+
+def _same_versions(folder: Path) -> bool:
+    """Whether the folder is of these versions, if of other sources: then only what changed is compiled there."""
+    try:
+        return (folder / "key").read_text().rpartition("-")[0] == key().rpartition("-")[0]
+    except OSError:
+        return True
 
 
 def ensure(verbose: bool = False) -> Path:

@@ -204,7 +204,16 @@ torch.npu.synchronize()
 
 
 def test_a_connect_timeout_outside_the_documented_range_is_refused(on_npu):
-    ranks = on_npu(START + "dist.all_reduce(torch.ones(4, device='npu'))", 2, HCCL_CONNECT_TIMEOUT=5, check=False)
+    program = """
+try:
+    dist.all_reduce(torch.ones(4, device="npu"))
+except RuntimeError as error:
+    print(error)
+store = dist.distributed_c10d._get_default_store()
+store.set(f"seen by {rank}", "")
+store.wait(["seen by 0", "seen by 1"])  # rank 0 holds the store: without it rank 1 would never come to be refused
+"""
+    ranks = on_npu(START + program, 2, HCCL_CONNECT_TIMEOUT=5, check=False)
     assert all("EI0001" in rank.output and "HCCL_CONNECT_TIMEOUT" in rank.output for rank in ranks), ranks
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import cannsim
 from cannsim import __main__ as command
-from cannsim import explain
+from cannsim import build, explain
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(cannsim.ROOT.glob("*.py"))
@@ -95,6 +95,26 @@ def test_two_first_uses_build_once_and_a_third_builds_nothing(installed: Install
     source = installed.folder / "site" / "cannsim" / "src" / "runtime" / "config.cpp"
     source.write_text(source.read_text() + "// changed\n")
     assert Path(installed.build().communicate(timeout=300)[0].strip()) != folder, "other sources, another build"
+
+
+@linux
+def test_in_a_clone_a_build_for_other_versions_is_left_alone(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its objects look new to make, and were compiled against other headers."""
+    monkeypatch.setattr(build, "ROOT", installed.folder / "site" / "cannsim")
+    monkeypatch.setenv("CANNSIM_CACHE", str(installed.folder / "cache"))
+    monkeypatch.delenv("CANNSIM_HOME", raising=False)
+    (installed.folder / "site" / "pyproject.toml").touch()
+    beside, cached = build.ROOT / "build", installed.folder / "cache" / build.key()
+    assert build.home() == beside
+    beside.mkdir()
+    (beside / "key").write_text(build.key().rpartition("-")[0] + "-000000000000")
+    assert build.home() == beside, "other sources: make compiles what changed"
+    (beside / "key").write_text("torch2.1.0-npu2.1.0-x86_64-libc2.36-000000000000")
+    assert build.home() == cached
+    (beside / "key").write_text(build.key())
+    assert build.home() == beside
 
 
 @linux

@@ -177,3 +177,23 @@ def test_the_plugin_is_idle_unless_asked_and_tells_wrong_marks(installed: Path, 
     done = run("--npu-devices", "1")
     assert done.returncode == 4
     assert "test_marks.py::test_a: chip A100 is not one of Ascend910A, " in done.stderr + done.stdout
+
+
+def test_workers_of_xdist_have_machines_of_their_own(installed: Path, environment: dict[str, str]) -> None:
+    folder = installed / "parallel"
+    folder.mkdir()
+    (folder / "test_parallel.py").write_text(
+        "import os, pytest\n"
+        "@pytest.mark.parametrize('number', range(2))\n"
+        "def test_here(number):\n"
+        "    assert os.environ['CANNSIM_DEVICES'] == '2'\n"
+        "    assert os.environ['CANNSIM_STATE'].endswith(os.environ['PYTEST_XDIST_WORKER'])\n"
+        "@pytest.mark.npu(devices=5)\n"
+        "def test_there(): assert os.environ['CANNSIM_DEVICES'] == '5'\n"
+        "@pytest.mark.npu(chip='Ascend310P3')\n"
+        "@pytest.mark.xfail(reason='known')\n"
+        "def test_known(): assert os.environ['CANNSIM_CHIP'] == 'Ascend910A'\n"
+    )
+    command = ["python", "-m", "pytest", "--npu-devices", "2", "-n", "2", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert "3 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
