@@ -42,7 +42,7 @@ TORCH_FREE = [
     "serve",
 ]
 NEEDS_TORCH = {
-    "device": {"npu", "npu_attention", "cuda", "mps", "cpu", "accelerator"},
+    "device": {"npu", "npu_attention", "npu_ops", "cuda", "mps", "cpu", "accelerator", "counting"},
     "doctor": {"collective"},
     "serve": {"terminal", "worker"},
 }
