@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -52,11 +53,12 @@ def usual_mode(path: Path) -> None:
     renames it (safetensors) leaves those of that: nobody but the owner could read a model that is meant for all."""
     probe = path.with_name(f".{path.name}.{os.getpid()}.mode")
     folder = path.is_dir()
-    try:
+    with contextlib.suppress(OSError):  # some file systems of a network know no rights
         probe.mkdir() if folder else probe.touch()
-        os.chmod(path, stat.S_IMODE(probe.stat().st_mode))
-    finally:
-        probe.rmdir() if folder else probe.unlink()
+        try:
+            os.chmod(path, stat.S_IMODE(probe.stat().st_mode))
+        finally:
+            probe.rmdir() if folder else probe.unlink()
 
 
 def sha256(path: Path) -> str:

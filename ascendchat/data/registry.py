@@ -207,7 +207,7 @@ def of_turns(own: tuple[str, str, str], columns: Mapping[str, str], tags: Mappin
     return arrange
 
 
-ARRANGERS = {
+ARRANGERS: dict[str, Callable[[Mapping[str, str], Mapping[str, str], bool], Arrange]] = {
     "alpaca": of_alpaca,
     "sharegpt": partial(of_turns, ("conversations", "from", "value")),
     "openai": partial(of_turns, ("messages", "role", "content")),

@@ -81,7 +81,8 @@ def write_base(origin: HFSource | Checkpoint, beside: Path) -> None:
 
 def check_peft_base(beside: Path) -> None:
     """peft opens adapters on a model of Hugging Face; those on a run of ours would name a folder that it cannot."""
-    path = Path(str(read_json(beside / BASE).get("path"))) if (beside / BASE).is_file() else Path()
+    known = read_json(beside / BASE) if (beside / BASE).is_file() else {}
+    path = Path(str(known.get("path", "unknown")))
     if (path / "manifest.json").is_file() or (not path.exists() and STEP.fullmatch(path.name)):
         raise UserError(
             f"the adapters in {beside.parent} are for {path}, a run of ours, which peft cannot open: leave out "

@@ -75,7 +75,7 @@ def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None
         if getattr(config, name) is not None and not (name == "matrix_lr" and getattr(config, "muon", False)):
             raise UserError(f"--{name.replace('_', '-')} is of our own models; here --learning-rate is that of all")
     if isinstance(found, Checkpoint):
-        if lora and getattr(config, "output_dir", ""):
+        if lora is not None and getattr(config, "output_dir", None):
             raise UserError(
                 f"the adapters would be for {found.folder}, a run of ours, which peft cannot open: leave out "
                 "--output-dir, and export the merged model afterwards: ascendchat export --run NAME --out DIR"

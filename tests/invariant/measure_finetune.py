@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+UNLABELLED = -100  # as transformers marks what is not learnt
 RATE, RANK, DEFAULTS = 5e-4, 16, ("30", "512", "2", "0.05", "ours,trl")
 
 
@@ -82,13 +83,14 @@ class Task:
             at += count
             if (wanted != IGNORE).any():  # else it is padding of ours
                 last = wanted[-1:].where(wanted[-1:] != IGNORE, torch.tensor(pad))
-                spans.append((torch.cat((ids, last)), torch.cat((torch.tensor([IGNORE]), wanted))))
+                wanted = wanted.where(wanted != IGNORE, torch.tensor(UNLABELLED))
+                spans.append((torch.cat((ids, last)), torch.cat((torch.tensor([UNLABELLED]), wanted))))
         pack = torch.nn.utils.rnn.pad_sequence
         tokens = pack([ids for ids, _ in spans], batch_first=True, padding_value=pad)
         lengths = torch.tensor([len(ids) for ids, _ in spans])
         return {
             "input_ids": tokens,
-            "labels": pack([wanted for _, wanted in spans], batch_first=True, padding_value=IGNORE),
+            "labels": pack([wanted for _, wanted in spans], batch_first=True, padding_value=UNLABELLED),
             "attention_mask": (torch.arange(tokens.size(1))[None] < lengths[:, None]).long(),
         }
 
@@ -119,7 +121,7 @@ class Task:
 
         net.eval()
         with torch.no_grad():
-            found = [(net(**batch).loss, int((batch["labels"] != -100).sum())) for batch in self.held_out]
+            found = [(net(**batch).loss, int((batch["labels"] != UNLABELLED).sum())) for batch in self.held_out]
         net.train()
         return sum(float(loss) * count for loss, count in found) / sum(count for _, count in found)
 
