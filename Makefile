@@ -58,8 +58,9 @@ NPU_VERSIONS := 2.6.0.post5 2.7.1 2.9.1 2.10.0.post7 2.13.0 2.14.0
 NPU_TESTS ?= $(addprefix tests/npu/test_,attention_npu.py decode_npu.py engine_npu.py engine_prefix_npu.py model_npu.py \
              base_npu.py fp16_npu.py training.py graphs.py hccl.py stages_npu.py)
 ifneq ($(filter test-npu,$(MAKECMDGOALS)),)
-$(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; those that were run: $(NPU_VERSIONS)))
+$(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; every night: $(NPU_VERSIONS)))
 endif
+SIM := cannsim
 NPU_VENV := .venv-npu-$(NPU)
 NPU_BIN := $(NPU_VENV)/bin
 NPU_PIP := $(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -75,9 +76,9 @@ $(NPU_VENV)/.pair: $(VENV)/.dev
 
 # ACL's headers come from the newer of both wheels: those inside old ones lack what cannsim implements.
 test-npu: $(NPU_VENV)/.pair
-	@$(MAKE) --no-print-directory -C cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(NPU_BIN)/python) \
-	  BUILD=build-npu-$(NPU) HEADERS=$(abspath $(BIN)/python)
-	CANNSIM_BUILD=$(abspath cannsim)/build-npu-$(NPU) $(NPU_BIN)/python -m cannsim run --devices 4 -- \
+	@$(MAKE) --no-print-directory -C $(SIM) -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(NPU_BIN)/python) \
+	  HEADERS=$(abspath $(BIN)/python) BUILD=build-npu-$(NPU)
+	CANNSIM_HOME=$(abspath $(SIM))/build-npu-$(NPU) $(NPU_BIN)/python -m cannsim run --devices 4 -- \
 	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(TWO) $(TEST_FLAGS)
 
 # vLLM has its own torch, so it gets its own environment. Text models need neither torchvision nor torchaudio; wheels of
@@ -99,4 +100,4 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf cannsim/build cannsim/build-npu-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf cannsim/build $(SIM)/build-npu-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache

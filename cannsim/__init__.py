@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-BUILD = Path(os.environ.get("CANNSIM_BUILD") or ROOT / "build")  # libraries for another torch_npu lie elsewhere
+BUILD = Path(os.environ.get("CANNSIM_HOME") or ROOT / "build")  # libraries for another torch_npu lie elsewhere
 
 
 def built() -> bool:
