@@ -59,8 +59,9 @@ NPU_VERSIONS := 2.6.0.post5 2.7.1 2.9.1 2.10.0.post7 2.13.0 2.14.0
 NPU_TESTS ?= $(addprefix tests/npu/test_,attention_npu.py decode_npu.py engine_npu.py engine_prefix_npu.py model_npu.py \
              base_npu.py fp16_npu.py training.py graphs.py hccl.py stages_npu.py)
 ifneq ($(filter test-npu,$(MAKECMDGOALS)),)
-$(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; those that were run: $(NPU_VERSIONS)))
+$(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; every night: $(NPU_VERSIONS)))
 endif
+SIM := cannsim
 NPU_VENV := .venv-npu-$(NPU)
 NPU_BIN := $(NPU_VENV)/bin
 NPU_PIP := $(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -42,3 +43,10 @@ def test_the_nightly_workflow_runs_all_of_them() -> None:
 def test_every_version_is_in_the_table_of_pairs() -> None:
     known = {*UNPAIRED, *(wheel for wheels in PAIRS.values() for wheel in wheels)}
     assert set(versions()) <= known
+
+
+def test_libraries_for_another_wheel_are_named_by_a_variable(tmp_path: Path) -> None:
+    code = "import cannsim; print(cannsim.environment()['LD_LIBRARY_PATH'].split(':')[0])"
+    environment = {**os.environ, "CANNSIM_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "lib64")
