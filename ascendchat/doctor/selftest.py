@@ -209,7 +209,7 @@ def cleaned(text: str) -> str:
     names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
     with contextlib.suppress(KeyError, OSError):
         names.add(getpass.getuser())
-    for name in sorted((name for name in names if len(name) > 2), key=len, reverse=True):
+    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}\b", "<name>", text)
     return text[:MOST_SAID]
 
