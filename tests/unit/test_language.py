@@ -203,7 +203,7 @@ def test_a_plan_in_chinese_has_the_same_figures_in_the_same_columns() -> None:
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [
-        ("nope", "ascendchat nope: 没有命令 'nope'；可选：doctor, explain"),
+        ("nope", "ascendchat nope: 没有命令 'nope'；可选：doctor, selftest"),
         ("data", "ascendchat data: data 后面还要一个词；可选：data fetch, data prepare, data verify"),
         ("plan --dept 3", "ascendchat plan: 未知的参数 --dept；是否想用 --depth？"),
         ("plan --depth x", "ascendchat plan: --depth：'x' 不是整数"),
