@@ -80,10 +80,10 @@ def queue(bench: Bench) -> dict[str, Any]:
     """With no memory left, an operator without workspace works, and nothing is silently dropped behind it. Whether an
     operator that has one ends the queue is a fact, not a fault: training then starts again with a smaller batch."""
     total, x = _memory_of(bench), torch.zeros(2**20, device=bench.place)
-    heads = [part.to(bench.place) for part in operators.rows_of_heads(bench, rows=16)]
+    q, k, v = heads = [part.to(bench.place).requires_grad_() for part in operators.rows_of_heads(bench, rows=16)]
     kernel, _ = bench.kernel()
     kernel.prepare(bench.length, [bench.length], bench.place)
-    out = kernel.dense(*(part.requires_grad_() for part in heads), bench.length, 0.1)
+    out = kernel.dense(q, k, v, bench.length, 0.1)
     towards = torch.ones_like(out)
     bench.device.synchronize()
     with _full(bench, total), contextlib.suppress(RuntimeError):
@@ -147,7 +147,8 @@ def decode(bench: Bench) -> dict[str, Any]:
     kernel, why = bench.kernel(decodes=True)
     if "is wrong on this device" in why:
         raise Wrong(why)
-    if fault := decode_fault(kernel, REFERENCE, bench.device.type, bench.device.dtype, shape.head_dim):
+    known: Any = kernel, REFERENCE, bench.device.type, bench.device.dtype, shape.head_dim
+    if fault := decode_fault(*known):
         raise Wrong(f"{kernel.name}: {fault}")
     mask = cache_mask(1, max(LENGTHS), torch.tensor(LENGTHS), max(LENGTHS))
     found = operators.against_float64(

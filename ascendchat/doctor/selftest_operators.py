@@ -160,7 +160,8 @@ def rows_of_heads(bench: Bench, rows: int = 1) -> list[Tensor]:
 def attention(bench: Bench) -> dict[str, Any]:
     """Whole rows, and a window of a quarter of them, forward and backward."""
     kernel, _ = bench.kernel()
-    length, scale, found = bench.length, bench.shape.head_dim**-0.5, {}
+    length, scale = bench.length, bench.shape.head_dim**-0.5
+    found: dict[str, float] = {}
     kernel.prepare(length, [length, length // 4], bench.place)
     for window in (length, length // 4):
         mask = visible(length, length, window, torch.device("cpu"))

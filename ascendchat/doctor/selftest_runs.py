@@ -107,8 +107,8 @@ def training(settings: Settings) -> Iterator[Verdict]:
         yield from (Verdict(name, "failed", f"on the CPU: {ending}") for name in ("training", "resume"))
         return
     killed: list[int] = []
-    words = [*PROGRAM, *launch(settings), "--max-restarts", "1", *base, "device", *device_flags(settings)]
-    words += ["--device-batch-size", str(rows // devices)]
+    words = [*PROGRAM, *launch(settings), "--run", "device", "--max-restarts", "1", *base, "device"]
+    words += [*device_flags(settings), "--device-batch-size", str(rows // devices)]
     ending = end_of(words, settings.folder / "device.log", settings, lambda: kill_once(home, killed))
     folder = home / "runs" / "device" / "base"
     right, found = losses(home / "runs" / "host" / "base"), losses(folder)

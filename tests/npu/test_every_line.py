@@ -69,6 +69,7 @@ place = device.bind(0)
 ops = device.operators()
 assert ops is not None, "this chip has fused operators"
 assert deepcopy(ops) is ops
+assert device.software()["CANN"] and device.software()["torch_npu"]
 wide = torch.randn(3, 64).to(place, device.dtype)
 assert ops.weighted_norm(wide, wide[0], 1e-6).shape == ops.swiglu(wide, wide).shape == wide.shape
 model = GPT(Shape.from_depth(2, vocab=60, seq_len=16, dim=64, head_dim=32), ops)

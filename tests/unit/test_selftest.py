@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from warm_process import run
 
 from ascendchat.cli import main
 from ascendchat.doctor import selftest, selftest_operators, selftest_runs
@@ -108,6 +105,7 @@ def test_a_process_that_says_nothing_is_ended_at_the_deadline(tmp_path: Path) ->
     assert selftest.end_of(["sleep", "600"], tmp_path / "log", settings) == "no answer within 0.5 s"
 
 
+@pytest.mark.slow
 def test_a_process_without_a_device_fails_all_its_items(tmp_path: Path) -> None:
     settings = Settings(tmp_path, 1, "mps", True, deadline=120)
     verdicts = list(selftest.examine(["norm", "decode", "speed"], settings))
@@ -121,17 +119,9 @@ def test_speed_means_nothing_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_on_a_cpu(tmp_path: Path) -> None:
-    """One rank is killed on the way, and the losses are those of a run that was left alone."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    only = "versions,optimizer,noise,memory,collectives,training,resume,speed"
-    command = ["-m", "ascendchat", "selftest", "--device-type", "cpu", "--quick", "--only", only, "--out", "sent.json"]
-    done = run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "sent.json").read_text(encoding="utf-8"))
-    held = {item["name"]: item["verdict"] for item in found["items"]}
-    assert held == {
-        **dict.fromkeys(("versions", "optimizer", "noise", "training", "resume"), "held"),
-        **dict.fromkeys(("memory", "collectives", "speed"), "skipped"),
-    }
-    assert "went on from step" in next(item["said"] for item in found["items"] if item["name"] == "resume")
+def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, 1, "cpu", True, 900, {"simulated": False, "device": "cpu", "trains": True})
+    training, resume = selftest_runs.training(settings)
+    assert (training.name, training.verdict) == ("training", "held"), training
+    assert (resume.name, resume.verdict) == ("resume", "held"), resume
+    assert "killed, and went on from step" in resume.said
