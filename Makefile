@@ -61,7 +61,6 @@ NPU_TESTS ?= $(addprefix tests/npu/test_,attention_npu.py decode_npu.py engine_n
 ifneq ($(filter test-npu,$(MAKECMDGOALS)),)
 $(if $(NPU),,$(error name the wheel, for example `make test-npu NPU=2.7.1`; every night: $(NPU_VERSIONS)))
 endif
-SIM := cannsim
 NPU_VENV := .venv-npu-$(NPU)
 NPU_BIN := $(NPU_VENV)/bin
 NPU_PIP := $(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check

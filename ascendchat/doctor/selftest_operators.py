@@ -124,21 +124,31 @@ def rotary(bench: Bench) -> dict[str, Any]:
 
 
 def block(bench: Bench) -> dict[str, Any]:
-    """The other operators of a layer: products, ReLU², gates, and the share of the token before."""
+    """The other operators of a layer: products, gates, residual weights, ReLU², and the share of the token before."""
     shape, ops, plain = bench.shape, bench.ops, PlainOps()
-    x = bench.drawn(2, bench.length, shape.dim)
-    wide, narrow = bench.drawn(shape.mlp_dim, shape.dim, scale=0.03), bench.drawn(8, shape.dim, scale=0.03)
+    x, y = (bench.drawn(2, bench.length, shape.dim) for _ in range(2))
+    up, down = (bench.drawn(shape.mlp_dim, shape.dim, scale=0.03) for _ in range(2))
+    narrow, one = bench.drawn(1, 24, scale=0.1), bench.drawn(1)
+    gate, most = bench.drawn(2, bench.length, shape.kv_heads), shape.constants.gate_range
+    v, value = (bench.drawn(2, bench.length, shape.kv_heads, shape.head_dim) for _ in range(2))
+    pairs: dict[str, tuple[Callable[[Ops], Callable[..., Tensor]], list[Tensor]]] = {
+        "linear": (lambda by: by.linear, [x, up]),
+        "MLP": (lambda by: by.mlp, [x, up, down]),
+        "gate": (lambda by: by.gate, [x[..., :24].contiguous(), narrow]),
+        "smear": (lambda by: by.smear, [x, narrow, one]),
+        "gated values": (lambda by: lambda v, gate, value: by.gated(v, gate, value, most), [v, gate, value]),
+        "sum and norm": (lambda by: lambda *z: by.add_norm(*z)[1], [x, y]),
+        "mix": (lambda by: lambda x, y, r, s: by.mix(x, y, tuple(by.mixing(r, s, x.dtype)[0]))[0], [x, y, one, -one]),
+    }
+    found: dict[str, Any] = {}
+    for name, (operator, inputs) in pairs.items():
+        found |= against_float64(bench, name, operator(ops), operator(plain), inputs)
     heads = shape.heads + 2 * shape.kv_heads
     qkv, share = bench.drawn(2, bench.length, heads, shape.head_dim), bench.drawn(heads, shape.head_dim)
 
     def exact_shift(qkv: Tensor, share: Tensor) -> Tensor:
         return qkv + F.pad(qkv[:, :-1], (0, 0, 0, 0, 1, 0)) * share
 
-    found = against_float64(bench, "linear", ops.linear, plain.linear, [x, wide])
-    across = ops.transposed_linear, plain.transposed_linear
-    found |= against_float64(bench, "transposed linear", *across, [x, wide.t().contiguous()])
-    found |= against_float64(bench, "relu2", ops.relu2, plain.relu2, [x])
-    found |= against_float64(bench, "gate", ops.gate, plain.gate, [x, narrow])
     return found | against_float64(bench, "shift", lambda a, b: shifted(0, a, b), exact_shift, [qkv, share])
 
 
