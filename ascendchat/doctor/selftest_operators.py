@@ -242,6 +242,7 @@ def optimizer(bench: Bench) -> dict[str, Any]:
         first, second, count = torch.zeros_like(here), torch.zeros_like(here), here.new_zeros(())
         for grad in grads:
             flat = grad.flatten().to(place, wide)
+            count += 1
             adamw_update(here, flat, first, second, count, lr=0.01, betas=(0.8, 0.95), decay=0.1, fused=fused)
         return here.cpu().double() - weight.flatten()
 

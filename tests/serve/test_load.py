@@ -136,6 +136,7 @@ def test_two_hundred_clients_beyond_the_queue_are_told_when_to_come_again(tmp_pa
                 for task in busy:
                     task.cancel()
                 await asyncio.wait(busy)
+            async with httpx.AsyncClient(base_url=server.url, timeout=real.PATIENCE) as client:  # idle links may be cut
                 while (answer := await ask(client, 0)).status_code == 503:  # until the worker has heard of it
                     await asyncio.sleep(0.05)
                 assert answer.status_code == 200
