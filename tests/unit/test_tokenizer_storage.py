@@ -197,6 +197,9 @@ def test_a_tokenizer_that_cannot_be_read_is_named(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "tiktoken"))
+    for scheme in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(scheme, "http://127.0.0.1:9")  # nobody there: no machine of the tests reaches a network
     english, _ = write_sources(tmp_path)
     argv = [str(english), "--tokenizer", str(folder), "--against", against.format(tmp=tmp_path)]
     with pytest.raises(UserError, match=message):
