@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ascendchat.device import Device
 from ascendchat.infer.cache import Cache, Marks, Suffixes
+from ascendchat.infer.fused import fused_step
 from ascendchat.infer.inputs import padded_length, stack, to_device
 from ascendchat.infer.noise import columns
 from ascendchat.infer.prefix import Copy
@@ -272,7 +273,9 @@ class Decoder:
         return [{"actual_seq_lengths_kv": self._lengths(count, places)} for places in self.cache.places]
 
     def _model(self, count: int, span: int) -> Callable[[], Logits]:
-        """The first half of a step, compiled once for all modes where that is wanted."""
+        """The first half of a step: by kernels of our own, else compiled once for all modes where that is wanted."""
+        if (fused := fused_step(self)) is not None:
+            return lambda: Logits(*fused.read(count, span))
 
         def read() -> Logits:
             return self._read(count, span)
@@ -288,6 +291,8 @@ class Decoder:
 
     def _choice(self, count: int, mode: Mode) -> Callable[[Logits], Tensor]:
         """The second half."""
+        if mode in PLAIN and (fused := fused_step(self)) is not None:
+            return lambda known: fused.choose(known, random=mode.random)
 
         def choose(known: Logits) -> Tensor:
             return self._extend(count, mode, known)

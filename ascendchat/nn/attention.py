@@ -230,6 +230,11 @@ class Flash(Sdpa):
         self.blocks: dict[tuple[int, int], Any] = {}  # (row length, window) -> FlexAttention's block mask
         self.room = 0  # documents that the bounds of a batch have room for
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may begin while the one before it runs (programmatic dependent launch)."""
+        return torch.cuda.get_device_capability() >= (9, 0)
+
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 

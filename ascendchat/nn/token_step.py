@@ -1,0 +1,242 @@
+"""Our model for one new token per row, the step of decoding, without a compiler: few kernels, one graph. CUDA only.
+
+    step = TokenStep(model, cache.keys, cache.values, cache.raw, cache.places, context)
+    logits, tokens, positions = step(rows, span, slots)     # (B, V) float32; the cache has the new tokens
+
+What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
+compute. So everything around the matrix products is in as few kernels as its dependences allow (token_kernels.py). The
+new token's way through a layer, in eight launches; with FEW rows a product is a sum over the weights, which fuses
+with what stands before and behind it, and there are five, each of which reads its weights before it waits for the one before:
+
+    norm      of the mixed stream; gates of the value embedding          } project
+    (product with `qkv`)                                                 }
+    attend    shift, norm and rotation of queries and keys; into the cache; attention over a part of the keys
+    (product with `out`), norm of the stream with it                     joined: the parts, product, stream
+    (product with `up`), square                                          project
+    (product with `down`)                                                down: the parts are added by who reads them
+
+The formulas are those of gpt.py, whose `extend` computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ascendchat.nn import token_kernels as kernels
+from ascendchat.nn.gpt import GPT, NORM_EPS, Block
+from ascendchat.nn.readout import Float32Readout
+
+FEW = 4  # rows
+TILE = 8192  # weights that a program holds: what its 128 threads have registers for
+HEAD_TILES = 8  # such tiles that a program of the head walks over
+CUTS, KEYS_AT_ONCE, MANY_KEYS = 8, 32, 64  # parts of the keys of a head with few rows; keys read at once, few and many
+DOWN_COLUMNS, DOWN_ROWS = 32, 512  # of `down` that a program holds
+
+
+class Slots(NamedTuple):
+    """State of the rows (slots,) int64, as infer/decode.py keeps it."""
+
+    token: Tensor  # the newest, not yet in the cache
+    override: Tensor  # replaces it where it is not negative
+    previous: Tensor  # the token before
+    length: Tensor  # tokens in the cache
+    target: Tensor  # slot that the row writes to
+
+
+class TokenStep:
+    """A model and the tensors of its cache (infer/cache.py). No weight is copied: they may change in place."""
+
+    def __init__(
+        self,
+        model: GPT,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        raw: Sequence[Tensor],
+        places: Sequence[int],
+        context: int,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """`overlaps`: the chip lets a kernel begin while the one before it runs."""
+        self.model, self.shape, self.context = model, model.shape, context
+        self.keys, self.values, self.raw, self.places = keys, values, raw, places
+        self.place, self.pdl, self.readout = keys[0].device, overlaps, Float32Readout(model.dtype, keys[0].device)
+        self.options: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
+        self.width = triton.next_power_of_2(self.shape.dim)
+        self.tile = max(1, TILE // self.width)
+        self.rope = model.rope(context, model.dtype, self.place)
+
+    def __call__(self, rows: int, span: int, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (rows, V) float32, tokens (rows,) and their positions (rows,); no row sees more than `span` keys."""
+        step = _Few(self, rows, span, slots) if rows <= FEW else _Many(self, rows, span, slots)
+        return step.run(), step.tokens, step.positions
+
+
+class _Step:
+    """What one step works on."""
+
+    def __init__(self, whole: TokenStep, rows: int, span: int, slots: Slots) -> None:
+        self.whole, self.rows, self.span, self.slots = whole, rows, span, slots
+        self.model, self.shape = whole.model, whole.shape
+        self.tokens, self.positions = (torch.empty(rows, dtype=torch.int64, device=whole.place) for _ in range(2))
+        self.first, self.middle = (self.empty(self.shape.dim) for _ in range(2))
+        self.gates, self.unit = self.empty(self.shape.kv_heads), self.empty(self.shape.dim, dtype=self.model.dtype)
+        self.x = self.first  # the stream
+        self.last_is_middle = self.shape.depth // 2 == self.shape.depth - 1
+
+    def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(self.rows, *sizes, dtype=dtype, device=self.whole.place)
+
+    def run(self) -> Tensor:
+        """All layers: (rows, V)."""
+        model, slots, whole = self.model, self.slots, self.whole
+        state = slots.token, slots.override, slots.previous, slots.length
+        written = self.tokens, self.positions, self.first, whole.context - 1
+        sizes = self.shape.dim, whole.width, model.smear_gate.size(1), NORM_EPS
+        kernels.embed[(self.rows,)](*state, model.embed.weight, model.smear, model.smear_gate, *written, *sizes)
+        for layer, block in enumerate(model.blocks):
+            self.layer(layer, block)  # type: ignore[arg-type]
+        return self.logits()
+
+    def layer(self, layer: int, block: Block) -> None:
+        raise NotImplementedError
+
+    def logits(self) -> Tensor:
+        raise NotImplementedError
+
+    def gate(self, block: Block | None) -> tuple[Tensor, dict[str, Any]]:
+        """The gates' weights, if the layer has some, and what kernels are told of them."""
+        weight: Tensor | None = getattr(block, "gate", None)
+        told = {"gated": self.shape.gate_channels, "gate_range": self.shape.constants.gate_range, "eps": NORM_EPS}
+        told["kv_heads"] = 0 if weight is None else self.shape.kv_heads
+        return self.gates if weight is None else weight, told
+
+    def mix(self) -> tuple[Tensor, ...]:
+        """What the stream is mixed of."""
+        model = self.model
+        return self.first, model.residual, model.first
+
+    def norm(self, kind: str, added: Tensor, count: int, layer: int, block: Block | None, keeps: bool) -> None:
+        """`unit`: the norm of the stream with what is to be added; the stream itself is then a new one."""
+        stream, whole = self.empty(self.shape.dim), self.whole
+        weight, told = self.gate(block)
+        tensors = self.x, added, *self.mix(), self.model.backout, self.middle, weight, self.gates, stream, self.unit
+        sizes = {"dim": self.shape.dim, "width": whole.width, "count": count}
+        kernels.norm[(self.rows,)](*tensors, layer, self.rows, kind=kind, keeps=keeps, **sizes, **told)
+        self.x = stream
+
+    def attend(self, layer: int, block: Block, qkv: Tensor, cuts: int, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        whole, shape, slots = self.whole, self.shape, self.slots
+        places, raw, embeds = whole.places[layer], whole.raw[layer], hasattr(block, "gate")
+        block_keys = KEYS_AT_ONCE if cuts > 1 else MANY_KEYS
+        part_keys = triton.cdiv(triton.cdiv(min(self.span, places), cuts), block_keys) * block_keys
+        table = self.model.values[str(layer)].weight if embeds else qkv
+        kernels.attend[(self.rows, shape.heads, cuts)](
+            *(qkv, raw, block.shift, *whole.rope, self.gates, table, self.tokens, slots.target, self.positions),
+            *(whole.keys[layer], whole.values[layer], *out, places, raw.size(1), part_keys),
+            scale=self.model.scale,
+            heads=shape.heads,
+            group=shape.heads // shape.kv_heads,
+            dim=shape.head_dim,
+            width=triton.next_power_of_2(shape.head_dim),
+            parts=cuts,
+            embeds=embeds,
+            block=block_keys,
+            eps=NORM_EPS,
+            pdl=whole.pdl and cuts > 1,
+            **(whole.options if cuts > 1 else {}),
+        )
+
+
+class _Many(_Step):
+    """Matrix products by the library, and one kernel of ours between each two of them."""
+
+    added: Tensor  # to the stream, by the layer before
+
+    def layer(self, layer: int, block: Block) -> None:
+        added, count = (self.added, 1) if layer else (self.unit, 0)
+        self.norm("mixed", added, count, layer, block, keeps=layer == self.shape.depth // 2 + 1)
+        y = self.empty(self.shape.q_dim, dtype=self.model.dtype)
+        self.attend(layer, block, self.unit @ block.qkv.flatten(0, 1).t(), 1, (y, self.gates, self.gates))
+        self.norm("plain", y @ block.out.t(), 1, layer, None, keeps=False)
+        hidden = self.unit @ block.up.t()
+        kernels.square[(triton.cdiv(hidden.numel(), 1024),)](hidden, hidden.numel(), 1024)
+        self.added = hidden @ block.down
+
+    def logits(self) -> Tensor:
+        self.norm("last", self.added, 1, 0, None, keeps=self.last_is_middle)
+        logits = self.whole.readout.product(self.unit, self.model.head[: self.shape.vocab])
+        kernels.cap[(triton.cdiv(logits.numel(), 1024),)](logits, logits.numel(), self.model.softcap, 1024)
+        return logits
+
+
+class _Few(_Step):
+    """Five kernels a layer; the parts that `down` leaves are added by whoever reads the stream."""
+
+    def __init__(self, whole: TokenStep, rows: int, span: int, slots: Slots) -> None:
+        super().__init__(whole, rows, span, slots)
+        shape = self.shape
+        self.count, self.streams = 0, [self.empty(shape.dim) for _ in range(2)]
+        self.cuts = triton.cdiv(shape.mlp_dim, DOWN_ROWS)
+        self.parts = torch.empty(self.cuts, rows, shape.dim, device=whole.place)
+        self.qkv = self.empty(shape.q_dim + 2 * shape.kv_dim, dtype=self.model.dtype)
+        self.hidden = self.empty(shape.mlp_dim)
+        self.attended = self.empty(shape.heads, CUTS, shape.head_dim), *(self.empty(shape.heads, CUTS) for _ in "mt")
+
+    def project(self, kind: str, weight: Tensor, out: Tensor, layer: int, block: Block | None, keeps: bool) -> None:
+        gate, told = self.gate(block)
+        outputs, tiles = out.size(1), HEAD_TILES if kind == "ready" else 1
+        kernels.project[(triton.cdiv(outputs, self.whole.tile * tiles),)](
+            *(self.x, self.parts, *self.mix(), self.middle, gate, self.gates, weight, out, layer, outputs),
+            rows=self.rows,
+            dim=self.shape.dim,
+            width=self.whole.width,
+            count=self.count,
+            tile=self.whole.tile,
+            tiles=tiles,
+            kind=kind,
+            keeps=keeps,
+            softcap=self.model.softcap,
+            pdl=self.whole.pdl,
+            **told,
+            **self.whole.options,
+        )
+
+    def layer(self, layer: int, block: Block) -> None:
+        shape, whole = self.shape, self.whole
+        keeps = layer == shape.depth // 2 + 1
+        self.project("mixed", block.qkv.flatten(0, 1), self.qkv, layer, block, keeps)
+        self.attend(layer, block, self.qkv, CUTS, self.attended)  # type: ignore[arg-type]
+        after, width = self.streams[layer % 2], triton.next_power_of_2(shape.q_dim)
+        tile = max(1, TILE // 2 // width)
+        kernels.joined[(triton.cdiv(shape.dim, tile),)](
+            *(*self.attended, block.out, self.x, self.parts, *self.mix(), after),
+            layer,
+            rows=self.rows,
+            dim=shape.dim,
+            count=self.count,
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            width=width,
+            cuts=CUTS,
+            tile=tile,
+            pdl=whole.pdl,
+            **whole.options,
+        )
+        self.x, self.count = after, 0
+        self.project("plain", block.up, self.hidden, layer, None, False)
+        sizes = self.rows, shape.mlp_dim, shape.dim, DOWN_ROWS, DOWN_COLUMNS, whole.pdl
+        grid = triton.cdiv(shape.dim, DOWN_COLUMNS), self.cuts
+        kernels.down[grid](self.hidden, block.down, self.parts, *sizes, **whole.options)
+        self.count = self.cuts
+
+    def logits(self) -> Tensor:
+        self.norm("last", self.parts, self.count, 0, None, keeps=self.last_is_middle)
+        self.x, self.count, logits = self.unit, 0, self.empty(self.shape.vocab)
+        self.project("ready", self.model.head, logits, 0, None, False)
+        return logits

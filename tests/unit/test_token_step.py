@@ -1,0 +1,99 @@
+"""The kernels of nn/token_step.py equal a plain decoding step of the same model, in logits and in what the cache holds.
+
+They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_token_step.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from ascendchat.device import pick
+from ascendchat.infer.decode import Decoder
+from ascendchat.infer.noise import columns
+from ascendchat.infer.request import Request, Sampling
+from ascendchat.infer.sampling import Mode, Settings, sample, settings_row
+from ascendchat.nn.attention import Reference
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan.shape import Shape
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
+
+CUDA = torch.cuda.is_available()
+if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+PLACE = torch.device("cuda" if CUDA else "cpu")
+CONTEXT = 640
+
+
+def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int]) -> Decoder:
+    """Rows that have read prompts of these lengths."""
+    torch.manual_seed(0)
+    model = GPT(shape)
+    for parameter in model.parameters():  # none of the weights that begin as zero
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.5)
+    model = model.requires_grad_(False).to_compute(dtype).to(PLACE)
+    made = Decoder(model, Reference(), pick(PLACE.type, compiled=False), PLACE, slots=5, context=CONTEXT, graphs=False)
+    requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
+    made.prefill(requests, list(range(len(prompts))), Mode())
+    return made
+
+
+SHAPES = {
+    "plain": Shape.from_depth(3, dim=64, head_dim=16, vocab=300, seq_len=CONTEXT),
+    "windows": Shape.from_depth(4, dim=48, head_dim=16, vocab=270, seq_len=CONTEXT, window_pattern="SL"),
+    "grouped": Shape.from_depth(2, dim=96, head_dim=24, kv_heads=2, vocab=261, seq_len=CONTEXT),
+    "no values": Shape.from_depth(2, dim=64, head_dim=32, vocab=300, seq_len=CONTEXT, value_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("prompts", [[1], [200], [3, 37, 129], [639, 1, 250, 160], [5, 639, 70, 1, 170]], ids=str)
+@pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
+def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int]) -> None:
+    from ascendchat.nn.token_step import Slots, TokenStep
+
+    found, wanted = decoder(shape, torch.float32, prompts), decoder(shape, torch.float32, prompts)
+    rows = len(prompts)
+    found.override[0] = wanted.override[0] = 7
+    cache = found.cache
+    step = TokenStep(found.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
+    with torch.no_grad():
+        slots = Slots(found.token, found.override, found.previous, found.length, found.target)
+        logits, tokens, positions = step(rows, 640, slots)
+        exact = wanted._read(rows, 640)
+    assert torch.equal(tokens, exact.token)
+    assert torch.equal(positions, exact.position)
+    torch.testing.assert_close(logits, exact.logits, atol=2e-4, rtol=1e-4)
+    held = wanted.cache
+    both = zip((*cache.keys, *cache.values, *cache.raw), (*held.keys, *held.values, *held.raw), strict=True)
+    for one, other in both:
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["greedy", "random"])
+def test_the_choice_equals_the_plain_one(random: bool) -> None:
+    """Rows with and without noise, seeds and positions of any size; equal logits, of which the first is taken."""
+    from ascendchat.infer.choice import State, choose
+
+    vocab, rows = 2500, 6
+    torch.manual_seed(1)
+    logits = torch.randn(rows, vocab, device=PLACE) * 3
+    logits[0, 40] = logits[0, 1700] = logits.max() + 1  # a tie
+    heat = [0.0, 0.0, 1.0, 0.7, 2.0, 0.01] if random else [0.0] * rows
+    lines = [settings_row(Sampling(temperature=t, seed=7**n)) for n, t in enumerate(heat)]
+    settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
+    position = torch.tensor([0, 5, 1, 2047, 40000, 17], device=PLACE)
+    blocks = columns(vocab, PLACE)
+    token, previous, override, length = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30, 40))
+    state = State(token, previous, override, length, torch.ones((), dtype=torch.int64, device=PLACE))
+    read = torch.arange(rows, device=PLACE) + 100
+    report = choose(logits, read, position, settings, blocks, state, random=random)
+    chosen, logprob = sample(logits, settings, position, Mode(random=random), blocks=blocks)
+    assert report[0].long().tolist() == chosen.tolist()
+    torch.testing.assert_close(report[1], logprob, atol=1e-5, rtol=1e-5)
+    assert torch.equal(state.token, chosen)
+    assert torch.equal(state.previous, read)
+    assert (state.override == -1).all()
+    assert state.length.tolist() == list(range(41, 41 + rows))
