@@ -19,7 +19,7 @@ from torch import Tensor
 from ascendchat.infer import noise
 from ascendchat.infer.sampling import LEAST_TEMPERATURE, Settings
 
-BLOCK = 1024  # tokens of a program
+FEW, BLOCK, MANY_BLOCK = 16, 1024, 4096  # tokens of a program, with few rows and many
 
 LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (noise.LEFT, noise.RIGHT, noise.WIDE, noise.NARROW))
 ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (noise.ROUNDS, noise.LANES, noise.KEYS))
@@ -152,12 +152,13 @@ def choose(
     """logits (B, V) float32; `read`, `position` (B,): the tokens of this step and where they stand; `blocks`:
     noise.columns. (2, B) float32."""
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, BLOCK)
+    block = BLOCK if rows <= FEW else MANY_BLOCK
+    parts = triton.cdiv(vocab, block)
     best, most, total = (torch.empty(rows, parts, device=logits.device) for _ in range(3))
     column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     found: tuple[Any, ...] = best, column, most, total
     _look[rows, parts](
-        logits, settings.temperature, settings.seed, position, blocks, *found, vocab, random=random, block=BLOCK
+        logits, settings.temperature, settings.seed, position, blocks, *found, vocab, random=random, block=block
     )
     report = torch.empty(2, rows, device=logits.device)
     width = triton.next_power_of_2(parts)

@@ -1,16 +1,14 @@
 """Triton kernels of a decoding step: token_step.py puts them together, and says what each is for. CUDA only.
 
 Shapes: B rows, C width, H query heads, K key-value heads, D channels per head. Sums and the residual stream are
-float32, weights and cache have the model's dtype. `pdl`: the kernel may be started while the one before it still runs; it reads
-its weights first, and waits before it reads anything that a kernel has written.
+float32, weights and cache have the model's dtype. `pdl`: the kernel may be started while the one before it still runs;
+it reads its weights first, and waits before it reads anything that a kernel has written.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-NONE = tl.constexpr(-1.0e30)  # the largest of no scores
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,10 +109,12 @@ def norm(  # type: ignore[no-untyped-def]
     gated: tl.constexpr,
     gate_range: tl.constexpr,
     eps: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """The stream of a row and its norm."""
     r, c = tl.program_id(0), tl.arange(0, width)
     inside, at = c < dim, r * dim
+    _wait(pdl)
     s = _summed(x, added, r, c, inside, rows, dim, count)
     if keeps:
         tl.store(middle + at + c, s, mask=inside)
@@ -131,9 +131,10 @@ def norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def square(x, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def square(x, count, block: tl.constexpr, pdl: tl.constexpr):  # type: ignore[no-untyped-def]
     """ReLU² in place."""
     i = tl.program_id(0) * block + tl.arange(0, block)
+    _wait(pdl)
     value = tl.maximum(tl.load(x + i, mask=i < count, other=0.0).to(tl.float32), 0.0)
     tl.store(x + i, (value * value).to(x.dtype.element_ty), mask=i < count)
 
@@ -167,9 +168,8 @@ def attend(  # type: ignore[no-untyped-def]
     positions,
     keys,
     values,
-    out,  # (B, H, parts, D): of exp(score - most) * value; with one part the attention itself, (B, H, D)
-    most,  # (B, H, parts): the largest score
-    totals,  # (B, H, parts): of exp(score - most)
+    out,  # (B, H, parts, D): weighted sums of values; with one part the attention itself, (B, H, D)
+    totals,  # (B, H, parts): of the weights
     places,
     marks,
     part_keys,
@@ -181,10 +181,15 @@ def attend(  # type: ignore[no-untyped-def]
     parts: tl.constexpr,
     embeds: tl.constexpr,
     block: tl.constexpr,
+    stages: tl.constexpr,
     eps: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One head of one row over a part of the keys. The first part also has the new key, and writes into the cache."""
+    """One head of one row over a part of the keys. The first part also has the new key, and writes into the cache.
+
+    Queries and keys are normalised, so no score is above `scale * dim`: that is the zero of all exponents, and neither
+    parts nor keys need to know of each other's largest score.
+    """
     r, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, width)
     inside = c < dim
@@ -195,9 +200,23 @@ def attend(  # type: ignore[no-untyped-def]
     new, old = qkv + r * every, raw + (slot * marks + (position + 1) % 2) * every
     cosine, sine = _vector(cos + position * dim, c, inside), _vector(sin + position * dim, c, inside)
     query = _turned(new, old, share, cosine, sine, h * dim, c, inside, dim, eps) * scale
-    place = position % places
-    greatest, total = tl.full((), NONE, tl.float32), tl.full((), 0.0, tl.float32)
-    found = tl.zeros((width,), tl.float32)
+    bound: tl.constexpr = scale * dim
+    place = (position % places).to(tl.int32)
+    seen = tl.minimum(position, places).to(tl.int32)  # all keys before this one, or a whole ring
+    row = (r.to(tl.int64) * places * kv_heads + kv) * dim
+    row_keys, row_values = keys + row, values + row
+    weights, sums = tl.zeros((block,), tl.float32), tl.zeros((block, width), tl.float32)
+    for begin in tl.range(part * part_keys, tl.minimum((part + 1) * part_keys, seen), block, num_stages=stages):
+        i = begin + tl.arange(0, block)
+        there = (i < seen) & (i != place)  # the oldest of a full ring lies where the new one goes
+        at, shown = i[:, None] * (kv_heads * dim) + c[None, :], there[:, None] & inside[None, :]
+        cached = tl.load(row_keys + at, mask=shown, other=0.0).to(tl.float32)
+        content = tl.load(row_values + at, mask=shown, other=0.0).to(tl.float32)
+        scores = tl.sum(cached * query[None, :], axis=1)
+        weight = tl.where(there, tl.exp(scores - bound), 0.0)
+        weights += weight
+        sums += content * weight[:, None]
+    total, found = tl.sum(weights, axis=0), tl.sum(sums, axis=0)
     if part == 0:
         kept = raw + (slot * marks + position % 2) * every
         tl.store(kept + h * dim + c, tl.load(new + h * dim + c, mask=inside), mask=inside)
@@ -214,29 +233,14 @@ def attend(  # type: ignore[no-untyped-def]
             mine = ((slot * places + place) * kv_heads + kv) * dim + c
             tl.store(keys + mine, key, mask=inside)
             tl.store(values + mine, small, mask=inside)
-        greatest, total = tl.sum(query * key.to(tl.float32), axis=0), total + 1.0
-        found += small.to(tl.float32)
-    seen = tl.minimum(position, places).to(tl.int32)  # all keys before this one, or a whole ring
-    start = (r.to(tl.int64) * places * kv_heads + kv) * dim
-    for begin in range(part * part_keys, tl.minimum((part + 1) * part_keys, seen), block):
-        i = begin + tl.arange(0, block)
-        there = (i < seen) & (i != place)  # the oldest of a full ring lies where the new one goes
-        at = start + i[:, None] * (kv_heads * dim) + c[None, :]
-        shown = there[:, None] & inside[None, :]
-        cached = tl.load(keys + at, mask=shown, other=0.0).to(tl.float32)
-        content = tl.load(values + at, mask=shown, other=0.0).to(tl.float32)
-        scores = tl.where(there, tl.sum(cached * query[None, :], axis=1), -float("inf"))
-        larger = tl.maximum(greatest, tl.max(scores, axis=0))
-        weights, factor = tl.exp(scores - larger), tl.exp(greatest - larger)
-        total = total * factor + tl.sum(weights, axis=0)
-        found = found * factor + tl.sum(content * weights[:, None], axis=0)
-        greatest = larger
+        own = tl.exp(tl.sum(query * key.to(tl.float32), axis=0) - bound)
+        total += own
+        found += own * small.to(tl.float32)
     mine = (r * heads + h) * parts + part
     if parts == 1:
         tl.store(out + mine * dim + c, (found / total).to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + mine * dim + c, found, mask=inside)
-        tl.store(most + mine, greatest)
         tl.store(totals + mine, total)
 
 
@@ -311,7 +315,6 @@ def project(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def joined(  # type: ignore[no-untyped-def]
     sums,
-    most,
     totals,
     weight,
     x,
@@ -339,14 +342,10 @@ def joined(  # type: ignore[no-untyped-def]
     _wait(pdl)
     for r in tl.static_range(rows):
         at = (r * heads + c // head_dim) * cuts
-        greatest = tl.full((width,), NONE, tl.float32)
-        for cut in tl.static_range(cuts):
-            greatest = tl.maximum(greatest, tl.load(most + at + cut, mask=inside, other=NONE))
         total, found = tl.zeros((width,), tl.float32), tl.zeros((width,), tl.float32)
         for cut in tl.static_range(cuts):
-            factor = tl.exp(tl.load(most + at + cut, mask=inside, other=NONE) - greatest)
-            total += factor * tl.load(totals + at + cut, mask=inside, other=1.0)
-            found += factor * tl.load(sums + (at + cut) * head_dim + c % head_dim, mask=inside, other=0.0)
+            total += tl.load(totals + at + cut, mask=inside, other=1.0)
+            found += tl.load(sums + (at + cut) * head_dim + c % head_dim, mask=inside, other=0.0)
         y = tl.where(inside, found / total, 0.0)
         s = _summed(x, parts, r, n, mine, rows, dim, count) * _rounded(residual + layer, weight)
         s += _vector(first + r * dim, n, mine) * _rounded(scale + layer, weight)

@@ -6,7 +6,8 @@
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
 compute. So everything around the matrix products is in as few kernels as its dependences allow (token_kernels.py). The
 new token's way through a layer, in eight launches; with FEW rows a product is a sum over the weights, which fuses
-with what stands before and behind it, and there are five, each of which reads its weights before it waits for the one before:
+with what stands before and behind it, and there are five, each of which reads its weights before it waits for the one
+before:
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }
@@ -31,10 +32,19 @@ from ascendchat.nn import token_kernels as kernels
 from ascendchat.nn.gpt import GPT, NORM_EPS, Block
 from ascendchat.nn.readout import Float32Readout
 
-FEW = 4  # rows
-TILE = 8192  # weights that a program holds: what its 128 threads have registers for
-HEAD_TILES = 8  # such tiles that a program of the head walks over
-CUTS, KEYS_AT_ONCE, MANY_KEYS = 8, 32, 64  # parts of the keys of a head with few rows; keys read at once, few and many
+
+class Tiles(NamedTuple):
+    """How `attend` walks over the keys."""
+
+    keys: int  # at once
+    stages: int  # so many of these are under way
+    warps: int
+
+
+FEW, SOME = 4, 128  # rows
+TILE, HEAD_TILES = 8192, 4  # weights that a program holds; such tiles that a program of the head walks over
+CUTS = 8  # parts of the keys of a head with few rows
+FEW_TILES, SOME_TILES, MANY_TILES = Tiles(32, 1, 1), Tiles(32, 3, 4), Tiles(16, 3, 2)  # up to FEW, SOME rows; more
 DOWN_COLUMNS, DOWN_ROWS = 32, 512  # of `down` that a program holds
 
 
@@ -126,15 +136,15 @@ class _Step:
         stream, whole = self.empty(self.shape.dim), self.whole
         weight, told = self.gate(block)
         tensors = self.x, added, *self.mix(), self.model.backout, self.middle, weight, self.gates, stream, self.unit
-        sizes = {"dim": self.shape.dim, "width": whole.width, "count": count}
-        kernels.norm[(self.rows,)](*tensors, layer, self.rows, kind=kind, keeps=keeps, **sizes, **told)
+        told |= {"dim": self.shape.dim, "width": whole.width, "count": count, "keeps": keeps, "pdl": whole.pdl}
+        kernels.norm[(self.rows,)](*tensors, layer, self.rows, kind=kind, **told, **whole.options)
         self.x = stream
 
-    def attend(self, layer: int, block: Block, qkv: Tensor, cuts: int, out: tuple[Tensor, Tensor, Tensor]) -> None:
+    def attend(self, layer: int, block: Block, qkv: Tensor, cuts: int, out: tuple[Tensor, Tensor]) -> None:
         whole, shape, slots = self.whole, self.shape, self.slots
         places, raw, embeds = whole.places[layer], whole.raw[layer], hasattr(block, "gate")
-        block_keys = KEYS_AT_ONCE if cuts > 1 else MANY_KEYS
-        part_keys = triton.cdiv(triton.cdiv(min(self.span, places), cuts), block_keys) * block_keys
+        tiles = FEW_TILES if self.rows <= FEW else SOME_TILES if self.rows <= SOME else MANY_TILES
+        part_keys = triton.cdiv(triton.cdiv(min(self.span, places), cuts), tiles.keys) * tiles.keys
         table = self.model.values[str(layer)].weight if embeds else qkv
         kernels.attend[(self.rows, shape.heads, cuts)](
             *(qkv, raw, block.shift, *whole.rope, self.gates, table, self.tokens, slots.target, self.positions),
@@ -146,10 +156,12 @@ class _Step:
             width=triton.next_power_of_2(shape.head_dim),
             parts=cuts,
             embeds=embeds,
-            block=block_keys,
+            block=tiles.keys,
+            stages=tiles.stages,
             eps=NORM_EPS,
-            pdl=whole.pdl and cuts > 1,
-            **(whole.options if cuts > 1 else {}),
+            pdl=whole.pdl,
+            num_warps=tiles.warps,
+            **whole.options,
         )
 
 
@@ -162,10 +174,11 @@ class _Many(_Step):
         added, count = (self.added, 1) if layer else (self.unit, 0)
         self.norm("mixed", added, count, layer, block, keeps=layer == self.shape.depth // 2 + 1)
         y = self.empty(self.shape.q_dim, dtype=self.model.dtype)
-        self.attend(layer, block, self.unit @ block.qkv.flatten(0, 1).t(), 1, (y, self.gates, self.gates))
+        self.attend(layer, block, self.unit @ block.qkv.flatten(0, 1).t(), 1, (y, self.gates))
         self.norm("plain", y @ block.out.t(), 1, layer, None, keeps=False)
         hidden = self.unit @ block.up.t()
-        kernels.square[(triton.cdiv(hidden.numel(), 1024),)](hidden, hidden.numel(), 1024)
+        grid, whole = (triton.cdiv(hidden.numel(), 1024),), self.whole
+        kernels.square[grid](hidden, hidden.numel(), 1024, whole.pdl, **whole.options)
         self.added = hidden @ block.down
 
     def logits(self) -> Tensor:
@@ -186,7 +199,7 @@ class _Few(_Step):
         self.parts = torch.empty(self.cuts, rows, shape.dim, device=whole.place)
         self.qkv = self.empty(shape.q_dim + 2 * shape.kv_dim, dtype=self.model.dtype)
         self.hidden = self.empty(shape.mlp_dim)
-        self.attended = self.empty(shape.heads, CUTS, shape.head_dim), *(self.empty(shape.heads, CUTS) for _ in "mt")
+        self.attended = self.empty(shape.heads, CUTS, shape.head_dim), self.empty(shape.heads, CUTS)
 
     def project(self, kind: str, weight: Tensor, out: Tensor, layer: int, block: Block | None, keeps: bool) -> None:
         gate, told = self.gate(block)
@@ -211,7 +224,7 @@ class _Few(_Step):
         shape, whole = self.shape, self.whole
         keeps = layer == shape.depth // 2 + 1
         self.project("mixed", block.qkv.flatten(0, 1), self.qkv, layer, block, keeps)
-        self.attend(layer, block, self.qkv, CUTS, self.attended)  # type: ignore[arg-type]
+        self.attend(layer, block, self.qkv, CUTS, self.attended)
         after, width = self.streams[layer % 2], triton.next_power_of_2(shape.q_dim)
         tile = max(1, TILE // 2 // width)
         kernels.joined[(triton.cdiv(shape.dim, tile),)](

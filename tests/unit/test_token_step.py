@@ -35,7 +35,9 @@ def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int]) -> Decoder:
     for parameter in model.parameters():  # none of the weights that begin as zero
         torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.5)
     model = model.requires_grad_(False).to_compute(dtype).to(PLACE)
-    made = Decoder(model, Reference(), pick(PLACE.type, compiled=False), PLACE, slots=5, context=CONTEXT, graphs=False)
+    device = pick(PLACE.type, compiled=False)
+    torch.set_float32_matmul_precision("highest")  # after `pick`, which allows tf32
+    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False)
     requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
     made.prefill(requests, list(range(len(prompts))), Mode())
     return made
@@ -68,8 +70,8 @@ def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int]) -> None:
     torch.testing.assert_close(logits, exact.logits, atol=2e-4, rtol=1e-4)
     held = wanted.cache
     both = zip((*cache.keys, *cache.values, *cache.raw), (*held.keys, *held.values, *held.raw), strict=True)
-    for one, other in both:
-        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+    for one, other in both:  # the last slot takes what nobody wants, in no order
+        torch.testing.assert_close(one[:-1], other[:-1], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["greedy", "random"])
