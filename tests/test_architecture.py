@@ -51,7 +51,7 @@ NEEDS_TORCH = {
 # The one module that imports an optional or heavy dependency.
 OWNERS = {
     "torch_npu": {"device", "nn.attention"},
-    "triton": {"nn.one_query", "nn.heads", "nn.token_kernels", "nn.token_step", "infer.choice"},
+    "triton": {"nn.one_query", "nn.heads", "nn.token_kernels", "nn.row_kernels", "nn.token_step", "infer.choice"},
     "transformers": {"hf"},
     "peft": {"hf"},
     "tensorboard": {"record"},

@@ -217,6 +217,11 @@ class Decoder:
 
     # ---- the next token of every row -----------------------------------------------------------
 
+    def force(self, tokens: dict[int, int]) -> None:
+        """By slot: what the next step reads in place of the token that the row has chosen."""
+        if tokens:
+            self.override[self.put(list(tokens))] = self.put(list(tokens.values()))
+
     @torch.no_grad()
     def step(self, rows: int, longest: int, mode: Mode) -> Tensor:
         """Extend slots 0 to rows - 1, of which none will hold more than `longest` tokens; (2 or more, at least rows).

@@ -37,7 +37,7 @@ from torch import Tensor
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder
-from ascendchat.infer.generator import Weights
+from ascendchat.infer.generator import Weights, check_fit
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
 from ascendchat.infer.job import Job, PendingPass
@@ -52,6 +52,7 @@ from ascendchat.nn.model import LanguageModel
 
 # Prompt tokens that are read between two decoding steps, where the device works on its own and where it does not
 PREFILL_TOKENS = {True: 16384, False: 512}
+TOGETHER = 8  # of a batch, an eighth of all slots enters together: a pass over few prompts costs as much as over many
 
 PauseMode = Literal["wait", "abort", "keep"]
 
@@ -99,6 +100,7 @@ class Engine:
         self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse, self._written_in)
         self.reading = Reading(self.prefixes)
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
+        self._group = 1  # requests that enter together at least, while others run
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -108,8 +110,12 @@ class Engine:
             raise RuntimeError("the engine is paused, and would never answer: resume() it first")
         jobs = [self._job(request) for request in requests]
         self.waiting.extend(jobs)
-        while not all(job.done for job in jobs):
-            self.step()
+        self._group = max(1, len(self.running) // TOGETHER)  # nobody waits for a single one of them
+        try:
+            while not all(job.done for job in jobs):
+                self.step()
+        finally:
+            self._group = 1
         return [job.completion for job in jobs]
 
     def stream(self, request: Request) -> EngineStream:
@@ -130,14 +136,7 @@ class Engine:
 
     def fits(self, weights: Weights) -> None:
         """Weights that `load` would not take are a ValueError."""
-        own = self.decoder.model.state_dict()
-        if odd := sorted(set(own) ^ set(weights)):
-            problem = "missing" if odd[0] in own else "unknown"
-            raise ValueError(f"these weights do not fit the model: {odd[0]} is {problem}")
-        for name, tensor in own.items():
-            if weights[name].shape != tensor.shape:
-                sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
-                raise ValueError(f"these weights do not fit the model: {name} is {sizes}")
+        check_fit(self.decoder.model.state_dict(), weights)
 
     def pause(self, mode: PauseMode) -> None:
         """Let no waiting request in until resume(). Running ones: "wait", they are finished by further steps, or by
@@ -213,6 +212,8 @@ class Engine:
         if not self.waiting:
             return
         free = self._free()
+        if len(free) < min(self._group, len(self.waiting), len(self.running)):
+            return
         top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
         while self.waiting and free:
             job = self.waiting.popleft()
@@ -272,12 +273,14 @@ class Engine:
         if any(job is not None and job.matcher is not None for job in self.running):
             self._collect(0)
         self._dismiss()
+        forced = {}
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
                 self._accept(job, job.forced.popleft(), None)
             if job.forced and job.launched >= job.force_from and not job.done:
-                self.decoder.override[job.slot] = job.forced[0]
+                forced[job.slot] = job.forced[0]
                 self._accept(job, job.forced.popleft(), None)
+        self.decoder.force(forced)
         jobs = [job for job in self.running if job is not None and 0 < job.launched < job.limit]
         if bound := [job for job in jobs if job.matcher is not None]:
             self._restrict(bound)
@@ -332,9 +335,9 @@ class Engine:
                     continue
                 token, answer = ids[column], job.completion
                 if job.plain and token not in job.watched and len(answer.ids) + 1 < job.limit:  # the usual case, fast
-                    answer.ids.append(token)
-                    answer.forced.append(False)
-                    answer.versions.append(version)
+                    answer.add(token, version)
+                    if job.request.sampling.logprobs:
+                        answer.logprobs.append(logprobs[column])
                     continue
                 self._accept(job, token, logprobs[column], number, version, tops[column])
 
@@ -353,9 +356,7 @@ class Engine:
         forced, answer, sampling = logprob is None, job.completion, job.request.sampling
         stops = token in job.stops and not forced
         if not stops or sampling.keep_stop:
-            answer.ids.append(token)
-            answer.forced.append(forced)
-            answer.versions.append(self.version if version is None else version)
+            answer.add(token, self.version if version is None else version, forced)
             if sampling.logprobs:
                 answer.logprobs.append(logprob)
             if sampling.top_logprobs:

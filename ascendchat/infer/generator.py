@@ -66,3 +66,14 @@ class Generator(Protocol):
 def prompt_room(context: int, max_tokens: int) -> int:
     """Tokens that a prompt may have so that the answer has its max_tokens, or half of the context."""
     return context - min(max_tokens, context // 2)
+
+
+def check_fit(own: Weights, weights: Weights) -> None:
+    """Weights with other names or shapes than the model's own are a ValueError."""
+    if odd := sorted(set(own) ^ set(weights)):
+        problem = "missing" if odd[0] in own else "unknown"
+        raise ValueError(f"these weights do not fit the model: {odd[0]} is {problem}")
+    for name, tensor in own.items():
+        if weights[name].shape != tensor.shape:
+            sizes = f"{tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
+            raise ValueError(f"these weights do not fit the model: {name} is {sizes}")

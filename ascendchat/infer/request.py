@@ -110,3 +110,9 @@ class Completion:
     # of each id when asked for: the likeliest tokens and their log probabilities, best first; none where forced
     tops: list[list[tuple[int, float]]] = field(default_factory=list)
     cached_tokens: int = 0  # tokens of the prompt that were still in the cache
+
+    def add(self, token: int, version: int, forced: bool = False) -> None:
+        """The next id, by weights of this version."""
+        self.ids.append(token)
+        self.forced.append(forced)
+        self.versions.append(version)

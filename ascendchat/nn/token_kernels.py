@@ -1,4 +1,5 @@
-"""Triton kernels of a decoding step: token_step.py puts them together, and says what each is for. CUDA only.
+"""Triton kernels of a decoding step, and parts of such: token_step.py puts them together, and says what each is for.
+CUDA only; row_kernels.py has the matrix products of few rows.
 
 Shapes: B rows, C width, H query heads, K key-value heads, D channels per head. Sums and the residual stream are
 float32, weights and cache have the model's dtype. `pdl`: the kernel may be started while the one before it still runs;
@@ -12,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _wait(pdl: tl.constexpr):  # type: ignore[no-untyped-def]
+def wait(pdl: tl.constexpr):  # type: ignore[no-untyped-def]
     """The next kernel may start; this one goes on when the one before is over."""
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
@@ -20,28 +21,28 @@ def _wait(pdl: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rounded(pointer, like):  # type: ignore[no-untyped-def]
+def rounded(pointer, like):  # type: ignore[no-untyped-def]
     """A float32 number as the model's dtype has it."""
     return tl.load(pointer).to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _vector(pointer, c, inside):  # type: ignore[no-untyped-def]
+def vector(pointer, c, inside):  # type: ignore[no-untyped-def]
     """Channels c in float32, zeros outside."""
     return tl.load(pointer + c, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _unit(x, dim: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
+def unit_of(x, dim: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
     """RMS norm of a vector that is padded with zeros."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gates(gates, r, gate, unit, c, kv_heads: tl.constexpr, gated: tl.constexpr, gate_range: tl.constexpr):  # type: ignore[no-untyped-def]
+def gates_of(gates, r, gate, unit, c, kv_heads: tl.constexpr, gated: tl.constexpr, gate_range: tl.constexpr):  # type: ignore[no-untyped-def]
     """How much of the value embedding each key-value head of row r takes."""
     for h in tl.static_range(kv_heads):
-        weight = _vector(gate + h * gated, c, c < gated)
+        weight = vector(gate + h * gated, c, c < gated)
         tl.store(gates + r * kv_heads + h, gate_range * tl.sigmoid(tl.sum(weight * unit, axis=0)))
 
 
@@ -70,18 +71,18 @@ def embed(  # type: ignore[no-untyped-def]
     chosen = tl.where(forced >= 0, forced, tl.load(token + r))
     tl.store(tokens + r, chosen)
     tl.store(positions + r, tl.minimum(tl.load(length + r), last))
-    own = _unit(_vector(table + chosen * dim, c, inside), dim, eps)
-    before = _unit(_vector(table + tl.load(previous + r) * dim, c, inside), dim, eps)
-    share = _rounded(smear, table) * tl.sigmoid(tl.sum(own * _vector(gate, c, c < gated), axis=0))
+    own = unit_of(vector(table + chosen * dim, c, inside), dim, eps)
+    before = unit_of(vector(table + tl.load(previous + r) * dim, c, inside), dim, eps)
+    share = rounded(smear, table) * tl.sigmoid(tl.sum(own * vector(gate, c, c < gated), axis=0))
     tl.store(first + r * dim + c, own + share * before, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _summed(x, parts, r, c, inside, rows, dim: tl.constexpr, count: tl.constexpr):  # type: ignore[no-untyped-def]
+def summed(x, parts, r, c, inside, rows, dim: tl.constexpr, count: tl.constexpr):  # type: ignore[no-untyped-def]
     """Channels c of the stream of row r: what was there, and `count` parts (rows, C) that were added."""
-    total = _vector(x + r * dim, c, inside)
+    total = vector(x + r * dim, c, inside)
     for part in tl.static_range(count):
-        total += _vector(parts + (part * rows + r) * dim, c, inside)
+        total += vector(parts + (part * rows + r) * dim, c, inside)
     return total
 
 
@@ -114,27 +115,27 @@ def norm(  # type: ignore[no-untyped-def]
     """The stream of a row and its norm."""
     r, c = tl.program_id(0), tl.arange(0, width)
     inside, at = c < dim, r * dim
-    _wait(pdl)
-    s = _summed(x, added, r, c, inside, rows, dim, count)
+    wait(pdl)
+    s = summed(x, added, r, c, inside, rows, dim, count)
     if keeps:
         tl.store(middle + at + c, s, mask=inside)
     if kind == "mixed":
-        s = s * _rounded(residual + layer, out) + _vector(first + at, c, inside) * _rounded(scale + layer, out)
+        s = s * rounded(residual + layer, out) + vector(first + at, c, inside) * rounded(scale + layer, out)
     elif kind == "last":
-        half = s if keeps else _vector(middle + at, c, inside)
-        s -= _rounded(backout, out) * half
-    unit = _unit(s, dim, eps)
+        half = s if keeps else vector(middle + at, c, inside)
+        s -= rounded(backout, out) * half
+    unit = unit_of(s, dim, eps)
     tl.store(stream + at + c, s, mask=inside)
     tl.store(out + at + c, unit.to(out.dtype.element_ty), mask=inside)
     if kv_heads:
-        _gates(gates, r, gate, unit, c, kv_heads, gated, gate_range)
+        gates_of(gates, r, gate, unit, c, kv_heads, gated, gate_range)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def square(x, count, block: tl.constexpr, pdl: tl.constexpr):  # type: ignore[no-untyped-def]
     """ReLU² in place."""
     i = tl.program_id(0) * block + tl.arange(0, block)
-    _wait(pdl)
+    wait(pdl)
     value = tl.maximum(tl.load(x + i, mask=i < count, other=0.0).to(tl.float32), 0.0)
     tl.store(x + i, (value * value).to(x.dtype.element_ty), mask=i < count)
 
@@ -142,7 +143,7 @@ def square(x, count, block: tl.constexpr, pdl: tl.constexpr):  # type: ignore[no
 @triton.jit  # type: ignore[untyped-decorator]
 def _shifted(new, old, share, at, inside):  # type: ignore[no-untyped-def]
     """Channels of the new token's projection with its share of the token before."""
-    own, before = _vector(new, at, inside), _vector(old, at, inside)
+    own, before = vector(new, at, inside), vector(old, at, inside)
     return own + before * tl.load(share + at, mask=inside, other=0.0).to(new.dtype.element_ty).to(tl.float32)
 
 
@@ -152,6 +153,39 @@ def _turned(new, old, share, cos, sin, at, c, inside, dim: tl.constexpr, eps: tl
     x = _shifted(new, old, share, at + c, inside)
     swapped = _shifted(new, old, share, at + (c + dim // 2) % dim, inside)
     return (x * cos + swapped * sin) * tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep(  # type: ignore[no-untyped-def]
+    new,
+    old,
+    kept,
+    share,
+    cos,
+    sin,
+    at,
+    keys,
+    values,
+    added,
+    h,
+    c,
+    inside,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    eps: tl.constexpr,
+):
+    """The new key and value of a head, into the cache (at `at`); their projections into `kept`, for the next token."""
+    k, v = (heads + h // group) * dim, (heads + heads // group + h // group) * dim
+    tl.store(kept + h * dim + c, tl.load(new + h * dim + c, mask=inside), mask=inside)
+    key = _turned(new, old, share, cos, sin, k, c, inside, dim, eps).to(keys.dtype.element_ty)
+    value = (_shifted(new, old, share, v + c, inside) + added).to(values.dtype.element_ty)
+    if h % group == 0:
+        tl.store(kept + k + c, tl.load(new + k + c, mask=inside), mask=inside)
+        tl.store(kept + v + c, tl.load(new + v + c, mask=inside), mask=inside)
+        tl.store(keys + at + c, key, mask=inside)
+        tl.store(values + at + c, value, mask=inside)
+    return key.to(tl.float32), value.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -193,12 +227,12 @@ def attend(  # type: ignore[no-untyped-def]
     r, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, width)
     inside = c < dim
-    _wait(pdl)
+    wait(pdl)
     slot, position = tl.load(slots + r), tl.load(positions + r)
     kv_heads: tl.constexpr = heads // group
     kv, every = h // group, (heads + 2 * kv_heads) * dim
     new, old = qkv + r * every, raw + (slot * marks + (position + 1) % 2) * every
-    cosine, sine = _vector(cos + position * dim, c, inside), _vector(sin + position * dim, c, inside)
+    cosine, sine = vector(cos + position * dim, c, inside), vector(sin + position * dim, c, inside)
     query = _turned(new, old, share, cosine, sine, h * dim, c, inside, dim, eps) * scale
     bound: tl.constexpr = scale * dim
     place = (position % places).to(tl.int32)
@@ -218,24 +252,17 @@ def attend(  # type: ignore[no-untyped-def]
         sums += content * weight[:, None]
     total, found = tl.sum(weights, axis=0), tl.sum(sums, axis=0)
     if part == 0:
-        kept = raw + (slot * marks + position % 2) * every
-        tl.store(kept + h * dim + c, tl.load(new + h * dim + c, mask=inside), mask=inside)
-        k, v = (heads + kv) * dim, (heads + kv_heads + kv) * dim
-        key = _turned(new, old, share, cosine, sine, k, c, inside, dim, eps).to(keys.dtype.element_ty)
-        value = _shifted(new, old, share, v + c, inside)
+        kept, added = raw + (slot * marks + position % 2) * every, tl.zeros((width,), tl.float32)
         if embeds:
-            embedded = _vector(table + (tl.load(tokens + r) * kv_heads + kv) * dim, c, inside)
-            value += tl.load(gates + r * kv_heads + kv) * embedded
-        small = value.to(values.dtype.element_ty)
-        if h % group == 0:
-            tl.store(kept + k + c, tl.load(new + k + c, mask=inside), mask=inside)
-            tl.store(kept + v + c, tl.load(new + v + c, mask=inside), mask=inside)
-            mine = ((slot * places + place) * kv_heads + kv) * dim + c
-            tl.store(keys + mine, key, mask=inside)
-            tl.store(values + mine, small, mask=inside)
-        own = tl.exp(tl.sum(query * key.to(tl.float32), axis=0) - bound)
+            embedded = vector(table + (tl.load(tokens + r) * kv_heads + kv) * dim, c, inside)
+            added += tl.load(gates + r * kv_heads + kv) * embedded
+        at = ((slot * places + place) * kv_heads + kv) * dim
+        key, value = _keep(
+            new, old, kept, share, cosine, sine, at, keys, values, added, h, c, inside, heads, group, dim, eps
+        )
+        own = tl.exp(tl.sum(query * key, axis=0) - bound)
         total += own
-        found += own * small.to(tl.float32)
+        found += own * value
     mine = (r * heads + h) * parts + part
     if parts == 1:
         tl.store(out + mine * dim + c, (found / total).to(out.dtype.element_ty), mask=inside)
@@ -245,137 +272,13 @@ def attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _capped(x, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
+def capped(x, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
     """softcap * tanh(x / softcap)."""
     return softcap * (2.0 * tl.sigmoid(x * (2.0 / softcap)) - 1.0)
-
-
-# ---- products of few rows ---------------------------------------------------------------------------
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def project(  # type: ignore[no-untyped-def]
-    x,
-    parts,
-    first,
-    residual,
-    scale,
-    middle,
-    gate,
-    gates,
-    weight,
-    out,
-    layer,
-    outputs,
-    rows: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-    count: tl.constexpr,
-    tile: tl.constexpr,
-    tiles: tl.constexpr,
-    kind: tl.constexpr,  # "mixed", "plain" as for `norm`, then ReLU²; "ready": x is the norm, of the model's dtype
-    keeps: tl.constexpr,
-    kv_heads: tl.constexpr,
-    gated: tl.constexpr,
-    gate_range: tl.constexpr,
-    softcap: tl.constexpr,
-    eps: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    """The norm of the stream times `weight` (outputs, C): projections, ReLU² of `up`, logits within their bound."""
-    c, own = tl.arange(0, width), tl.program_id(0) == 0
-    inside = c < dim
-    n = tl.program_id(0) * tile * tiles + tl.arange(0, tile)
-    held = tl.load(weight + n[:, None] * dim + c[None, :], mask=(n < outputs)[:, None] & inside[None, :], other=0.0)
-    _wait(pdl)
-    for number in tl.static_range(tiles):
-        if number:
-            n += tile
-            shown = (n < outputs)[:, None] & inside[None, :]
-            held = tl.load(weight + n[:, None] * dim + c[None, :], mask=shown, other=0.0)
-        for r in tl.static_range(rows):
-            s = _summed(x, parts, r, c, inside, rows, dim, count)
-            if kind == "mixed":
-                if keeps and own:
-                    tl.store(middle + r * dim + c, s, mask=inside)
-                s = s * _rounded(residual + layer, weight)
-                s += _vector(first + r * dim, c, inside) * _rounded(scale + layer, weight)
-            unit = s if kind == "ready" else _unit(s, dim, eps)
-            if kv_heads > 0 and own:
-                _gates(gates, r, gate, unit, c, kv_heads, gated, gate_range)
-            found = tl.sum(held.to(tl.float32) * unit[None, :], axis=1)
-            if kind == "plain":
-                found = tl.maximum(found, 0.0)
-                found = found * found
-            elif kind == "ready":
-                found = _capped(found, softcap)
-            tl.store(out + r * outputs + n, found.to(out.dtype.element_ty), mask=n < outputs)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def joined(  # type: ignore[no-untyped-def]
-    sums,
-    totals,
-    weight,
-    x,
-    parts,
-    first,
-    residual,
-    scale,
-    out,
-    layer,
-    rows: tl.constexpr,
-    dim: tl.constexpr,
-    count: tl.constexpr,
-    heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    width: tl.constexpr,
-    cuts: tl.constexpr,
-    tile: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    """The stream that entered the layer, plus attention joined from its parts times `weight` (C, H * D)."""
-    c, n = tl.arange(0, width), tl.program_id(0) * tile + tl.arange(0, tile)
-    full: tl.constexpr = heads * head_dim
-    inside, mine = c < full, n < dim
-    held = tl.load(weight + n[:, None] * full + c[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
-    _wait(pdl)
-    for r in tl.static_range(rows):
-        at = (r * heads + c // head_dim) * cuts
-        total, found = tl.zeros((width,), tl.float32), tl.zeros((width,), tl.float32)
-        for cut in tl.static_range(cuts):
-            total += tl.load(totals + at + cut, mask=inside, other=1.0)
-            found += tl.load(sums + (at + cut) * head_dim + c % head_dim, mask=inside, other=0.0)
-        y = tl.where(inside, found / total, 0.0)
-        s = _summed(x, parts, r, n, mine, rows, dim, count) * _rounded(residual + layer, weight)
-        s += _vector(first + r * dim, n, mine) * _rounded(scale + layer, weight)
-        tl.store(out + r * dim + n, s + tl.sum(held.to(tl.float32) * y[None, :], axis=1), mask=mine)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def down(  # type: ignore[no-untyped-def]
-    hidden,
-    weight,
-    parts,
-    rows: tl.constexpr,
-    inner: tl.constexpr,
-    dim: tl.constexpr,
-    tall: tl.constexpr,
-    wide: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    """hidden (B, inner) times `weight` (inner, C): the part (B, C) of `tall` rows of it."""
-    n, part = tl.program_id(0) * wide + tl.arange(0, wide), tl.program_id(1)
-    m, mine = part * tall + tl.arange(0, tall), n < dim
-    held = tl.load(weight + m[:, None] * dim + n[None, :], mask=(m < inner)[:, None] & mine[None, :], other=0.0)
-    _wait(pdl)
-    for r in tl.static_range(rows):
-        h = _vector(hidden + r * inner, m, m < inner)
-        tl.store(parts + (part * rows + r) * dim + n, tl.sum(held.to(tl.float32) * h[:, None], axis=0), mask=mine)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cap(x, count, softcap: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bound of the logits, in place."""
     i = tl.program_id(0) * block + tl.arange(0, block)
-    tl.store(x + i, _capped(tl.load(x + i, mask=i < count, other=0.0), softcap), mask=i < count)
+    tl.store(x + i, capped(tl.load(x + i, mask=i < count, other=0.0), softcap), mask=i < count)

@@ -4,7 +4,7 @@
     logits, tokens, positions = step(rows, span, slots)     # (B, V) float32; the cache has the new tokens
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
-compute. So everything around the matrix products is in as few kernels as its dependences allow (token_kernels.py). The
+compute. So everything around the matrix products is in as few kernels as its dependences allow. The
 new token's way through a layer, in eight launches; with FEW rows a product is a sum over the weights, which fuses
 with what stands before and behind it, and there are five, each of which reads its weights before it waits for the one
 before:
@@ -28,6 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ascendchat.nn import row_kernels
 from ascendchat.nn import token_kernels as kernels
 from ascendchat.nn.gpt import GPT, NORM_EPS, Block
 from ascendchat.nn.readout import Float32Readout
@@ -204,7 +205,7 @@ class _Few(_Step):
     def project(self, kind: str, weight: Tensor, out: Tensor, layer: int, block: Block | None, keeps: bool) -> None:
         gate, told = self.gate(block)
         outputs, tiles = out.size(1), HEAD_TILES if kind == "ready" else 1
-        kernels.project[(triton.cdiv(outputs, self.whole.tile * tiles),)](
+        row_kernels.project[(triton.cdiv(outputs, self.whole.tile * tiles),)](
             *(self.x, self.parts, *self.mix(), self.middle, gate, self.gates, weight, out, layer, outputs),
             rows=self.rows,
             dim=self.shape.dim,
@@ -227,7 +228,7 @@ class _Few(_Step):
         self.attend(layer, block, self.qkv, CUTS, self.attended)
         after, width = self.streams[layer % 2], triton.next_power_of_2(shape.q_dim)
         tile = max(1, TILE // 2 // width)
-        kernels.joined[(triton.cdiv(shape.dim, tile),)](
+        row_kernels.joined[(triton.cdiv(shape.dim, tile),)](
             *(*self.attended, block.out, self.x, self.parts, *self.mix(), after),
             layer,
             rows=self.rows,
@@ -245,7 +246,7 @@ class _Few(_Step):
         self.project("plain", block.up, self.hidden, layer, None, False)
         sizes = self.rows, shape.mlp_dim, shape.dim, DOWN_ROWS, DOWN_COLUMNS, whole.pdl
         grid = triton.cdiv(shape.dim, DOWN_COLUMNS), self.cuts
-        kernels.down[grid](self.hidden, block.down, self.parts, *sizes, **whole.options)
+        row_kernels.down[grid](self.hidden, block.down, self.parts, *sizes, **whole.options)
         self.count = self.cuts
 
     def logits(self) -> Tensor:

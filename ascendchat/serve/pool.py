@@ -45,7 +45,7 @@ from ascendchat.serve.ticket import Failure, Overloaded, Ticket, joined
 __all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
 
 DIED = -1  # as the version in what a worker says last
-MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up
+MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up, or be killed before they are ready
 
 
 class Pool:
@@ -271,13 +271,13 @@ class Pool:
         if self.closing:
             self.feed()  # close() need not wait any longer if these were the last
             return False
-        if not self.started.done():
+        if not self.started.done() and not (process.killed and process.early_deaths < MOST_ATTEMPTS):
             text = f"worker {process.index} ended while it opened the model ({how}); its error stands above"
             self.started.set_exception(UserError(text))
             return False
         if self.failed:
             return False
-        say(f"worker {process.index} has died ({how}); it is started again")
+        say(f"worker {process.index} has died ({how}); it is started again")  # whoever was killed is not to blame
         self.feed()
         return True
 

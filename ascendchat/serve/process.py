@@ -42,6 +42,7 @@ class Process:
         self.changes: dict[int, asyncio.Future[Done]] = {}  # not yet done
         self.restarts = 0
         self.early_deaths = 0  # in a row, before it had answered anything
+        self.killed = False  # the last one ended by a signal
         self.proven = False  # it has answered something since it was started
         self.heard = 0.0  # time of its last word
         self.timer: asyncio.TimerHandle | None = None
@@ -53,12 +54,13 @@ class Process:
             try:
                 self.child = await self.pool.child()
             except OSError as error:  # no memory, too many processes
-                how = f"no process can be started: {error}"
+                how, self.killed = f"no process can be started: {error}", False
             else:
                 self.watch()
                 self.child.open(Open(self.pool.config, self.index), self.take)
                 await self.child.gone.wait()
-                how = ended(await self.child.end())
+                status = await self.child.end()
+                how, self.killed = ended(status), status is not None and status < 0
             self.early_deaths = 0 if self.proven else self.early_deaths + 1
             if not self.pool.lost(self, how):
                 return

@@ -19,7 +19,8 @@ from warm_process import nursery
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.serve import child
-from ascendchat.serve.messages import Part
+from ascendchat.serve.child import Child
+from ascendchat.serve.messages import Open, Part
 from ascendchat.serve.pool import MOST_ATTEMPTS, Failure, Overloaded, Pool, Process
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,33 @@ def test_only_the_first_worker_that_cannot_open_the_model_is_heard(
 
     real.run(test)
     assert "second" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_worker_that_is_killed_while_it_opens_the_model_is_not_to_blame(
+    home: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """It is started again, as one that has answered would be; but not for ever."""
+    opened, begin = [], Child.open
+
+    def struck(child: Child, message: Open, take: Callable[[Any], None]) -> None:
+        begin(child, message, take)
+        opened.append(child)
+        if len(opened) <= kills:
+            os.kill(child.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Child, "open", struck)
+
+    async def test() -> None:
+        async with real.pool(home) as pool:
+            assert len(pool.ready) == 1
+            assert len(opened) == 3
+
+    if kills == 3:
+        with pytest.raises(UserError, match=r"while it opened the model \(signal 9\)"):
+            real.run(test)
+    else:
+        real.run(test)
 
 
 class Shared:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
+from typing import Any
 
 import engine_models as make
 import pytest
@@ -239,6 +241,34 @@ def test_requests_can_join_while_others_run(device: Device) -> None:
         engine.step()
     for request, job in zip(requests, jobs):
         assert_greedy(model, request, job.completion.ids)
+
+
+def test_of_a_batch_several_enter_together(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over prompts costs nearly the same for one as for many, and nobody waits for the first answer."""
+    model = make.model(5, seq_len=16)
+    requests = greedy_requests(random.Random(5), model.shape.vocab, 256)
+    requests = [replace(request, prompt=request.prompt[:4]) for request in requests]
+    passes = {"batch": 0, "one by one": 0}
+    answers = {}
+    for way in passes:
+        engine = make.engine(model, device, Sdpa(), slots=64, context=CONTEXT)
+        prefill = engine.decoder.prefill
+
+        def counted(*arguments: Any, way: str = way, prefill: Any = prefill) -> Any:
+            passes[way] += 1
+            return prefill(*arguments)
+
+        monkeypatch.setattr(engine.decoder, "prefill", counted)
+        if way == "batch":
+            answers[way] = [answer.ids for answer in engine.generate(requests)]
+            continue
+        jobs = [engine.add(request) for request in requests]
+        while not all(job.done for job in jobs):
+            engine.step()
+        answers[way] = [job.completion.ids for job in jobs]
+    assert answers["batch"] == answers["one by one"]
+    assert passes["batch"] <= 0.75 * passes["one by one"], passes
+    assert engine._group == 1
 
 
 def test_a_prompt_that_cannot_be_answered_is_refused(device: Device) -> None:
