@@ -26,7 +26,7 @@ def check_folder(folder: Path) -> None:
     there = folder
     if any(part.endswith(":") for part in folder.parts):  # s3://bucket/x, which Path has taken a slash from
         address = str(folder).replace(":/", "://", 1)
-        raise UserError(f"{address} is an address, and only a folder can be written; give --out DIR, then copy it there")
+        raise UserError(f"{address} is an address, and only a folder can be written; write one, then copy it there")
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():

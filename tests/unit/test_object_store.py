@@ -218,5 +218,5 @@ def test_the_cache_leaves_half_of_the_disk_free(
 
 
 def test_an_address_is_no_folder_to_write_into() -> None:
-    with pytest.raises(UserError, match="^s3://bucket/words is an address"):
+    with pytest.raises(UserError, match=r"^s3://bucket/words is an address"):
         check_folder(Path("s3://bucket/words"))  # as `data prepare --out` and `tokenizer train --out` do
