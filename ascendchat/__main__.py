@@ -10,6 +10,6 @@ if sys.version_info[:2] < OLDEST:  # here, before anything that an older Python 
     )
     sys.exit(2)
 
-from ascendchat.cli import main
+from ascendchat.cli import main  # noqa: E402 (not before the check)
 
 sys.exit(main())
