@@ -317,25 +317,6 @@ def test_device_files_closed_to_the_user_name_the_group(tmp_path: Path, monkeypa
 # ------------------------------------------------------------------------------------------------ around the chips
 
 
-def test_missing_and_broken_wheels_are_told_apart(tmp_path: Path) -> None:
-    broken = Probe({**WHEELS.values, "tiktoken": None, "pyarrow": "!libarrow.so: wrong ELF class"})
-    told(checks_system.wheels(laptop(tmp_path, wheels=broken)), "fail", "missing: tiktoken", "wrong ELF class")
-    broken = Probe({**WHEELS.values, "regex": None})  # every tokenizer needs it
-    told(checks_system.wheels(laptop(tmp_path, wheels=broken)), "fail", "missing: regex", "pip install regex")
-    fallback = Probe({**WHEELS.values, "rustbpe": None})
-    told(checks_system.wheels(laptop(tmp_path, wheels=fallback)), "warn", "pip install rustbpe")
-
-
-@pytest.mark.parametrize(("name", "use"), [("zstandard", ".zst"), ("pyarrow", ".parquet"), ("httpx", "data fetch")])
-def test_a_wheel_that_only_some_files_need_stops_nobody(tmp_path: Path, name: str, use: str) -> None:
-    """The first stage of a recipe is the doctor: what the recipe does not need must not end it."""
-    for state in (None, "!wrong ELF class"):
-        machine = laptop(tmp_path, wheels=Probe({**WHEELS.values, name: state}))
-        check = checks_system.wheels(machine)
-        told(check, "warn", name, f"not possible without: {use}")
-        assert not any(c.status == "fail" for c in checks.run_checks(machine))
-
-
 def test_memory_limit_of_the_container_counts(tmp_path: Path) -> None:
     put(tmp_path / "proc/meminfo", "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 60000000 kB\n")
     told(checks_system.memory(laptop(tmp_path)), "ok", "64.0 GiB")
