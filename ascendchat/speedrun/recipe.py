@@ -138,7 +138,8 @@ def merged(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
         return own
     if path in before:
         raise UserError(f"{path}: recipes are like each other in a circle; leave one `like` out")
-    other = merged(find_recipe(str(own["like"])), (*before, path))
+    beside = path.parent / str(own["like"])  # a recipe and what it is like travel together
+    other = merged(beside if beside.is_file() else find_recipe(str(own["like"])), (*before, path))
     added = dict(other.get("settings") or {})
     for command, settings in (own.get("settings") or {}).items():
         added[command] = {**(added.get(command) or {}), **(settings or {})}

@@ -136,3 +136,11 @@ def test_the_lines_of_a_stage_are_read_as_it_writes_them(tmp_path: Path, monkeyp
     screen.live = True
     assert speedrun.run_command(["help", "setup"], screen) == 0
     assert "用法" in "\n".join(screen.tail)
+
+
+def test_a_recipe_is_like_the_file_beside_it_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "first.yaml").write_text("stages: [{base: {depth: 3}}]")
+    path = own(tmp_path / "mine", "like: first.yaml\nrun: second")
+    monkeypatch.chdir(tmp_path)
+    assert speedrun.read_recipe(path).settings_of("base") == {"depth": 3}
