@@ -15,5 +15,5 @@ if [ -z "${RECIPE:-}" ]; then
 fi
 python="$here/.venv/bin/python"
 [ -x "$python" ] || python=python3
-cd "$here"
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"  # no `cd`: --sets DIR and RECIPE=my.yaml are seen from here
 exec "$python" -m ascendchat speedrun --recipe "$RECIPE" "$@"

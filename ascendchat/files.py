@@ -24,6 +24,9 @@ def flush(path: Path) -> None:
 def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be made or written, before hours of work begin. Leaves nothing behind."""
     there = folder
+    if any(part.endswith(":") for part in folder.parts):  # s3://bucket/x, which Path has taken a slash from
+        address = str(folder).replace(":/", "://", 1)
+        raise UserError(f"{address} is an address, and only a folder can be written; write one, then copy it there")
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():

@@ -228,6 +228,21 @@ def _value(name: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
+def accept_all(cls: type, settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """The settings of a YAML file by the names of the fields, in their types and ranges; errors begin with `where`."""
+    spellings, kinds = _flags(cls), _types(cls)
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        field = spellings.get(_plain(str(key)))
+        if field is None and _is_left_out(cls, _plain(str(key)), value, f"{where}: {key}"):
+            continue
+        if field is None:
+            names = [f.name for f in dataclasses.fields(cls)]
+            raise UserError(f"{where}: unknown setting {key}; {nearest(_plain(str(key)), names)}")
+        values[field.name] = accept(f"{where}: {key}", field, kinds[field.name], value)
+    return values
+
+
 def parse(cls: type[C], argv: list[str]) -> C:
     """Build the command's config from its flags and its YAML file, or raise UserError with the nearest valid name."""
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -236,16 +251,7 @@ def parse(cls: type[C], argv: list[str]) -> C:
     takes_words = any(f.metadata.get("words") for f in fields.values())
     if config_file is None and len(words) == 1 and words[0].endswith((".yaml", ".yml")) and not takes_words:
         config_file = words.pop()
-    values: dict[str, Any] = {}
-    if config_file is not None:
-        spellings = _flags(cls)
-        for key, value in load_yaml(config_file).items():
-            field = spellings.get(_plain(str(key)))
-            if field is None and _is_left_out(cls, _plain(str(key)), value, f"{config_file}: {key}"):
-                continue
-            if field is None:
-                raise UserError(f"{config_file}: unknown setting {key}; {nearest(_plain(str(key)), list(fields))}")
-            values[field.name] = accept(f"{config_file}: {key}", field, kinds[field.name], value)
+    values = accept_all(cls, load_yaml(config_file), config_file) if config_file is not None else {}
     values.update(given)
     receiver = next((f for f in fields.values() if f.metadata.get("words")), None)
     if words and receiver is None:

@@ -75,6 +75,7 @@ def has_documents(manifest: dict[str, Any], split: str) -> bool:
 class Corpus:
     """One split of a prepared folder, memory-mapped, or of one in an object store, read by blocks."""
 
+    name: str  # the folder or address as it was given: Path would take a slash from s3://
     tokens: int  # bos included
     documents: int
     text_bytes: int  # UTF-8 bytes of the text, the denominator of bits per byte
@@ -84,9 +85,9 @@ class Corpus:
     bos: int
     vocab_size: int
 
-    def __init__(self, folder: Path, split: str, manifest: dict[str, Any], store: Store | None = None) -> None:
-        about = manifest["splits"][split]
-        self.folder, self.split, self._store = folder, split, store
+    def __init__(self, name: str, split: str, manifest: dict[str, Any], store: Store | None = None) -> None:
+        about, folder = manifest["splits"][split], Path(name)
+        self.name, self.folder, self.split, self._store = name, folder, split, store
         self.tokens, self.documents, self.text_bytes = about["tokens"], about["documents"], about["text_bytes"]
         self.tokenizer, self.bos, self.vocab_size = manifest["tokenizer"], manifest["bos"], manifest["vocab_size"]
         self.token_dtype = TOKEN_DTYPES[manifest["dtype"]]
@@ -103,9 +104,9 @@ class Corpus:
             remedy = "prepare it again with --val-source FILE or a larger --val-fraction"
             raise UserError(f"{folder} has no {split} documents (it has: {have}); {remedy}")
         if is_remote(folder):
-            return cls(Path(folder), split, manifest, Store(str(folder), manifest["files"]))
+            return cls(str(folder), split, manifest, Store(str(folder), manifest["files"]))
         _check_sizes(Path(folder), manifest, split)
-        return cls(Path(folder), split, manifest)
+        return cls(str(folder), split, manifest)
 
     def _array(self, part: Path, kind: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """All of a small file."""
@@ -118,7 +119,7 @@ class Corpus:
         parts = [self._array(part, "lengths", np.dtype("<u4")) for part in self._parts]
         lengths = np.concatenate(parts).astype(np.int64)
         if len(lengths) != self.documents or int(lengths.sum()) != self.tokens:
-            raise UserError(f"{self.folder}: documents and manifest disagree; run: ascendchat data prepare again")
+            raise UserError(f"{self.name}: documents and manifest disagree; run: ascendchat data prepare again")
         return lengths
 
     @functools.cached_property

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -21,11 +22,13 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ascendchat.config import UserError, home
+from ascendchat.data.fetch.redact import redact
 
 BLOCK = 1 << 18  # bytes that are read at once; a multiple of every token's size
 SUM = 16  # hex digits of the checksum of a block
@@ -52,13 +55,18 @@ def _sum(block: bytes) -> str:
 
 def _open(url: str) -> tuple[Any, str]:
     """(file system, path in it) of fsspec."""
+    if urlsplit(url).password is not None:
+        raise UserError(
+            f"{redact(url)} has a password in it, which every record of the run would keep; leave it out and give it "
+            "to fsspec: in the variables that the store reads, or in ~/.config/fsspec/conf.json"
+        )
     try:
         core = importlib.import_module("fsspec.core")
     except ImportError:
         raise UserError(f"reading {url} needs fsspec: pip install fsspec, and for s3:// also s3fs") from None
     try:
         fs, path = core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # it names the package that knows this kind of address
+    except Exception as error:  # noqa: BLE001 (of any store; a missing package is named in it)
         raise UserError(f"{url} cannot be read: {error}; install what it names, or copy the folder to a disk") from None
     return fs, str(path).rstrip("/")
 
@@ -77,11 +85,12 @@ def _read(fs: Any, path: str, url: str, part: tuple[int, int] | None) -> bytes |
             return bytes(fs.cat_file(path, start=begin, end=end))
         except FileNotFoundError:
             return None
-        except (OSError, TimeoutError) as error:
-            if attempt + 1 == TRIES or isinstance(error, PermissionError):
+        except Exception as error:  # noqa: BLE001 (each store has errors of its own, such as NoCredentialsError)
+            passing = isinstance(error, (OSError, TimeoutError)) and not isinstance(error, PermissionError)
+            if attempt + 1 == TRIES or not passing:
                 raise UserError(
-                    f"{path} of {url} cannot be read: {error}; check the address and the credentials that the store "
-                    "wants, then run the same command again"
+                    f"{path} of {url} cannot be read: {error or type(error).__name__}; check the address and the "
+                    "credentials that the store wants, then run the same command again"
                 ) from None
             time.sleep(0.5 * 2**attempt)
     return None
@@ -110,7 +119,8 @@ class RemoteArray:
 
 
 class Cache:
-    """Blocks on the local disk, at most `limit` bytes: the ones that were not used for longest go first."""
+    """Blocks on the local disk, at most `limit` bytes, and at most half of what is free there, which checkpoints need
+    too: the blocks that were not used for longest go first."""
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit, self._lock = folder, limit, threading.Lock()
@@ -127,10 +137,14 @@ class Cache:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """Not flushed to the disk: a block that was damaged is noticed by its checksum."""
+        """Not flushed to the disk: a block that was damaged is noticed by its checksum. A full disk stops nobody: the
+        block is read from the store again."""
         beside = self.folder / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
-        beside.write_bytes(data)
-        os.replace(beside, self.folder / key)
+        try:
+            beside.write_bytes(data)
+            os.replace(beside, self.folder / key)
+        except OSError:
+            beside.unlink(missing_ok=True)
         with self._lock:
             self._grown += len(data)
             if self._grown < self.limit / 16:  # other processes add blocks too: look again from time to time
@@ -147,6 +161,7 @@ class Cache:
                 continue
             there.append((about.st_mtime, about.st_size, entry.name))
         total = sum(size for _, size, _ in there)
+        self.limit = min(self.limit, (total + shutil.disk_usage(self.folder).free) / 2)
         for _, size, name in sorted(there):
             if total <= self.limit * 15 / 16:
                 break

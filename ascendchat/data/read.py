@@ -19,6 +19,7 @@ import bz2
 import csv
 import glob
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -197,6 +198,15 @@ def _values(file: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tu
         yield from _csv(text, "\t" if kind == ".tsv" else ",", name, field, tally)
 
 
+def need(module: str, name: str) -> Any:
+    """A library that only some files need, or the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise UserError(f"reading {name} needs {package} ({error}): pip install {package}") from None
+
+
 def unpack(file: IO[bytes], packing: str) -> IO[bytes]:
     """The decompressed stream of an open file; packing is "", ".gz", ".bz2", ".xz" or ".zst"."""
     if packing == ".gz":
@@ -216,23 +226,22 @@ class _Zstd(io.RawIOBase):
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.held, self.rest = file, b"", b""
         self.frame: Any = None  # the frame that has begun and not ended
+        self.zstandard = need("zstandard", getattr(file, "name", ".zst"))
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        import zstandard
-
         while not self.held:
             packed = self.rest or self.file.read(1 << 17)
             if not packed:
                 if self.frame is not None:
                     raise EOFError("the file ends in the middle")
                 return 0
-            self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
+            self.frame = self.frame or self.zstandard.ZstdDecompressor().decompressobj()
             try:
                 self.held, self.rest = self.frame.decompress(packed), b""
-            except zstandard.ZstdError as error:
+            except self.zstandard.ZstdError as error:
                 raise EOFError(str(error)) from None
             if self.frame.eof:
                 self.frame, self.rest = None, self.frame.unused_data
@@ -339,11 +348,9 @@ def _csv(text: IO[str], delimiter: str, name: str, field: str, tally: Tally) -> 
 
 
 def _parquet(file: IO[bytes], name: str, field: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
+    pyarrow, parquet = need("pyarrow", name), need("pyarrow.parquet", name)
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file)
         if field not in table.schema_arrow.names:
             raise UserError(
                 f"{name} has no column {field!r}: {nearest(field, table.schema_arrow.names)}; use --field NAME"

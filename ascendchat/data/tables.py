@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar, cast
 
 from ascendchat.config import UserError
 from ascendchat.data import read
-from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, unpack
+from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, need, unpack
 from ascendchat.record.console import inert
 
 TableRow = dict[str, Any]
@@ -39,9 +39,7 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
     """(where, row) of a file; in place of a row that is not UTF-8 or not JSON, the ValueError that says so."""
     kind, packing = format_of(path.name)
     if kind == ".parquet":
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as table:
+        with need("pyarrow.parquet", str(path)).ParquetFile(path) as table:
             every = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
             yield from ((f"row {number}", row) for number, row in enumerate(every, 1))
         return

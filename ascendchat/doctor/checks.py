@@ -30,8 +30,14 @@ from ascendchat.doctor import probe
 from ascendchat.doctor.probe import Probe
 
 Status = Literal["ok", "warn", "fail", "skip"]
-REQUIRED = ["numpy", "yaml", "rich", "safetensors", "httpx", "pyarrow", "zstandard", "tiktoken", "tokenizers"]
-OPTIONAL = ["rustbpe"]
+REQUIRED = ["numpy", "yaml", "rich", "safetensors", "regex", "tiktoken"]  # no stage of any recipe works without these
+OPTIONAL = {  # module -> what is not possible without it; whoever needs it is told then
+    "httpx": "data fetch",
+    "pyarrow": ".parquet",
+    "zstandard": ".zst",
+    "tokenizers": "Hugging Face tokenizers",
+    "rustbpe": "tokenizer train (fast)",
+}
 VENDOR = ["decorator", "attr", "scipy", "psutil", "cloudpickle"]  # CANN's Python tools import these
 
 
@@ -162,7 +168,7 @@ def gather(lang: str, deep: bool = False, root: Path = Path("/")) -> Machine:
     with ThreadPoolExecutor(max_workers=8) as pool:
         torch = pool.submit(probe.ask_torch, environ)
         npu = pool.submit(probe.ask_npu, environ) if "torch_npu" in versions else None
-        wheels = pool.submit(probe.ask_wheels, REQUIRED + OPTIONAL + VENDOR, environ)
+        wheels = pool.submit(probe.ask_wheels, [*REQUIRED, *OPTIONAL, *VENDOR], environ)
         npu_smi = pool.submit(smi.read, "npu-smi")
         nvidia_smi = pool.submit(smi.read, "nvidia-smi")
         mirror = None if offline else pool.submit(probe.reach, environ.get("HF_ENDPOINT") or HUGGING_FACE)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ascendchat.chips import cpu_count
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.data import verify
-from ascendchat.doctor.checks import OPTIONAL, REQUIRED, VENDOR, Check, Machine, gib
+from ascendchat.doctor.checks import OPTIONAL, REQUIRED, VENDOR, Check, Machine, Status, gib
 
 DISTRIBUTION = {"yaml": "pyyaml", "attr": "attrs"}  # module -> what pip calls it
 HCCL_PORTS = range(60000, 60032)  # host side of HCCL, unless HCCL_IF_BASE_PORT moves it
@@ -35,24 +35,22 @@ def wheels(m: Machine) -> Check:
     if not m.wheels.ok:
         return m.fault("wheels", "not tried", said=m.wheels.error.splitlines()[-1])
     versions = m.wheels.values
-    required = REQUIRED + (VENDOR if m.has_chip else [])
-    missing = [DISTRIBUTION.get(n, n) for n in required if versions.get(n) is None]
+    absent = [n for n in [*REQUIRED, *(VENDOR if m.has_chip else []), *OPTIONAL] if versions.get(n) is None]
+    missing = [DISTRIBUTION.get(n, n) for n in absent]
     broken = {n: str(v)[1:] for n, v in versions.items() if str(v or "").startswith("!")}
     if missing or broken:
         parts = [m.say(f"missing: {', '.join(missing)}", f"缺少：{', '.join(missing)}")] if missing else []
         parts += [m.say(f"{n} cannot be imported: {why}", f"{n} 无法导入：{why}") for n, why in broken.items()]
         names = " ".join(missing + [DISTRIBUTION.get(n, n) for n in broken])
-        fatal = any(DISTRIBUTION.get(n, n) in missing or n in broken for n in REQUIRED)
-        return m.fault(
-            "wheels",
-            "missing",
-            status="fail" if fatal else "warn",
-            found="; ".join(parts),
-            fix=f"pip install --force-reinstall {names}" if broken else f"pip install {names}",
-        )
-    if versions.get("rustbpe") is None:
-        return m.fault("wheels", "no rustbpe")
-    shown = [f"{n} {versions[n]}".strip() for n in ("numpy", "pyarrow", "tiktoken", "tokenizers", *OPTIONAL)]
+        fix = f"pip install --force-reinstall {names}" if broken else f"pip install {names}"
+        found, wrong = "; ".join(parts), [*absent, *broken]
+        if any(n not in OPTIONAL for n in wrong):
+            status: Status = "fail" if any(n in REQUIRED for n in wrong) else "warn"
+            return m.fault("wheels", "missing", status=status, found=found, fix=fix)
+        if wrong == ["rustbpe"]:
+            return m.fault("wheels", "no rustbpe", found=found, fix=fix)
+        return m.fault("wheels", "optional", found=found, uses=", ".join(OPTIONAL[n] for n in wrong), fix=fix)
+    shown = [f"{n} {versions[n]}".strip() for n in ("numpy", "pyarrow", "tiktoken", "tokenizers", "rustbpe")]
     return Check("wheels", "ok", ", ".join(shown))
 
 

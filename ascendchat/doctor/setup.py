@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -186,13 +187,18 @@ def lines(m: Machine, todo: Sequence[Step], kind: str) -> list[str]:
     shown.append("")
     for number, step in enumerate(todo, 1):
         shown.append(f"{number}. {step.why}" + m.say(" (by hand)", "（需手动）") * step.by_hand)
-        shown.append(f"   $ {step.command}")
+        shown.append(f"   $ {without_secrets(step.command)}")
     automatic = ", ".join(str(number) for number, step in enumerate(todo, 1) if not step.by_hand)
     shown.append("")
     if automatic:
         shown.append(m.say(f"ascendchat setup --yes runs {automatic}", f"ascendchat setup --yes 会执行 {automatic}"))
     shown.append(m.say("then: ascendchat doctor", "然后：ascendchat doctor"))
     return shown
+
+
+def without_secrets(command: str) -> str:
+    """To be shown: without the name and password of a private index, which would stay in logs."""
+    return re.sub(r"(?<=://)[^\s/]+@", "***@", command)
 
 
 def clone() -> Path:
@@ -218,7 +224,7 @@ def perform(todo: Sequence[Step]) -> int:
         if step.by_hand:
             continue
         words = shlex.split(step.command)
-        print(f"\n$ {step.command}", flush=True)
+        print(f"\n$ {without_secrets(step.command)}", flush=True)
         done = subprocess.run([sys.executable, "-m", *words], cwd=folder, check=False)
         if done.returncode:
             raise UserError(

@@ -41,10 +41,10 @@ def corpora_of(config: EvalBaseConfig, opened: Opened) -> list[Corpus]:
         if opened.tokenizer.fingerprint != corpus.tokenizer:
             if isinstance(opened.model, CausalLM):
                 raise UserError(
-                    f"{corpus.folder} was not prepared with this model's tokenizer, and corpora are prepared with ours "
+                    f"{corpus.name} was not prepared with this model's tokenizer, and corpora are prepared with ours "
                     "only; score a Hugging Face model with --eval core"
                 )
-            raise UserError(f"{corpus.folder} was not prepared with this model's tokenizer; prepare it again with it")
+            raise UserError(f"{corpus.name} was not prepared with this model's tokenizer; prepare it again with it")
     return corpora
 
 
@@ -85,7 +85,7 @@ def score_model(
     new = {name: NewResults(opened.stage_folder, {"evaluation": name, **common}, here.main) for name in config.eval}
     token_bytes = np.asarray(tokenizer.token_bytes(), dtype=np.int64)
     for corpus in corpora:
-        name, bits = str(corpus.folder), _corpus(scorer, corpus, limit, config.eval_tokens, token_bytes, say)
+        name, bits = corpus.name, _corpus(scorer, corpus, limit, config.eval_tokens, token_bytes, say)
         new["bpb"].add(name, bits["tokens_asked"], bits["tokens_in_split"], bits, source=None)
         result.setdefault("bpb", {})[name] = bits | {"settings": machine | settings}
     if tasks:
@@ -106,6 +106,6 @@ def _corpus(
     bits = corpus_bits(scorer, corpus, seq_len, most, token_bytes)
     cut = most and corpus.tokens > most
     note = f", the first of {corpus.tokens}" if cut else ""
-    say(f"bits per byte {bits.bits_per_byte:.4f} on {corpus.folder} ({bits.tokens} tokens{note}; {bits.seconds:.1f} s)")
+    say(f"bits per byte {bits.bits_per_byte:.4f} on {corpus.name} ({bits.tokens} tokens{note}; {bits.seconds:.1f} s)")
     asked = most if cut else corpus.tokens
     return {**asdict(bits), "corpus": corpus.fingerprint, "tokens_in_split": corpus.tokens, "tokens_asked": asked}

@@ -14,6 +14,7 @@ import glob
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ascendchat.chips import find
+from ascendchat.config import UserError
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.fetch import folder_of
+from ascendchat.data.mixture import parse_entry
 from ascendchat.files import write_atomic
 from ascendchat.record import run_folder
-from ascendchat.speedrun.ledger import Ledger
+from ascendchat.speedrun.ledger import Ledger, alone
 from ascendchat.speedrun.recipe import (
     ON_DEVICES,
     Recipe,
@@ -85,7 +88,7 @@ def outputs_of(command: str, settings: Settings, recipe: Recipe, sets: str = "")
         return [run_folder(recipe.run, stage) / "latest"]
     if command == "report":
         return [Path(place(str(settings.get("out") or run_folder(recipe.run, "report.html")), sets))]
-    if command == "data fetch":
+    if command == "data fetch" and not settings.get("out"):
         return [folder_of(str(name)) for name in settings.get("names") or []]
     made = settings.get("out") or DEFAULT_OUTPUT.get(command)
     return [Path(place(str(made), sets))] if made else []
@@ -120,27 +123,50 @@ def run(config: SpeedrunConfig) -> int:
     if recipe.chip and not config.device_type:
         config = replace(config, device_type=find(recipe.chip).device_type)  # type: ignore[arg-type]
     wanted = chosen(recipe, config.from_stage, config.only)
-    ledger = Ledger.open(recipe.run, fresh=config.fresh or config.dry_run)
+    log = run_folder(recipe.run, "speedrun.log")  # refuses a wrong name
     from ascendchat.speedrun.forecast import expected_seconds, show_forecast
 
     if config.dry_run:
         return show_forecast(recipe, wanted, config.sets)
+    check_sets(recipe, wanted, config.sets)
     names = [command for command, _ in recipe.stages]
-    log = run_folder(recipe.run, "speedrun.log")
     started = time.monotonic()
-    with Screen(recipe.run, names, log, expected_seconds(recipe, config.sets)) as screen:
-        status = run_stages(recipe, wanted, config, ledger, screen)
+    with alone(recipe.run):
+        ledger = Ledger.open(recipe.run, fresh=config.fresh)
+        with Screen(recipe.run, names, log, expected_seconds(recipe, config.sets)) as screen:
+            status = run_stages(recipe, wanted, config, ledger, screen)
     if status:
-        print(f"mend it and run the same command: it {RESUMED}", flush=True)
+        stopped = status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        print(f"{'stopped;' if stopped else 'mend it and'} run the same command: it {RESUMED}", flush=True)
         return status
-    seconds = time.monotonic() - started
-    if any(command in ON_DEVICES for command in names):
-        print(f"\n{summary(recipe.run)}\nall {len(names)} stages done, {seconds:.0f} s in this session")
+    ended = sum(state in ("done", "skipped") for state in screen.states)
+    count = f"all {ended}" if ended == len(names) else f"{ended} of {len(names)}"
+    if model := has_model(recipe.run):
+        print(f"\n{summary(recipe.run)}")
+    print(f"{count} stages done, {time.monotonic() - started:.0f} s in this session")
+    if model:
         if "report" in names and outputs_of("report", {}, recipe)[0].is_file():
             print(f"Report: {outputs_of('report', {}, recipe)[0]}")
         print(f"Talk to it: ascendchat chat --run {recipe.run}")
         print(f"In a browser: ascendchat serve --run {recipe.run}, then open http://127.0.0.1:8000")
     return 0
+
+
+def has_model(run: str) -> bool:
+    """Whether a stage of the run has been trained."""
+    return any((run_folder(run, stage) / "latest").is_file() for stage in STAGES)
+
+
+def check_sets(recipe: Recipe, wanted: list[bool], sets: str) -> None:
+    """Every file of $SETS that a stage will read is there: said before the first stage, not hours later."""
+    made: list[Path] = []
+    for (command, settings), runs in zip(recipe.stages, wanted):
+        made += outputs_of(command, settings, recipe, sets) if runs else []
+        values = [item for value in settings.values() for item in (value if isinstance(value, list) else [value])]
+        for value in (text for text in values if runs and isinstance(text, str) and "$SETS" in text):
+            path = parse_entry(place(value, sets)).name
+            if Path(path) not in made and not os.path.exists(path) and not glob.glob(path):
+                raise UserError(f"{command} reads {path}, which is not there; name the folder that has it: --sets DIR")
 
 
 def run_stages(recipe: Recipe, wanted: list[bool], config: SpeedrunConfig, ledger: Ledger, screen: Screen) -> int:
@@ -164,7 +190,7 @@ def run_stages(recipe: Recipe, wanted: list[bool], config: SpeedrunConfig, ledge
         old = ledger.known[identity].get("old", -1) if known else last_saved(recipe.run, command)
         if trained(command) and old == last_saved(recipe.run, command):
             words += ["--resume", "never"]  # what lies in the run folder comes from other settings
-        heading = f"{shown} ascendchat {' '.join(words)}"
+        heading = f"{shown} ascendchat {shlex.join(words)}"
         gone = [path for path in outputs_of(command, settings, recipe, config.sets) if not path.exists()]
         before = ledger.seconds(identity)
         if before is not None and gone:
@@ -199,6 +225,8 @@ def run_command(words: list[str], screen: Screen | None = None) -> int:
     On a live screen its lines go there, else it prints for itself."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     piped = screen is not None and screen.live
+    if piped:
+        environment["PYTHONIOENCODING"] = "utf-8:replace"  # read as such below, whatever the terminal's own is (GBK)
     child = subprocess.Popen(
         [sys.executable, "-m", "ascendchat", *words],
         env=environment,
@@ -207,6 +235,7 @@ def run_command(words: list[str], screen: Screen | None = None) -> int:
         text=True,
         encoding="utf-8",
         errors="replace",
+        close_fds=False,  # a stage keeps the lock of `alone` when this process is killed
     )
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),

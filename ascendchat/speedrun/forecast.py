@@ -66,7 +66,9 @@ class Forecaster:
         named = [s.get(key) for _, s in self.recipe.stages for key in ("start", "model", "checkpoint")]
         names = [str(name) for name in named if name and "/" in str(name) and not str(name).startswith("$")]
         seq_len = max([int(s.get("max_seq_len") or 0) for _, s in self.recipe.stages], default=0) or FINETUNE_ROW
-        path = folder_of(f"models/{names[0]}") / "config.json" if names else None
+        own = bool(names) and Path(names[0]).expanduser().is_dir()  # a folder of one's own
+        folder = Path(names[0]).expanduser() if own else folder_of(f"models/{names[0]}") if names else None
+        path = folder / "config.json" if folder else None
         if path is not None and path.is_file():
             return from_config(json.loads(path.read_text(encoding="utf-8")), seq_len)
         return from_config(self.recipe.model, seq_len) if self.recipe.model else None
@@ -237,7 +239,7 @@ def expected_seconds(recipe: Recipe, sets: str) -> list[float | None]:
     """For the screen: the times of a plan, nothing where there is none. A plan never stops a run."""
     try:
         return [forecast.seconds for forecast in forecasts(recipe, choose_chip(recipe.chip)[0], sets)]
-    except UserError:
+    except Exception:  # noqa: BLE001 (whatever a plan stumbles over, such as a folder that nobody may read)
         return [None] * len(recipe.stages)
 
 

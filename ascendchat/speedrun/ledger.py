@@ -10,18 +10,54 @@ Checksums are kept with size and time of the file in runs/NAME/inputs.json, so t
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ascendchat import __version__
 from ascendchat.config import UserError
-from ascendchat.files import sha256, write_atomic
+from ascendchat.files import check_folder, sha256, write_atomic
 from ascendchat.record import run_folder
 from ascendchat.record.earlier import read_facts
+
+LEAVING = 10.0  # seconds in which a process that was killed gives its lock up
+
+
+@contextlib.contextmanager
+def alone(run: str) -> Iterator[None]:
+    """Only one `ascendchat speedrun` works on a run at a time: two would train into the same folders. The stage that
+    runs inherits the lock, so that it holds on when this process is killed and the stage is not."""
+    folder = run_folder(run, "speedrun.lock").parent
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "speedrun.lock", "a", encoding="ascii") as file:
+        os.set_inheritable(file.fileno(), True)
+        until = time.monotonic() + LEAVING
+        while not _taken(file.fileno()):
+            if time.monotonic() > until:
+                raise UserError(
+                    f"another `ascendchat speedrun`, or a stage that it started, works on the run {run}; wait for it "
+                    "to end, or give this one a name of its own: --run NAME"
+                )
+            time.sleep(0.1)
+        yield
+
+
+def _taken(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 @dataclass

@@ -15,13 +15,14 @@ horizon of `base` needs. No torch.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.config import UserError, home, load_yaml, nearest, spelling
+from ascendchat.config import UserError, accept_all, home, load_yaml, nearest, spelling
 from ascendchat.config.stages import STAGES
 from ascendchat.config.train import BaseConfig
 from ascendchat.data.fetch.sources import SETS
@@ -29,6 +30,30 @@ from ascendchat.data.mixture import parse_entry
 from ascendchat.plan.batch import horizon
 from ascendchat.plan.shape import Shape
 
+# What a stage may be, and the config that knows its settings: those of cli.COMMANDS.
+COMMANDS = {
+    "doctor": "commands:DoctorConfig",
+    "selftest": "commands:SelftestConfig",
+    "plan": "commands:PlanConfig",
+    "data fetch": "data:DataFetchConfig",
+    "data prepare": "data:DataPrepareConfig",
+    "data verify": "data:DataVerifyConfig",
+    "tokenizer train": "data:TokenizerTrainConfig",
+    "tokenizer eval": "data:TokenizerEvalConfig",
+    "base": "train:BaseConfig",
+    "mid": "train:MidConfig",
+    "sft": "train:SftConfig",
+    "finetune": "finetune:FinetuneConfig",
+    "rl": "rl:RlConfig",
+    "export": "infer:ExportConfig",
+    "eval base": "eval:EvalBaseConfig",
+    "eval chat": "eval:EvalChatConfig",
+    "bench train": "train:BenchTrainConfig",
+    "bench decode": "infer:BenchDecodeConfig",
+    "report": "report:ReportConfig",
+    "serve": "serve:ServeConfig",
+    "rollout-server": "rollout:RolloutServerConfig",
+}
 KEYS = ("run", "about", "like", "chip", "devices", "settings", "stages", "model")
 SPARE_TEXT = 1.1  # text that is fetched, in times the tokens of the run: sizes of shards are about
 Settings = dict[str, Any]
@@ -113,7 +138,8 @@ def merged(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
         return own
     if path in before:
         raise UserError(f"{path}: recipes are like each other in a circle; leave one `like` out")
-    other = merged(find_recipe(str(own["like"])), (*before, path))
+    beside = path.parent / str(own["like"])  # a recipe and what it is like travel together
+    other = merged(beside if beside.is_file() else find_recipe(str(own["like"])), (*before, path))
     added = dict(other.get("settings") or {})
     for command, settings in (own.get("settings") or {}).items():
         added[command] = {**(added.get(command) or {}), **(settings or {})}
@@ -132,13 +158,26 @@ def parse_stages(path: str | Path, listed: Any, added: Any) -> list[tuple[str, S
         if not isinstance(settings or {}, dict):
             raise UserError(f"{path}: the settings of {command} are written `name: value`, found {settings!r}")
         values = {**(settings or {}), **((added or {}).get(command) or {})}
-        stages.append((str(command), {str(name): value for name, value in values.items() if value is not None}))
+        stages.append((str(command), checked(path, str(command), values)))
     if not stages:
         raise UserError(f"{path} has no stages")
     unused = [name for name in added or {} if name not in dict(stages)]
     if unused:
         raise UserError(f"{path}: settings of {unused[0]}, which is no stage; {nearest(unused[0], list(dict(stages)))}")
     return stages
+
+
+def checked(path: str | Path, command: str, settings: Settings) -> Settings:
+    """The settings of a stage in the types of its command. A wrong name or value in the last stage is found before the
+    first one starts, not after hours."""
+    if command not in COMMANDS:
+        raise UserError(f"{path}: {command!r} is no stage; {nearest(command, list(COMMANDS))}")
+    module, name = COMMANDS[command].split(":")
+    cls = getattr(importlib.import_module(f"ascendchat.config.{module}"), name)
+    given = {str(name): value for name, value in settings.items() if value is not None}
+    later = {name: value for name, value in given.items() if name == "config" or value == "$SHARDS"}
+    known = accept_all(cls, {k: v for k, v in given.items() if k not in later}, f"{path}: {command}")
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in (known | later).items()}
 
 
 def with_shards(stages: list[tuple[str, Settings]]) -> list[tuple[str, Settings]]:
@@ -150,7 +189,12 @@ def with_shards(stages: list[tuple[str, Settings]]) -> list[tuple[str, Settings]
     found = []
     for command, settings in stages:
         if command == "data fetch" and settings.get("shards") == "$SHARDS":
-            (name,) = settings["names"]  # each set has files of its own size
+            name, *others = settings.get("names") or [""]  # each set has files of its own size
+            if others or name not in SETS or not SETS[name].tokens:
+                listed = ", ".join(known for known, one in SETS.items() if one.shards and one.tokens)
+                raise UserError(
+                    f"$SHARDS counts the files of one set, found names {settings.get('names')}; of: {listed}"
+                )
             prepared = next((s for c, s in stages if c == "data prepare" and name in s.get("source", [])), {})
             share = weights.get(str(prepared.get("out")), 0.0) / sum(weights.values()) if weights else 1.0
             count = math.ceil(SPARE_TEXT * share * recipe.tokens() / (SETS[name].tokens * 1e6))
@@ -192,7 +236,8 @@ def chosen(recipe: Recipe, first: str, only: tuple[str, ...]) -> list[bool]:
 
     def named(word: str) -> list[bool]:
         asked = word.strip().replace("-", " ").replace("_", " ")
-        found = [name == asked or name.startswith(f"{asked} ") for name in names]
+        plain = [name.replace("-", " ") for name in names]
+        found = [name == asked or name.startswith(f"{asked} ") for name in plain]
         if not any(found):
             raise UserError(f"the recipe has no stage {word!r}; {nearest(asked, list(dict.fromkeys(names)))}")
         return found

@@ -142,13 +142,18 @@ def test_the_shell_script_takes_the_recipe_for_the_devices(tmp_path: Path) -> No
     clone = tmp_path / "clone"
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / "speedrun.sh").write_text((ROOT / "speedrun.sh").read_text())
-    (clone / ".venv" / "bin" / "python").write_text('#!/bin/bash\necho "$@"\n')
+    (clone / ".venv" / "bin" / "python").write_text('#!/bin/bash\necho "$@"\n[ "$PWD" = "$SEEN" ]\n')
     (clone / ".venv" / "bin" / "python").chmod(0o755)
 
     def asked(**environment: str) -> list[str]:
         words = ["/bin/bash", str(clone / "speedrun.sh"), "--dry-run"]
         done = subprocess.run(
-            words, env={"PATH": str(tools), **environment}, capture_output=True, text=True, check=True
+            words,
+            env={"PATH": str(tools), "SEEN": str(tmp_path), **environment},  # --sets DIR is seen from where one stands
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.split()
 

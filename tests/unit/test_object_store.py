@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -16,6 +17,7 @@ from ascendchat.config import UserError
 from ascendchat.data import object_store
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora
 from ascendchat.data.object_store import Cache, Store
+from ascendchat.files import check_folder
 
 URL = "memory://bucket/words"
 
@@ -163,3 +165,58 @@ def test_a_wrong_address_is_answered_in_one_sentence(bucket: Bucket, url: str, w
 def test_addresses_take_weights_like_folders(bucket: Bucket) -> None:
     (remote, share), (local, rest) = open_corpora([f"{URL}=0.25", f"{bucket.local}=0.75"])
     assert (share, rest, remote.tokens) == (0.25, 0.75, local.tokens)
+
+
+def test_messages_name_the_address_as_it_was_given(bucket: Bucket) -> None:
+    manifest = json.loads((bucket.local / "manifest.json").read_text())
+    manifest["splits"]["train"]["documents"] += 1
+    bucket.change("manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(UserError, match=f"^{URL}: documents and manifest disagree"):
+        _ = Corpus.open(URL).lengths
+
+
+def test_an_error_that_only_the_store_knows_is_a_sentence(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore raises it: no OSError."""
+
+    def refuse(*_: Any, **__: Any) -> bytes:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr(type(bucket.fs), "cat_file", refuse)
+    with pytest.raises(UserError, match="cannot be read: Unable to locate credentials; check the address"):
+        open_corpora([URL])
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown(bucket: Bucket) -> None:
+    with pytest.raises(UserError, match=r"^s3://\*\*\*@bucket/words has a password") as caught:
+        open_corpora(["s3://me:s3cret@bucket/words"])
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_full_disk_does_not_stop_training(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert rows(Corpus.open(URL), 0, 26) == rows(Corpus.open(bucket.local), 0, 26)
+
+
+def test_the_cache_leaves_half_of_the_disk_free(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "blocks", 1e9)
+    used = 0
+
+    def usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=2048 - sum(path.stat().st_size for path in cache.folder.iterdir()))
+
+    monkeypatch.setattr(object_store.shutil, "disk_usage", usage)
+    for number in range(40):
+        cache.put(f"block-{number}", bytes(100))
+        used = max(used, sum(path.stat().st_size for path in cache.folder.iterdir()))
+    assert 0 < used <= 1024
+
+
+def test_an_address_is_no_folder_to_write_into() -> None:
+    with pytest.raises(UserError, match=r"^s3://bucket/words is an address"):
+        check_folder(Path("s3://bucket/words"))  # as `data prepare --out` and `tokenizer train --out` do

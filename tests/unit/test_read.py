@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import sys
 import zipfile
 from pathlib import Path
 
@@ -182,3 +183,14 @@ def test_real_files_are_read_with_every_row(real_data: Path) -> None:
     list(file_documents(sft / "dolly_open_qa.jsonl.xz", "text", tally))
     assert tally.documents + tally.empty == 3742
     assert sum(1 for _ in file_documents(real_data / "eval" / "HumanEval.jsonl.gz", "prompt", Tally())) == 164
+
+
+@pytest.mark.parametrize(("name", "library"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_file_whose_library_is_missing_is_a_sentence_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    for module in (library, f"{library}.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"{name} needs {library} .*pip install {library}$"):
+        list(file_documents(tmp_path / name, "text", Tally()))

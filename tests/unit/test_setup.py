@@ -137,6 +137,30 @@ def test_yes_runs_what_pip_does_and_nothing_else(
     assert "pip ended with status 1" in capsys.readouterr().err
 
 
+def test_the_password_of_an_index_is_used_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip = Pip()
+    monkeypatch.setattr(setup, "look", lambda lang: laptop(tmp_path, lang=lang))
+    monkeypatch.setattr(setup.subprocess, "run", pip)
+    monkeypatch.setattr(setup.sys, "prefix", "/a/virtual/environment")
+    assert (
+        cli.main(["setup", "--yes", "--device-type", "cpu", "--index", "https://me:s3cret@mirror.example/simple"]) == 0
+    )
+    assert "https://me:s3cret@mirror.example/simple" in pip.called[-1]
+    said = capsys.readouterr().out
+    assert "s3cret" not in said
+    assert "https://***@mirror.example/simple" in said
+
+
+def test_an_old_python_is_told_what_it_lacks() -> None:
+    """`python3` of many servers is 3.9 or older, which cannot even import the command line."""
+    code = "import runpy, sys; sys.version_info = (3, 9, 1); runpy.run_module('ascendchat', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ascendchat needs Python 3.10 or newer, this is 3.9; ")
+
+
 def test_a_python_of_the_system_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "EXTERNALLY-MANAGED")
     monkeypatch.setattr(setup.sysconfig, "get_path", lambda name: str(tmp_path))

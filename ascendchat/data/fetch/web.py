@@ -94,8 +94,10 @@ class Web:
     """An HTTP client that knows which errors are worth a retry."""
 
     def __init__(self, policy: Policy, connections: int = 8) -> None:
-        import httpx
-
+        try:
+            import httpx
+        except ImportError as error:
+            raise UserError(f"fetching needs httpx ({error}): pip install httpx") from None
         self.policy = policy
         self.timeout = read_timeout(policy)
         self.stopped = threading.Event()
