@@ -1,6 +1,6 @@
 """One process of `ascendchat selftest`: goes through items on the device, and writes a line before and behind each.
 
-    python -m ascendchat.doctor.selftest_device ANSWERS TYPE|"" quick|whole ITEM ...
+    python -m ascendchat.doctor.selftest_device ANSWERS TYPE|"" quick|whole DEVICES ITEM ...
 
 It ends when the device does nothing any more; selftest.py starts another one for the items that are left.
 """
@@ -26,7 +26,7 @@ from ascendchat.device import Device, pick
 from ascendchat.device.cann import cann_for, fits
 from ascendchat.doctor import selftest_operators as operators
 from ascendchat.doctor.checks_npu import base
-from ascendchat.doctor.selftest import Verdict
+from ascendchat.doctor.selftest import Verdict, too_many
 from ascendchat.doctor.selftest_operators import Bench, Skip, Wrong
 from ascendchat.infer import noise
 from ascendchat.nn.attention import REFERENCE
@@ -342,7 +342,7 @@ def perform(bench: Bench, name: str) -> Verdict:
 
 def main(argv: Sequence[str]) -> int:
     """The process."""
-    answers, device_type, size, *names = argv
+    answers, device_type, size, devices, *names = argv
     with open(answers, "a", encoding="utf-8") as file:
 
         def write(row: dict[str, Any]) -> None:
@@ -350,7 +350,9 @@ def main(argv: Sequence[str]) -> int:
 
         device = pick(device_type or None)
         bench = Bench(device, device.bind(0), size == "quick")
-        write({"about": about(device)})
+        write({"about": (found := about(device))})
+        if too_many(int(devices), found):
+            return 0  # selftest.py refuses that
         for name in names:
             write({"begun": name})
             write({"verdict": asdict(perform(bench, name))})

@@ -131,3 +131,13 @@ def test_a_crash_is_a_verdict_and_not_the_end(tmp_path: Path) -> None:
     assert "rank 1 was killed by SIGKILL" in verdicts["collectives"]["said"]
     assert (found["chip"], found["devices"], found["simulated"]) == ("Ascend910B3", 2, True)
     assert not [name for name in (str(tmp_path), socket.gethostname(), str(ROOT)) if name in text]
+
+
+def test_more_devices_than_there_are_is_wrong_input(tmp_path: Path) -> None:
+    environment = cannsim.environment(devices=2, state=str(tmp_path / "state")) | {"PYTHONPATH": str(ROOT)}
+    flags = ["--devices", "3", "--only", "versions,collectives", "--out", str(tmp_path / "sent.json")]
+    command = [sys.executable, "-m", "ascendchat", "selftest", "--device-type", "npu", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--devices 3: 2 can be seen here; ask for at most 2" in done.stderr
+    assert not done.stdout
