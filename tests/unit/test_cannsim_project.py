@@ -193,7 +193,11 @@ def test_workers_of_xdist_have_machines_of_their_own(installed: Path, environmen
         "@pytest.mark.npu(chip='Ascend310P3')\n"
         "@pytest.mark.xfail(reason='known')\n"
         "def test_known(): assert os.environ['CANNSIM_CHIP'] == 'Ascend910A'\n"
+        "@pytest.mark.slow\n"
+        "@pytest.mark.npu(devices=3)\n"
+        "def test_deselected_without_the_arguments(): assert os.environ['CANNSIM_DEVICES'] == '3'\n"
     )
-    command = ["python", "-m", "pytest", "--npu-devices", "2", "-n", "2", "-p", "no:cacheprovider"]
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n")
+    command = ["python", "-m", "pytest", "--npu-devices", "2", "-n", "2", "-p", "no:cacheprovider", "-m", ""]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert "3 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
