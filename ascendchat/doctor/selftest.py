@@ -239,7 +239,8 @@ def end_of(
                     process.wait(20)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs inside the driver cannot be killed
+                process.wait(20)
     if overdue:
         return f"no answer within {settings.deadline:g} s"
     if process.returncode == 0:

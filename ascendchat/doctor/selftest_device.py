@@ -56,6 +56,9 @@ def versions(bench: Bench) -> dict[str, Any]:
 def memory(bench: Bench) -> dict[str, Any]:
     """Half of the memory can be had; more than there is cannot, and the device lives on."""
     total = _memory_of(bench)
+    look = getattr(torch.get_device_module(bench.place), "mem_get_info", None)
+    if look and (free := look()[0]) < total // 2:
+        raise Skip(f"only {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free: other processes use this device")
     parts, size = [], total // 32
     try:
         for _ in range(16):

@@ -180,6 +180,8 @@ class OtherMachines:
         given = self.given() + machine.arguments()
         given += [f"--rootdir={self.config.rootpath}", f"--junitxml={folder}/junit.xml"]
         given += ["--maxfail=0"]  # whether to go on after a failure is decided here
+        if self.config.option.basetemp:  # which a pytest empties: ours is in use
+            given += [f"--basetemp={folder}/tmp"]
         if self.config.inipath:
             given += ["-c", str(self.config.inipath)]
         if self.config.pluginmanager.hasplugin("xdist"):

@@ -33,6 +33,17 @@ for name in os.environ["ITEMS"].split(","):
     found = perform(bench, name)
     print("VERDICT", name, found.verdict, found.said, found.facts, flush=True)
 """
+SHARED = """
+import torch
+from ascendchat.device import pick
+from ascendchat.doctor.selftest_device import perform
+from ascendchat.doctor.selftest_operators import Bench
+
+device = pick("npu")
+bench = Bench(device, device.bind(0), quick=True)
+held = torch.empty(3 * 2**29, dtype=torch.uint8, device=bench.place)  # as another process would
+print(perform(bench, "memory"))
+"""
 COLLECTIVES = """
 import sys
 from ascendchat.doctor.collective import main
@@ -80,6 +91,11 @@ def test_a_fault_of_one_device_is_found(on_npu: Callable[..., list[Any]], fault:
     (verdict,) = [line for line in rank.output.splitlines() if line.startswith("VERDICT")]
     assert f"VERDICT {items} failed" in verdict, rank
     assert said in verdict, rank
+
+
+def test_a_device_that_others_use_is_not_called_broken(on_npu: Callable[..., list[Any]]) -> None:
+    (rank,) = on_npu(SHARED, CANNSIM_MEMORY_GB=2)
+    assert "verdict='skipped', said='only 0.5 of 2.0 GiB are free: other processes" in rank.output, rank
 
 
 def collectives(on_npu: Callable[..., list[Any]], folder: Path, hardware: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -200,8 +201,10 @@ def test_a_ctrl_c_reaches_the_command_once_and_other_signals_are_passed_on(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGSTOP)  # two signals at the same time would be one
         os.write(keyboard, b"\x03")
         assert process.stdout.readline() == b"interrupted\n"
+        process.send_signal(signal.SIGCONT)
         process.terminate()
         assert process.wait(60) == 41, "two: the second one came from us"
     os.close(keyboard)
