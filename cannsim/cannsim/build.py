@@ -180,8 +180,8 @@ def _make(folder: Path, verbose: bool) -> None:
     jobs = f"-j{len(os.sched_getaffinity(0))}"
     command = ["make", "--no-print-directory", "-C", str(ROOT), jobs, f"PYTHON={sys.executable}"]
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    with open(log, "w") as output, _readable_by_make(folder) as path:
-        command.append(f"BUILD={path}")
+    with open(log, "w") as output, _readable_by_make(folder) as named:
+        command.append(f"BUILD={named}")
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
         for line in process.stdout:
