@@ -168,6 +168,7 @@ def report(path: Path, output: Path) -> str:
     """Write the Chrome trace of the lines in `path` to `output`; returns the table."""
     lines = read(path)
     events = ",\n".join([json.dumps(event) for event in [*chrome(lines)]])  # complete when the last line was read
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text('{"displayTimeUnit": "ms", "traceEvents": [\n' + events + "\n]}\n")
     return (
         f"{table(lines)}\ncannsim: the trace is in {output}; open it with https://ui.perfetto.dev or chrome://tracing"
