@@ -43,11 +43,15 @@ def check_folder(folder: Path) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new one, never a half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:  # the disk is full, or `path` is a folder
+        beside.unlink(missing_ok=True)
+        raise
     flush(path.parent)  # the rename itself
 
 

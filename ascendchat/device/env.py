@@ -40,8 +40,9 @@ NPU_DEBUG = {
     "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
 }
 CUDA_TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-PLACE_OF_TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK_ID", "RANK_SIZE")
+PLACE = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+PLACE_OF_JOB = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_", "SLURM_", "PET_", "MA_NUM_", "VC_")  # how they begin
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # both give way to PYTORCH_ALLOC_CONF
 
 
@@ -161,12 +162,12 @@ def prepare_environment(
 
 def without_own_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that prepares its own: without what a profile here may have set, and without the
-    place of this process among its ranks."""
+    place of this process among its ranks and of this machine in its job, as torchrun or a scheduler told it."""
     profiles = [*NPU_TRAINING.items(), *NPU_GENERATING.items(), *NPU_DEBUG.items(), *CUDA_TRAINING.items()]
     return {
         name: value
         for name, value in environ.items()
-        if (name, value) not in profiles and name not in PLACE and not name.startswith(PLACE_OF_TORCHRUN)
+        if (name, value) not in profiles and name not in PLACE and not name.startswith(PLACE_OF_JOB)
     }
 
 

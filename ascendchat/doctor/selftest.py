@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ascendchat import __version__
@@ -33,6 +34,7 @@ from ascendchat.config import UserError, nearest
 from ascendchat.config.language import language
 from ascendchat.device.env import announce, prepare_environment, without_own_settings
 from ascendchat.files import write_atomic
+from ascendchat.launch.rank import die_with_parent
 
 if TYPE_CHECKING:
     from ascendchat.config.commands import SelftestConfig
@@ -92,21 +94,56 @@ def run(config: SelftestConfig) -> int:
         raise UserError(f"--out: there is no folder {out.parent}; name one that exists")
     logs = Path(tempfile.mkdtemp(prefix="ascendchat-selftest-"))
     settings = Settings(logs, config.devices, config.device_type, config.quick, config.deadline)
-    verdicts = []
-    for verdict in examine([name for name in ITEMS if name in (config.only or ITEMS)], settings):
-        verdicts.append(verdict)
-        word = ZH[verdict.verdict] if language() == "zh" else verdict.verdict
-        print(f"{word:<8} {verdict.name:<12} {verdict.seconds:>6.1f} s  {verdict.said}", flush=True)
+    names = [name for name in ITEMS if name in (config.only or ITEMS)]
+    verdicts: list[Verdict] = []
+    keep = False
+    try:
+        save(out, settings, verdicts)  # before the hour, not behind it, is told that nothing can be written there
+        with ended_by_signals():
+            for verdict in examine(names, settings):
+                verdicts.append(verdict)
+                save(out, settings, verdicts)
+                word = ZH[verdict.verdict] if language() == "zh" else verdict.verdict
+                print(f"{word:<8} {verdict.name:<12} {verdict.seconds:>6.1f} s  {verdict.said}", flush=True)
+        keep = failed = any(one.verdict == "failed" for one in verdicts)
+    except (KeyboardInterrupt, SystemExit):
+        keep = True
+        print(f"ascendchat selftest: {out} has what was found so far; logs: {logs}", file=sys.stderr)
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(logs, ignore_errors=True)  # logs of a success, and what its runs wrote
     found = result(settings, verdicts)
-    write_atomic(out, json.dumps(found, indent=1) + "\n")
-    failed = any(one.verdict == "failed" for one in verdicts)
-    if not failed:
-        shutil.rmtree(logs, ignore_errors=True)  # logs of a success, and what its runs wrote
     if language() == "zh":
         print(f"{summary(found)}\n请把 {out} 发给我们：其中没有主机名和用户名。" + (f"日志：{logs}" if failed else ""))
     else:
         print(f"{summary(found)}\nplease send {out}: it names no host and no user" + (f"; logs: {logs}" * failed))
     return 1 if failed else 0
+
+
+def save(out: Path, settings: Settings, verdicts: Sequence[Verdict]) -> None:
+    """Write the file, with the verdicts that there are by now."""
+    try:
+        write_atomic(out, json.dumps(result(settings, verdicts), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be written ({error.strerror}); name another file") from None
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a terminal that was closed) end this process as Ctrl-C does, and with it what it has started
+    in sessions of their own. A signal that is ignored (nohup) stays so."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def examine(names: Sequence[str], settings: Settings) -> Iterator[Verdict]:
@@ -129,24 +166,38 @@ def in_workers(names: Sequence[str], kind: str, settings: Settings) -> Iterator[
         answers, log = settings.folder / f"{kind}-{number}.jsonl", settings.folder / f"{kind}-{number}.log"
         answers.touch()
         words = [sys.executable, "-m", "ascendchat.doctor.selftest_device", str(answers)]
-        words += [settings.device_type or "", "quick" if settings.quick else "whole", *left]
+        words += [settings.device_type or "", "quick" if settings.quick else "whole", str(settings.devices or 1), *left]
         environment = settings.environment
         announce(prepare_environment(settings.device_type, generates=kind == "generation", environ=environment))
         ending = end_of(words, log, settings, partial(size_of, answers), environment)
-        rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+        rows = answered(answers)
         done = [Verdict(**row["verdict"]) for row in rows if "verdict" in row]
         for row in rows:
             settings.about |= row.get("about", {})
+        if settings.about and too_many(settings.devices or 1, settings.about):
+            there = settings.about["visible"]
+            raise UserError(f"--devices {settings.devices}: {there} can be seen here; ask for at most {there}")
         yield from done
         left = left[len(done) :]
         if not settings.about:  # it found no device
             yield from (Verdict(name, "failed", ending) for name in left or ["device"])
             return
-        if left and rows[-1].get("begun") == left[0]:
+        if left and {"begun": left[0]} in rows:
             yield Verdict(left.pop(0), "failed", ending)
-        elif left and not done:
+        elif left and not done:  # the device cannot be opened any more
             yield from (Verdict(name, "failed", ending) for name in left)
             return
+
+
+def too_many(devices: int, about: dict[str, Any]) -> bool:
+    """Whether there are fewer devices than that. Processes can share a CPU."""
+    return about["device"] != "cpu" and devices > about["visible"]
+
+
+def answered(answers: Path) -> list[dict[str, Any]]:
+    """The rows that a process wrote; without the last one where it was killed in the middle of it."""
+    lines = answers.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def size_of(path: Path) -> int:
@@ -170,6 +221,7 @@ def end_of(
             stderr=subprocess.STDOUT,
             env=environment or settings.environment,
             start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # also when this one is killed
         )
         last, since, overdue = progress(), time.monotonic(), False
         try:
@@ -187,7 +239,8 @@ def end_of(
                     process.wait(20)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs inside the driver cannot be killed
+                process.wait(20)
     if overdue:
         return f"no answer within {settings.deadline:g} s"
     if process.returncode == 0:
@@ -209,7 +262,8 @@ def cleaned(text: str) -> str:
     """One line that says nothing of who and where: no paths, addresses, host or user names."""
     text = re.sub(r"(?<![\w.])(/[\w.@+~-]+){2,}/?", "<path>", " ".join(text.split()))
     text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "<address>", text)
-    names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    hosts = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    names = hosts | {host.partition(".")[0] for host in hosts}
     with contextlib.suppress(KeyError, OSError):
         names.add(getpass.getuser())
     for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
@@ -220,6 +274,8 @@ def cleaned(text: str) -> str:
 def result(settings: Settings, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """What the file holds."""
     about = {key: value for key, value in settings.about.items() if key != "visible"}
+    tried = [one.name for one in verdicts]
+    missing = [Verdict(name, "skipped", "not tried") for name in ITEMS if name not in tried]
     return {
         "format": 1,
         "ascendchat": __version__,
@@ -227,7 +283,10 @@ def result(settings: Settings, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         **about,
         "devices": settings.devices or 0,
         "quick": settings.quick,
-        "items": [{**asdict(one), "said": cleaned(one.said), "seconds": round(one.seconds, 1)} for one in verdicts],
+        "items": [
+            {**asdict(one), "said": cleaned(one.said), "seconds": round(one.seconds, 1)}
+            for one in (*verdicts, *missing)
+        ],
     }
 
 

@@ -1,6 +1,6 @@
 """One process of `ascendchat selftest`: goes through items on the device, and writes a line before and behind each.
 
-    python -m ascendchat.doctor.selftest_device ANSWERS TYPE|"" quick|whole ITEM ...
+    python -m ascendchat.doctor.selftest_device ANSWERS TYPE|"" quick|whole DEVICES ITEM ...
 
 It ends when the device does nothing any more; selftest.py starts another one for the items that are left.
 """
@@ -26,7 +26,7 @@ from ascendchat.device import Device, pick
 from ascendchat.device.cann import cann_for, fits
 from ascendchat.doctor import selftest_operators as operators
 from ascendchat.doctor.checks_npu import base
-from ascendchat.doctor.selftest import Verdict
+from ascendchat.doctor.selftest import Verdict, too_many
 from ascendchat.doctor.selftest_operators import Bench, Skip, Wrong
 from ascendchat.infer import noise
 from ascendchat.nn.attention import REFERENCE
@@ -56,6 +56,9 @@ def versions(bench: Bench) -> dict[str, Any]:
 def memory(bench: Bench) -> dict[str, Any]:
     """Half of the memory can be had; more than there is cannot, and the device lives on."""
     total = _memory_of(bench)
+    look = getattr(torch.get_device_module(bench.place), "mem_get_info", None)
+    if look and (free := look()[0]) < total // 2:
+        raise Skip(f"only {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free: other processes use this device")
     parts, size = [], total // 32
     try:
         for _ in range(16):
@@ -342,7 +345,7 @@ def perform(bench: Bench, name: str) -> Verdict:
 
 def main(argv: Sequence[str]) -> int:
     """The process."""
-    answers, device_type, size, *names = argv
+    answers, device_type, size, devices, *names = argv
     with open(answers, "a", encoding="utf-8") as file:
 
         def write(row: dict[str, Any]) -> None:
@@ -350,7 +353,9 @@ def main(argv: Sequence[str]) -> int:
 
         device = pick(device_type or None)
         bench = Bench(device, device.bind(0), size == "quick")
-        write({"about": about(device)})
+        write({"about": (found := about(device))})
+        if too_many(int(devices), found):
+            return 0  # selftest.py refuses that
         for name in names:
             write({"begun": name})
             write({"verdict": asdict(perform(bench, name))})

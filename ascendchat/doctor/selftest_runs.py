@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,23 @@ PROGRAM = [sys.executable, "-m", "ascendchat"]
 
 def examine(names: Sequence[str], settings: Settings) -> Iterator[Verdict]:
     """The items among `names`, in their order; `training` and `resume` are two verdicts on one run."""
-    began = time.monotonic()
-    if "collectives" in names:
-        yield timed(collectives(settings), began)
-    began = time.monotonic()
-    if "training" in names or "resume" in names:
-        for verdict in training(settings):
-            if verdict.name in names:
-                yield timed(verdict, began)
-    began = time.monotonic()
-    if "speed" in names:
-        yield timed(speed(settings), began)
+    parts: dict[tuple[str, ...], Callable[[], Iterable[Verdict]]] = {
+        ("collectives",): lambda: [collectives(settings)],
+        ("training", "resume"): lambda: training(settings),
+        ("speed",): lambda: [speed(settings)],
+    }
+    for own, part in parts.items():
+        began, left = time.monotonic(), [name for name in own if name in names]
+        try:
+            for verdict in part() if left else ():
+                if verdict.name in left:
+                    left.remove(verdict.name)
+                    yield timed(verdict, began)
+        except Exception as error:  # noqa: BLE001 (a verdict too: the others must not be lost)
+            with (settings.folder / f"{own[0]}.log").open("a", encoding="utf-8") as log:
+                traceback.print_exc(file=log)
+            first = next(iter(str(error).splitlines()), "")
+            yield from (timed(Verdict(name, "failed", f"{type(error).__name__}: {first}"), began) for name in left)
 
 
 def timed(verdict: Verdict, began: float) -> Verdict:
@@ -167,6 +174,13 @@ def kill_once(home: Path, killed: list[int]) -> int:
 # ---- speed --------------------------------------------------------------------------------------
 
 
+def printed(log: Path) -> dict[str, Any]:
+    """The row of `bench train`, {} if there is none; libraries may have warned of something behind it."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    row: dict[str, Any] = json.loads(next((line for line in reversed(lines) if line.startswith('{"depth"')), "{}"))
+    return row
+
+
 def speed(settings: Settings) -> Verdict:
     """`bench train` of three depths on one device: tokens per second, MFU and memory."""
     about = settings.about
@@ -182,7 +196,9 @@ def speed(settings: Settings) -> Verdict:
             facts[str(depth)] = {"skipped": cleaned(last_words(log))}
         elif ending:
             return Verdict("speed", "failed", f"depth {depth}: {ending}", facts=facts)
+        elif row := printed(log):
+            facts[str(depth)] = row
         else:
-            facts[str(depth)] = json.loads(log.read_text(encoding="utf-8").strip().splitlines()[-1])
+            return Verdict("speed", "failed", f"depth {depth}: no result was printed", facts=facts)
     done = [f"d{depth} {row['tokens_per_second']:,} tokens/s" for depth, row in facts.items() if "mfu" in row]
     return Verdict("speed", "held" if done else "skipped", ", ".join(done) or "no depth fits", facts=facts)

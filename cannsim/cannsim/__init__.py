@@ -133,8 +133,10 @@ def set_faults(rules: str) -> None:
     The n-th call is counted from here on.
     """
     for rule in rules.split(",") if rules else []:
-        if not re.fullmatch(r"[^:,@]+:[1-9]\d*:[^:,@]+(@\d+)?", rule):
-            raise ValueError(f"cannot read the fault {rule!r}; expected name:nth:action[@rank]")
+        if not re.fullmatch(r"[^:,@]+:[1-9]\d*:([1-9]\d*|hang|kill)(@\d+)?", rule):
+            raise ValueError(
+                f"cannot read the fault {rule!r}; expected name:nth:action[@rank], action = error code, hang or kill"
+            )
     _settle()
     _runtime().cannsim_set_faults(rules.encode())
 

@@ -57,13 +57,18 @@ def run(
         if stop:  # each operator is waited for, so that the Python stack shows the line of the error
             env |= {"CANNSIM_STOP_AT_FIRST_ERROR": "1", "ASCEND_LAUNCH_BLOCKING": "1", "PYTHONFAULTHANDLER": "1"}
         try:
+            if trace:  # before the run, not behind it, is told that nothing can be written there
+                trace.parent.mkdir(parents=True, exist_ok=True)
+                trace.open("a").close()
+        except OSError as error:
+            print(f"cannsim: -o {trace} cannot be written ({error.strerror}); name another file", file=sys.stderr)
+            return 2
+        try:
             child = subprocess.Popen(command, env=env)
         except OSError as error:
             print(f"cannsim: {command[0]} cannot be started ({error.strerror})", file=sys.stderr)
             return 127
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda received, frame: child.send_signal(received))
-        status = child.wait()
+        status = wait(child)
         if count:
             print(counted(lines), file=sys.stderr)
         if trace:
@@ -73,9 +78,26 @@ def run(
         return status if status >= 0 else 128 - status
 
 
+def wait(child: subprocess.Popen[bytes]) -> int:
+    """Until it ends. What was sent to this process alone is passed on; the signals of a terminal (Ctrl-C, hanging up)
+    come from the kernel and reach the child without us: a second one would cut short what it does at the first."""
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*numbers, signal.SIGCHLD})
+    try:
+        while child.poll() is None:
+            received = signal.sigtimedwait({*numbers, signal.SIGCHLD}, 1.0)
+            if received and received.si_signo in numbers and received.si_code <= 0:  # above 0: by the kernel
+                child.send_signal(received.si_signo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return child.returncode
+
+
 def counted(trace: Path) -> str:
     """What the processes of a trace launched, all together: `cannsim: 3 launches: {"aclnnAdd": 2, ...}`."""
-    rows = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+    from cannsim.trace import read
+
+    rows = read(trace)
     launches = collections.Counter(row["name"] for row in rows if "call" in row and cannsim.is_launch(row["name"]))
     return f"cannsim: {launches.total()} launches: {json.dumps(dict(launches.most_common()))}"
 

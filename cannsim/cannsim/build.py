@@ -16,10 +16,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,19 +102,35 @@ def _same_versions(folder: Path) -> bool:
 def ensure(verbose: bool = False) -> Path:
     """The folder of the libraries, built first if need be. Processes that come at the same time wait for the first."""
     folder = home()
-    if "CANNSIM_HOME" in os.environ or complete(folder):
+    if os.environ.get("CANNSIM_HOME"):
+        _check_in_use(folder)
+        return folder
+    if complete(folder):
         return folder
     _check_tools()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            if not complete(folder):
+                _make(folder, verbose)
     except OSError as error:
         raise CannotBuild(
             f"{folder} cannot be written ({error.strerror}); set CANNSIM_CACHE to another folder"
         ) from None
-    with _alone(folder):
-        if not complete(folder):
-            _make(folder, verbose)
     return folder
+
+
+def _check_in_use(folder: Path) -> None:
+    """CANNSIM_HOME may be of a shell in which another torch was installed since. Libraries that were made by hand
+    have no key: they are taken as they are."""
+    if not (folder / "lib64" / "libascendcl.so").exists():
+        raise CannotBuild(f"CANNSIM_HOME={folder} holds no libraries; type: unset CANNSIM_HOME")
+    try:
+        made, wanted = ((folder / "key").read_text().rpartition("-")[0], key().rpartition("-")[0])
+    except (OSError, CannotBuild):
+        return
+    if made != wanted:
+        raise CannotBuild(f"CANNSIM_HOME={folder} was built for {made}, and this is {wanted}; type: unset CANNSIM_HOME")
 
 
 def _check_tools() -> None:
@@ -139,6 +157,20 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _readable_by_make(folder: Path) -> Iterator[str]:
+    """A path of the folder in which make finds no space and none of its own signs: it knows no quotes for targets."""
+    if re.fullmatch(r"[\w./+@,~-]+", str(folder)):
+        yield str(folder)
+    elif folder == ROOT / "build":
+        yield "build"  # what make finds there later has the same name again
+    else:
+        with tempfile.TemporaryDirectory(prefix="cannsim-", dir="/tmp") as short:
+            link = Path(short, "build")
+            link.symlink_to(folder)
+            yield str(link)
+
+
 def _make(folder: Path, verbose: bool) -> None:
     """Compile into the folder. The file `key` comes last: a folder without it is unfinished, and is gone on with."""
     found = versions()
@@ -146,9 +178,10 @@ def _make(folder: Path, verbose: bool) -> None:
     said = f"torch {found['torch']} and torch_npu {found['torch_npu']} in {folder} (once; some minutes)"
     print(f"cannsim: building the simulated CANN for {said}", file=sys.stderr, flush=True)
     jobs = f"-j{len(os.sched_getaffinity(0))}"
-    command = ["make", "--no-print-directory", "-C", str(ROOT), jobs, f"PYTHON={sys.executable}", f"BUILD={folder}"]
+    command = ["make", "--no-print-directory", "-C", str(ROOT), jobs, f"PYTHON={sys.executable}"]
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    with open(log, "w") as output:
+    with open(log, "w") as output, _readable_by_make(folder) as named:
+        command.append(f"BUILD={named}")
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
         for line in process.stdout:

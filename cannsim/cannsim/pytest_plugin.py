@@ -87,8 +87,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]
 
 def _enter(machine: Machine) -> None:
     """Return if this process runs on the machine; else run pytest there, as a child, and exit with its status."""
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # NPUs of its own
-        os.environ["CANNSIM_STATE"] = os.path.join(os.environ["CANNSIM_STATE"], worker)
+    worker, state = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CANNSIM_STATE")
+    if worker and state and machine.is_here():  # NPUs of its own
+        os.environ["CANNSIM_STATE"] = os.path.join(state, worker)
         os.makedirs(os.environ["CANNSIM_STATE"], exist_ok=True)
         return
     try:
@@ -139,6 +140,18 @@ class OtherMachines:
             raise pytest.UsageError(f"{item.nodeid}: the mark is {MACHINE}")
         return replace(self.machine, **mark.kwargs)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Of xdist, before it starts a worker, which gets options and not the arguments that they came from."""
+        node.workerinput["cannsim_arguments"] = self.given()
+
+    def given(self) -> list[str]:
+        """The arguments of this pytest, or of the one whose worker it is, without the paths."""
+        if inherited := getattr(self.config, "workerinput", None):
+            return list(inherited["cannsim_arguments"])
+        paths = self.config.option.file_or_dir or []
+        return [str(arg) for arg in self.config.invocation_params.args if arg not in paths]
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:  # wrong marks are told before the first test
             if (chip := self.needed(item).chip) and chip not in command.chips():
@@ -164,10 +177,11 @@ class OtherMachines:
 
     def arguments(self, machine: Machine, items: list[pytest.Item], folder: str) -> list[str]:
         """Those of this pytest, with these tests instead of the given paths."""
-        paths = self.config.option.file_or_dir or []
-        given = [str(arg) for arg in self.config.invocation_params.args if arg not in paths]
-        given += machine.arguments() + [f"--rootdir={self.config.rootpath}", f"--junitxml={folder}/junit.xml"]
+        given = self.given() + machine.arguments()
+        given += [f"--rootdir={self.config.rootpath}", f"--junitxml={folder}/junit.xml"]
         given += ["--maxfail=0"]  # whether to go on after a failure is decided here
+        if self.config.option.basetemp:  # which a pytest empties: ours is in use
+            given += [f"--basetemp={folder}/tmp"]
         if self.config.inipath:
             given += ["-c", str(self.config.inipath)]
         if self.config.pluginmanager.hasplugin("xdist"):
@@ -270,7 +284,12 @@ def npu_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., l
             for rank, output in enumerate(outputs)
         ]
         end = time.monotonic() + timeout
-        results = [_wait(child, end) for child in children]
+        try:
+            results = [_wait(child, end) for child in children]
+        finally:  # also after Ctrl-C, which does not reach their sessions
+            for child in children:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
         texts = [Path(output.name).read_text(errors="replace") for output in outputs]
         for output in outputs:
             output.close()

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import cannsim
+from cannsim import build
+from cannsim.__main__ import chip_name, device_count
 from cannsim.suites_causes import CAUSES, of_file
 
 Row = dict[str, Any]  # {"file", "cause", "detail", "tests": [[test, cause, detail], ...], "seconds"}
@@ -106,23 +108,24 @@ def table(rows: Iterable[Row]) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cannsim suites", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folders", nargs="*", help="test files, or folders of them")
+    parser.add_argument("folders", nargs="+", help="test files, or folders of them")
     parser.add_argument("--results", type=Path, default=Path("suites.jsonl"), help="JSON lines (default suites.jsonl)")
     parser.add_argument("--jobs", type=int, default=1, help="files that run at the same time")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that one test may take")
-    parser.add_argument("--devices", type=int, default=2, help="NPUs of the simulated machine")
-    parser.add_argument("--chip", help="chip name")
+    parser.add_argument("--devices", type=device_count, default=2, help="NPUs of the simulated machine")
+    parser.add_argument("--chip", type=chip_name, help="chip name")
     parser.add_argument("--boxed", action="store_true", help="run operators that are not simulated on the CPU")
     parser.add_argument("--again", default="", help="causes, separated by commas, whose files are run once more")
     options = parser.parse_args(argv)
-    if not cannsim.built():
-        print("cannsim: the libraries are not built; type: make cannsim", file=sys.stderr)
-        return 2
     files = test_files(options.folders)
     absent = [path for path in files if not path.exists()]
     if absent:
-        print(f"cannsim: no such file: {absent[0]}; fetch the suite first (docs/en/cannsim.md)", file=sys.stderr)
+        print(f"cannsim: no such file: {absent[0]}; fetch the suite first", file=sys.stderr)
         return 2
+    if not files:
+        print(f"cannsim: no test_*.py in {', '.join(options.folders)}; name a folder that has some", file=sys.stderr)
+        return 2
+    build.ensure()
     known, again = read(options.results), options.again.split(",")
     wanted = [path for path in files if str(path) not in known or known[str(path)]["cause"] in again]
     queue, lock = collections.deque(wanted), threading.Lock()

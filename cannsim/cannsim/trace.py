@@ -8,6 +8,7 @@ are exact; times are those of this CPU and say nothing about an NPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -48,11 +49,12 @@ class Process:
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a trace in the order of time."""
-    if not path.exists():
-        return []
-    with path.open() as lines:
-        return sorted((json.loads(line) for line in lines), key=lambda line: line["seconds"])
+    """The lines of a trace in the order of time. A line that was cut short (a full disk) is left out."""
+    found: list[Line] = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return sorted(found, key=lambda line: line["seconds"])
 
 
 def processes(lines: list[Line]) -> list[Process]:

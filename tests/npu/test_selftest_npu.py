@@ -33,6 +33,17 @@ for name in os.environ["ITEMS"].split(","):
     found = perform(bench, name)
     print("VERDICT", name, found.verdict, found.said, found.facts, flush=True)
 """
+SHARED = """
+import torch
+from ascendchat.device import pick
+from ascendchat.doctor.selftest_device import perform
+from ascendchat.doctor.selftest_operators import Bench
+
+device = pick("npu")
+bench = Bench(device, device.bind(0), quick=True)
+held = torch.empty(3 * 2**29, dtype=torch.uint8, device=bench.place)  # as another process would
+print(perform(bench, "memory"))
+"""
 COLLECTIVES = """
 import sys
 from ascendchat.doctor.collective import main
@@ -80,6 +91,11 @@ def test_a_fault_of_one_device_is_found(on_npu: Callable[..., list[Any]], fault:
     (verdict,) = [line for line in rank.output.splitlines() if line.startswith("VERDICT")]
     assert f"VERDICT {items} failed" in verdict, rank
     assert said in verdict, rank
+
+
+def test_a_device_that_others_use_is_not_called_broken(on_npu: Callable[..., list[Any]]) -> None:
+    (rank,) = on_npu(SHARED, CANNSIM_MEMORY_GB=2)
+    assert "verdict='skipped', said='only 0.5 of 2.0 GiB are free: other processes" in rank.output, rank
 
 
 def collectives(on_npu: Callable[..., list[Any]], folder: Path, hardware: str) -> dict[str, Any]:
@@ -131,3 +147,13 @@ def test_a_crash_is_a_verdict_and_not_the_end(tmp_path: Path) -> None:
     assert "rank 1 was killed by SIGKILL" in verdicts["collectives"]["said"]
     assert (found["chip"], found["devices"], found["simulated"]) == ("Ascend910B3", 2, True)
     assert not [name for name in (str(tmp_path), socket.gethostname(), str(ROOT)) if name in text]
+
+
+def test_more_devices_than_there_are_is_wrong_input(tmp_path: Path) -> None:
+    environment = cannsim.environment(devices=2, state=str(tmp_path / "state")) | {"PYTHONPATH": str(ROOT)}
+    flags = ["--devices", "3", "--only", "versions,collectives", "--out", str(tmp_path / "sent.json")]
+    command = [sys.executable, "-m", "ascendchat", "selftest", "--device-type", "npu", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--devices 3: 2 can be seen here; ask for at most 2" in done.stderr
+    assert not done.stdout

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import termios
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +19,11 @@ import pytest
 
 import cannsim
 from cannsim import __main__ as command
-from cannsim import build, explain
+from cannsim import build, explain, suites, trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = sorted(cannsim.ROOT.glob("*.py"))
+with_libraries = pytest.mark.skipif(not cannsim.built(), reason="make cannsim has built no libraries")
 
 
 def test_in_a_clone_the_installed_package_wins_over_the_folder_of_the_same_name() -> None:
@@ -48,28 +53,28 @@ echo "$2" >> "$(dirname "$0")/compiled"; echo x > "$2"
 
 @dataclass
 class Installed:
-    """A copy of the package as it lies in site-packages: no clone, no build."""
+    """A copy of the package as it lies in site-packages: no clone, no build. There are spaces in its paths."""
 
-    folder: Path
+    folder: Path  # the compiler is beside it
 
     def build(self, *options: str, **env: str) -> subprocess.Popen[str]:
         variables = {name: value for name, value in os.environ.items() if not name.startswith("CANNSIM_")}
         variables |= {"PYTHONPATH": str(self.folder / "site"), "CANNSIM_CACHE": str(self.folder / "cache")}
-        variables |= {"CXX": str(self.folder / "g++")} | env
+        variables |= {"CXX": str(self.folder.parent / "g++")} | env
         command = [sys.executable, *options, "-m", "cannsim", "build"]
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def compiled(self) -> list[str]:
-        return (self.folder / "compiled").read_text().split()
+        return (self.folder.parent / "compiled").read_text().splitlines()
 
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Installed:
     ignored = shutil.ignore_patterns("build", "__pycache__")
-    shutil.copytree(cannsim.ROOT, tmp_path / "site" / "cannsim", ignore=ignored)
+    shutil.copytree(cannsim.ROOT, tmp_path / "my project" / "site" / "cannsim", ignore=ignored)
     (tmp_path / "g++").write_text(FAKE_COMPILER)
     (tmp_path / "g++").chmod(0o755)
-    return Installed(tmp_path)
+    return Installed(tmp_path / "my project")
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="torch_npu and cannsim run on Linux")
@@ -118,10 +123,143 @@ def test_in_a_clone_a_build_for_other_versions_is_left_alone(
 
 
 @linux
+def test_a_torch_below_a_folder_with_a_space_is_found_by_the_compiler() -> None:
+    for name in ("torch", "npu"):
+        folder = f"/home/my user/{name}"
+        command = ["make", "-n", "-B", "-C", cannsim.ROOT, f"PYTHON={sys.executable}", f"{name}={folder}", "BUILD=/no"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        words = [word for line in done.stdout.splitlines() if " -c src/ops/" in line for word in shlex.split(line)]
+        assert [word for word in words if word.startswith(f"{folder}/include")]
+
+
+@linux
+def test_libraries_in_use_that_do_not_fit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CANNSIM_HOME of a shell that was prepared before another torch was installed, or the cache emptied."""
+    monkeypatch.setenv("CANNSIM_HOME", str(tmp_path))
+    with pytest.raises(build.CannotBuild, match=r"holds no libraries; type: unset CANNSIM_HOME"):
+        build.ensure()
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    assert build.ensure() == tmp_path, "made by hand: it has no key"
+    (tmp_path / "key").write_text(build.key().rpartition("-")[0] + "-000000000000")
+    assert build.ensure() == tmp_path, "the same versions"
+    (tmp_path / "key").write_text("torch2.1.0-npu2.1.0-x86_64-libc2.36-000000000000")
+    with pytest.raises(build.CannotBuild, match=r"was built for torch2\.1\.0-npu2\.1\.0.*; type: unset CANNSIM_HOME"):
+        build.ensure()
+
+
+@linux
+def test_env_sh_takes_the_build_of_the_python_and_not_any_that_lies_there(tmp_path: Path) -> None:
+    """A python3 that says where its libraries are; the one of the shell before is not asked."""
+    (tmp_path / "cannsim").mkdir()
+    shutil.copy(cannsim.ROOT / "env.sh", tmp_path / "cannsim")
+    (tmp_path / "cannsim" / "build").mkdir()
+    (tmp_path / "cannsim" / "build" / "key").write_text("torch2.1.0")
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"
+    variables = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CANNSIM_HOME": "/before"}
+
+    def home(script: str) -> tuple[str, str]:
+        python.write_text(script)
+        python.chmod(0o755)
+        command = ["bash", "-c", f". '{tmp_path}/cannsim/env.sh' && echo $CANNSIM_HOME"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        return done.stdout.strip(), done.stderr
+
+    assert home('#!/bin/sh\necho "/fits$CANNSIM_HOME"\n') == ("/fits", "")
+    taken, said = home("#!/bin/sh\nexit 2\n")
+    assert taken == f"{tmp_path}/cannsim/build"
+    assert "is taken, which was built for torch2.1.0" in said
+
+
+COUNTS_SIGNALS = """
+import signal, sys, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: (got.append(2), print("interrupted", flush=True)))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(40 + len(got)))
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)  # pause() would miss a signal that comes just before it
+"""
+
+
+@linux
+def test_a_ctrl_c_reaches_the_command_once_and_other_signals_are_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    monkeypatch.setenv("CANNSIM_HOME", str(tmp_path))
+    keyboard, terminal = os.openpty()
+    words = [sys.executable, "-m", "cannsim", "run", "--", sys.executable, "-c", COUNTS_SIGNALS]
+    with subprocess.Popen(
+        words,
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGSTOP)  # two signals at the same time would be one
+        os.write(keyboard, b"\x03")
+        assert process.stdout.readline() == b"interrupted\n"
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        assert process.wait(60) == 41, "two: the second one came from us"
+    os.close(keyboard)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("CANNSIM_DEVICES", "two", "CANNSIM_DEVICES=two is not a whole number"),
+        ("CANNSIM_DEVICES", "65", "CANNSIM_DEVICES=65 is not a number of NPUs from 0 to 64"),
+        ("CANNSIM_MEMORY_GB", "64GB", "CANNSIM_MEMORY_GB=64GB is not a number"),
+        ("CANNSIM_HARDWARE", "wrong-reduce,nan-grad", "CANNSIM_HARDWARE=nan-grad is not one of mask-past-512, "),
+        ("CANNSIM_FAULT", "aclInit:1:5o7015", "CANNSIM_FAULT: cannot read 'aclInit:1:5o7015'"),
+        ("CANNSIM_FAULT", "aclInit:1:507015@one", "CANNSIM_FAULT: cannot read 'aclInit:1:507015@one'"),
+        ("CANNSIM_DEVICES", "2", ""),
+    ],
+)
+@with_libraries
+def test_a_variable_that_cannot_be_meant_ends_the_process(name: str, value: str, said: str) -> None:
+    """Taken as 0, or ignored, it would be a test that tests nothing."""
+    code = (
+        "import ctypes; acl = ctypes.CDLL('libascendcl.so'); count = ctypes.c_uint32(); free = ctypes.c_size_t()\n"
+        "acl.aclInit(None), acl.aclrtGetDeviceCount(ctypes.byref(count)), acl.aclrtSetDevice(0)\n"
+        "acl.aclrtGetMemInfo(1, ctypes.byref(free), ctypes.byref(ctypes.c_size_t()))\n"
+    )
+    environment = cannsim.environment() | {name: value}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if said else 0), done
+    assert done.stderr.startswith(f"cannsim: {said}") if said else not done.stderr
+
+
+def test_a_fault_that_cannot_be_read_is_told_and_does_not_end_the_process() -> None:
+    for rule in ("aclnnAdd:1:hnag", "aclnnAdd:0:507015", "aclnnAdd:1", "aclnnAdd:1:507015@one"):
+        with pytest.raises(ValueError, match="cannot read the fault"):
+            cannsim.set_faults(rule)
+
+
+def test_suites_without_a_test_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suites.main([str(tmp_path)]) == 2
+    assert f"cannsim: no test_*.py in {tmp_path}; name a folder that has some" in capsys.readouterr().err
+
+
+def test_a_trace_is_read_without_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    line = '{"seconds": 1, "pid": 7, "rank": -1, "thread": 7, "device": 0, "name": "aclnnAdd", "call": 1}\n'
+    (tmp_path / "lines").write_text(f'{line}{{"seconds": 2, "pi\n{line}')
+    assert len(trace.read(tmp_path / "lines")) == 2
+    assert command.counted(tmp_path / "lines") == 'cannsim: 2 launches: {"aclnnAdd": 2}'
+
+
+@linux
 @pytest.mark.parametrize("lack", ["compiler", "make", "torch", "C++"])
 def test_what_a_build_lacks_is_one_sentence_with_the_next_step(installed: Installed, lack: str) -> None:
     if lack == "C++":
-        (installed.folder / "broken").touch()
+        (installed.folder.parent / "broken").touch()
     process = {
         "compiler": lambda: installed.build(CXX="no-such-compiler -O1"),
         "make": lambda: installed.build(PATH=str(installed.folder)),
@@ -174,6 +312,10 @@ def test_every_code_that_explain_knows_by_heart_has_a_sentence_of_the_runtime() 
         (["run", "--devices", "65", "--", "true"], "argument --devices: 65 is no number of NPUs from 0 to 64"),
         (["run", "--chip", "A100", "--", "true"], "argument --chip: A100 is not known; take one of Ascend910A, "),
         (["trace", "--memory-gb", "0", "--", "true"], "argument --memory-gb: 0 is no number of GiB above 0"),
+        (["suites", "--devices", "two", "x"], "argument --devices: two is no number of NPUs from 0 to 64"),
+        pytest.param(
+            ["trace", "-o", "/", "--", "true"], "cannsim: -o / cannot be written (Is a dir", marks=with_libraries
+        ),
     ],
 )
 def test_wrong_options_are_told_in_a_sentence(

@@ -185,15 +185,22 @@ def test_workers_of_xdist_have_machines_of_their_own(installed: Path, environmen
     (folder / "test_parallel.py").write_text(
         "import os, pytest\n"
         "@pytest.mark.parametrize('number', range(2))\n"
-        "def test_here(number):\n"
+        "def test_here(number, tmp_path):\n"
+        "    (tmp_path / 'mark').touch()\n"
         "    assert os.environ['CANNSIM_DEVICES'] == '2'\n"
         "    assert os.environ['CANNSIM_STATE'].endswith(os.environ['PYTEST_XDIST_WORKER'])\n"
         "@pytest.mark.npu(devices=5)\n"
-        "def test_there(): assert os.environ['CANNSIM_DEVICES'] == '5'\n"
+        "def test_there(tmp_path): assert os.environ['CANNSIM_DEVICES'] == '5'\n"
         "@pytest.mark.npu(chip='Ascend310P3')\n"
         "@pytest.mark.xfail(reason='known')\n"
         "def test_known(): assert os.environ['CANNSIM_CHIP'] == 'Ascend910A'\n"
+        "@pytest.mark.slow\n"
+        "@pytest.mark.npu(devices=3)\n"
+        "def test_deselected_without_the_arguments(): assert os.environ['CANNSIM_DEVICES'] == '3'\n"
     )
-    command = ["python", "-m", "pytest", "--npu-devices", "2", "-n", "2", "-p", "no:cacheprovider"]
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n")
+    options = ["--npu-devices", "2", "-n", "2", "-p", "no:cacheprovider", "-m", "", "--basetemp=tmp"]
+    command = ["python", "-m", "pytest", *options]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert "3 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    assert len([*(folder / "tmp").rglob("mark")]) == 2, "kept, although the others had temporary folders too"

@@ -292,5 +292,6 @@ def test_a_server_beside_a_trainer_sees_the_devices_behind_it() -> None:
 
 def test_a_server_beside_a_trainer_prepares_its_own_environment() -> None:
     own = {"TASK_QUEUE_ENABLE": "2", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    own |= {"RANK_ID": "1", "RANK_SIZE": "8", "PET_NPROC_PER_NODE": "8", "MA_NUM_HOSTS": "2", "SLURM_NNODES": "2"}
     kept = {"PATH": "/bin", "OMP_NUM_THREADS": "3", "HCCL_CONNECT_TIMEOUT": "1200", "LD_LIBRARY_PATH": "/lib"}
     assert without_own_settings({**own, **kept}) == kept

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,8 @@ from ascendchat.cli import main
 from ascendchat.doctor import selftest, selftest_operators, selftest_runs
 from ascendchat.doctor.selftest import Settings, Verdict
 from ascendchat.doctor.selftest_operators import Bench, Wrong
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sent(**more: object) -> dict[str, object]:
@@ -42,6 +49,7 @@ def test_files_become_rows_of_the_table(tmp_path: Path, capsys: pytest.CaptureFi
         (["--table", "absent.json"], "is not a file of `ascendchat selftest`"),
         (["--only", "nrom"], "norm"),
         (["--out", "no/such/folder/x.json"], "there is no folder"),
+        (["--out", "ascendchat", "--only", "versions", "--device-type", "mps"], "ascendchat cannot be written"),
     ],
 )
 def test_wrong_input_is_one_sentence(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +57,9 @@ def test_wrong_input_is_one_sentence(flags: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-def test_what_is_sent_names_nobody() -> None:
+def test_what_is_sent_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", "node7.lab.example")
+    assert selftest.cleaned("node7.lab.example, rank 3 on node7") == "<name>, rank 3 on <name>"
     text = f"at {Path.home()}/x/y.py on {socket.gethostname()} (10.1.2.33), see /var/log/npu/slog:\n  code 507015"
     cleaned = selftest.cleaned(text)
     for name in (str(Path.home() / "x"), socket.gethostname(), "10.1.2.33", "/var"):
@@ -111,6 +121,57 @@ def test_a_process_without_a_device_fails_all_its_items(tmp_path: Path) -> None:
     verdicts = list(selftest.examine(["norm", "decode", "speed"], settings))
     assert [(one.name, one.verdict) for one in verdicts] == [("norm", "failed")]
     assert "Apple" in verdicts[0].said
+    settings.about = {"device": "mps", "visible": 1}  # an earlier process has found one, and it died since
+    verdicts = list(selftest.in_workers(["decode", "mask"], "generation", settings))
+    assert [(one.name, one.verdict) for one in verdicts] == [("decode", "failed"), ("mask", "failed")]
+    assert "Apple" in verdicts[1].said
+
+
+INTERRUPTED = """
+import sys
+from ascendchat import cli
+from ascendchat.doctor import selftest
+
+def examine(names, settings):
+    yield selftest.Verdict("versions", "held")
+    words = ["sh", "-c", "echo $$ > pid.new; mv pid.new pid; exec sleep 600"]
+    selftest.end_of(words, settings.folder / "log", settings)
+
+selftest.examine = examine
+sys.exit(cli.main(["selftest", "--out", "sent.json", "--only", "versions,norm"]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_what_was_started_and_keeps_what_was_found(tmp_path: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=tmp_path, env=environment) as command:
+        while command.poll() is None and not (tmp_path / "pid").exists():
+            time.sleep(0.02)
+        command.send_signal(number)
+        assert command.wait(60) == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    items = {item["name"]: item["verdict"] for item in json.loads((tmp_path / "sent.json").read_text())["items"]}
+    assert (items["versions"], items["norm"], items["speed"]) == ("held", "skipped", "skipped")
+
+
+def test_an_error_of_one_run_is_its_verdict_and_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("no folder: nothing can be prepared there")
+    settings = Settings(tmp_path, 1, "cpu", False, 900, {"simulated": False, "device": "cpu", "trains": True})
+    verdicts = list(selftest_runs.examine(["training", "resume", "speed"], settings))
+    assert [(one.name, one.verdict) for one in verdicts] == [
+        ("training", "failed"), ("resume", "failed"), ("speed", "skipped"),
+    ]  # fmt: skip
+    assert "File exists" in verdicts[0].said
+
+
+def test_the_row_of_a_bench_is_found_before_warnings(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text('mfu 0.3\n{"depth": 4, "mfu": 0.3}\n[W1116] Warning: queue is not empty\n')
+    assert selftest_runs.printed(tmp_path / "log") == {"depth": 4, "mfu": 0.3}
+    (tmp_path / "log").write_text("nothing\n")
+    assert selftest_runs.printed(tmp_path / "log") == {}
 
 
 def test_speed_means_nothing_on_a_cpu(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
 // The environment variables of the simulator and the table of chips.
+#include <unistd.h>
+
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -65,16 +68,37 @@ std::vector<int> parse_visible(const char* text, int count) {
   return ids;
 }
 
+// The faults of hardware_fault.
+constexpr const char* kHardwareFaults[] = {"mask-past-512", "wrong-reduce", "stale-broadcast", "slow-link",
+                                           "nan-gradient"};
+
+// A value that cannot be meant ends the process: taken as 0, or ignored, it would be a test that tests nothing.
+[[noreturn]] void bad_value(const char* name, const std::string& text, const std::string& expected) {
+  fprintf(stderr, "cannsim: %s=%s is not %s\n", name, text.c_str(), expected.c_str());
+  _exit(2);
+}
+
+// Other people's variables are read as their owners read them.
+bool is_ours(const char* name) { return strncmp(name, "CANNSIM_", 8) == 0; }
+
 }  // namespace
 
 long env_long(const char* name, long fallback) {
   const char* text = getenv(name);
-  return text && *text ? atol(text) : fallback;
+  if (!text || !*text) return fallback;
+  char* end = nullptr;
+  long value = strtol(text, &end, 10);
+  if (*end && is_ours(name)) bad_value(name, text, "a whole number");
+  return value;
 }
 
 double env_double(const char* name, double fallback) {
   const char* text = getenv(name);
-  return text && *text ? atof(text) : fallback;
+  if (!text || !*text) return fallback;
+  char* end = nullptr;
+  double value = strtod(text, &end);
+  if ((*end || !std::isfinite(value)) && is_ours(name)) bad_value(name, text, "a number");
+  return value;
 }
 
 std::string env_string(const char* name, const char* fallback) {
@@ -103,7 +127,8 @@ const Chip& chip() {
 int physical_devices() {
   static const int count = [] {
     long value = env_long("CANNSIM_DEVICES", 1);
-    return int(value < 0 ? 0 : value > kMaxDevices ? kMaxDevices : value);
+    if (value >= 0 && value <= kMaxDevices) return int(value);
+    bad_value("CANNSIM_DEVICES", std::to_string(value), "a number of NPUs from 0 to " + std::to_string(kMaxDevices));
   }();
   return count;
 }
@@ -122,10 +147,25 @@ const std::vector<int>& visible_devices() {
 
 size_t memory_limit() {
   static const size_t bytes = [] {
-    double gigabytes = env_double("CANNSIM_MEMORY_GB", 0);
-    return gigabytes > 0 ? size_t(gigabytes * double(GiB)) : chip().memory;
+    double gigabytes = env_double("CANNSIM_MEMORY_GB", double(chip().memory) / double(GiB));
+    if (gigabytes <= 0) bad_value("CANNSIM_MEMORY_GB", std::to_string(gigabytes), "a number of GiB above 0");
+    return size_t(gigabytes * double(GiB));
   }();
   return bytes;
+}
+
+void check_hardware_faults() {
+  const std::string listed = env_string("CANNSIM_HARDWARE", "") + ",";
+  std::string known;
+  for (const char* name : kHardwareFaults) known += (known.empty() ? "" : ", ") + std::string(name);
+  for (size_t begin = 0; begin < listed.size();) {
+    size_t end = listed.find(',', begin);
+    std::string name = listed.substr(begin, end - begin);
+    bool found = name.empty();
+    for (const char* candidate : kHardwareFaults) found = found || name == candidate;
+    if (!found) bad_value("CANNSIM_HARDWARE", name, "one of " + known);
+    begin = end + 1;
+  }
 }
 
 bool hardware_fault(const char* name) {

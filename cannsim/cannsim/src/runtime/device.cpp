@@ -100,6 +100,7 @@ API aclError aclInit(const char* config) {
     cannsim::set_error(text);
     return ACL_ERROR_RT_SOC_VERSION;
   }
+  cannsim::check_hardware_faults();
   if (cannsim::g_initialised.exchange(true)) return ACL_ERROR_REPEAT_INITIALIZE;
   static const bool registered = atexit(cannsim::at_exit) == 0;
   (void)registered;

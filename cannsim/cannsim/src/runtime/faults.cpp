@@ -40,11 +40,20 @@ struct Rule {
   _exit(2);
 }
 
+// -1 when it is no number.
+long whole_number(const std::string& text) {
+  if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos) return -1;
+  return atol(text.c_str());
+}
+
 // Null when the rule is for another rank.
 std::unique_ptr<Rule> parse_rule(std::string text) {
   const std::string whole = text;
+  bool elsewhere = false;
   if (size_t at = text.find('@'); at != std::string::npos) {
-    if (atoi(text.c_str() + at + 1) != rank()) return nullptr;
+    long wanted = whole_number(text.substr(at + 1));
+    if (wanted < 0) bad_rule(whole);
+    elsewhere = wanted != rank();
     text.resize(at);
   }
   size_t first = text.find(':'), second = text.find(':', first + 1);
@@ -53,13 +62,14 @@ std::unique_ptr<Rule> parse_rule(std::string text) {
   rule->name = text.substr(0, first);
   rule->prefix = rule->name.back() == '*';
   if (rule->prefix) rule->name.pop_back();
-  long nth = atol(text.substr(first + 1, second - first - 1).c_str());
+  long nth = whole_number(text.substr(first + 1, second - first - 1));
   std::string action = text.substr(second + 1);
-  if (nth < 1 || action.empty()) bad_rule(whole);
+  if (nth < 1) bad_rule(whole);
   rule->nth = uint64_t(nth);
-  rule->code = atoi(action.c_str());
+  rule->code = int(whole_number(action));
   rule->action = action == "hang" ? Action::kHang : action == "kill" ? Action::kKill : Action::kCode;
-  if (rule->action == Action::kCode && rule->code == 0) bad_rule(whole);
+  if (rule->action == Action::kCode && rule->code < 1) bad_rule(whole);
+  if (elsewhere) return nullptr;
   return rule;
 }
 

@@ -38,6 +38,7 @@ double env_double(const char* name, double fallback);
 std::string env_string(const char* name, const char* fallback);
 int rank();                  // RANK, -1 when not set
 bool chip_known();           // CANNSIM_CHIP names a chip of the table
+void check_hardware_faults();  // ends the process when CANNSIM_HARDWARE names one that does not exist
 std::string chip_names();    // all known names, for messages
 int physical_devices();      // CANNSIM_DEVICES
 const std::vector<int>& visible_devices();  // physical id of each device the process may use
