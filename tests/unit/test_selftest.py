@@ -128,6 +128,7 @@ def test_a_process_without_a_device_fails_all_its_items(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
+import signal
 import sys
 from ascendchat import cli
 from ascendchat.doctor import selftest
@@ -138,6 +139,9 @@ def examine(names, settings):
     selftest.end_of(words, settings.folder / "log", settings)
 
 selftest.examine = examine
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore them (nohup)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(cli.main(["selftest", "--out", "sent.json", "--only", "versions,norm"]))
 """
 
