@@ -1,6 +1,6 @@
 """The choice of the next token as two Triton kernels, for the usual requests: greedy, or at a temperature. CUDA only.
 
-    report = choose(logits, settings, position, blocks, state, random=True)        # (2, B): ids and log probabilities
+    report = choose(logits, read, position, settings, blocks, state, random=True)  # (2, B): ids and log probabilities
 
 The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of noise.py, and its
 part of the normaliser; the second joins the blocks and notes the new token. sampling.sample computes the same, in

@@ -1,4 +1,4 @@
-"""A decoding step by our own kernels, where the chip has them: nothing is compiled, and few kernels are launched.
+"""A decoding step by our own kernels, where the chip has them: without torch.compile, and few are launched.
 
 fused = fused_step(decoder)               # None: the model, the chip or the readout wants the general way
 fused.read(rows, span)                    # the first half of Decoder's step, as Decoder._read

@@ -41,7 +41,7 @@ class Job:
             self.stops |= {special["<|assistant_end|>"]}
         self.tools = sampling.tools and matcher is None
         self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
-        self.plain = not (sampling.stop or sampling.top_logprobs or matcher)  # all others need no look
+        self.plain = not sampling.stop and not sampling.top_logprobs and matcher is None  # all others need no look
         self.slot = -1
         self.tokens = as_tokens(request.prompt)
         self.head = head_of(self.tokens)

@@ -1,13 +1,13 @@
-"""Our model for one new token per row, the step of decoding, without a compiler: few kernels, one graph. CUDA only.
+"""Our model for one new token per row, the step of decoding, without torch.compile: few kernels, one graph. CUDA only.
 
     step = TokenStep(model, cache.keys, cache.values, cache.raw, cache.places, context)
     logits, tokens, positions = step(rows, span, slots)     # (B, V) float32; the cache has the new tokens
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
-compute. So everything around the matrix products is in as few kernels as its dependences allow. The
-new token's way through a layer, in eight launches; with FEW rows a product is a sum over the weights, which fuses
-with what stands before and behind it, and there are five, each of which reads its weights before it waits for the one
-before:
+compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
+through a layer, in eight launches (token_kernels.py); with FEW rows a product is a sum over the weights, which fuses
+with what stands before and behind it, and there are five (row_kernels.py), each of which reads its weights before it
+waits for the one before:
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }
