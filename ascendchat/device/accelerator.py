@@ -5,9 +5,11 @@ npu.py and cuda.py hold what differs: how the device is found, compiling, graphs
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,18 @@ from ascendchat.device.trace import torch_trace
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UPS = 3  # runs before a capture: allocator and libraries settle
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """While a graph is captured: an old graph that is found to be garbage then, and freed, ends the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class EventMark:
@@ -150,7 +164,7 @@ class Accelerator:
                 fn(*static_inputs)
         self.api.current_stream().wait_stream(side)
         captured = getattr(self.api, self.graph_class)()
-        with self.api.graph(captured, **options):
+        with no_garbage_collection(), self.api.graph(captured, **options):
             outputs = fn(*static_inputs)
         return captured, outputs
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ascendchat.infer import noise
 from ascendchat.infer.sampling import LEAST_TEMPERATURE, Settings
+from ascendchat.nn.token_kernels import wait
 
-FEW, BLOCK, MANY_BLOCK = 16, 1024, 4096  # tokens of a program, with few rows and many
+FEW, BLOCK, MANY_BLOCK = 16, 1024, 2048  # tokens of a program, with few rows and many
 
 LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (noise.LEFT, noise.RIGHT, noise.WIDE, noise.NARROW))
 ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (noise.ROUNDS, noise.LANES, noise.KEYS))
@@ -85,11 +86,13 @@ def _look(  # type: ignore[no-untyped-def]
     vocab,
     random: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """The likeliest token of a block of the vocabulary, and the block's part of the normaliser."""
     r, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i = part * block + tl.arange(0, block)
     inside = i < vocab
+    wait(pdl)
     raw = tl.load(logits + r.to(tl.int64) * vocab + i, mask=inside, other=-float("inf"))
     scores = raw
     if random:
@@ -127,10 +130,12 @@ def _note(  # type: ignore[no-untyped-def]
     vocab,
     parts: tl.constexpr,
     width: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """The likeliest of all blocks, with its log probability; the row goes on with it."""
     r, i = tl.program_id(0), tl.arange(0, width)
     inside, mine = i < parts, r * parts + i
+    wait(pdl)
     _, at = tl.max(tl.load(best + mine, mask=inside, other=-float("inf")), axis=0, return_indices=True)
     chosen = tl.load(column + r * parts + at).to(tl.int64)
     peaks = tl.load(most + mine, mask=inside, other=-float("inf"))
@@ -147,20 +152,28 @@ def _note(  # type: ignore[no-untyped-def]
 
 
 def choose(
-    logits: Tensor, read: Tensor, position: Tensor, settings: Settings, blocks: Tensor, state: State, *, random: bool
+    logits: Tensor,
+    read: Tensor,
+    position: Tensor,
+    settings: Settings,
+    blocks: Tensor,
+    state: State,
+    *,
+    random: bool,
+    overlaps: bool = False,
 ) -> Tensor:
     """logits (B, V) float32; `read`, `position` (B,): the tokens of this step and where they stand; `blocks`:
-    noise.columns. (2, B) float32."""
+    noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
     rows, vocab = logits.shape
     block = BLOCK if rows <= FEW else MANY_BLOCK
     parts = triton.cdiv(vocab, block)
     best, most, total = (torch.empty(rows, parts, device=logits.device) for _ in range(3))
     column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     found: tuple[Any, ...] = best, column, most, total
-    _look[rows, parts](
-        logits, settings.temperature, settings.seed, position, blocks, *found, vocab, random=random, block=block
-    )
+    known = logits, settings.temperature, settings.seed, position, blocks
+    options: dict[str, Any] = {"pdl": overlaps, **({"launch_pdl": True} if overlaps else {})}
+    _look[rows, parts](*known, *found, vocab, random=random, block=block, **options)
     report = torch.empty(2, rows, device=logits.device)
     width = triton.next_power_of_2(parts)
-    _note[(rows,)](logits, *found, read, *state, report, rows, vocab, parts=parts, width=width)
+    _note[(rows,)](logits, *found, read, *state, report, rows, vocab, parts=parts, width=width, **options)
     return report

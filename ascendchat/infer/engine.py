@@ -5,9 +5,9 @@
     for piece in engine.stream(Request(prompt)): print(piece.text, end="")
     job = engine.add(request); engine.step()                                      # or step by step, as the bench does
 
-The Generator (generator.py) of a model in this process: `ascendchat chat` and `ascendchat eval chat` generate through
-here. decode.py is what runs on the device; this file is the host's side: who is in which slot, what each sampled token
-means, calculator calls, endings. job.py is one request on its way, grammar.py what a row with a grammar may say next.
+The Generator (generator.py) of a model in this process. decode.py is what runs on the device; this file is the host's
+side: who is in which slot, what each sampled token means, calculator calls, endings. job.py is one request on its way,
+grammar.py what a row with a grammar may say next.
 
 The host reads results one step late where the device works on its own: while it looks at the tokens of step n, step
 n + 1 runs. A row that turns out to be over has then run one step too many, which nobody sees. A row with a grammar
@@ -40,11 +40,11 @@ from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights, check_fit
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
-from ascendchat.infer.job import Job, PendingPass
-from ascendchat.infer.prefix import Prefixes, rounds
+from ascendchat.infer.job import Job, PendingPass, together
+from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Prefixes, rounds
 from ascendchat.infer.reading import Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
-from ascendchat.infer.sampling import Mode, ranked
+from ascendchat.infer.sampling import ranked
 from ascendchat.infer.stream import EngineStream
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
@@ -63,8 +63,9 @@ class Engine:
     """Runs requests in `slots` rows of up to `context` tokens. Not for several threads: one thread steps it.
 
     `graphs`: False where nothing can be captured, as in a trainer's process on NPUs. `version`: of the model's weights.
-    `reuse`: False reads every prompt from its beginning, whatever the cache still has of it. `prefill_tokens`: so many
-    tokens of prompts, padding included, are read between two steps of the rows that run; longer prompts are cut.
+    `reuse`: False reads every prompt from its beginning; `least_reuse`: tokens in the cache that are worth going on
+    behind. `prefill_tokens`: so many tokens of prompts, padding included, are read between two steps of the rows that
+    run; longer prompts are cut.
     """
 
     elsewhere = False
@@ -83,6 +84,7 @@ class Engine:
         graphs: bool = True,
         version: int = 0,
         reuse: bool = True,
+        least_reuse: int | None = None,
         prefill_tokens: int | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
@@ -97,7 +99,8 @@ class Engine:
         self.paused: PauseMode | None = None
         self._pending: deque[PendingPass] = deque()
         self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[device.pin]
-        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse, self._written_in)
+        least = least_reuse or (LEAST_REUSE_ALONE if device.pin else LEAST_REUSE)
+        self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse, self._written_in, least)
         self.reading = Reading(self.prefixes)
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
         self._group = 1  # requests that enter together at least, while others run
@@ -248,7 +251,7 @@ class Engine:
             left -= len(parts) * padded_length(max(part.end - part.start for part in parts))
             jobs, starts, ends = zip(*parts)
             requests, slots = [job.request for job in jobs], [job.slot for job in jobs]
-            mode = _together(jobs)
+            mode = together(jobs)
             if mode.restricted or self.decoder.barred is not None:  # what the slot's last request barred must not stay
                 self._restrict(jobs)
             result = self.decoder.prefill(requests, slots, mode, starts, ends)
@@ -288,7 +291,7 @@ class Engine:
         if not jobs:
             return False
         longest = max(len(job.request.prompt) + job.launched for job in jobs)
-        result = self.decoder.step(max(job.slot for job in jobs) + 1, longest, _together(jobs))
+        result = self.decoder.step(max(job.slot for job in jobs) + 1, longest, together(jobs))
         self._await(jobs, [job.slot for job in jobs], result)
         return True
 
@@ -393,8 +396,3 @@ class Engine:
             if job.launched:  # what was read and chosen stays, for prompts that begin with it
                 there = [*job.request.prompt, *job.completion.ids][: len(job.tokens) + job.launched - 1]
                 self.prefixes.keep(job.slot, there, self._written(job))
-
-
-def _together(jobs: Sequence[Job]) -> Mode:
-    """What at least one of the rows needs."""
-    return Mode(*(any(column) for column in zip(*{job.mode for job in jobs})))

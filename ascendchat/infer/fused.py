@@ -46,6 +46,7 @@ def fused_step(decoder: Decoder) -> Fused | None:
             return step(rows, span, slots)
 
         def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor:
-            return choose(*known, decoder.settings, decoder.blocks, state, random=random)
+            told = decoder.settings, decoder.blocks, state
+            return choose(*known, *told, random=random, overlaps=kernel.overlaps)
 
     return Kernels()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from ascendchat.infer.grammar import Matcher
 from ascendchat.infer.prefix import as_tokens, head_of
 from ascendchat.infer.reading import UNDECIDED
 from ascendchat.infer.request import Completion, Piece, Request
-from ascendchat.infer.sampling import mode_of
+from ascendchat.infer.sampling import Mode, mode_of
 from ascendchat.infer.text import TextStream
 
 
@@ -73,6 +73,11 @@ class Job:
         self.read()
         self._fresh += self.text.close()
         self.completion.text, self.completion.finish_reason, self.done = self.text.text, reason, True
+
+
+def together(jobs: Sequence[Job]) -> Mode:
+    """What at least one of the rows needs."""
+    return Mode(*(any(column) for column in zip(*{job.mode for job in jobs})))
 
 
 class PendingPass(NamedTuple):

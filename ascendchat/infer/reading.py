@@ -66,7 +66,7 @@ class Reading:
 
     def _begin(self, job: Entrant, hit: Hit | None, before: Sequence[Entrant], free: Sequence[int]) -> None:
         length = 0 if hit is None else hit.length
-        for other in before if job.head else ():
+        for other in before if self.prefixes.may_share(job.tokens) else ():
             if other.head != job.head:
                 continue
             begun = max(0, other.cached)

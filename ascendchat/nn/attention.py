@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.nn.masks import cache_mask, same, visible
+from ascendchat.nn.masks import cache_mask, inside, same, visible
 from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
@@ -213,15 +213,10 @@ class Eager(Sdpa):
         return y.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Whether a query sees a key, as FlexAttention asks."""
-    return (query >= key) & (query - key < window)
-
-
 class Flash(Sdpa):
-    """CUDA: cuDNN or flash through SDPA for full rows. For windows FlexAttention where the model is compiled (on an
-    H200, window 512 of 2048, forward and backward: 1.64 ms against 1.91 ms), else torch's own flash kernel. Decoding
-    has a Triton kernel of its own (one_query.py); without Triton, as on Windows, it goes through SDPA."""
+    """CUDA: cuDNN or flash through SDPA for full rows of training; prompts have any length, for each of which cuDNN
+    makes a plan (38 ms on an H200), so they go to torch's flash kernel. For windows FlexAttention where the model is
+    compiled (H200, 512 of 2048, with gradient: 1.64 ms; flash: 1.91). Decoding: one_query.py; SDPA without Triton."""
 
     name = "flash"
 
@@ -240,8 +235,8 @@ class Flash(Sdpa):
 
         for window in set(windows):
             if window < length and (length, window) not in self.blocks and device.type == "cuda":
-                inside = partial(_inside, window)
-                self.blocks[length, window] = create_block_mask(inside, None, None, length, length, device)
+                seen = partial(inside, window)
+                self.blocks[length, window] = create_block_mask(seen, None, None, length, length, device)
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "cuda":
@@ -256,10 +251,10 @@ class Flash(Sdpa):
         return None
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-        if window >= k.size(1):
+        compiling = torch.compiler.is_compiling()
+        if window >= k.size(1) and (compiling or torch.is_grad_enabled()):
             return super().dense(q, k, v, window, scale)
-        blocks = self.blocks.get((q.size(1), window))
-        if blocks is not None and torch.compiler.is_compiling():
+        if compiling and (blocks := self.blocks.get((q.size(1), window))) is not None:
             from torch.nn.attention.flex_attention import flex_attention
 
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -270,9 +265,9 @@ class Flash(Sdpa):
         return flash(q, k, v, None, q.size(1), window, scale)
 
     def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
-        """(room + 1,) int32 on the device: 0 and the end of each document, then the last end again and again, which are
-        documents without tokens. Every document takes blocks of the launch and memory of the gradient, so there is room
-        for twice as many as were ever seen, up to the next power of two: a batch with more compiles once again."""
+        """(room + 1,) int32 on the device: 0 and the end of each document, then documents without tokens. Each takes
+        blocks of the launch and memory of the gradient, so there is room for twice as many as were ever seen, up to the
+        next power of two: a batch with more compiles once again."""
         if len(lengths) > self.room:
             self.room = 1 << (2 * len(lengths) - 1).bit_length()
         bounds = np.full(self.room + 1, lengths.sum(), np.int32)
@@ -286,9 +281,14 @@ class Flash(Sdpa):
         return flash(a, b, c, bounds, q.size(1), window, scale).view(q.shape)
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        if q.size(1) > 1 and not compiling:
+            from ascendchat.nn.flash_kernel import behind
+
+            return behind(q, k, v, lengths, window, scale)
         if q.size(1) > 1 or window < k.size(1) or not self.triton:
             return super().cached(q, k, v, lengths, window, scale)
-        if q.size(0) > FEW_ROWS and torch.compiler.is_compiling():
+        if q.size(0) > FEW_ROWS and compiling:
             from ascendchat.nn.products import products
 
             return products(q, k, v, lengths, scale)

@@ -2,6 +2,7 @@
 
     flash(q, k, v, None, T, window, scale)            # rows (B, T, H, D)
     flash(q, k, v, bounds, longest, window, scale)    # documents (N, H, D); bounds (documents + 1,) int32, from 0 to N
+    behind(q, k, v, lengths, window, scale)           # new queries (B, Tq, H, D), a cache (B, S, K, D); no gradient
     banded(q, k, v, None, None, Tq, Tk, left, right, scale)    # other lengths of queries and keys; also the logsumexp
 
 Used by the kernel `flash` of attention.py and by flash.py, on CUDA. It is an operator of its own, which a compiler
@@ -100,6 +101,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, 
     """Causal attention; a query sees `window` keys, its own among them."""
     left = window - 1 if window < longest else -1
     return _flash(q, k, v, bounds, bounds, longest, longest, left, 0, scale)[0]
+
+
+def behind(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:
+    """Row b holds lengths[b] keys, and its queries are the last of them; each sees `window`, its own among them."""
+    (rows, queries), keys = q.shape[:2], k.size(1)
+    row = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    known = (row * queries, row * keys, queries, keys, 0.0, True, False)  # no dropout, causal, no debug mask
+    limits = _limits(window - 1 if window < keys else -1, 0, scale)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    out = torch.ops.aten._flash_attention_forward(*flat, *known, **limits, seqused_k=lengths.int())[0]
+    return out.view(q.shape)
 
 
 def banded(

@@ -22,3 +22,8 @@ def cache_mask(queries: int, keys: int, lengths: Tensor, window: int) -> Tensor:
 def same(queries: Tensor, keys: Tensor) -> Tensor:
     """(B, 1, queries, keys) bool from the numbers of their documents (B, queries) and (B, keys)."""
     return queries[:, None, :, None] == keys[:, None, None, :]
+
+
+def inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Whether a query sees a key, as FlexAttention asks."""
+    return (query >= key) & (query - key < window)

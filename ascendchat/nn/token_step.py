@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 FEW, SOME = 4, 128  # rows
 TILE, HEAD_TILES = 8192, 4  # weights that a program holds; such tiles that a program of the head walks over
 CUTS = 8  # parts of the keys of a head with few rows
-FEW_TILES, SOME_TILES, MANY_TILES = Tiles(32, 1, 1), Tiles(32, 3, 4), Tiles(16, 3, 2)  # up to FEW, SOME rows; more
+FEW_TILES, SOME_TILES, MANY_TILES = Tiles(32, 1, 1), Tiles(16, 4, 2), Tiles(8, 4, 1)  # up to FEW, SOME rows; more
 DOWN_COLUMNS, DOWN_ROWS = 32, 512  # of `down` that a program holds
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ascendchat.chips import GIB
 from ascendchat.config.language import translate
+from ascendchat.eval.stages import SCORES
 from ascendchat.record.console import clock
 from ascendchat.report.gather import RunData, StageData, results_table, same_but_seed
 from ascendchat.report.plots import Curve, Panel, draw
@@ -156,10 +157,28 @@ def results_section(groups: Sequence[Sequence[RunData]]) -> Section | None:
                 values = [value for run in group for value in found.get(f"{run.name}/{stage}", ())]
                 cells.append(spread(values, percent=kind != "bpb"))
             rows.append([f"{task} ({translate('bits per byte')})" if kind == "bpb" else task, *cells])
-        rows += means(group, stages)
+        rows += centred_scores(group, stages) or means(group, stages)
         if rows:
             tables.append(Table([translate("task"), *(stage.upper() for stage in stages)], rows, name_of(group)))
     return Section(translate("Evaluations"), tables) if tables else None
+
+
+def centred_scores(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
+    """CORE and ChatCORE, 0 for guessing and 1 for all right, of the stages that have all of their tasks."""
+    rows = []
+    for title, kind, members in (("CORE", "core", ()), *((name, "chat", tasks) for name, tasks in SCORES.items())):
+        cells = []
+        for stage in stages:
+            values = []
+            for run in group:
+                found = known.results.get(kind, {}) if (known := run.stage(stage)) else {}
+                whole = {task: row["result"] for task, row in found.items() if row["result"].get("complete", True)}
+                centred = [whole.get(task, {}).get("centred") for task in members or whole]
+                values += [sum(centred) / len(centred)] if centred and None not in centred else []
+            cells.append(spread(values, percent=False))
+        if set(cells) != {"–"}:
+            rows.append([title, *cells])
+    return rows
 
 
 def means(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:

@@ -12,6 +12,7 @@ import torch
 import cannsim
 from ascendchat.device import Device, pick
 from ascendchat.infer.engine import Engine, Job, Request, Sampling
+from ascendchat.infer.prefix import LEAST_REUSE
 from ascendchat.nn.attention import Attention, Eager, Sdpa, choose
 from ascendchat.nn.gpt import GPT
 
@@ -35,7 +36,7 @@ def device() -> Device:
 
 def engine_of(model: GPT, device: Device, kernel: Attention, **more: object) -> Engine:
     place = device.bind(0)
-    sizes = {"slots": 4, "context": CONTEXT, **more}
+    sizes = {"slots": 4, "context": CONTEXT, "least_reuse": LEAST_REUSE, **more}
     return Engine(model.to(place), kernel, make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
 
 

@@ -101,3 +101,23 @@ def test_a_captured_training_step_equals_the_eager_one(on_npu):
             assert abs(loss.item() - wanted) < 1e-6, (seed, loss.item(), wanted)
         """
     )
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(on_npu):
+    """Garbage of that moment, such as an older graph, would be freed in the middle of the capture."""
+    on_npu(
+        """
+        import gc, torch
+        from ascendchat.device import pick
+        device = pick("npu")
+        static, enabled = torch.ones(4, device=device.bind(0)), []
+
+        def double():
+            enabled.append(gc.isenabled())
+            return static * 2
+
+        replay = device.graph(double)
+        assert enabled == [True, True, True, False] and gc.isenabled(), enabled
+        assert replay().cpu().tolist() == [2.0] * 4
+        """
+    )

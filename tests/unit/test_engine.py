@@ -309,6 +309,23 @@ def test_decoding_on_a_gpu_reads_only_the_tokens_that_are_there(
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 6, 128), (4, 2, 64), (8, 1, 16)])
+@pytest.mark.parametrize("window", [1, 17, 100, 400])
+@torch.no_grad()
+def test_prompts_on_a_gpu_see_what_the_definition_says(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    """Whole prompts, and new tokens behind what the rows of a cache hold."""
+    generator, kernel, exact = torch.Generator().manual_seed(window), Flash(), Reference()
+    for rows, queries, keys in [(1, 16, 16), (3, 48, 48), (5, 16, 300), (2, 100, 130), (64, 16, 144)]:
+        sizes = ((rows, queries, heads, dim), (rows, keys, kv_heads, dim), (rows, keys, kv_heads, dim))
+        q, k, v = (torch.randn(size, generator=generator).cuda().bfloat16() for size in sizes)
+        there = torch.randint(queries, keys + 1, (rows,), generator=generator).cuda()
+        found, expected = (one.cached(q, k, v, there, window, 0.2) for one in (kernel, exact))
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+        found, expected = (one.dense(q, k[:, :queries], v[:, :queries], window, 0.2) for one in (kernel, exact))
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 @torch.no_grad()
 def bf16_shortfall(device: Device, kernel: Attention, slots: int) -> float:
     """How far the tokens that an engine chooses in bf16 fall short of the likeliest ones, in logits, at most.

@@ -11,6 +11,7 @@ import torch
 
 from ascendchat.device import Device, pick
 from ascendchat.infer.engine import Completion, Engine, Job, Request, Sampling
+from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE
 from ascendchat.nn.attention import Attention, Eager, Reference, Sdpa
 from ascendchat.nn.gpt import GPT
 
@@ -37,7 +38,8 @@ def engine_of(
 ) -> Engine:
     place = device.bind(0)
     kernel = kernel or Sdpa()
-    return Engine(model.to(place), kernel, make.tokenizer(), device, place, slots=slots, context=context, **more)  # type: ignore[arg-type]
+    sizes = {"slots": slots, "context": context, "least_reuse": LEAST_REUSE, **more}
+    return Engine(model.to(place), kernel, make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
 
 
 def plain(model: GPT, device: Device) -> Engine:
@@ -360,3 +362,20 @@ def test_compiled_steps_leave_what_is_kept_as_it_is() -> None:
     assert answers[2].cached_tokens == 53
     for request, answer in zip(requests, answers):
         assert_alike(answer, alone.generate([request])[0])
+
+
+def test_a_device_that_works_on_its_own_reads_short_prompts_anew(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All samples of a short prompt in one pass, without a copy; of a long one the second goes on behind the first."""
+    model, draw = make.model(30), random.Random(10)
+    engine = engine_of(model, device, slots=8, least_reuse=LEAST_REUSE_ALONE, prefill_tokens=16384)
+    alone, counted = plain(model, device), Counted(engine, monkeypatch)
+    short, long = (words(draw, model, count) for count in (LEAST_REUSE_ALONE, LEAST_REUSE_ALONE + 2))
+    for prompt, passes, copies in ((short, [8 * len(short)], 0), (long, [len(long), 7], 7)):
+        answers = engine.generate([Request(prompt, greedy(3))] * 8)
+        assert (counted.passes, counted.copies) == (passes, copies)
+        counted.passes.clear()
+        (expected,) = alone.generate([Request(prompt, greedy(3))])
+        for answer in answers:
+            assert_alike(answer, expected)

@@ -81,6 +81,29 @@ def test_a_report_holds_every_stage_its_results_and_its_words(place: Path, capsy
     assert "secret-host" not in text
 
 
+def test_core_and_chatcore_are_those_of_the_examinations(place: Path, tmp_path: Path) -> None:
+    """Centred, over whole tasks; a stage that lacks one has none."""
+    about = {"checkpoint": "x", "model": "m", "step": 40, "settings": {}}
+    core = {"copa": (0.6, True), "piqa": (0.1, True), "squad": (-0.9, False)}
+    chat = {"arc_easy": 0.1, "arc_challenge": 0.2, "mmlu": 0.3, "gsm8k": 0.0, "humaneval": -0.1}
+    for stage in ("base", "sft", "rl"):
+        write(place / "demo" / stage, training())
+    for task, (centred, complete) in core.items():
+        result = {"accuracy": 0.5, "centred": centred, "complete": complete}
+        NewResults(place / "demo" / "base", about | {"evaluation": "core"}).add(task, 10, 10, result, "")
+    for stage, left_out in (("sft", ""), ("rl", "mmlu")):
+        for task, centred in chat.items():
+            if task != left_out:
+                result = {"accuracy": 0.5, "centred": centred}
+                NewResults(place / "demo" / stage, about | {"evaluation": "chat"}).add(task, 10, 10, result, "")
+    out = tmp_path / "table.md"
+    assert main(["report", "--run", "demo", "--out", str(out)]) == 0
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.read_text().splitlines()]
+    assert ["CORE", "0.3500", "–", "–"] in lines
+    assert ["ChatCORE", "–", "0.1000", "–"] in lines
+    assert not any(line[0].startswith("mean over") for line in lines)
+
+
 def test_markdown_has_its_plots_beside_it(place: Path, tmp_path: Path) -> None:
     write(place / "demo" / "base", training())
     out = tmp_path / "paper" / "appendix.md"
