@@ -1,7 +1,8 @@
-"""LoRA of a real model by `ascendchat finetune`, by TRL's SFTTrainer, and by a plain loop, on the same conversations.
+"""A real model, tuned by `ascendchat finetune`, by TRL's SFTTrainer, and by a plain loop, on the same conversations.
 
 python tests/invariant/measure_finetune.py MODEL DATA FOLDER [STEPS LENGTH ROWS HELD_OUT [ROLES]]   # minutes on a CPU
 pip install trl datasets                # for the role trl; ROLES: ours,trl,plain, one process each, as often as named
+FULL=1 DEVICE=cuda python ...           # all weights instead of LoRA; on a GPU, in bf16
 
 TRL and the plain loop (transformers and peft) get the conversations that are packed into our rows of each step, padded
 to the longest, since without a varlen kernel TRL's packing lets them see each other. AdamW, clipping and a cosine from
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 UNLABELLED = -100  # as transformers marks what is not learnt
-RATE, RANK, DEFAULTS = 5e-4, 16, ("30", "512", "2", "0.05", "ours,trl")
+FULL, DEVICE = bool(os.environ.get("FULL")), os.environ.get("DEVICE", "cpu")
+RATE, RANK, DEFAULTS = 1e-4 if FULL else 5e-4, 16, ("30", "512", "2", "0.05", "ours,trl")
 
 
 class Clock:
@@ -39,6 +41,10 @@ class Clock:
         self.begun = time.perf_counter(), time.process_time()
 
     def end(self) -> None:
+        if DEVICE == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
         self.wall.append(time.perf_counter() - self.begun[0])
         self.processor.append(time.process_time() - self.begun[1])
 
@@ -103,7 +109,8 @@ class Task:
         import torch
         import transformers
 
-        return transformers.AutoModelForCausalLM.from_pretrained(self.folder.path, dtype=torch.float32, **self.named)
+        found = transformers.AutoModelForCausalLM.from_pretrained(self.folder.path, dtype=torch.float32, **self.named)
+        return found.to(DEVICE)
 
     def adapters(self) -> Any:
         import torch
@@ -111,8 +118,12 @@ class Task:
         from ascendchat.hf.lora import peft_library
 
         torch.manual_seed(0)
-        return peft_library().LoraConfig(
-            r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+        return (
+            None
+            if FULL
+            else peft_library().LoraConfig(
+                r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
         )
 
     def loss(self, net: Any) -> float:
@@ -121,7 +132,8 @@ class Task:
 
         net.eval()
         with torch.no_grad():
-            found = [(net(**batch).loss, int((batch["labels"] != UNLABELLED).sum())) for batch in self.held_out]
+            there = ({name: tensor.to(DEVICE) for name, tensor in batch.items()} for batch in self.held_out)
+            found = [(net(**batch).loss, int((batch["labels"] != UNLABELLED).sum())) for batch in there]
         net.train()
         return sum(float(loss) * count for loss, count in found) / sum(count for _, count in found)
 
@@ -141,10 +153,11 @@ def ours(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]
             return step(*arguments)
 
     vars(loop)["train_step"] = timed
-    words = ["finetune", "--model", model, "--data", data, "--run", "measured", "--resume", "never", "--lora"]
-    words += f"--lora-rank {RANK} --max-seq-len {length} --device-batch-size {rows} --steps {steps}".split()
+    words = ["finetune", "--model", model, "--data", data, "--run", "measured", "--resume", "never"]
+    words += [] if FULL else f"--lora --lora-rank {RANK}".split()
+    words += f"--max-seq-len {length} --device-batch-size {rows} --steps {steps}".split()
     words += f"--learning-rate {RATE} --warmup-steps 0 --val-size {held_out} --save-every 0 --eval-every 0".split()
-    words += "--sample-every -1 --log-every 1 --device-type cpu".split()
+    words += "--sample-every -1 --log-every 1 --device-type".split() + [DEVICE]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(words) == 0, said.getvalue()
     found = read_metrics(Path(folder) / "runs" / "measured" / "hf")
@@ -185,8 +198,8 @@ def trl(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
         weight_decay=0.0,
         max_grad_norm=1.0,
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        bf16=DEVICE == "cuda",
+        use_cpu=DEVICE == "cpu",
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -214,13 +227,14 @@ def plain(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock
 
     from ascendchat.hf.lora import peft_library
 
-    net = peft_library().get_peft_model(task.network(), task.adapters())
+    net = task.network() if FULL else peft_library().get_peft_model(task.network(), task.adapters())
     before, clock, losses, steps = task.loss(net), Clock(), list[float](), len(task.steps)
     learns = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learns, lr=RATE, weight_decay=0.0)
     for step, batch in enumerate(task.steps):
         with clock.step():
-            loss = net(**batch, use_cache=False).loss
+            there = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+            loss = net(**there, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(learns, 1.0)
             for group in optimizer.param_groups:
@@ -229,6 +243,13 @@ def plain(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
     return before, task.loss(net), losses, clock
+
+
+def device_peak() -> int:
+    """Bytes of the GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
 
 
 def measure(role: str, argv: list[str]) -> dict[str, Any]:
@@ -246,6 +267,7 @@ def measure(role: str, argv: list[str]) -> dict[str, Any]:
         "tokens_per_second": task.tokens / sum(clock.wall),
         "tokens_per_processor_second": task.tokens / sum(clock.processor),
         "median_step": sorted(clock.wall)[len(clock.wall) // 2],
+        "device_gib": device_peak() / 2**30,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "losses": losses,
     }
