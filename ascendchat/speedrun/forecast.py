@@ -243,14 +243,12 @@ def expected_seconds(recipe: Recipe, sets: str) -> list[float | None]:
         return [None] * len(recipe.stages)
 
 
-def show_forecast(recipe: Recipe, wanted: list[bool], sets: str) -> int:
-    """Print the plan of the stages that would run."""
+def show_forecast(recipe: Recipe, wanted: list[bool], sets: str, missing: str = "") -> int:
+    """Print the plan of the stages that would run. `missing`: what this machine has not."""
     chip, _ = choose_chip(recipe.chip)
-    notes = (
-        []
-        if recipe.chip
-        else [translate(f"no chip is named: this is for {chip.name}; $ASCENDCHAT_CHIP=... names another")]
-    )
+    notes = [translate(missing)] if missing else []
+    if not recipe.chip:
+        notes.append(translate(f"no chip is named: this is for {chip.name}; $ASCENDCHAT_CHIP=... names another"))
     rows = [(n, c, f) for n, ((c, _), f) in enumerate(zip(recipe.stages, forecasts(recipe, chip, sets))) if wanted[n]]
     apart = max(int(settings.get("rollout_devices") or 0) for _, settings in recipe.stages)
     print(f"{recipe.run}: {recipe.about}")
