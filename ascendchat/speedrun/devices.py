@@ -9,7 +9,7 @@ from ascendchat.chips import KINDS, find
 from ascendchat.config import UserError
 from ascendchat.device.env import look
 from ascendchat.launch import count_devices
-from ascendchat.speedrun.recipe import ON_DEVICES, Recipe, read_recipe, recipe_files
+from ascendchat.speedrun.recipe import USES_DEVICES, Recipe, read_recipe, recipe_files
 
 
 def devices_here(device_type: str) -> int | None:
@@ -30,7 +30,7 @@ def for_rollouts(recipe: Recipe, wanted: list[bool]) -> int:
 
 def devices_wanted(recipe: Recipe, wanted: list[bool]) -> int:
     """By the wanted stages; 0 where none of them computes on devices."""
-    computing = any(runs and command in (*ON_DEVICES, "serve") for (command, _), runs in zip(recipe.stages, wanted))
+    computing = any(runs and command in USES_DEVICES for (command, _), runs in zip(recipe.stages, wanted))
     return recipe.devices + for_rollouts(recipe, wanted) if computing else 0
 
 
