@@ -261,8 +261,8 @@ def show_forecast(recipe: Recipe, wanted: list[bool], sets: str, missing: str = 
     made = [f for _, _, f in rows]
     memories = [needed(command, f) for _, command, f in rows]
     most = max((memory or 0 for memory in memories), default=0)
-    sums = (shown([f.seconds for f in made], of_seconds), shown([most or (None if None in memories else 0)]))
-    sums += (shown([f.disk for f in made]), shown([f.download for f in made]))
+    sums = [shown([f.seconds for f in made], of_seconds), shown([most or (None if None in memories else 0)])]
+    sums += [shown([f.disk for f in made]), shown([f.download for f in made])]
     print(f"    {line(translate('together'), *sums)}".rstrip())
     disk = sum(f.disk or 0.0 for f in made)
     folder = next(path for path in (home(), *home().parents) if path.exists())
