@@ -56,6 +56,11 @@ class MachineFacts:
     nodes: tuple[str, ...]  # /dev/davinci0 ...
     nvidia: bool  # an NVIDIA driver is loaded
 
+    def may_have(self, device_type: str) -> bool:
+        """Whether it is worth asking torch for numbered devices of this type."""
+        found = {"npu": self.torch_npu and self.cann and self.driver, "cuda": self.nvidia}
+        return found.get(device_type, False)
+
 
 @dataclass(frozen=True)
 class PreparedEnvironment:

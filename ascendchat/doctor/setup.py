@@ -204,7 +204,9 @@ def without_secrets(command: str) -> str:
 def clone() -> Path:
     """The folder in which `pip install -e .` works."""
     folder = Path(__file__).resolve().parents[2]
-    if not (folder / "pyproject.toml").is_file():
+    project = folder / "pyproject.toml"  # in site-packages it may be that of any wheel
+    text = project.read_text(encoding="utf-8", errors="replace") if project.is_file() else ""
+    if not re.search(r"^name *= *[\"']ascendchat[\"']", text, flags=re.M):
         raise UserError(
             "ascendchat is installed without its sources; run setup in a clone: python3 -m ascendchat setup"
         )

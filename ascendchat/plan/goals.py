@@ -184,6 +184,12 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
         "time": dataclasses.asdict(time),
     }
     if config.devices > chip.devices_per_node:
+        if rest := config.devices % chip.devices_per_node:
+            notes.append(
+                f"{config.devices} devices do not fill nodes of {chip.devices_per_node}, the last has {rest}: the "
+                f"exchange is counted as if it were full; give --devices {config.devices - rest} or "
+                f"{config.devices - rest + chip.devices_per_node}"
+            )
         plan["scale"] = {
             "nodes": -(-config.devices // chip.devices_per_node),
             "exchanged": exchanged,

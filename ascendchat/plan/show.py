@@ -91,9 +91,9 @@ def _batch(plan: dict[str, Any]) -> list[Section]:
 def _scale(many: dict[str, Any]) -> list[Section]:
     """Two sections: what being many costs, with the formulas, and the step from one node on."""
     one, last = many["growth"][0], many["growth"][-1]
-    per_node = one["devices"]
+    whole, rest = divmod(last["devices"], one["devices"])
     rows = [
-        ("nodes x devices", f"{many['nodes']} x {per_node}"),
+        ("nodes x devices", f"{whole} x {one['devices']}{f' + 1 x {rest}' if rest else ''}"),
         (
             "exchange per step",
             f"{bytes_text(many['exchanged'])}: B (g-1)/g / link + B/g (n-1)/n / node link + {COLLECTIVES} log2(n) hop "

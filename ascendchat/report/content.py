@@ -14,7 +14,7 @@ from ascendchat.chips import GIB
 from ascendchat.config.language import translate
 from ascendchat.eval.stages import SCORES
 from ascendchat.record.console import clock
-from ascendchat.report.gather import RunData, StageData, results_table, same_but_seed
+from ascendchat.report.gather import RunData, StageData, results_table, same_but_seed, stage_names
 from ascendchat.report.plots import Curve, Panel, draw
 
 DOTS = ("bpb", "val_loss", "accuracy", "core")
@@ -145,56 +145,58 @@ def stage_table(runs: Sequence[RunData], price: float | None) -> Table:
 
 
 def results_section(groups: Sequence[Sequence[RunData]]) -> Section | None:
-    """Evaluations: a line per task, a column per stage; of several seeds the mean and the spread."""
+    """Evaluations: a table of each kind, with a line per task and a column per stage that has any; of several seeds the
+    mean and the spread."""
     tables: list[Table | Plot | Text] = []
+    kinds = [
+        ("bpb", translate("bits per byte"), ""),
+        ("core", translate("CORE tasks"), translate("mean over CORE tasks")),
+    ]
+    kinds += [("chat", translate("chat tasks"), translate("mean over chat tasks"))]
     for group in groups:
-        columns, table = results_table(group)
-        stages = list(dict.fromkeys(stage for _, stage in columns))
-        rows = []
-        for (kind, task), found in table.items():
-            cells = []
-            for stage in stages:
-                values = [value for run in group for value in found.get(f"{run.name}/{stage}", ())]
-                cells.append(spread(values, percent=kind != "bpb"))
-            rows.append([f"{task} ({translate('bits per byte')})" if kind == "bpb" else task, *cells])
-        rows += centred_scores(group, stages) or means(group, stages)
-        if rows:
-            tables.append(Table([translate("task"), *(stage.upper() for stage in stages)], rows, name_of(group)))
+        for kind, title, mean in kinds:
+            table = results_table(group, kind)
+            stages = [stage for stage in stage_names() if any(stage in found for found in table.values())]
+            rows = [
+                [task, *(spread(found.get(stage, ()), percent=kind != "bpb") for stage in stages)]
+                for task, found in table.items()
+            ]
+            rows += centred_scores(group, kind, stages) or means(group, kind, stages, mean)
+            head = [translate("text") if kind == "bpb" else translate("task"), *(stage.upper() for stage in stages)]
+            tables += [Table(head, rows, f"{name_of(group)}, {title}")] if rows else []
     return Section(translate("Evaluations"), tables) if tables else None
 
 
-def centred_scores(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
-    """CORE and ChatCORE, 0 for guessing and 1 for all right, of the stages that have all of their tasks."""
+def centred_scores(group: Sequence[RunData], kind: str, stages: Sequence[str]) -> list[list[str]]:
+    """CORE or ChatCORE, 0 for guessing and 1 for all right, of the stages that have all of their tasks."""
     rows = []
-    for title, kind, members in (("CORE", "core", ()), *((name, "chat", tasks) for name, tasks in SCORES.items())):
+    known: dict[str, dict[str, tuple[str, ...]]] = {"core": {"CORE": ()}, "chat": SCORES}
+    for title, members in known.get(kind, {}).items():
         cells = []
         for stage in stages:
             values = []
             for run in group:
-                found = known.results.get(kind, {}) if (known := run.stage(stage)) else {}
+                found = examined.results.get(kind, {}) if (examined := run.stage(stage)) else {}
                 whole = {task: row["result"] for task, row in found.items() if row["result"].get("complete", True)}
                 centred = [whole.get(task, {}).get("centred") for task in members or whole]
                 values += [sum(centred) / len(centred)] if centred and None not in centred else []
             cells.append(spread(values, percent=False))
-        if set(cells) != {"–"}:
+        if set(cells) - {"–"}:
             rows.append([title, *cells])
     return rows
 
 
-def means(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
-    """The mean of the tasks of each kind that all stages have in common, where there are several."""
-    rows = []
-    for kind, title in (("core", translate("mean over CORE tasks")), ("chat", translate("mean over chat tasks"))):
-        known = [{task for run in group for task in tasks_of(run, stage, kind)} for stage in stages]
-        shared = set.intersection(*(each for each in known if each)) if any(known) else set()
-        if len(shared) < 2:
-            continue
-        cells = []
-        for stage in stages:
-            values = [found for run in group if (found := tasks_of(run, stage, kind)) and shared <= set(found)]
-            cells.append(spread([sum(each[task] for task in shared) / len(shared) for each in values], percent=True))
-        rows.append([title, *cells])
-    return rows
+def means(group: Sequence[RunData], kind: str, stages: Sequence[str], title: str) -> list[list[str]]:
+    """The mean of the tasks that all of these stages have in common, where there are several."""
+    known = [{task for run in group for task in tasks_of(run, stage, kind)} for stage in stages]
+    shared = set.intersection(*known) if known else set()
+    if len(shared) < 2:
+        return []
+    cells = []
+    for stage in stages:
+        values = [found for run in group if (found := tasks_of(run, stage, kind)) and shared <= set(found)]
+        cells.append(spread([sum(each[task] for task in shared) / len(shared) for each in values], percent=True))
+    return [[title, *cells]]
 
 
 def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:

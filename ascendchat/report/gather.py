@@ -2,7 +2,7 @@
 
     run = gather("demo")
     run.stages[0].series("loss")             # ([1, 2, ...], [7.3, 7.1, ...])
-    results_table([run])                     # task -> stage -> accuracy
+    results_table([run], "chat")             # task -> stage -> accuracies
 
 A run may be training while it is read: what is not there yet is left out.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,27 +164,16 @@ def same_settings(stage: StageData) -> dict[str, Any]:
     return {name: value for name, value in stage.settings.items() if name not in own}
 
 
-def accuracies(stage: StageData) -> Iterator[tuple[str, str, float]]:
-    """(evaluation, task, its figure) of a stage: accuracy, centred accuracy or bits per byte."""
-    for kind, tasks in stage.results.items():
-        for task, row in tasks.items():
-            value = row["result"].get("bits_per_byte" if kind == "bpb" else "accuracy")
-            if _is_number(value):
-                yield kind, task, float(value)
-
-
-def results_table(
-    runs: Sequence[RunData],
-) -> tuple[list[tuple[str, str]], dict[tuple[str, str], dict[str, list[float]]]]:
-    """Columns (run, stage) and, by evaluation and task, the figures of each column; for seeds several runs."""
-    table: dict[tuple[str, str], dict[str, list[float]]] = {}
-    columns: dict[tuple[str, str], None] = {}
+def results_table(runs: Sequence[RunData], kind: str) -> dict[str, dict[str, list[float]]]:
+    """The figures of one kind of evaluation ("bpb", "core", "chat") by task and stage; for seeds several."""
+    table: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         for stage in run.stages:
-            for kind, task, value in accuracies(stage):
-                columns[run.name, stage.name] = None
-                table.setdefault((kind, task), {}).setdefault(f"{run.name}/{stage.name}", []).append(value)
-    return list(columns), table
+            for task, row in stage.results.get(kind, {}).items():
+                value = row["result"].get("bits_per_byte" if kind == "bpb" else "accuracy")
+                if _is_number(value):
+                    table.setdefault(task, {}).setdefault(stage.name, []).append(float(value))
+    return table
 
 
 def _is_number(value: Any) -> bool:

@@ -23,11 +23,12 @@ header, main, footer { max-width: 1180px; margin: 0 auto; padding: 0 20px }
 header { padding-top: 28px; border-bottom: 2px solid #0b62a8; margin-bottom: 18px }
 h1 { font-size: 24px; margin: 0 0 4px } h2 { font-size: 18px; margin: 34px 0 10px }
 header p, footer { color: #55626f; font-size: 13px } footer { padding-bottom: 30px; margin-top: 30px }
-.wide { overflow-x: auto }
+.wide { overflow-x: auto; display: inline-block; vertical-align: top; max-width: 100%; margin-right: 28px }
 table { border-collapse: collapse; font-size: 13px; margin: 6px 0 14px; font-variant-numeric: tabular-nums }
 caption { text-align: left; color: #55626f; padding: 4px 0 }
 th, td { padding: 5px 10px; border-bottom: 1px solid #d5dbe1; text-align: right; white-space: nowrap }
-th { background: #f5f7f9; font-weight: 600 } th[scope=row], td:first-child { text-align: left }
+th { background: #f5f7f9; font-weight: 600 } th:first-child { text-align: left }
+th[scope=row] { white-space: normal; overflow-wrap: anywhere; min-width: 6em }
 td.text { text-align: left; white-space: normal; min-width: 14em }
 figure { margin: 0 } figure img { width: 100%; height: auto; max-width: 1140px }
 figure.narrow img { width: auto; max-width: 100% }

@@ -4,8 +4,8 @@ A stage is skipped when it was finished with the same settings, the same content
 stages, and its result is still there. An interrupted stage continues, because every command does. A training stage with
 other settings starts anew. Each stage is a command you could type yourself, and it is shown.
 
-recipe.py reads recipes, ledger.py knows what is done, screen.py shows where the run is, forecast.py is `--dry-run`,
-summary.py the table at the end. No torch.
+recipe.py reads recipes, devices.py compares them with this machine, ledger.py knows what is done, screen.py shows where
+the run is, forecast.py is `--dry-run`, summary.py the table at the end. No torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.files import write_atomic
 from ascendchat.record import run_folder
+from ascendchat.speedrun.devices import devices_here, devices_wanted, shortage
 from ascendchat.speedrun.ledger import Ledger, alone
 from ascendchat.speedrun.recipe import (
     ON_DEVICES,
@@ -126,8 +127,14 @@ def run(config: SpeedrunConfig) -> int:
     log = run_folder(recipe.run, "speedrun.log")  # refuses a wrong name
     from ascendchat.speedrun.forecast import expected_seconds, show_forecast
 
-    if config.dry_run:
-        return show_forecast(recipe, wanted, config.sets)
+    missing = ""
+    if config.device_type and not config.devices and devices_wanted(recipe, wanted) > 1:
+        here = devices_here(config.device_type)  # None: not a machine of this kind, which the stages say themselves
+        missing = shortage(recipe, wanted, config.device_type, here) if here else ""
+    if config.dry_run:  # also of a recipe for another machine
+        return show_forecast(recipe, wanted, config.sets, missing)
+    if missing:
+        raise UserError(missing)
     check_sets(recipe, wanted, config.sets)
     names = [command for command, _ in recipe.stages]
     started = time.monotonic()

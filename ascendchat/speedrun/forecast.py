@@ -29,7 +29,7 @@ from ascendchat.plan.goals import TooLarge, inference_plan, rl_plan, train_plan
 from ascendchat.plan.hf import HFModel, from_config
 from ascendchat.plan.shape import Shape
 from ascendchat.plan.show import bytes_text, span
-from ascendchat.speedrun.recipe import Recipe, Settings, place
+from ascendchat.speedrun.recipe import USES_DEVICES, Recipe, Settings, place
 
 GB = 1e9
 ENCODED = 0.3e6  # tokens per second and core of `data prepare`: 50.0 M in 9 s on 16 cores
@@ -49,7 +49,7 @@ class Forecast:
 
     seconds: float | None = None
     memory: int | None = None  # bytes on each device
-    disk: float = 0.0  # bytes that stay
+    disk: float | None = 0.0  # bytes that stay
     download: float | None = 0.0  # bytes
     about: str = ""
 
@@ -115,7 +115,7 @@ class Forecaster:
         sources = [str(source) for source in settings.get("source") or []]
         tokens = self.text_tokens(sources)
         if tokens is None:
-            return Forecast()
+            return Forecast(disk=None)
         return Forecast(tokens / ENCODED / (os.cpu_count() or 1), None, 2.0 * tokens)
 
     def text_tokens(self, sources: list[str]) -> float | None:
@@ -165,7 +165,7 @@ class Forecaster:
     def chats(self, stage: str, settings: Settings) -> Forecast:
         """mid, sft and finetune: steps that are given, else the tokens of the data."""
         if self.model is None:
-            return Forecast()
+            return Forecast(disk=None)
         steps, total = settings.get("num_iterations"), settings.get("total_batch_size")
         if steps and total:
             return self.trained(settings, steps * total)
@@ -176,7 +176,7 @@ class Forecaster:
     def rl(self, settings: Settings) -> Forecast:
         """Trainer and generator."""
         if self.model is None:
-            return Forecast()
+            return Forecast(disk=None)
         prompts = settings.get("prompts_per_step", RlConfig.prompts_per_step)
         samples, new = settings.get("samples", RlConfig.samples), settings.get("max_new_tokens", 256)
         context = min(self.model.seq_len, new + PROMPT)
@@ -243,31 +243,28 @@ def expected_seconds(recipe: Recipe, sets: str) -> list[float | None]:
         return [None] * len(recipe.stages)
 
 
-def show_forecast(recipe: Recipe, wanted: list[bool], sets: str) -> int:
-    """Print the plan of the stages that would run."""
+def show_forecast(recipe: Recipe, wanted: list[bool], sets: str, missing: str = "") -> int:
+    """Print the plan of the stages that would run. `missing`: what this machine has not."""
     chip, _ = choose_chip(recipe.chip)
-    notes = (
-        []
-        if recipe.chip
-        else [translate(f"no chip is named: this is for {chip.name}; $ASCENDCHAT_CHIP=... names another")]
-    )
+    notes = [translate(missing)] if missing else []
+    if not recipe.chip:
+        notes.append(translate(f"no chip is named: this is for {chip.name}; $ASCENDCHAT_CHIP=... names another"))
     rows = [(n, c, f) for n, ((c, _), f) in enumerate(zip(recipe.stages, forecasts(recipe, chip, sets))) if wanted[n]]
     apart = max(int(settings.get("rollout_devices") or 0) for _, settings in recipe.stages)
     print(f"{recipe.run}: {recipe.about}")
     print(f"{recipe.devices}{f' + {apart}' if apart else ''} x {chip.name}, {bytes_text(chip.memory)}\n")
     times, sizes = translate("time"), (translate("memory"), translate("disk"), translate("download"))
-    print(f"    {line(translate('stage'), times, *sizes)}")
+    print(f"    {line(translate('stage'), times, *sizes)}".rstrip())
     for number, command, f in rows:
-        time = "?" if f.seconds is None else span(f.seconds / 3600) if f.seconds else "-"
-        loaded = "?" if f.download is None else bytes_text(f.download) if f.download else "-"
-        cells = (bytes_text(f.memory) if f.memory else "-", bytes_text(f.disk) if f.disk else "-", loaded)
-        print(f"{number + 1:>3} {line(command, time, *cells)} {f.about}".rstrip())
-    seconds = sum(f.seconds or 0.0 for _, _, f in rows)
-    disk, load = sum(f.disk for _, _, f in rows), sum(f.download or 0.0 for _, _, f in rows)
-    most = max((f.memory or 0 for _, _, f in rows), default=0)
-    print(
-        f"    {line(translate('together'), span(seconds / 3600), bytes_text(most), bytes_text(disk), bytes_text(load))}"
-    )
+        cells = (shown([f.seconds], of_seconds), shown([needed(command, f)]), shown([f.disk]), shown([f.download]))
+        print(f"{number + 1:>3} {line(command, *cells)} {f.about}".rstrip())
+    made = [f for _, _, f in rows]
+    memories = [needed(command, f) for _, command, f in rows]
+    most = max((memory or 0 for memory in memories), default=0)
+    sums = [shown([f.seconds for f in made], of_seconds), shown([most or (None if None in memories else 0)])]
+    sums += [shown([f.disk for f in made]), shown([f.download for f in made])]
+    print(f"    {line(translate('together'), *sums)}".rstrip())
+    disk = sum(f.disk or 0.0 for f in made)
     folder = next(path for path in (home(), *home().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if disk > free:
@@ -275,11 +272,29 @@ def show_forecast(recipe: Recipe, wanted: list[bool], sets: str) -> int:
     if any(command == "data prepare" for _, command, _ in rows):
         notes.append(translate("data prepare is counted for the cores of this machine"))
     notes.append(
-        translate("times are estimates, sizes of sets are rough; ?: nobody knows yet; -: none, or less than a minute")
+        translate(
+            "times are estimates, sizes of sets are rough, memory is that of one device; ?: nobody knows yet; "
+            "-: none, or less than a minute"
+        )
     )
     for note in notes:
         print(f"{translate('note: ')}{note}")
     return 0
+
+
+def needed(command: str, forecast: Forecast) -> int | None:
+    """Memory of a device; 0 of a stage that uses none, None where it is not known."""
+    return forecast.memory if command in USES_DEVICES else 0
+
+
+def of_seconds(seconds: float) -> str:
+    return span(seconds / 3600)
+
+
+def shown(values: list[float | None], text: Callable[[float], str] = bytes_text) -> str:
+    """The sum of what is known, and whether something is not: "2.75 h + ?"."""
+    known = sum(value or 0.0 for value in values)
+    return " + ".join([text(known)] * bool(known) + ["?"] * (None in values)) or "-"
 
 
 def line(*cells: str) -> str:

@@ -58,6 +58,7 @@ KEYS = ("run", "about", "like", "chip", "devices", "settings", "stages", "model"
 SPARE_TEXT = 1.1  # text that is fetched, in times the tokens of the run: sizes of shards are about
 Settings = dict[str, Any]
 ON_DEVICES = (*STAGES, "finetune", "eval base", "eval chat")  # commands that run on the devices and know --run
+USES_DEVICES = (*ON_DEVICES, "serve")  # that are told how many
 SHAPE = ("dim", "head_dim", "kv_heads", "window_pattern")  # settings of `base` that Shape.from_depth takes
 
 

@@ -34,8 +34,12 @@ class CannotBuild(RuntimeError):
 
 
 def in_clone() -> bool:
-    """Whether the package lies beside its own pyproject.toml, and not in site-packages."""
-    return (ROOT.parent / "pyproject.toml").is_file()
+    """Whether the package lies beside its own pyproject.toml. In site-packages it may be that of another wheel."""
+    try:
+        text = (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(r"^name *= *[\"']cannsim[\"']", text, flags=re.M) is not None
 
 
 def versions() -> dict[str, str]:

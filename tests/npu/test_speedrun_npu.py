@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_recipe import write_recipe
@@ -45,3 +47,21 @@ def test_every_stage_of_a_recipe_runs_on_two_npus(tmp_path: Path) -> None:
     assert re.search(r"^ +RL$", done.stdout, flags=re.M), "the table of the stages"
     assert os.path.getsize(tmp_path / "home" / "runs" / "tiny" / "report.html") > 10_000
     assert "Talk to it: ascendchat chat --run tiny" in done.stdout
+
+
+TOO_LARGE = """
+from ascendchat import cli
+assert cli.main(["speedrun", "d12-910b-8", "--dry-run"]) == 0
+assert cli.main(["speedrun", "d12-910b-8"]) == 2
+"""
+
+
+def test_a_recipe_for_more_npus_than_are_here_does_not_start(on_npu: Callable[..., Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (rank,) = on_npu(TOO_LARGE, devices=5, ASCENDCHAT_HOME=home, PYTHONPATH=ROOT, timeout=PATIENCE)
+    said = (
+        "the recipe is made for 8 x Ascend NPU, and this machine shows 5; give --devices 5, or take a recipe for fewer"
+    )
+    assert rank.output.count(f"note: {said}: d12-910b-4\n") == 1, rank.output
+    assert rank.output.count(f"ascendchat speedrun: {said}: d12-910b-4\n") == 1, rank.output
+    assert not home.exists(), "nothing was started"

@@ -110,8 +110,10 @@ def test_in_a_clone_a_build_for_other_versions_is_left_alone(
     monkeypatch.setattr(build, "ROOT", installed.folder / "site" / "cannsim")
     monkeypatch.setenv("CANNSIM_CACHE", str(installed.folder / "cache"))
     monkeypatch.delenv("CANNSIM_HOME", raising=False)
-    (installed.folder / "site" / "pyproject.toml").touch()
     beside, cached = build.ROOT / "build", installed.folder / "cache" / build.key()
+    (installed.folder / "site" / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    assert build.home() == cached, "a wheel has left its own file in site-packages: this is no clone"
+    shutil.copy(cannsim.ROOT.parent / "pyproject.toml", installed.folder / "site")
     assert build.home() == beside
     beside.mkdir()
     (beside / "key").write_text(build.key().rpartition("-")[0] + "-000000000000")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -83,3 +84,16 @@ def test_one_node_has_no_such_section_and_several_show_the_formulas() -> None:
     assert "24 N / MTBF" in text
     assert "128 x 8" in text
     assert "step time by devices" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "shown", "whole"),
+    [(9, "1 x 8 + 1 x 1", "8 or 16"), (12, "1 x 8 + 1 x 4", "8 or 16")]
+    + [(1025, "128 x 8 + 1 x 1", "1024 or 1032"), (16, "2 x 8", "")],
+)
+def test_devices_that_do_not_fill_their_nodes_are_shown_as_asked_for(devices: int, shown: str, whole: str) -> None:
+    plan = train_plan(dataclasses.replace(PLAN, devices=devices), CHIP)
+    facts = {"goal": "train", "chip": dataclasses.asdict(CHIP), "devices": devices, "dtype": "bfloat16"}
+    assert re.search(rf"nodes x devices +{re.escape(shown)}\n", plan_text(facts | plan))
+    notes = [note for note in plan["notes"] if "do not fill nodes" in note]
+    assert [note.endswith(f"give --devices {whole}") for note in notes] == [True] * bool(whole)

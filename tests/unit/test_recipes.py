@@ -368,3 +368,13 @@ def test_hours_are_shown_as_the_planner_shows_them(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert span(train_plan(PlanConfig(depth=20, devices=8), find("Ascend910B3"))["time"]["hours"]) in shown
     assert "mid" not in shown
+
+
+def test_what_is_not_known_is_not_shown_as_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody knows the model of `rl-npu`, which is that of the run, nor how long one serves."""
+    assert cli.main(["speedrun", "rl-npu", "--dry-run"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "rl", "?", "?", "?", "-"] in lines
+    assert ["together", "?", "?", "?", "-"] in lines
+    assert cli.main(["speedrun", "d20-910b-8", "--dry-run", "--only", "tokenizer,base"]) == 0
+    assert "together         7.97 h + ?     58.80 GiB   22.51 GiB   -\n" in capsys.readouterr().out

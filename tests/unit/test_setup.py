@@ -169,6 +169,16 @@ def test_a_python_of_the_system_is_left_alone(tmp_path: Path, monkeypatch: pytes
         setup.perform([setup.Step("", "pip install torch")])
 
 
+def test_a_file_of_another_project_beside_the_package_makes_no_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert setup.clone() == ROOT
+    monkeypatch.setattr(setup, "__file__", str(tmp_path / "ascendchat" / "doctor" / "setup.py"))
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    with pytest.raises(UserError, match="installed without its sources"):
+        setup.clone()
+
+
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_it_needs_nothing_but_the_standard_library(tmp_path: Path, lang: str) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "ASCENDCHAT_HOME": str(tmp_path)}

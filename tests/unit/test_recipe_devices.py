@@ -1,0 +1,69 @@
+"""A recipe is compared with the devices of the machine before it starts. On NPUs: tests/npu/test_speedrun_npu.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.device.env import MachineFacts
+from ascendchat.speedrun import read_recipe, run
+from ascendchat.speedrun.devices import devices_here, shortage
+from ascendchat.speedrun.recipe import chosen, recipe_files
+
+
+def said(name: str, here: int, device_type: str = "npu", only: tuple[str, ...] = ()) -> str:
+    recipe = read_recipe(recipe_files()[name])
+    return shortage(recipe, chosen(recipe, "", only), device_type, here)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (
+            said("d20-910b-8", 4),
+            "8 x Ascend NPU, and this machine shows 4; give --devices 4, or take a recipe for fewer: d12-910b-4",
+        ),
+        (said("d20-910b-8", 2), "8 x Ascend NPU, and this machine shows 2; give --devices 2"),
+        (
+            said("d20-h100-8", 1, "cuda"),
+            "8 x NVIDIA GPU, and this machine shows 1; give --devices 1, or take a recipe for fewer: d12-h200-1",
+        ),
+        (said("qwen-sft-910b-8", 4), "8 x Ascend NPU, and this machine shows 4; give --devices 4"),
+        (said("qwen-grpo-910b-8", 6), "8 x Ascend NPU, and this machine shows 6; give --devices 2"),
+        (
+            said("qwen-grpo-910b-8", 4),
+            "8 x Ascend NPU, and this machine shows 4; in a recipe of your own, lower devices and rollout_devices",
+        ),
+        (said("rl-npu", 3), "4 x Ascend NPU, and this machine shows 3; give --devices 1"),
+    ],
+)
+def test_too_few_devices_are_a_sentence_with_what_to_do(text: str, remedy: str) -> None:
+    assert text == f"the recipe is made for {remedy}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        said("d20-910b-8", 8),
+        said("d20-910b-8", 16),
+        said("rl-npu", 4),
+        said("qwen-grpo-910b-8", 1, only=("data fetch",)),
+    ]
+    + [said("qwen-grpo-910b-8", 4, only=("eval",))],
+)
+def test_enough_devices_for_the_stages_that_run_are_no_news(text: str) -> None:
+    assert text == ""
+
+
+def test_devices_are_counted_only_where_some_may_be() -> None:
+    bare = MachineFacts(torch_npu=True, cann=False, driver=False, nodes=(), nvidia=False)
+    assert [bare.may_have(kind) for kind in ("npu", "cuda", "mps", "cpu")] == [False] * 4
+    assert MachineFacts(True, True, True, (), False).may_have("npu")
+    assert MachineFacts(False, False, False, (), True).may_have("cuda")
+    assert devices_here("cpu") is None
+
+
+def test_a_plan_for_another_machine_says_nothing_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here are no NPUs, and nobody said that there were: the recipe is planned as for its own machine."""
+    assert run(SpeedrunConfig("d20-910b-8", dry_run=True)) == 0
+    assert "this machine shows" not in capsys.readouterr().out
