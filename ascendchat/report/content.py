@@ -14,7 +14,7 @@ from ascendchat.chips import GIB
 from ascendchat.config.language import translate
 from ascendchat.eval.stages import SCORES
 from ascendchat.record.console import clock
-from ascendchat.report.gather import RunData, StageData, results_table, same_but_seed
+from ascendchat.report.gather import RunData, StageData, is_number, results_table, same_but_seed
 from ascendchat.report.plots import Curve, Panel, draw
 
 DOTS = ("bpb", "val_loss", "accuracy", "core")
@@ -157,37 +157,38 @@ def results_section(groups: Sequence[Sequence[RunData]]) -> Section | None:
                 values = [value for run in group for value in found.get(f"{run.name}/{stage}", ())]
                 cells.append(spread(values, percent=kind != "bpb"))
             rows.append([f"{task} ({translate('bits per byte')})" if kind == "bpb" else task, *cells])
-        rows += centred_scores(group, stages) or means(group, stages)
+        scores = centred_scores(group, stages)
+        rows += [row for _, row in scores] + means(group, stages, without={kind for kind, _ in scores})
         if rows:
             tables.append(Table([translate("task"), *(stage.upper() for stage in stages)], rows, name_of(group)))
     return Section(translate("Evaluations"), tables) if tables else None
 
 
-def centred_scores(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
-    """CORE and ChatCORE, 0 for guessing and 1 for all right, of the stages that have all of their tasks."""
+def centred_scores(group: Sequence[RunData], stages: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(kind of the tasks, line) of CORE and ChatCORE, 0 for guessing and 1 for all right, of the stages that have all
+    of their tasks; those of CORE are all that some stage has whole."""
     rows = []
-    for title, kind, members in (("CORE", "core", ()), *((name, "chat", tasks) for name, tasks in SCORES.items())):
+    for title, kind, tasks in (("CORE", "core", ()), *((name, "chat", tasks) for name, tasks in SCORES.items())):
+        found = {stage: [centred_of(run, stage, kind) for run in group] for stage in stages}
+        members = tasks or tuple({task for runs in found.values() for known in runs for task in known})
         cells = []
-        for stage in stages:
-            values = []
-            for run in group:
-                found = known.results.get(kind, {}) if (known := run.stage(stage)) else {}
-                whole = {task: row["result"] for task, row in found.items() if row["result"].get("complete", True)}
-                centred = [whole.get(task, {}).get("centred") for task in members or whole]
-                values += [sum(centred) / len(centred)] if centred and None not in centred else []
+        for runs in found.values():
+            centred = [[known.get(task) for task in members] for known in runs]
+            values = [sum(each) / len(each) for each in centred if each and all(map(is_number, each))]
             cells.append(spread(values, percent=False))
         if set(cells) != {"–"}:
-            rows.append([title, *cells])
+            rows.append((kind, [title, *cells]))
     return rows
 
 
-def means(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
-    """The mean of the tasks of each kind that all stages have in common, where there are several."""
+def means(group: Sequence[RunData], stages: Sequence[str], without: set[str]) -> list[list[str]]:
+    """The mean of the tasks of each kind that all stages have in common, where there are several; not of the kinds
+    `without`."""
     rows = []
     for kind, title in (("core", translate("mean over CORE tasks")), ("chat", translate("mean over chat tasks"))):
         known = [{task for run in group for task in tasks_of(run, stage, kind)} for stage in stages]
         shared = set.intersection(*(each for each in known if each)) if any(known) else set()
-        if len(shared) < 2:
+        if kind in without or len(shared) < 2:
             continue
         cells = []
         for stage in stages:
@@ -197,10 +198,19 @@ def means(group: Sequence[RunData], stages: Sequence[str]) -> list[list[str]]:
     return rows
 
 
-def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
+def results_of(run: RunData, stage: str, kind: str) -> dict[str, Any]:
     found = run.stage(stage)
-    rows = found.results.get(kind, {}) if found else {}
-    return {task: float(row["result"]["accuracy"]) for task, row in rows.items() if "accuracy" in row["result"]}
+    return {task: row["result"] for task, row in found.results.get(kind, {}).items()} if found else {}
+
+
+def centred_of(run: RunData, stage: str, kind: str) -> dict[str, Any]:
+    results = results_of(run, stage, kind)
+    return {task: found.get("centred") for task, found in results.items() if found.get("complete", True)}
+
+
+def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
+    results = results_of(run, stage, kind)
+    return {task: float(found["accuracy"]) for task, found in results.items() if is_number(found.get("accuracy"))}
 
 
 def spread(values: Sequence[float], *, percent: bool) -> str:
