@@ -348,35 +348,6 @@ def test_forced_tokens_are_kept_like_others(device: Device) -> None:
         assert second.cached_tokens in (len(prompt) + len(answer) - 1, len(prompt) + len(answer))
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_row_that_ends_in_a_tools_result_writes_nothing_more(
-    device: Device, monkeypatch: pytest.MonkeyPatch, late: int
-) -> None:
-    """It is over before the next step, which its neighbour still needs: a ring that turns once more would lose a key
-    that is promised to other prompts."""
-    follows, answer = make.calculator_script()
-    start, end = (make.tokenizer().specials[f"<|output_{name}|>"] for name in ("start", "end"))
-    engine = engine_of(make.scripted(follows), device, Reference(), slots=2)
-    engine.ahead = late
-    step, written = engine.decoder.step, []
-
-    def watched(*arguments):  # type: ignore[no-untyped-def]
-        idle = [slot for slot, job in enumerate(engine.running) if job is None]
-        written.extend(engine.decoder.target[idle].tolist())
-        return step(*arguments)
-
-    monkeypatch.setattr(engine.decoder, "step", watched)
-    prompt = [*range(40), make.tokenizer().specials["<|assistant_start|>"]]
-    for limit in range(answer.index(start) + 1, answer.index(end) + 2):
-        ends = engine.add(Request(prompt, Sampling(temperature=0.0, max_tokens=limit)))
-        goes_on = engine.add(Request(prompt, greedy(limit + 4)))
-        while not goes_on.done:
-            engine.step()
-        assert ends.completion.ids == answer[:limit]
-    assert written
-    assert set(written) == {engine.decoder.cache.dump}
-
-
 @pytest.mark.slow
 def test_compiled_steps_leave_what_is_kept_as_it_is() -> None:
     """Two rows, of which one ends earlier, and then its next turn: two steps to compile."""
