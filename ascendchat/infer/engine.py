@@ -275,7 +275,6 @@ class Engine:
         """Start one decoding step for all rows that need it."""
         if any(job is not None and job.matcher is not None for job in self.running):
             self._collect(0)
-        self._dismiss()
         forced = {}
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
@@ -290,6 +289,7 @@ class Engine:
             jobs = [job for job in jobs if not job.done]
         if not jobs:
             return False
+        self._dismiss()  # also who ended just now: a step must not write behind what its slot keeps
         longest = max(len(job.request.prompt) + job.launched for job in jobs)
         result = self.decoder.step(max(job.slot for job in jobs) + 1, longest, together(jobs))
         self._await(jobs, [job.slot for job in jobs], result)

@@ -37,7 +37,8 @@ def fused_step(decoder: Decoder) -> Fused | None:
     from ascendchat.nn.token_step import Slots, TokenStep
 
     tensors = cache.keys, cache.values, cache.raw, cache.places
-    step = TokenStep(model, *tensors, decoder.context, overlaps=kernel.overlaps)
+    overlaps = kernel.overlaps
+    step = TokenStep(model, *tensors, decoder.context, overlaps=overlaps)
     slots = Slots(decoder.token, decoder.override, decoder.previous, decoder.length, decoder.target)
     state = State(decoder.token, decoder.previous, decoder.override, decoder.length, decoder.advance)
 
@@ -47,6 +48,6 @@ def fused_step(decoder: Decoder) -> Fused | None:
 
         def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor:
             told = decoder.settings, decoder.blocks, state
-            return choose(*known, *told, random=random, overlaps=kernel.overlaps)
+            return choose(*known, *told, random=random, overlaps=overlaps)
 
     return Kernels()

@@ -227,8 +227,8 @@ class Flash(Sdpa):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a kernel may begin while the one before it runs (programmatic dependent launch)."""
-        return torch.cuda.get_device_capability() >= (9, 0)
+        """Whether a kernel may begin while the one before it runs: programmatic dependent launch, new in Triton too."""
+        return torch.cuda.get_device_capability() >= (9, 0) and find_spec("triton.language.extra.cuda.gdc") is not None
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         from torch.nn.attention.flex_attention import create_block_mask

@@ -14,7 +14,7 @@ from ascendchat.chips import GIB
 from ascendchat.config.language import translate
 from ascendchat.eval.stages import SCORES
 from ascendchat.record.console import clock
-from ascendchat.report.gather import RunData, StageData, results_table, same_but_seed, stage_names
+from ascendchat.report.gather import RunData, StageData, is_number, results_table, same_but_seed, stage_names
 from ascendchat.report.plots import Curve, Panel, draw
 
 DOTS = ("bpb", "val_loss", "accuracy", "core")
@@ -168,19 +168,18 @@ def results_section(groups: Sequence[Sequence[RunData]]) -> Section | None:
 
 
 def centred_scores(group: Sequence[RunData], kind: str, stages: Sequence[str]) -> list[list[str]]:
-    """CORE or ChatCORE, 0 for guessing and 1 for all right, of the stages that have all of their tasks."""
+    """CORE or ChatCORE, 0 for guessing and 1 for all right, of the stages that have all of their tasks; those of CORE
+    are all that some stage has whole."""
     rows = []
     known: dict[str, dict[str, tuple[str, ...]]] = {"core": {"CORE": ()}, "chat": SCORES}
+    found = {stage: [centred_of(run, stage, kind) for run in group] for stage in stages}
+    every = {task for runs in found.values() for centred in runs for task in centred}
     for title, members in known.get(kind, {}).items():
         cells = []
-        for stage in stages:
-            values = []
-            for run in group:
-                found = examined.results.get(kind, {}) if (examined := run.stage(stage)) else {}
-                whole = {task: row["result"] for task, row in found.items() if row["result"].get("complete", True)}
-                centred = [whole.get(task, {}).get("centred") for task in members or whole]
-                values += [sum(centred) / len(centred)] if centred and None not in centred else []
-            cells.append(spread(values, percent=False))
+        for runs in found.values():
+            values = [[centred.get(task) for task in members or every] for centred in runs]
+            whole = [sum(each) / len(each) for each in values if each and all(map(is_number, each))]
+            cells.append(spread(whole, percent=False))
         if set(cells) - {"–"}:
             rows.append([title, *cells])
     return rows
@@ -199,10 +198,19 @@ def means(group: Sequence[RunData], kind: str, stages: Sequence[str], title: str
     return [[title, *cells]]
 
 
-def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
+def results_of(run: RunData, stage: str, kind: str) -> dict[str, Any]:
     found = run.stage(stage)
-    rows = found.results.get(kind, {}) if found else {}
-    return {task: float(row["result"]["accuracy"]) for task, row in rows.items() if "accuracy" in row["result"]}
+    return {task: row["result"] for task, row in found.results.get(kind, {}).items()} if found else {}
+
+
+def centred_of(run: RunData, stage: str, kind: str) -> dict[str, Any]:
+    results = results_of(run, stage, kind)
+    return {task: found.get("centred") for task, found in results.items() if found.get("complete", True)}
+
+
+def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
+    results = results_of(run, stage, kind)
+    return {task: float(found["accuracy"]) for task, found in results.items() if is_number(found.get("accuracy"))}
 
 
 def spread(values: Sequence[float], *, percent: bool) -> str:

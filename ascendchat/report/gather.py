@@ -44,7 +44,7 @@ class StageData:
 
     def series(self, metric: str) -> Series:
         """Steps and values, where there are any and they are finite."""
-        found = [(row["step"], row[metric]) for row in self.rows if _is_number(row.get(metric))]
+        found = [(row["step"], row[metric]) for row in self.rows if is_number(row.get(metric))]
         return [float(step) for step, _ in found], [float(value) for _, value in found]
 
     def last(self, metric: str, count: int = 1) -> float | None:
@@ -55,7 +55,7 @@ class StageData:
     @property
     def metrics(self) -> list[str]:
         """All that have numbers, in the order in which they came."""
-        return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if _is_number(value)))
+        return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
 
     @property
     def steps(self) -> int:
@@ -65,18 +65,18 @@ class StageData:
     def seconds(self) -> float:
         """Of all its sessions; of one that was killed, as long as it is known to have lived."""
         sessions = [*self.facts.get("history", ()), self.facts]
-        times = sorted(row["time"] for row in self.rows if _is_number(row.get("time")))
+        times = sorted(row["time"] for row in self.rows if is_number(row.get("time")))
         total = 0.0
         for session in sessions:
             begin = session.get("started")
-            if not _is_number(begin):
+            if not is_number(begin):
                 continue
             later = [
-                other["started"] for other in sessions if _is_number(other.get("started")) and other["started"] > begin
+                other["started"] for other in sessions if is_number(other.get("started")) and other["started"] > begin
             ]
             known = [time for time in times if begin <= time < min(later, default=math.inf)]
             end = session.get("ended")
-            total += max(0.0, (end if _is_number(end) else max(known, default=begin)) - begin)
+            total += max(0.0, (end if is_number(end) else max(known, default=begin)) - begin)
         return total
 
     @property
@@ -171,10 +171,11 @@ def results_table(runs: Sequence[RunData], kind: str) -> dict[str, dict[str, lis
         for stage in run.stages:
             for task, row in stage.results.get(kind, {}).items():
                 value = row["result"].get("bits_per_byte" if kind == "bpb" else "accuracy")
-                if _is_number(value):
+                if is_number(value):
                     table.setdefault(task, {}).setdefault(stage.name, []).append(float(value))
     return table
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """A finite one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

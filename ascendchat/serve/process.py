@@ -42,7 +42,8 @@ class Process:
         self.changes: dict[int, asyncio.Future[Done]] = {}  # not yet done
         self.restarts = 0
         self.early_deaths = 0  # in a row, before it had answered anything
-        self.killed = False  # the last one ended by a signal
+        self.killed = False  # the last one ended by a signal, and did not hang
+        self.hangs = False  # it is being killed for that
         self.proven = False  # it has answered something since it was started
         self.heard = 0.0  # time of its last word
         self.timer: asyncio.TimerHandle | None = None
@@ -50,7 +51,7 @@ class Process:
     async def live(self) -> None:
         """Start it, and again whenever it has died."""
         while True:
-            self.proven, self.loaded, self.heard = False, None, time.monotonic()
+            self.proven, self.hangs, self.loaded, self.heard = False, False, None, time.monotonic()
             try:
                 self.child = await self.pool.child()
             except OSError as error:  # no memory, too many processes
@@ -60,7 +61,7 @@ class Process:
                 self.child.open(Open(self.pool.config, self.index), self.take)
                 await self.child.gone.wait()
                 status = await self.child.end()
-                how, self.killed = ended(status), status is not None and status < 0
+                how, self.killed = ended(status), status is not None and status < 0 and not self.hangs
             self.early_deaths = 0 if self.proven else self.early_deaths + 1
             if not self.pool.lost(self, how):
                 return
@@ -114,6 +115,7 @@ class Process:
             self.timer = self.pool.loop.call_later(left, self._look)
         else:
             say(f"worker {self.index} has work and has said nothing for {limit:.0f} s; it is killed")
+            self.hangs = True
             self.child.kill()
 
 

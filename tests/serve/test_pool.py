@@ -79,6 +79,26 @@ def test_a_worker_that_is_killed_while_it_opens_the_model_is_not_to_blame(
         real.run(test)
 
 
+def test_a_worker_that_hangs_while_it_opens_the_model_is_not_tried_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The pool itself has killed it, after twenty minutes as a rule: two more would say nothing new."""
+    opened: list[Child] = []
+    monkeypatch.setattr(Child, "open", lambda child, message, take: opened.append(child))  # it hears nothing
+
+    async def test() -> None:
+        pool = Pool(ServeConfig(device_type="cpu", run="none", devices=1), patience=0.05)
+        try:
+            with pytest.raises(UserError, match="while it opened the model"):
+                await pool.start()
+        finally:
+            await pool.close(drain=0)
+
+    real.run(test)
+    assert len(opened) == 1
+    assert "has work and has said nothing" in capfd.readouterr().err
+
+
 class Shared:
     """A pool for several tests, on a loop of its own; each leaves it as it was."""
 

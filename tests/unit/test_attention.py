@@ -10,7 +10,7 @@ import torch
 
 from ascendchat.config import UserError
 from ascendchat.nn import attention
-from ascendchat.nn.attention import KERNELS, Eager, Reference, Sdpa, cache_mask, choose, visible
+from ascendchat.nn.attention import KERNELS, Eager, Flash, Reference, Sdpa, cache_mask, choose, visible
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -125,6 +125,18 @@ def test_cards_older_than_ampere_have_no_flash_kernel(
         assert f"flash (it needs compute capability 8.0, {card} has {capability[0]}.{capability[1]})" in reason
         with pytest.raises(UserError, match=r"flash cannot run: it needs compute capability 8\.0"):
             choose("cuda", torch.float16, 64, "flash")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("triton", ["3.3", "3.4"])
+def test_kernels_overlap_where_the_card_and_triton_can(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str
+) -> None:
+    """torch 2.6 and 2.7 bring a Triton that does not know the option: every step of decoding would end in an error."""
+    known = {"triton"} | ({"triton.language.extra.cuda.gdc"} if triton == "3.4" else set())
+    monkeypatch.setattr(attention, "find_spec", lambda name: name if name in known else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert Flash().overlaps == (capability >= (9, 0) and triton == "3.4")
 
 
 def test_the_eager_kernel_makes_no_infinity() -> None:

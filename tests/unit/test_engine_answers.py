@@ -65,6 +65,33 @@ def test_an_answer_may_end_anywhere_in_a_tool_call(device: Device, limit: int, l
     assert found.finish_reason == ("length" if limit <= len(answer) else "stop")
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_row_that_ends_in_a_tools_result_writes_nothing_more(
+    device: Device, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    """It is over before the next step, which its neighbour still needs: a ring that turns once more would lose a key
+    that is promised to other prompts."""
+    follows, answer = make.calculator_script()
+    engine = make.engine(make.scripted(follows), device, slots=2)
+    engine.ahead = late
+    step, written = engine.decoder.step, []
+
+    def watched(*arguments):  # type: ignore[no-untyped-def]
+        idle = [slot for slot, job in enumerate(engine.running) if job is None]
+        written.extend(engine.decoder.target[idle].tolist())
+        return step(*arguments)
+
+    monkeypatch.setattr(engine.decoder, "step", watched)
+    for limit in range(answer.index(SPECIAL["<|output_start|>"]) + 1, answer.index(SPECIAL["<|output_end|>"]) + 2):
+        ends = engine.add(Request(START, Sampling(**GREEDY, max_tokens=limit)))
+        goes_on = engine.add(Request(START, Sampling(**GREEDY, max_tokens=limit + 4, stop_tokens=(), tools=False)))
+        while not goes_on.done:
+            engine.step()
+        assert ends.completion.ids == answer[:limit]
+    assert written
+    assert set(written) == {engine.decoder.cache.dump}
+
+
 def test_tools_can_be_turned_off(device: Device) -> None:
     follows, _ = make.calculator_script()
     engine = make.engine(make.scripted(follows), device)

@@ -137,6 +137,32 @@ def test_each_kind_of_evaluation_is_a_table_with_the_stages_that_have_it(place: 
     ]
 
 
+def test_a_kind_of_tasks_without_a_score_keeps_its_mean(place: Path, tmp_path: Path) -> None:
+    """CORE of the base model says nothing of the chat tasks; what is not a number counts as not there; and a stage with
+    a part of the tasks has no CORE, which could not be compared."""
+    about = {"checkpoint": "x", "model": "m", "step": 40, "settings": {}}
+    found: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("base", "core", "copa", {"accuracy": 0.5, "centred": 0.2, "complete": True}),
+        ("base", "core", "piqa", {"accuracy": 0.5, "centred": 0.4, "complete": True}),
+        ("sft", "core", "copa", {"accuracy": 0.5, "centred": 0.9, "complete": True}),
+        ("sft", "chat", "toy_capital_en", {"accuracy": 0.25, "centred": 0.0}),
+        ("sft", "chat", "toy_colour_en", {"accuracy": 0.75, "centred": 0.5}),
+        ("sft", "chat", "toy_sum_en", {"accuracy": None, "centred": None}),
+        ("sft", "chat", "ceval", {"accuracy": float("nan"), "centred": float("nan")}),
+        ("sft", "chat", "cmmlu", {}),
+    ]
+    for stage in ("base", "sft"):
+        write(place / "demo" / stage, training())
+    for stage, kind, task, result in found:
+        NewResults(place / "demo" / stage, about | {"evaluation": kind}).add(task, 10, 10, result, "")
+    out = tmp_path / "table.md"
+    assert main(["report", "--run", "demo", "--out", str(out)]) == 0
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.read_text().splitlines()]
+    assert ["CORE", "0.3000", "–"] in lines
+    assert ["mean over chat tasks", "50.0 %"] in lines
+    assert not any(line[0].startswith(("mean over CORE", "ChatCORE")) for line in lines)
+
+
 def test_markdown_has_its_plots_beside_it(place: Path, tmp_path: Path) -> None:
     write(place / "demo" / "base", training())
     out = tmp_path / "paper" / "appendix.md"
