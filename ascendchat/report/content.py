@@ -175,11 +175,10 @@ def centred_scores(group: Sequence[RunData], kind: str, stages: Sequence[str]) -
     found = {stage: [centred_of(run, stage, kind) for run in group] for stage in stages}
     every = {task for runs in found.values() for centred in runs for task in centred}
     for title, members in known.get(kind, {}).items():
-        cells = []
+        cells, wanted = [], set(members) or every
         for runs in found.values():
-            values = [[centred.get(task) for task in members or every] for centred in runs]
-            whole = [sum(each) / len(each) for each in values if each and all(map(is_number, each))]
-            cells.append(spread(whole, percent=False))
+            whole = [each for each in runs if wanted and wanted <= set(each)]
+            cells.append(spread([sum(each[task] for task in wanted) / len(wanted) for each in whole], percent=False))
         if set(cells) - {"–"}:
             rows.append([title, *cells])
     return rows
@@ -203,9 +202,10 @@ def results_of(run: RunData, stage: str, kind: str) -> dict[str, Any]:
     return {task: row["result"] for task, row in found.results.get(kind, {}).items()} if found else {}
 
 
-def centred_of(run: RunData, stage: str, kind: str) -> dict[str, Any]:
-    results = results_of(run, stage, kind)
-    return {task: found.get("centred") for task, found in results.items() if found.get("complete", True)}
+def centred_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
+    """Of the tasks that were examined whole."""
+    results = {task: row for task, row in results_of(run, stage, kind).items() if row.get("complete", True)}
+    return {task: float(row["centred"]) for task, row in results.items() if is_number(row.get("centred"))}
 
 
 def tasks_of(run: RunData, stage: str, kind: str) -> dict[str, float]:
