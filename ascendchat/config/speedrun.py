@@ -28,5 +28,7 @@ class SpeedrunConfig:
     "run these stages only, such as base,mid"
     fresh: bool = False
     "run the stages again, even those that are done"
+    serve: bool = False
+    "afterwards serve the page and the API of the model, until Ctrl-C"
     dry_run: bool = False
     "show time, memory, disk and downloads of each stage, and end"

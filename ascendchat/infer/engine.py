@@ -102,6 +102,7 @@ class Engine:
         least = least_reuse or (LEAST_REUSE_ALONE if device.pin else LEAST_REUSE)
         self.prefixes = Prefixes(slots, self.decoder.cache.places, reuse, self._written_in, least)
         self.reading = Reading(self.prefixes)
+        self.forgotten: list[Job] = []  # whose streams nobody holds any more
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
         self._group = 1  # requests that enter together at least, while others run
 
@@ -200,8 +201,9 @@ class Engine:
             self._finish(job, "cancelled")
 
     def step(self) -> None:
-        """Let waiting requests in, read prompts, extend all rows by a token, and look at what has come back; see
-        pause()."""
+        """Let waiting requests in, read prompts, extend all rows by a token, look at what came back; see pause()."""
+        while self.forgotten:
+            self.cancel(self.forgotten.pop())
         if not self.paused:
             self._enter()
         if self.paused != "keep":

@@ -48,4 +48,4 @@ class EngineStream:
             self._pieces.extend(self._job.take())
 
     def __del__(self) -> None:  # forgotten, for instance by a loop that was left: nobody can read on
-        self._engine.cancel(self._job)
+        self._engine.forgotten.append(self._job)  # the garbage collector may come in the middle of a step

@@ -125,6 +125,8 @@ def run(config: SpeedrunConfig) -> int:
         config = replace(config, device_type=find(recipe.chip).device_type)  # type: ignore[arg-type]
     wanted = chosen(recipe, config.from_stage, config.only)
     log = run_folder(recipe.run, "speedrun.log")  # refuses a wrong name
+    if config.serve and not any(trained(command) for command, _ in recipe.stages):
+        raise UserError(f"--serve: the recipe {config.recipe} trains no model; leave it out")
     from ascendchat.speedrun.forecast import expected_seconds, show_forecast
 
     missing = ""
@@ -155,6 +157,8 @@ def run(config: SpeedrunConfig) -> int:
         if "report" in names and outputs_of("report", {}, recipe)[0].is_file():
             print(f"Report: {outputs_of('report', {}, recipe)[0]}")
         print(f"Talk to it: ascendchat chat --run {recipe.run}")
+        if config.serve:
+            return run_command(stage_command("serve", {"run": recipe.run}, recipe, config))
         print(f"In a browser: ascendchat serve --run {recipe.run}, then open http://127.0.0.1:8000")
     return 0
 

@@ -110,6 +110,7 @@ class Task:
         import transformers
 
         found = transformers.AutoModelForCausalLM.from_pretrained(self.folder.path, dtype=torch.float32, **self.named)
+        found.is_quantized = False  # of a GGUF file they were, and TRL would refuse them
         return found.to(DEVICE)
 
     def adapters(self) -> Any:

@@ -241,6 +241,21 @@ def test_a_forgotten_stream_frees_its_slot() -> None:
     engine = local(make.scripted(ENDLESS), slots=1)
     for _piece in engine.stream(Request([START], Sampling(temperature=0.0, max_tokens=99))):
         break
+    engine.step()
+    assert engine.running == [None]
+
+
+def test_a_stream_that_the_garbage_collector_takes_during_a_step_loses_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = local(make.scripted(ENDLESS), slots=1)
+    streams, enter = [engine.stream(Request([START], Sampling(temperature=0.0, max_tokens=99)))], engine.reading.enter
+
+    def forget_and_enter(*arguments: Any) -> None:
+        streams.clear()
+        enter(*arguments)
+
+    monkeypatch.setattr(engine.reading, "enter", forget_and_enter)
+    for _ in range(3):
+        engine.step()
     assert engine.running == [None]
 
 

@@ -27,8 +27,8 @@ from ascendchat.speedrun.forecast import forecasts
 from ascendchat.speedrun.recipe import recipe_files
 from ascendchat.speedrun.screen import Screen, seconds_left
 
-WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d20-910b-8 qwen-sft-910b-8
-    qwen-grpo-910b-8 310p-serve rl-npu""".split()
+WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d12-h200-1 zh-d20-910b-8
+    qwen-sft-910b-8 qwen-grpo-910b-8 310p-serve rl-npu""".split()
 
 
 def folder_of_sets(folder: Path) -> str:

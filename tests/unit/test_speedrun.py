@@ -53,6 +53,8 @@ class Commands:
             (home() / "runs" / "small" / "report.html").write_text("")
             return 0
         self.called.append(" ".join(words))
+        if words[0] == "serve":
+            return 0
         if self.fails and self.called[-1].startswith(self.fails):
             return 1
         stage = next((word for word in words if word in speedrun.STAGES), None)
@@ -86,6 +88,23 @@ def test_devices_and_their_type_reach_the_training_stages_only(recipe: str, comm
     assert speedrun.run(SpeedrunConfig(recipe, device_type="npu", devices=2)) == 0
     assert commands.called[0] == "tokenizer train --vocab-size 600"
     assert commands.called[2] == "launch --devices 2 sft --run small --device-type npu --resume never"
+
+
+def test_what_was_made_is_served_afterwards_if_that_is_wanted(
+    recipe: str, commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert speedrun.run(SpeedrunConfig(recipe, device_type="npu", devices=2, serve=True)) == 0
+    assert commands.called[3:] == ["serve --run small --device-type npu --devices 2"]
+    shown = capsys.readouterr().out
+    assert "Talk to it" in shown
+    assert "In a browser" not in shown
+    commands.fails = "sft"
+    assert speedrun.run(SpeedrunConfig(recipe, serve=True, fresh=True)) == 1
+    assert commands.called[-1].startswith("sft"), "no page of a model that was not made"
+    without = tmp_path / "without.yaml"
+    without.write_text("stages: [{tokenizer train: {vocab_size: 600}}]", encoding="utf-8")
+    with pytest.raises(UserError, match="trains no model"):
+        speedrun.run(SpeedrunConfig(str(without), serve=True))
 
 
 def test_what_is_done_is_skipped_and_a_change_runs_all_that_follows(recipe: str, commands: Commands) -> None:
