@@ -64,7 +64,7 @@ class ServeConfig(ModelConfig):
     drain: float = option(30.0, least=0, most=1e6)
     "seconds that running answers get to finish when the server is stopped"
     compile: bool = False
-    "compile the decoding steps before the server is ready: some minutes, then two to three times the speed on CUDA"
+    "compile the decoding steps of a Hugging Face model before the server is ready, which takes minutes; CUDA"
 
 
 @dataclass(frozen=True)
