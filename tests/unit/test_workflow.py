@@ -155,7 +155,9 @@ MOODS = ["good", "raise", "good", "block", "wait", "die", "reject", "nonsense", 
 
 
 def same(one: Completion, other: Completion) -> bool:
-    return one.ids == other.ids and one.logprobs == other.logprobs and one.forced == other.forced
+    """But for the rounding of products whose numbers of rows differ: other rows ran beside the two."""
+    near = one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    return one.ids == other.ids and near and one.forced == other.forced
 
 
 @pytest.mark.slow
