@@ -68,16 +68,16 @@ def check_packing(place: torch.device, dtype: torch.dtype) -> None:
 def pack(model: CausalLM, place: torch.device) -> str:
     """Pack every linear layer but the head, and put it on its device; what was done, for people."""
     head, before, after = model.inner.get_output_embeddings(), 0, 0
-    layers = [(name, m) for name, m in model.inner.named_modules() if type(m) is nn.Linear and m is not head]
-    for name, layer in layers:
-        before += layer.weight.nbytes
+    names = [name for name, m in model.inner.named_modules() if type(m) is nn.Linear and m is not head]
+    for name in names:  # one after the other, each in the place of the old one, whose memory is free then
+        layer = model.inner.get_submodule(name)
         made = packed_layer(layer, place)
-        after += packed_bytes(made)
+        before, after = before + layer.weight.nbytes, after + packed_bytes(made)
         parent, _, child = name.rpartition(".")
         setattr(model.inner.get_submodule(parent), child, made)
     model.inner.is_loaded_in_4bit = True  # peft takes its own layer for such
     return (
-        f"{len(layers)} linear layers are held in 4 bits (nf4, bitsandbytes {bits_library().__version__}): "
+        f"{len(names)} linear layers are held in 4 bits (nf4, bitsandbytes {bits_library().__version__}): "
         f"{bytes_text(after)} instead of {bytes_text(before)}"
     )
 
