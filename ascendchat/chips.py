@@ -29,13 +29,14 @@ class Kind:
     collective: str  # backend of torch.distributed
     tool: str  # the vendor's command-line tool; "" where there is none
     title: str  # for sentences
+    bitsandbytes: bool = False  # whether it is used there, to hold the base of adapters in 4 bits
 
 
 KINDS = {  # in the order of preference when no device type is named
     "npu": Kind("ASCEND_RT_VISIBLE_DEVICES", "hccl", "npu-smi", "Ascend NPU"),
-    "cuda": Kind("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi", "NVIDIA GPU"),
+    "cuda": Kind("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi", "NVIDIA GPU", bitsandbytes=True),
     "mps": Kind("", "gloo", "", "Apple GPU"),
-    "cpu": Kind("", "gloo", "", "CPU"),
+    "cpu": Kind("", "gloo", "", "CPU", bitsandbytes=True),
 }
 
 

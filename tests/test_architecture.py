@@ -54,6 +54,7 @@ OWNERS = {
     "triton": {"nn.one_query", "nn.heads", "nn.token_kernels", "nn.row_kernels", "nn.token_step", "infer.choice"},
     "transformers": {"hf"},
     "peft": {"hf"},
+    "bitsandbytes": {"hf.quantize"},
     "tensorboard": {"record"},
     "swanlab": {"record"},
     "wandb": {"record"},

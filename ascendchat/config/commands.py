@@ -105,6 +105,8 @@ class PlanConfig:
     "plan the fine-tuning of an existing model instead: its Hugging Face folder, or the config.json of it"
     lora_rank: int = option(0, least=0, most=1e5)
     "with --model: train adapters of this rank instead of all weights"
+    bits: Literal[4] | None = option(None, also=("quantization_bit",))
+    "with --lora-rank: the frozen base is held in 4 bits (finetune --bits)"
     shard: int = option(0, least=0, most=1e5)
     "with --model: devices that hold one copy of the weights together (finetune --shard); 0: every device holds all"
     offload: bool = False

@@ -28,6 +28,7 @@ _METRICS = "metrics.jsonl in the run's folder has all; track: tensorboard, swanl
 _EVAL = "the held-out loss is taken every eval_steps steps; -1: never"
 _VERB = "this command trains; `ascendchat eval chat` and `ascendchat export` do the rest"
 _WEIGHTS = "safetensors are written, which every reader takes"
+_NF4 = "--bits 4 is the nf4 of bitsandbytes with double quantization, and computes in the dtype of the run"
 
 NOT_USED: Mapping[str, str] = {
     **dict.fromkeys(("template", "default_system", "enable_thinking", "chat_template"), _OWN),
@@ -63,13 +64,14 @@ NOT_USED: Mapping[str, str] = {
     "bias": "biases stay as they are",
     "assistant_only_loss": "the loss is on what the assistant says",
     "completion_only_loss": "the loss is on what the assistant says",
+    **dict.fromkeys(("quantization_method", "quantization_type", "double_quantization", "bnb_4bit_quant_type"), _NF4),
+    **dict.fromkeys(("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype"), _NF4),
     "image_max_pixels": "texts are trained",
     "video_max_pixels": "texts are trained",
 }
-_QUANTIZED = "weights of 4 or 8 bits (QLoRA) are not trained here: bitsandbytes does not run on NPUs and is not used"
 _OTHER_WAY = "choose finetuning_type full or lora"
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("quantization_bit", "quantization_method", "load_in_4bit", "load_in_8bit", "qlora"), _QUANTIZED),
+    "load_in_8bit": "a base is held in 4 bits (--lora --bits 4), or as it computes",
     **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "freeze_trainable_layers", "use_llama_pro"), _OTHER_WAY),
     **dict.fromkeys(("pissa_init", "loraplus_lr_ratio", "additional_target", "modules_to_save"), _OTHER_WAY),
     "train_on_prompt": "the loss is on what the assistant says; mask_history and train_on_prompt are not done here",
@@ -119,6 +121,10 @@ class FinetuneConfig(PreferenceOptions, ChatTrainConfig):
     "multiply by alpha / sqrt(rank) instead"
     use_dora: bool = option(False, also=("dora",))
     "DoRA: adapters turn the weights, and their lengths are trained too; slower"
+    bits: Literal[4] | None = option(None, also=("quantization_bit",))
+    "with --lora: hold the frozen base in 4 bits (QLoRA), by bitsandbytes on CUDA and CPU"
+    qlora: bool = option(False, also=("use_qlora", "load_in_4bit"))
+    "the same as --lora --bits 4"
     max_seq_len: int | None = option(
         None, also=("cutoff_len", "max_length", "max_seq_length", "model_max_length"), least=16, most=1e6
     )

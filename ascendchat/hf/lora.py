@@ -70,6 +70,7 @@ def add_lora(model: CausalLM, settings: LoraSettings, seed: int = 0) -> None:
         task_type="CAUSAL_LM",
     )
     _inject(model, made, seed)
+    model.to_compute(model.dtype)  # older versions of peft make them in float32 beside packed weights
 
 
 def _inject(model: CausalLM, config: Any, seed: int = 0) -> None:

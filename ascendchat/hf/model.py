@@ -124,7 +124,8 @@ class CausalLM(LanguageModel):
 
     def to_compute(self, dtype: torch.dtype) -> CausalLM:
         for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():  # those of quantize.py are packed
+                parameter.data = parameter.data.to(dtype)
         return self
 
     def checkpoint_activations(self) -> None:

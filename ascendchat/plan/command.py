@@ -13,6 +13,7 @@ from typing import Any
 from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
+from ascendchat.plan import hf
 from ascendchat.plan.goals import TooLarge, inference_plan, rl_plan, train_plan
 from ascendchat.plan.memory import compute_dtype
 from ascendchat.plan.refuse import DoesNotFit, refusal
@@ -37,6 +38,11 @@ def make(config: PlanConfig, chip: Chip) -> dict[str, Any]:
     """The whole plan as plain values; DoesNotFit (a UserError) names the smallest changes when nothing fits."""
     if config.lora_rank and not config.hf_config:
         raise UserError("--lora-rank adapts an existing model; name it with --hf-config config.json")
+    if config.bits and config.goal != "train":
+        raise UserError("--bits belongs to --goal train")
+    if config.bits:
+        hf.check_bits(bool(config.lora_rank), config.shard)
+        hf.check_bits_on(chip)
     if config.rollout_devices and config.goal != "rl":
         raise UserError("--rollout-devices belongs to --goal rl")
     plan = GOALS[config.goal]

@@ -49,6 +49,7 @@ def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices:
 def hf_parts(config: PlanConfig, model: HFModel, chip: Chip, devices: int, rows: int, rank: int) -> dict[str, int]:
     """The same of an existing model, with adapters of this rank or, at 0, all weights."""
     how: dict[str, Any] = {"lora_rank": rank, "shard": config.shard, "offload": config.offload}
+    how["bits"] = config.bits if rank else None
     return hf.finetuning(model, chip, devices, rows, config.activation_checkpointing, **how)
 
 
@@ -213,6 +214,7 @@ def _lora(config: PlanConfig, model: HFModel, chip: Chip, rows: int) -> dict[str
     have = memory.usable(chip)
     return {
         "rank": rank,
+        "bits": config.bits,
         "parameters": model.lora_parameters(rank),
         "total": sum(lora.values()),
         "fits": sum(lora.values()) <= have,

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascendchat.chips import Chip
+from ascendchat.chips import KINDS, Chip
 from ascendchat.config import UserError, nearest
 from ascendchat.plan.memory import FP32, HEAD_CHUNK_BYTES, TRAITS, compute_bytes, kernel_buffers, outside
+
+# Bytes of a weight of 4 bits: half of one, a byte of scale for 64 weights, and for 256 such scales one in fp32.
+PACKED_BYTES = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,39 @@ class HFModel:
         dense = (self.depth - self.sparse_layers) * 3 * (self.dim + self.mlp_dim)
         return rank * (self.depth * attention + dense)
 
+    @property
+    def packed_parameters(self) -> int:
+        """Weights that hf/quantize.py packs: matrices of attention and dense MLP. Experts count as they are: newer
+        versions of transformers have all of a layer in one tensor, which is no linear layer."""
+        attention = self.dim * (2 * self.q_dim + 2 * self.kv_dim)
+        return self.depth * attention + (self.depth - self.sparse_layers) * 3 * self.dim * self.mlp_dim
+
+
+def check_bits(lora: bool, shard: int) -> None:
+    """What --bits does not go with."""
+    if not lora:
+        raise UserError(
+            "--bits 4 holds the frozen base of adapters; add --lora (of plan: --lora-rank 16), or leave --bits out"
+        )
+    if shard:
+        raise UserError("--shard cuts weights, and those of --bits 4 are packed; leave one of the two out")
+
+
+def check_bits_on(chip: Chip) -> None:
+    """Where bitsandbytes is not used, before anything is read."""
+    kind = KINDS[chip.device_type]
+    if not kind.bitsandbytes:
+        raise UserError(
+            f"--bits 4 is done by bitsandbytes, which is used on CUDA and CPU and not on {kind.title}; leave it out: "
+            "LoRA keeps the base in the dtype of the run, and --shard N shares it out over several devices"
+        )
+
+
+def packing_saves(chip: Chip) -> bool:
+    """Whether --bits is worth a try where something does not fit. Not on a CPU, into whose memory the whole model is
+    read before it is packed."""
+    return KINDS[chip.device_type].bitsandbytes and chip.devices_per_node > 1
+
 
 def read_config(path: str, seq_len: int) -> HFModel:
     """The model described by a config.json (or by the folder that holds one)."""
@@ -256,13 +292,15 @@ def finetuning(
     checkpointing: bool = False,
     lora_rank: int = 0,
     *,
+    bits: int | None = None,
     shard: int = 0,
     offload: bool = False,
 ) -> dict[str, int]:
     """Bytes by part on one device, as nn/optim.py keeps them: all weights in the compute dtype, and of those that learn
     (all, or adapters) the gradients in fp32 on every device; fp32 masters, two AdamW moments and the reduced gradient
-    are shared out over the devices. `shard`: that many devices hold one copy of the weights, as nn/sharded.py keeps it;
-    with `offload` the shares are on the host."""
+    are shared out over the devices. `bits`: the linear layers of the base are packed, and unpacked one at a time.
+    `shard`: that many devices hold one copy of the weights, as nn/sharded.py keeps it; with `offload` the shares are on
+    the host."""
     size = compute_bytes(chip)
     adapters = model.lora_parameters(lora_rank) if lora_rank else 0
     trained = adapters or model.total_parameters
@@ -274,6 +312,8 @@ def finetuning(
         "gradients": trained * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": own * 2 * FP32,
     }
+    packed = model.packed_parameters if bits else 0
+    kept["weights"] -= packed * size - int(packed * PACKED_BYTES)
     if shard:
         kept = shared_out(model, size, adapters, shard, offload)
     return {
@@ -281,7 +321,7 @@ def finetuning(
         "activations": finetuning_activations(model, chip, rows, checkpointing)
         + adapter_activations(model, chip, rows, lora_rank),
         "logits": tokens * model.vocab * (2 * size + FP32),
-        "workspace": 0,
+        "workspace": model.dim * max(model.mlp_dim, model.q_dim) * size if bits else 0,
         "kernel_buffers": kernel_buffers(chip, rows * model.seq_len, model.q_dim + 2 * model.kv_dim),
         **outside(chip),
     }

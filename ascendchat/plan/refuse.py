@@ -13,6 +13,7 @@ from ascendchat.chips import GIB, Chip
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.goals import TooLarge, device_memory, model_facts, model_of
+from ascendchat.plan.hf import packing_saves
 
 Planner = Callable[[PlanConfig, Chip], dict[str, Any]]
 MOST_DEVICES = 1024
@@ -40,6 +41,8 @@ def _ladders(config: PlanConfig, chip: Chip) -> Iterator[Iterator[dict[str, Any]
         yield ({"devices": 2**k} for k in range(MOST_DEVICES.bit_length()) if config.devices < 2**k <= MOST_DEVICES)
     if training and config.hf_config and not config.lora_rank:
         yield iter([{"lora_rank": 16}])
+    if config.goal == "train" and config.hf_config and not config.bits and not config.shard and packing_saves(chip):
+        yield iter([{"bits": 4} if config.lora_rank else {"lora_rank": 16, "bits": 4}])
     if config.goal != "train":
         yield ({"context": n} for n in _halves(config.context or config.max_seq_len))
     if training:

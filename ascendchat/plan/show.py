@@ -179,9 +179,10 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         shown.append(("learning rates", [*rates, ("weight decay", f"{plan['weight_decay']:.4g}")]))
     if "lora" in plan:
         lora = plan["lora"]
+        base = f", {lora['bits']} bits" if lora["bits"] else ""
         rows = [
             ("all weights", _verdict(lora["full_total"], lora["full_fits"])),
-            (f"LoRA, rank {lora['rank']}", _verdict(lora["total"], lora["fits"])),
+            (f"LoRA, rank {lora['rank']}{base}", _verdict(lora["total"], lora["fits"])),
             ("LoRA parameters", count(lora["parameters"])),
         ]
         shown.append(("full or LoRA, same rows", rows))

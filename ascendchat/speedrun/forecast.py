@@ -140,7 +140,9 @@ class Forecaster:
         """What `ascendchat plan` would be told."""
         taken = ("device_batch_size", "total_batch_size", "activation_checkpointing", "shard", "offload")
         named = {name: settings[name] for name in taken if settings.get(name)}
-        if settings.get("lora") or settings.get("finetuning_type") == "lora":
+        if settings.get("bits") or settings.get("qlora"):
+            named["bits"] = 4
+        if settings.get("lora") or settings.get("qlora") or settings.get("finetuning_type") == "lora":
             named["lora_rank"] = settings.get("lora_rank") or 16
         return PlanConfig(**{"devices": self.recipe.devices, "chip": self.chip.name, **named, **more})
 

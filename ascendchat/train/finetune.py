@@ -33,6 +33,7 @@ from ascendchat.device import pick
 from ascendchat.dist.context import Context
 from ascendchat.hf.export import export, export_adapter
 from ascendchat.hf.lora import LoraSettings, adapter_weights
+from ascendchat.hf.quantize import check_packing
 from ascendchat.hf.shape import HFShape
 from ascendchat.infer.huggingface import BESIDE
 from ascendchat.nn.attention import choose
@@ -40,6 +41,7 @@ from ascendchat.nn.optim import Group, adamw_groups, muon_groups
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split
 from ascendchat.plan.goals import FINETUNE_ROWS
+from ascendchat.plan.hf import check_bits, check_bits_on
 from ascendchat.record import run_folder
 from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
@@ -117,7 +119,7 @@ class FinetuneStage(ChatStage):
 
     def identity(self) -> dict[str, Any]:
         lora, optimizer = self.theirs.lora, "muon" if self.config.muon else "adamw"
-        rows = {"packing": None if self.config.packing else False}
+        rows = {"packing": None if self.config.packing else False, "bits": self.config.bits}
         return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None, "optimizer": optimizer}
 
     def summary(self) -> str:
@@ -204,7 +206,7 @@ class PairStage(PreferenceStage):
 
     def identity(self) -> dict[str, Any]:
         lora = self.theirs.lora
-        rows = {"packing": None if self.config.packing else False}
+        rows = {"packing": None if self.config.packing else False, "bits": self.config.bits}
         return {**super().identity(), **rows, "lora": lora.to_dict() if lora else None}
 
 
@@ -239,7 +241,10 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
         if getattr(config, name):
             raise UserError(f"--{name.replace('_', '-')} is of our own models (`ascendchat sft`); leave it out")
     check_numbers(config)
-    lora = config.lora or config.finetuning_type == "lora"
+    lora = config.lora or config.qlora or config.finetuning_type == "lora"
+    bits = 4 if config.qlora else config.bits
+    if bits:
+        check_bits(lora, config.shard)
     asked = [name for name in LORA_ONLY if getattr(config, name)]
     if asked and not lora:
         raise UserError(f"--{asked[0].replace('_', '-')} belongs to LoRA; add --lora, or leave it out")
@@ -256,6 +261,7 @@ def checked(config: FinetuneConfig) -> FinetuneConfig:
     return replace(
         config,
         lora=lora,
+        bits=bits,
         learning_rate=config.learning_rate or (usual if config.stage == "sft" else None),
         num_iterations=None if config.num_iterations == -1 else config.num_iterations,
         warmup_steps=None if both and not config.warmup_steps else config.warmup_steps,
@@ -295,6 +301,9 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
     """The model that --model names, with its adapters, on the device."""
     if config.lr_multiplier != 1.0:
         raise UserError("--lr-multiplier is of our own models (`ascendchat sft`); give --learning-rate")
+    if config.bits:
+        check_bits_on(here.device.chip)
+        check_packing(here.place, here.device.dtype)
     theirs = open_start(config, here, lora_settings(config))
     if theirs is None:
         raise UserError(

@@ -23,11 +23,12 @@ from ascendchat.hf.folder import Folder, OpenedFolder, find, read_json
 from ascendchat.hf.fused import fuse
 from ascendchat.hf.lora import LoraSettings, add_lora, write_adapter
 from ascendchat.hf.model import CausalLM
+from ascendchat.hf.quantize import pack
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
 from ascendchat.plan.batch import largest_rows
-from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config
+from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config, packing_saves
 from ascendchat.plan.memory import usable
 from ascendchat.record import run_folder
 
@@ -123,6 +124,8 @@ def _on_device(
     opened: OpenedFolder, config: StepConfig, here: Context, lora: LoraSettings | None
 ) -> tuple[CausalLM, DeviceMesh | None]:
     model = opened.model.to_compute(here.device.dtype)
+    if getattr(config, "bits", None):
+        here.say(pack(model, here.place))
     if lora:
         add_lora(model, lora, config.seed)
     if names := fuse(model, here.device.operators(), here.place):
@@ -158,7 +161,8 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
 def kept(config: StepConfig) -> dict[str, Any]:
     """What is trained, and where it is kept, as plan/hf.py counts it."""
     rank = (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
-    return {"lora_rank": rank, "shard": getattr(config, "shard", 0), "offload": bool(getattr(config, "offload", False))}
+    how = {"lora_rank": rank, "bits": getattr(config, "bits", None)}
+    return {**how, "shard": getattr(config, "shard", 0), "offload": bool(getattr(config, "offload", False))}
 
 
 def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *, beside: int = 0, **how: Any) -> int:
@@ -171,6 +175,8 @@ def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *
     most = largest_rows(lambda rows: needed(rows) <= have)
     if not most:
         other = "" if how.get("lora_rank") else ", or train adapters (finetune --lora)"
+        if how.get("lora_rank") and not how.get("bits") and not how.get("shard") and packing_saves(chip):
+            other = ", or hold the base in 4 bits (finetune --lora --bits 4)"
         raise UserError(
             f"not even one row of {counted.seq_len} tokens of this model fits {chip.name} ({needed(1) / 2**30:.1f} GiB "
             f"of {have / 2**30:.1f}); give a smaller --max-seq-len, --activation-checkpointing, more devices that "

@@ -353,6 +353,7 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
     if isinstance(learner.model, GPT):  # others were opened with their weights
         stage.optimizer.load(only_weights(begin.origin.reader()), 0)
     model = [begin.origin.fingerprint, json.dumps(shape.to_dict(), sort_keys=True), str(learner.model.head.dtype)]
+    model += [f"{config.bits} bits"] if config.bits else []
     reference = Reference(folder, [*model, mixture.identity])
     if method == "dpo":  # before a checkpoint is loaded: by the weights that the run starts from
         stage.reference = reference.read_or_make(stage.reference_table, here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -74,24 +75,44 @@ def cut(home: Path, run: str, last: int) -> None:
     (folder / "latest").write_text(f"step_{last:06d}\n", encoding="utf-8")
 
 
-def test_kills_at_random_moments_change_nothing(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def kill_at_random_moments(home: Path, run: str, times: int, *more: str, behind: str = " step ") -> str:
+    """Each time soon after it has said `behind`; what it says when it then comes to its end."""
     rng = random.Random(1)
-    for _ in range(KILLS):
+    for _ in range(times):
         process = subprocess.Popen(
-            command("killed"), env=environment(home), cwd=home, stdout=subprocess.PIPE, text=True
+            command(run, *more), env=environment(home), cwd=home, stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         for line in process.stdout:
-            if " step " in line:
+            if behind in line:
                 break
         time.sleep(rng.random() * 0.3)
         process.kill()
         process.wait()
-    finish(home, "killed")
+    return finish(home, run, *more)
+
+
+def assert_same_end(home: Path, one: str, other: str) -> None:
     for file in ("model.safetensors", "optim-0-of-1.safetensors"):
-        ours, theirs = final(home, "killed", file), final(home, "whole", file)
+        ours, theirs = final(home, one, file), final(home, other, file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
+
+
+def test_kills_at_random_moments_change_nothing(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    kill_at_random_moments(home, "killed", KILLS)
+    assert_same_end(home, "killed", "whole")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None,
+    reason="bitsandbytes is not installed: pip install -e '.[qlora]' to run this test",
+)
+def test_a_kill_changes_nothing_where_the_base_is_held_in_4_bits(home: Path) -> None:
+    finish(home, "four-bits", "--bits", "4")
+    said = kill_at_random_moments(home, "four-bits-killed", 1, "--bits", "4", behind=" step 7/")
+    assert "continuing after step" in said
+    assert_same_end(home, "four-bits-killed", "four-bits")
 
 
 def test_a_run_moves_from_one_rank_to_two_and_back(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:

@@ -167,7 +167,8 @@ def test_the_plain_names_of_a_small_guide(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ("lora_rnak: 8", "did you mean lora_rank"),
-        ("quantization_bit: 4", "QLoRA"),
+        ("quantization_bit: 8", "choose from: 4"),
+        ("load_in_8bit: true", "a base is held in 4 bits"),
         ("finetuning_type: freeze", "choose from: full, lora"),
         ("stage: ppo", "choose from: sft, dpo, orpo, simpo"),
         ("lr_scheduler_type: polynomial", "is not a valid value"),

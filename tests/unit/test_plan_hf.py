@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ascendchat.chips import find
+from ascendchat.chips import GIB, find
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.command import make
@@ -149,6 +150,31 @@ def test_qwen_7b_on_eight_cards(chip: str, rank: int, checkpointing: bool, fits:
     assert plan["memory"]["parts"]["weights"] == 2 * (7_615_616_512 + plan["lora"]["parameters"])
     assert plan["lora"]["parameters"] == 40_370_176
     assert not plan["lora"]["full_fits"]
+
+
+def test_a_base_in_4_bits_leaves_the_rest_as_it_is() -> None:
+    model, chip = from_config(QWEN_7B, 2048), find("RTX 4090")
+    lora, bits = (finetuning(model, chip, 1, 1, True, lora_rank=16, bits=bits) for bits in (None, 4))
+    packed = 28 * (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944)  # 6.5 of 7.6 billion: not embedding, head, norms
+    assert model.packed_parameters == packed
+    assert lora["weights"] - bits["weights"] == pytest.approx(packed * (2 - 0.5159), rel=1e-4)
+    assert {name for name in lora if lora[name] != bits[name]} == {"weights", "workspace"}
+    assert bits["workspace"] == 2 * 3584 * 18944  # the largest matrix, unpacked
+    moe = from_config(QWEN3_MOE, 2048)
+    assert moe.packed_parameters == 48 * 2048 * (2 * 32 * 128 + 2 * 4 * 128)  # experts stay
+
+
+def test_a_refusal_offers_4_bits_where_bitsandbytes_is_used(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    asked = PlanConfig(hf_config=str(tmp_path), lora_rank=16, activation_checkpointing=True)
+    for name, remedy in (("T4", "--bits 4"), ("Ascend310P3", None), ("Apple M1", None)):
+        chip = dataclasses.replace(find(name), memory=16 * GIB, reserved=0)
+        with pytest.raises(DoesNotFit) as refused:
+            make(asked, chip)
+        assert ("--bits 4" in str(refused.value)) == bool(remedy)
+    fitting = make(dataclasses.replace(asked, bits=4), find("T4"))
+    assert fitting["lora"]["bits"] == 4
+    assert fitting["lora"]["total"] == fitting["memory"]["total"]
 
 
 def test_full_fine_tuning_shards_its_state_over_the_devices() -> None:
