@@ -47,8 +47,10 @@ DECODING = """
 
     device = pick("npu")
     device.bind(0)
-    assert cannsim.aicpu() == {{}} and (torch.ones(2, dtype=torch.int64).npu() >> 1).sum().item() == 0
-    assert set(cannsim.aicpu()) == {{"aclnnRightShift"}}, "the instrument works"
+    assert cannsim.aicpu() == {{}}
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10):  # before that it is an aclop
+        assert (torch.ones(2, dtype=torch.int64).npu() >> 1).sum().item() == 0
+        assert set(cannsim.aicpu()) == {{"aclnnRightShift"}}, "the instrument works"
     model = make.model(2, device.operators(), seq_len=16, kv_heads=2, dim=64, head_dim=16).to_compute(device.dtype)
     kernel, _ = choose("npu", device.dtype, 16, decodes=True)
     ways = [
@@ -213,7 +215,10 @@ def test_a_chip_that_is_not_in_the_table_opens_with_an_old_torch_npu(on_npu: OnN
     device = pick("npu")
     print(device.chip.name, device.chip.known, device.chip.bf16)
     """
-    assert "Ascend950 False True" in on_npu(code, chip="Ascend950")[0].output
+    (rank,) = on_npu(code, chip="Ascend950", check=False)
+    if "Unsupported soc version" in rank.output:
+        pytest.skip("this torch_npu knows no Ascend950")
+    assert "Ascend950 False True" in rank.output
 
 
 def test_a_triton_that_is_not_for_npus_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -133,6 +133,13 @@ int missing_ranks_error(const Comm& comm, const std::vector<uint32_t>& missing, 
                 std::to_string(comm.rank) + "] waited " + limit + " s for ranks [" + list + "].");
 }
 
+// The caller's structure may be that of an older header, and end before this field: its first word is its size.
+bool has_exec_timeout(const HcclCommConfig* config) {
+  size_t size = 0;
+  if (config) memcpy(&size, config, sizeof(size));
+  return size >= offsetof(HcclCommConfig, hcclExecTimeOut) + sizeof(config->hcclExecTimeOut);
+}
+
 int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommConfig* config, const std::string& name,
             HcclComm* handle) {
   double connect_limit = connect_timeout(), exec_limit = exec_timeout();
@@ -151,7 +158,7 @@ int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommCo
   close(fd);
   if (!comm) return exhausted("memory of " + name);
   comm->exec_timeout = exec_limit;
-  if (config && config->hcclExecTimeOut >= 0) comm->exec_timeout = config->hcclExecTimeOut;
+  if (has_exec_timeout(config) && config->hcclExecTimeOut >= 0) comm->exec_timeout = config->hcclExecTimeOut;
   auto missing = comm->wait_for_ranks(real_seconds(connect_limit));
   if (!missing.empty()) {
     close_root(info.token);
