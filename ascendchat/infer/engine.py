@@ -202,8 +202,6 @@ class Engine:
 
     def step(self) -> None:
         """Let waiting requests in, read prompts, extend all rows by a token, look at what came back; see pause()."""
-        while self.forgotten:
-            self.cancel(self.forgotten.pop())
         if not self.paused:
             self._enter()
         if self.paused != "keep":
@@ -240,6 +238,8 @@ class Engine:
 
     def _read(self) -> None:
         """Read prompts, in as many passes as the rows that run can wait for."""
+        while self.forgotten:
+            self.cancel(self.forgotten.pop())
         left = self.prefill_tokens
         while self.reading.jobs:
             self._dismiss()

@@ -138,7 +138,7 @@ def test_conversations_that_see_only_themselves_train_on_the_npu_as_on_the_cpu(h
 def test_going_on_without_the_npu_is_said(home: Path) -> None:
     code = "from ascendchat.device import pick; print(pick().type)"
     environment = cannsim.environment(devices=2, state=str(home / "state")) | {"ASCEND_RT_VISIBLE_DEVICES": "7"}
-    # Not a warm process: there torch of old pairs loads no torch_npu by itself.
+    # Not a warm process: in one, torch_npu 2.6 was seen to stay silent.
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == "cpu"
     assert "no NPU" in result.stderr

@@ -259,6 +259,17 @@ def test_a_stream_that_the_garbage_collector_takes_during_a_step_loses_no_slot(m
     assert engine.running == [None]
 
 
+def test_new_weights_do_not_wait_for_a_forgotten_stream() -> None:
+    model = make.scripted(ENDLESS, seq_len=LONG)
+    engine = local(model, slots=1, context=LONG)
+    for _piece in engine.stream(Request([START], Sampling(temperature=0.0, max_tokens=LONG - 2))):
+        break
+    (job,) = [job for job in engine.running if job is not None]
+    engine.load(dict(model.state_dict()), 2)
+    assert engine.running == [None]
+    assert len(job.completion.ids) < LONG // 2
+
+
 def test_new_weights_answer_like_an_engine_built_with_them(opened: Open) -> None:
     requests, later = greedy_requests(), make.model(6)
     expected = local(later).generate(requests)
