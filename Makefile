@@ -94,9 +94,10 @@ $(VLLM_VENV)/.vllm-$(VLLM_VERSION):
 vllm-test: $(VENV)/.dev $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 	ASCENDCHAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm -n0 -s tests/vllm $(TEST_FLAGS)
 
-# Every command of the READMEs and the quick start, on small data and on simulated NPUs: minutes.
+# Every command of the READMEs and the quick start, on small data and on simulated NPUs: minutes. And the site, if built.
 test-docs: $(VENV)/.dev $(if $(LINUX),cannsim)
 	$(BIN)/python -m pytest -m docs -n0 tests/test_docs_run.py $(TEST_FLAGS)
+	$(BIN)/python -m pytest -n0 tests/browser/test_docs_site.py $(TEST_FLAGS)
 
 # The documentation as a site. MkDocs has an environment of its own: nothing else needs it.
 SITE_VENV ?= .venv-site
