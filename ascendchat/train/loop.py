@@ -60,6 +60,7 @@ class Options:
     log_every: int = 10
     keep: int = 2
     start: int = 0  # steps done by the checkpoint that was loaded
+    unseen: bool = False  # its model was saved, but not looked at: the run was killed in between
     loss_scale: tuple[float, int] | None = None
     examine_every: int = 0
     profile: int = 0  # steps under the profiler
@@ -280,6 +281,11 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
         writer = Writer(run.folder, keep=options.keep, say=console.print)
         progress = Progress(stage, device, run, console, device.event(), first=options.start)
         profiler = options.profiler(stage.steps, device, run, console) if options.profile and main else None
+        if options.unseen:
+            try:
+                look(stage, run, console, signals, result, options.due(options.start, stage.steps), writer)
+            except Interrupted:
+                result.stopped_by = signals.received  # the next step ends the run, if there is one
         for step in range(options.start, stage.steps):
             if profiler:
                 profiler.before(step)
@@ -298,20 +304,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 progress.read(keep=0)
                 save(writer, stage, result.step, scale)
             try:
-                if due.evaluate and not stop:
-                    result.metrics = evaluate(stage, stage.evaluate, run, console, result.step, signals)
-                    if saves and result.metrics:
-                        score = next(iter(result.metrics.values()))
-                        writer.mark_best(result.step, score, higher_is_better=stage.higher_is_better)
-                if due.examine and not stop:
-                    evaluate(stage, stage.examine, run, console, result.step, signals)
-                if due.sample and not stop:
-                    with signals.interruptible():
-                        texts = stage.sample(result.step)
-                    for text in texts:
-                        console.print(f"  > {text}")
-                    run.log(result.step, samples=texts)
-                if due.evaluate or due.examine or due.sample:
+                if not stop and look(stage, run, console, signals, result, due, writer if saves else None):
                     progress.since = device.event()
             except Interrupted:  # what is broken off is no more than looking at the model
                 stop = True
@@ -336,6 +329,33 @@ def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
     updates = stage.optimizer.steps_done  # not `step` after a warm start, or where fp16 overflowed
     state = {**stage.identity(), "updates": updates, "loss_scale": [scale.value, scale.good]}
     writer.save(step, model=stage.weights(), shards=stage.optimizer.shards(), state=state, extra=stage.extra())
+
+
+def look(
+    stage: Stage,
+    run: Run,
+    console: Console,
+    signals: StopSignals,
+    result: Result,
+    due: Due,
+    writer: Writer | None,
+) -> bool:
+    """Validate the model of this step, examine it, show samples of it, whichever is due; False when nothing was.
+    `writer` is the one that has saved it, if it was saved."""
+    if due.evaluate:
+        result.metrics = evaluate(stage, stage.evaluate, run, console, result.step, signals)
+        if writer and result.metrics:
+            score = next(iter(result.metrics.values()))
+            writer.mark_best(result.step, score, higher_is_better=stage.higher_is_better)
+    if due.examine:
+        evaluate(stage, stage.examine, run, console, result.step, signals)
+    if due.sample:
+        with signals.interruptible():
+            texts = stage.sample(result.step)
+        for text in texts:
+            console.print(f"  > {text}")
+        run.log(result.step, samples=texts)
+    return due.evaluate or due.examine or due.sample
 
 
 def evaluate(

@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import Context, joined
 from ascendchat.infer.load import settings_of
-from ascendchat.record import open_run
+from ascendchat.record import open_run, read_metrics
 from ascendchat.train.loop import Options, fit
 from ascendchat.train.stage import Stage
 
@@ -57,6 +58,17 @@ def check_same(saved: Checkpoint, identity: Mapping[str, Any]) -> None:
             )
 
 
+def unseen(folder: Path, options: Options, last: int, here: Context) -> bool:
+    """Whether the run was killed after it had saved a checkpoint and before it had looked at the model, as was due:
+    metrics.jsonl, which the main process has, knows the loss of that step and nothing more."""
+    if not options.start or not any(options.due(options.start, last)[1:]):
+        return False
+    metrics = folder / "metrics.jsonl"
+    rows = read_metrics(metrics) if here.main and metrics.is_file() else []
+    known = [row for row in rows if row["step"] == options.start]
+    return bool(dist.broadcast_object(bool(known) and all("loss" in row for row in known)))
+
+
 def train_stage(
     stage: Stage,
     here: Context,
@@ -78,7 +90,8 @@ def train_stage(
             check_same(saved, stage.identity())
             stage.load(saved)
         options = Options.of(config, saved, examine_every)
-        if options.start >= stage.steps:
+        options = replace(options, unseen=unseen(folder, options, stage.steps, here))
+        if options.start >= stage.steps and not options.unseen:
             here.say(f"{folder} is finished: {options.start} steps; --resume never starts anew")
             return 0
         here.say(stage.summary() + (f"; continuing after step {options.start}" if options.start else ""))

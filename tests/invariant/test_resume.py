@@ -107,6 +107,22 @@ def test_a_run_that_was_killed_once_ends_with_the_same_weights(home: Path, undis
 
 
 @pytest.mark.slow
+def test_a_run_killed_between_its_last_checkpoint_and_the_validation_is_validated(home: Path) -> None:
+    """Once: the same command says afterwards that the run is finished."""
+    finish(home, "unseen")
+    metrics = home / "runs" / "unseen" / "base" / "metrics.jsonl"
+    *lines, last = metrics.read_text().splitlines(keepends=True)
+    assert json.loads(last)["step"] == STEPS
+    assert "bpb" in json.loads(last)
+    metrics.write_text("".join(lines))
+    assert f"step {STEPS}: bpb " in finish(home, "unseen")
+    assert [row["bpb"] for row in read_metrics(metrics) if row["step"] == STEPS and "bpb" in row] == [
+        json.loads(last)["bpb"]
+    ]
+    assert "is finished" in finish(home, "unseen")
+
+
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(home: Path, undisturbed: dict[str, bytes]) -> None:
     process = Popen(command(home, "term"), env=environment(home), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
