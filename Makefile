@@ -10,7 +10,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# pip compiles modules on one core, tests of libraries too, for half of its time. What does not compile is for another Python.
+COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/tests/' "$(call packages,$(BIN))" || true
 LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
@@ -21,11 +23,14 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder  # the order is that of tests
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e .
+	$(COMPILE)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.core cannsim/pyproject.toml
+$(VENV)/.dev: pyproject.toml constraints.txt cannsim/pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[$(EXTRAS)]' -e ./cannsim
-	@touch $@
+	$(COMPILE)
+	@touch $(VENV)/.core $@
 
 # A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead.
 DEVICE ?=

@@ -1,6 +1,8 @@
 """Processes that start in a tenth of a second: forked from one that has imported torch, instead of from nothing.
 
     from warm_process import Popen, run           # as those of subprocess, for commands that begin with sys.executable
+    run(words, how=ServerPopen)                   # what `ascendchat launch`, `serve` and `speedrun` start is warm, too
+    run(words, how=TheirsPopen)                   # with transformers and peft imported, which take as long again
 
 Importing torch takes 3 to 4 s of CPU time, more than most programs of the tests need for all the rest. The process is
 a real one with its own environment, directory and files, which can be killed; what it shares with the others is the
@@ -33,12 +35,18 @@ from pathlib import Path
 from typing import Any
 
 NAME = "of {}"  # of a warm process, with the number of the one that asked for it
+TORCHRUNS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 READY = struct.Struct("i")  # a process number, then its exit status as waitpid gives it
 PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.checkpoint", "numpy", "safetensors.torch",
-    "pyarrow.parquet", "tiktoken", "tokenizers", "httpx", "rich.console", "rich.progress", "yaml",
-    "ascendchat.cli", "ascendchat.train.base", "ascendchat.train.mid", "ascendchat.train.sft", "ascendchat.train.rl",
-    "ascendchat.infer.engine", "ascendchat.serve.api", "ascendchat.data.prepare", "ascendchat.speedrun",
+    "torch.distributed.run", "pyarrow.parquet", "tiktoken", "tokenizers", "httpx", "rich.console", "rich.progress",
+    "yaml", "ascendchat.cli", "ascendchat.train.base", "ascendchat.train.mid", "ascendchat.train.sft",
+    "ascendchat.train.rl", "ascendchat.infer.engine", "ascendchat.serve.api", "ascendchat.data.prepare",
+    "ascendchat.speedrun",
+]  # fmt: skip
+THEIRS = [
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "transformers.generation",
+    "transformers.models.qwen2.modeling_qwen2", "peft", "ascendchat.hf.folder", "ascendchat.train.finetune",
 ]  # fmt: skip
 
 
@@ -67,6 +75,7 @@ class _Warm(subprocess.Popen):  # type: ignore[type-arg]
     """A process whose parent is the one that forks, which says here how it ended."""
 
     handing_on = False
+    theirs = False  # whether transformers and peft are imported, before anything is forked
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, _: Any, pass_fds: Any, *more: Any) -> None:
         (cwd, env, _, _, shell), pipes, start_new_session = more[:5], more[5:11], more[16]
@@ -83,6 +92,7 @@ class _Warm(subprocess.Popen):  # type: ignore[type-arg]
             "files": [0, 1, 2, *pass_fds],  # their numbers there
             "parent": os.getpid(),
             "way": self.handing_on,
+            "theirs": self.theirs,
         }
         files = [theirs if theirs != -1 else own for own, theirs in enumerate((pipes[0], pipes[3], pipes[5]))]
         files += pass_fds
@@ -118,19 +128,29 @@ class _Warm(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class _WarmServer(_Warm):
-    """`ascendchat serve` whose workers start warm, too, and `ascendchat speedrun` whose stages do."""
+    """`ascendchat serve` whose workers start warm, too, `speedrun` whose stages do, and `launch` whose ranks do.
+
+    All are children of the process that forks, so they do not end with the one that has asked for them.
+    """
 
     handing_on = True
+
+
+class _WarmTheirs(_WarmServer):
+    """Commands for models of Hugging Face."""
+
+    theirs = True
 
 
 WARM = sys.platform == "linux"
 Popen: Any = _Warm if WARM else subprocess.Popen
 ServerPopen: Any = _WarmServer if WARM else subprocess.Popen
+TheirsPopen: Any = _WarmTheirs if WARM else subprocess.Popen
 
 
-def warm_workers() -> Any:
+def warm_workers(how: Any = Popen) -> Any:
     """What a module shall take for `subprocess`, so that its children start warm."""
-    return types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
+    return types.SimpleNamespace(**{**vars(subprocess), "Popen": how})
 
 
 def children(number: int) -> list[int]:
@@ -144,11 +164,11 @@ def children(number: int) -> list[int]:
     return found
 
 
-def run(words: list[str], timeout: float | None = None, check: bool = False, **settings: Any) -> Any:
-    """subprocess.run, warm."""
+def run(words: list[str], timeout: float | None = None, check: bool = False, how: Any = Popen, **settings: Any) -> Any:
+    """subprocess.run, warm; `how`: one of the classes above."""
     if settings.pop("capture_output", False):
         settings.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with Popen(words, **settings) as process:
+    with how(words, **settings) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
@@ -185,6 +205,9 @@ def wait_for_work(jobs: socket.socket) -> list[str]:
         message, files, _, _ = socket.recv_fds(jobs, 1 << 20, 16)
         if not message:
             end()
+        job = json.loads(message)
+        if job["theirs"]:
+            import_theirs()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the number is known
         number = os.fork()
         if number == 0:
@@ -194,7 +217,7 @@ def wait_for_work(jobs: socket.socket) -> list[str]:
             jobs.close()
             for asking in running.values():
                 asking.close()
-            return become(json.loads(message), files)
+            return become(job, files)
         asking = socket.socket(fileno=files[0])
         for file in files[1:]:
             os.close(file)
@@ -204,14 +227,45 @@ def wait_for_work(jobs: socket.socket) -> list[str]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
+@functools.cache
+def import_theirs() -> None:
+    """As ascendchat does it, and the modules that most models need."""
+    importlib.import_module("ascendchat.hf").library()
+    for name in THEIRS:
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def hand_on(way: socket.socket) -> None:
+    """What this process starts begins warm, too."""
+    globals()["nursery"] = lambda: way
+    for name in ("ascendchat.serve.child", "ascendchat.speedrun", "ascendchat.launch.supervise"):
+        importlib.import_module(name).subprocess = warm_workers(ServerPopen)  # type: ignore[attr-defined]
+    importlib.import_module(TORCHRUNS_OWN).Popen = ServerPopen  # type: ignore[attr-defined]
+    os.execv = instead  # type: ignore[assignment]
+
+
+def instead(path: str, words: list[str]) -> None:
+    """For os.execv, by which a rank becomes the program that it shall run."""
+    assert path == sys.executable, f"only Python can start warm, not {path}"
+    open_files("-u" in words[:2])
+    perform(*words[1 + (words[1] == "-u") :])
+
+
+def open_files(flush: bool) -> None:
+    """As Python does it at its start."""
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(line_buffering=flush or os.isatty(1), write_through=flush)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr.reconfigure(line_buffering=True, write_through=flush)
+
+
 def become(job: dict[str, Any], files: list[int]) -> list[str]:
     """Take over what the process was given."""
     os.close(files[0])
     if job["way"]:
-        inherited = socket.socket(fileno=files.pop())
-        globals()["nursery"] = lambda: inherited
-        for name in ("ascendchat.serve.child", "ascendchat.speedrun"):
-            importlib.import_module(name).subprocess = warm_workers()  # type: ignore[attr-defined]
+        hand_on(socket.socket(fileno=files.pop()))
     apart = [fcntl.fcntl(file, fcntl.F_DUPFD, 500) for file in files[1:]]  # no number is taken
     for file in files[1:]:
         os.close(file)
@@ -226,13 +280,9 @@ def become(job: dict[str, Any], files: list[int]) -> list[str]:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
-    flush = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout.reconfigure(line_buffering=flush or os.isatty(1), write_through=flush)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr.reconfigure(line_buffering=True, write_through=flush)
-    return list(job["words"])
+    unbuffered = job["words"][0] == "-u"
+    open_files(unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
+    return list(job["words"][unbuffered:])
 
 
 def perform(kind: str, *words: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_process import TheirsPopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 import hf_models
@@ -48,12 +49,16 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def finish(home: Path, run: str, *more: str, ranks: int = 1) -> str:
-    done = subprocess.run(
-        command(run, *more, ranks=ranks), env=environment(home), cwd=home, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def start(home: Path, words: list[str], how: type[subprocess.Popen[str]] = TheirsPopen) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return how(words, env=environment(home), cwd=home, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(home: Path, run: str, *more: str, ranks: int = 1, how: type[subprocess.Popen[str]] = TheirsPopen) -> str:
+    process = start(home, command(run, *more, ranks=ranks), how)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
 
 
 def final(home: Path, run: str, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
@@ -62,7 +67,7 @@ def final(home: Path, run: str, file: str = "model.safetensors") -> dict[str, to
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> dict[str, torch.Tensor]:
-    finish(home, "whole")
+    finish(home, "whole", how=subprocess.Popen)  # nothing in common with those that are killed
     return final(home, "whole")
 
 
@@ -79,9 +84,7 @@ def kill_at_random_moments(home: Path, run: str, times: int, *more: str, behind:
     """Each time soon after it has said `behind`; what it says when it then comes to its end."""
     rng = random.Random(1)
     for _ in range(times):
-        process = subprocess.Popen(
-            command(run, *more), env=environment(home), cwd=home, stdout=subprocess.PIPE, text=True
-        )
+        process = start(home, command(run, *more))
         assert process.stdout is not None
         for line in process.stdout:
             if behind in line:
@@ -109,7 +112,7 @@ def test_kills_at_random_moments_change_nothing(home: Path, undisturbed: dict[st
     reason="bitsandbytes is not installed: pip install -e '.[qlora]' to run this test",
 )
 def test_a_kill_changes_nothing_where_the_base_is_held_in_4_bits(home: Path) -> None:
-    finish(home, "four-bits", "--bits", "4")
+    finish(home, "four-bits", "--bits", "4", how=subprocess.Popen)
     said = kill_at_random_moments(home, "four-bits-killed", 1, "--bits", "4", behind=" step 7/")
     assert "continuing after step" in said
     assert_same_end(home, "four-bits-killed", "four-bits")

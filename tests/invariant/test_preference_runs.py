@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
@@ -45,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Path:
     """A run of DPO that was left alone, in a process of its own: what other tests have set does not matter there."""
-    assert finish(place, "whole") == 0
+    assert ran(place, "whole", how=subprocess.Popen).returncode == 0
     return place / "runs" / "whole" / "hf"
 
 
@@ -53,12 +54,12 @@ def finish(place: Path, run: str, *words: str) -> int:
     return ran(place, run, *words).returncode
 
 
-def ran(place: Path, run: str, *words: str) -> subprocess.CompletedProcess[str]:
+def ran(place: Path, run: str, *words: str, how: Any = warm_process.TheirsPopen) -> subprocess.CompletedProcess[str]:
     script = Path(__file__).with_name("preference_runs.py")
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     command = [sys.executable, str(script), str(place), run, "dpo", *words]
-    return subprocess.run(command, env=environment, timeout=600, check=False, capture_output=True, text=True)
+    return warm_process.run(command, how=how, env=environment, timeout=600, capture_output=True, text=True)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

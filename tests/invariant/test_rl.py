@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from warm_process import Popen
+from warm_process import Popen, ServerPopen
 
 from ascendchat.data.toyworld import work
 from ascendchat.data.toyworld.world import toy_world
@@ -223,7 +223,7 @@ def test_a_killed_run_with_a_workflow_ends_in_the_same_bytes(home: Path) -> None
 @pytest.mark.slow
 def test_two_ranks_ask_and_learn_what_one_does(home: Path) -> None:
     finish(home, rl("one", "vowels", steps=3))
-    finish(home, ["launch", "--devices", "2", *rl("two", "vowels", steps=3)])
+    finish(home, ["launch", "--devices", "2", *rl("two", "vowels", steps=3)], how=ServerPopen)
     one, two = rows_of(home, "one"), rows_of(home, "two")
     assert one[0]["reward"] == pytest.approx(two[0]["reward"], abs=1e-6), "the same answers"
     for mine, theirs in zip(one, two):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm_process import run
+from warm_process import TheirsPopen, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 import hf_models
@@ -38,6 +38,7 @@ def finish(home: Path, words: list[str], status: int = 0) -> str:
     environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1"}
     done = run(
         [sys.executable, "-m", "ascendchat", *words],
+        how=TheirsPopen,
         env=environment,
         cwd=home,
         stdout=subprocess.PIPE,

@@ -5,13 +5,13 @@ python -m cannsim run -- pytest tests/npu/test_out_of_memory_npu.py
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import ServerPopen, run
 
 import cannsim
 from ascendchat.record import read_metrics
@@ -58,13 +58,13 @@ def launch(home: Path, name: str, *, factor: int, devices: int = 1) -> tuple[int
     environment |= {"CANNSIM_WORKSPACE": f"aclnnRmsNormGrad:{factor}x", "HCCL_BUFFSIZE": "1"}
     command = base(home, name, 2, "--device-type=npu", f"--device-batch-size={8 // devices}")
     started = ["launch", f"--devices={devices}", "--max-restarts=0", *command]
-    result = subprocess.run(
+    result = run(
         [sys.executable, "-m", "ascendchat", *started],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        check=False,
+        how=ServerPopen,
     )
     return result.returncode, result.stdout + result.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from small_recipe import write_recipe
+from warm_process import ServerPopen, run
 
 import cannsim
 
@@ -27,14 +27,14 @@ def test_every_stage_of_a_recipe_runs_on_two_npus(tmp_path: Path) -> None:
     environment = cannsim.environment(devices=2, state=str(tmp_path / "state"))
     environment |= {"ASCENDCHAT_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = ["speedrun", "--recipe", str(write_recipe(tmp_path, 2)), "--device-type", "npu", "--devices", "2"]
-    done = subprocess.run(
+    done = run(  # its processes start warm; cold ones train in test_base_npu, test_finetune_npu and test_hccl
         [sys.executable, "-m", "ascendchat", *words],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        check=False,
+        how=ServerPopen,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     started = re.findall(r"^\[\d/8\] ascendchat (?:launch --devices 2 )?(\w+)", done.stdout, flags=re.M)

@@ -209,7 +209,7 @@ def test_a_rank_that_only_asks_waits_until_another_has_sent_the_weights_again(
 def test_no_server_at_all_is_a_sentence_after_a_while(servers: list[ServerProcess], fleet: Fleet) -> None:
     for server in servers:
         server.kill()
-    fleet.patience = 8.0
+    fleet.patience = 2.0
     with pytest.raises(UserError, match="no server for rollouts answers") as caught:
         fleet.generate(requests(prompts=1))
     assert all(server.url in str(caught.value) for server in servers)

@@ -21,10 +21,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(MERGES)
 
 
-def model(seed: int = 0, ops: object = None, **sizes: object) -> GPT:
+def model(seed: int = 0, ops: object = None, depth: int = 3, **sizes: object) -> GPT:
     """Random weights; output projections, smear and head are not the near-zero ones a training starts from."""
     base = {"vocab": tokenizer().vocab_size, "seq_len": 256, "dim": 32, "head_dim": 8, "window_pattern": "SSL"}
-    shape = Shape.from_depth(3, **{**base, **sizes})  # type: ignore[arg-type]
+    shape = Shape.from_depth(depth, **{**base, **sizes})  # type: ignore[arg-type]
     made = GPT(shape, ops)  # type: ignore[arg-type]
     made.initialise(seed)
     generator = torch.Generator().manual_seed(seed + 1000)

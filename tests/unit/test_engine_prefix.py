@@ -350,16 +350,19 @@ def test_forced_tokens_are_kept_like_others(device: Device) -> None:
 
 @pytest.mark.slow
 def test_compiled_steps_leave_what_is_kept_as_it_is() -> None:
-    """Two rows, of which one ends earlier, and then its next turn: two steps to compile."""
+    """Two rows, of which one ends earlier, and then the next turns of both: one step to compile."""
     device = pick("cpu", compiled=True)
-    model, draw = make.model(29, seq_len=40, window_pattern="SL", dim=16), random.Random(9)
+    model, draw = make.model(29, seq_len=40, window_pattern="SL", dim=16, depth=2), random.Random(9)
     engine = engine_of(model, device, slots=2, context=100, compiled=True)
     alone = engine_of(model, device, slots=2, context=100, reuse=False)
     requests = [Request(words(draw, model, 50), greedy(count)) for count in (4, 20)]
     answers = engine.generate(requests)
-    requests.append(Request([*requests[0].prompt, *answers[0].ids, *words(draw, model, 5)], greedy(10)))
+    for number in range(2):
+        said = [*requests[number].prompt, *answers[number].ids]
+        requests.append(Request([*said, *words(draw, model, 5)], greedy(10)))
     answers += engine.generate(requests[2:])
-    assert answers[2].cached_tokens == 53
+    assert [answer.cached_tokens for answer in answers[2:]] == [53, 69]
+    assert [count for count, _ in engine.decoder._models] == [2]
     for request, answer in zip(requests, answers):
         assert_alike(answer, alone.generate([request])[0])
 

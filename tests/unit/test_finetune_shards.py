@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import hf_models
 import pytest
 import torch
+import warm_process
 
 from ascendchat.record import read_metrics
 
@@ -41,7 +41,8 @@ def finetune(
     words += ["--eval-every", "2", "--log-every", "1", "--device-type", "cpu", *more]
     if ranks > 1:
         words = ["launch", "--devices", str(ranks), "--device-type", "cpu", *program, *words, "--shard", "2"]
-    done = subprocess.run([sys.executable, "-m", "ascendchat", *words], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "ascendchat", *words]
+    done = warm_process.run(command, how=warm_process.TheirsPopen, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     if program:
         assert done.stderr.count("starting again with the next smaller device batch") == 1, done.stderr[-4000:]
