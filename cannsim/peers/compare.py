@@ -38,6 +38,8 @@ def run(script: Path, ranks: int, npus: int, folder: Path) -> dict[str, Any]:
     """What the script reported on a machine with so many NPUs."""
     result, machine = folder / f"report-{npus}.json", folder / "machine"
     env = {**os.environ, "PEER_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    if ranks > 1:
+        env["ACCELERATE_USE_CPU"] = "true"  # else accelerate has every rank train alone
     if npus:
         machine.mkdir()
         env = {**environment(devices=npus, state=str(machine)), "PEER_DEVICE": "npu"}
