@@ -32,6 +32,27 @@ def _apply_rotary(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch
     return torch_npu.npu_apply_rotary_pos_emb(q.clone(), k.clone(), ANGLE.cos().to(q), ANGLE.sin().to(q))
 
 
+def _to_experts_and_back(
+    tokens: torch.Tensor, experts: torch.Tensor, probs: torch.Tensor | None = None, kept: int | None = None
+) -> torch.Tensor:
+    """Each expert multiplies by another number; with `kept`, only so many copies of tokens reach theirs."""
+    rows, places = torch_npu.npu_moe_token_permute(tokens, experts, kept)
+    factors = torch.arange(1.0, len(rows) + 1).to(rows)
+    return torch_npu.npu_moe_token_unpermute(rows * factors[:, None], places, probs)
+
+
+def _experts_by_hand(
+    tokens: torch.Tensor, experts: torch.Tensor, probs: torch.Tensor | None = None, kept: int | None = None
+) -> torch.Tensor:
+    probs = torch.ones(experts.shape).reshape(len(tokens), -1) if probs is None else probs
+    order = sorted(range(experts.numel()), key=lambda copy: int(experts.flatten()[copy]))
+    out = [torch.zeros_like(tokens[0]) for _ in tokens]
+    for row, copy in enumerate(order[:kept]):
+        token, choice = divmod(copy, probs.shape[1])
+        out[token] = out[token] + tokens[token] * (row + 1) * probs[token, choice]
+    return torch.stack(out)
+
+
 UNARY = [
     *(
         inplace(f"Inplace{name}", f"{name.lower()}_", x=INSIDE)
@@ -119,4 +140,16 @@ TENSOR = [
     ),
 ]
 
-CASES = [*UNARY, *BINARY, *TENSOR]
+PERMUTE = "MoeTokenPermute MoeTokenPermuteGrad MoeTokenUnpermute MoeTokenUnpermuteGrad"
+TO_TWO = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1], [0, 2]])
+MOE = [
+    Case(name, _to_experts_and_back, inputs, PERMUTE, reference=_experts_by_hand, loose=8)
+    for name, inputs in {
+        "experts": (randn(5, 8, seed=33), TO_TWO, randn(5, 2, seed=34)),
+        "experts int32": (randn(5, 8, seed=33), TO_TWO.int(), randn(5, 2, seed=34)),
+        "experts, one each": (randn(5, 8, seed=33), TO_TWO[:, 0]),
+        "experts, some dropped": (randn(5, 8, seed=33), TO_TWO, randn(5, 2, seed=34), 7),
+    }.items()
+]
+
+CASES = [*UNARY, *BINARY, *TENSOR, *MOE]

@@ -39,6 +39,8 @@ THERE = {
     ),
     "IndexAddV2": {"mode"},
     "MaxPool2dWithMaskBackward": {"mask"},  # found again from the input
+    "MoeTokenUnpermute": {"restoreShapeOptional"},  # of the padded mode
+    "MoeTokenUnpermuteGrad": {"restoreShapeOptional"},
     "ScatterPaKvCache": {"strides", "offsets"},
     "SimThreadExponential": {"count"},
     "Sort": {"stable"},
