@@ -23,6 +23,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from ascendchat.chips import KINDS
 from ascendchat.launch import agent, rank
 from ascendchat.launch.rank import die_with_parent
 from ascendchat.launch.warm import LOOK
@@ -41,7 +42,9 @@ def preload(program: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     assert hasattr(SubprocessHandler, "_popen"), "this torchrun starts its ranks in another way"
-    assert not torch.cuda.is_initialized(), "a process with a device cannot be forked"
+    for kind in (name for name, facts in KINDS.items() if facts.visible):  # devices with numbers, not the CPU
+        used = getattr(getattr(torch, kind, None), "is_initialized", bool)()
+        assert not used, f"a process that uses {kind} cannot be forked"
 
 
 def main() -> int:
