@@ -1,3 +1,10 @@
 """ascendchat: from raw text to a chat model, on Ascend NPUs and on anything else. Start with `ascendchat --help`."""
 
 __version__ = "0.1.0"
+
+
+def preload(argv: list[str]) -> None:
+    """Import what `ascendchat ARGV` will import, in the environment of its device; touch no device. launch/warm.py"""
+    from ascendchat.cli import preload as of_command
+
+    of_command(argv)

@@ -31,9 +31,11 @@ from torch import Tensor
 from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
+from ascendchat.launch.rank import ended
 from ascendchat.nn.optim import Shard
 from ascendchat.record.earlier import begun_by_this_launch, earlier
 
+WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
 NAME = re.compile(r"step_(\d{6,})")
 
@@ -97,7 +99,7 @@ class Writer:
             world.rank,
             world.size,
         )
-        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint")
+        self._thread = threading.Thread(target=self._run, args=arguments, name=WRITING)
         self._thread.start()
 
     def mark_best(self, step: int, score: float, *, higher_is_better: bool = False) -> None:
@@ -185,6 +187,8 @@ class Writer:
         for index in range(size):
             part = draft / f"part-{index}"
             while not part.exists():
+                if index in ended() and not part.exists():
+                    raise RuntimeError(f"rank {index} has ended and did not write its part")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
                 time.sleep(0.02)

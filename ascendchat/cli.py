@@ -150,6 +150,18 @@ def _computing(config: Any, function: str) -> Any:
     return _load("", function)
 
 
+def preload(argv: list[str]) -> None:
+    """All that `main` does before the command itself runs, for processes that are forked from this one."""
+    from ascendchat.device.env import prepare_environment
+
+    name, rest = split_command(argv)
+    config_class, function, _ = COMMANDS[name]
+    config = parse(_load("config.", config_class), rest)
+    if hasattr(config, "npu_debug"):
+        prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates)
+    _load("", function)
+
+
 def execute(function: Any, config: Any) -> int:
     """Call the command; an uncaught error is shown whole, then explained if we know it."""
     try:

@@ -14,8 +14,8 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -49,10 +49,21 @@ class Connects(Protocol):
     def bind(self, local_rank: int) -> torch.device: ...
 
 
+@dataclass(frozen=True)
+class Team:
+    """Some of the ranks: this one is number `rank` of `size`. Without a group: all of them, or this one alone."""
+
+    rank: int
+    size: int
+    group: Any = None
+
+
 @dataclass
 class _State:
     world: World
     place: torch.device
+    gloo: bool = False
+    teams: dict[tuple[int, ...], Team] = field(default_factory=dict)
 
 
 _state = _State(World(), torch.device("cpu"))
@@ -66,6 +77,25 @@ def world() -> World:
 def place() -> torch.device:
     """The device of this process."""
     return _state.place
+
+
+def team(ranks: Sequence[int]) -> Team:
+    """These ranks, of which this must be one; each of them calls it, the others need not. Made once."""
+    me, wanted = _state.world, tuple(ranks)
+    if len(wanted) == me.size or len(wanted) == 1:
+        return Team(wanted.index(me.rank), len(wanted))
+    if wanted not in _state.teams:
+        # Only the members meet: with 1,024 ranks, all of them would otherwise meet once for every team that there is.
+        group = torch_dist.new_group(list(wanted), use_local_synchronization=True)
+        _state.teams[wanted] = Team(wanted.index(me.rank), len(wanted), group)
+    return _state.teams[wanted]
+
+
+def teams_of(size: int) -> tuple[Team, Team]:
+    """The `size` neighbours of which this rank is one, and the ranks that have its place in all such teams."""
+    me = _state.world
+    first = me.rank // size * size
+    return team(range(first, first + size)), team(range(me.rank % size, me.size, size))
 
 
 def turns(count: int, size: int) -> Iterator[tuple[int, int, bool]]:
@@ -115,7 +145,7 @@ def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | 
             raise
         finally:
             watch.cancel()
-    _state = _State(me, place)
+    _state = _State(me, place, gloo=device.collective == "gloo")
     return me
 
 
@@ -163,36 +193,39 @@ def _check_op(tensor: torch.Tensor, op: str) -> None:
         raise TypeError(f"the mean of {tensor.dtype} would be rounded; reduce with sum, or convert to float32 first")
 
 
-def _check_sizes(whole: torch.Tensor, part: torch.Tensor) -> None:
-    if whole.numel() != _state.world.size * part.numel() or whole.dtype != part.dtype:
+def _among(team: Team | None) -> Team:
+    return team or Team(_state.world.rank, _state.world.size)
+
+
+def _check_sizes(whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ValueError(
-            f"{tuple(whole.shape)} {whole.dtype} does not hold {_state.world.size} times "
-            f"{tuple(part.shape)} {part.dtype}"
+            f"{tuple(whole.shape)} {whole.dtype} does not hold {size} times {tuple(part.shape)} {part.dtype}"
         )
 
 
 def _addend(tensor: torch.Tensor) -> torch.Tensor:
-    """What goes over the wire. On CPU 16-bit floats are added in float32: Gloo refuses them or rounds at every hop."""
-    if tensor.device.type == "cpu" and tensor.dtype in HALF:
+    """What goes over the wire. 16-bit floats are added in float32 by Gloo, which refuses them or rounds at every hop."""
+    if _state.gloo and tensor.dtype in HALF:
         return tensor.float()
     return tensor.contiguous()
 
 
-def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Handle:
-    """Reduce over all ranks, in place. op: sum, mean, max or min."""
+def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None) -> Handle:
+    """Reduce over all ranks, or those of a team, in place. op: sum, mean, max or min."""
     _check_op(tensor, op)
-    size = _state.world.size
-    if size == 1:
+    team = _among(among)
+    if team.size == 1:
         return Handle()
     addend = _addend(tensor)
 
     def finish() -> None:
         if op == "mean":
-            addend.div_(size)
+            addend.div_(team.size)
         if addend is not tensor:
             tensor.copy_(addend)
 
-    return _handle(torch_dist.all_reduce(addend, op=OPS[op], async_op=True), finish, async_op)
+    return _handle(torch_dist.all_reduce(addend, op=OPS[op], group=team.group, async_op=True), finish, async_op)
 
 
 def _copy_unless_same(output: torch.Tensor, input: torch.Tensor) -> None:
@@ -201,40 +234,45 @@ def _copy_unless_same(output: torch.Tensor, input: torch.Tensor) -> None:
         output.copy_(input.reshape(output.shape))
 
 
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False) -> Handle:
-    """Reduce `input` (size x output) over all ranks; each keeps its slice in `output`."""
+def reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None
+) -> Handle:
+    """Reduce `input` (size x output) over all ranks, or those of a team; each keeps its slice in `output`."""
     _check_op(input, op)
-    _check_sizes(input, output)
-    size, rank = _state.world.size, _state.world.rank
-    if size == 1:
+    team = _among(among)
+    _check_sizes(input, output, team.size)
+    if team.size == 1:
         _copy_unless_same(output, input)
         return Handle()
-    if input.device.type == "cpu":  # Gloo has no reduce_scatter in every version that we support
+    if _state.gloo:  # it has no reduce_scatter in every version that we support
         addend = _addend(input)
         addend = addend.clone() if addend is input else addend
-        work = torch_dist.all_reduce(addend, op=OPS[op], async_op=True)
-        result = addend.view(size, -1)[rank].view(output.shape)
+        work = torch_dist.all_reduce(addend, op=OPS[op], group=team.group, async_op=True)
+        result = addend.view(team.size, -1)[team.rank].view(output.shape)
     else:
         addend, result = input.contiguous(), output if output.is_contiguous() else torch.empty_like(output.contiguous())
-        work = _scatter_into(result.view(-1), addend.view(-1), op=OPS[op], async_op=True)
+        work = _scatter_into(result.view(-1), addend.view(-1), op=OPS[op], group=team.group, async_op=True)
 
     def finish() -> None:
         if op == "mean":
-            result.div_(size)
+            result.div_(team.size)
         if result is not output:
             output.copy_(result)
 
     return _handle(work, finish, async_op)
 
 
-def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Handle:
-    """Collect the `input` of every rank, in rank order, in `output` (size x input)."""
-    _check_sizes(output, input)
-    if _state.world.size == 1:
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, async_op: bool = False, among: Team | None = None
+) -> Handle:
+    """Collect the `input` of every rank, or those of a team, in rank order, in `output` (size x input)."""
+    team = _among(among)
+    _check_sizes(output, input, team.size)
+    if team.size == 1:
         _copy_unless_same(output, input)
         return Handle()
     result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-    work = _gather_into(result.view(-1), input.contiguous().view(-1), async_op=True)
+    work = _gather_into(result.view(-1), input.contiguous().view(-1), group=team.group, async_op=True)
     return _handle(work, None if result is output else lambda: output.copy_(result), async_op)
 
 

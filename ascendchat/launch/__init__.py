@@ -10,6 +10,7 @@ the console; signals are passed on; the exit status is that of the rank that fai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from ascendchat.files import write_atomic
 from ascendchat.launch import port as ports
 from ascendchat.launch.rank import PROGRAM, node_prefix
 from ascendchat.launch.supervise import AttemptResult, run_torchrun
+from ascendchat.launch.warm import Nursery
 from ascendchat.launch.world import SchedulerJob, World, derived_port, read_job, read_world
 
 __all__ = ["AttemptResult", "SchedulerJob", "World", "failure_text", "read_job", "read_world", "run"]
@@ -36,6 +38,7 @@ SMALLER = "ASCENDCHAT_SMALLER"  # how often the device batch has to be made smal
 MOST_SMALLER = 16  # restarts for that; a program that is not ours may end with the same status for ever
 TAIL = 30  # lines of a failed rank's log that are shown
 PORT_TRIES = 5
+NURSERY_LOG = "warm.log"
 
 # Prints "type count". In its own process: importing torch is slow, and this one must not hold a device.
 COUNT_PROGRAM = """
@@ -53,7 +56,7 @@ print("\\n", device.type, device.count())
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchPlan:
     """Everything that is decided before the first process starts. master_port 0: pick a free one for each attempt."""
 
@@ -65,6 +68,7 @@ class LaunchPlan:
     master_port: int
     logs: Path
     environment: dict[str, str]
+    nursery: Nursery | None = None  # who forks the ranks
 
 
 def run(config: LaunchConfig) -> int:
@@ -77,6 +81,16 @@ def run(config: LaunchConfig) -> int:
     plan = make_plan(config, os.environ)
     where = f", node {plan.node_rank} of {plan.nodes}" if plan.nodes > 1 else ""
     _say(f"{plan.devices} process{'es' if plan.devices > 1 else ''}{where}; logs in {plan.logs}")
+    with contextlib.ExitStack() as stack:
+        if config.max_restarts and can_fork(plan.program):
+            plan.logs.mkdir(parents=True, exist_ok=True)
+            plan.nursery = stack.enter_context(
+                contextlib.closing(Nursery(plan.program, plan.environment, plan.logs / NURSERY_LOG))
+            )
+        return _attempts(plan, config)
+
+
+def _attempts(plan: LaunchPlan, config: LaunchConfig) -> int:
     restarts = failures = smaller = 0
     while True:
         outcome = attempt(plan, restarts, config.grace)
@@ -85,19 +99,27 @@ def run(config: LaunchConfig) -> int:
         _say(failure_text(outcome))
         if outcome.stopped or outcome.status == UserError.status:  # wrong input, which starting again does not mend
             return outcome.status
+        explaining: subprocess.Popen[bytes] | None = None
         if short := outcome.status == OutOfMemory.status:
             smaller += 1
             plan.environment[SMALLER] = str(smaller)
         else:
-            _explain(outcome)
+            explaining = _explain(outcome)
         # Other nodes see only that a rank is gone, and count that: so this one does, or it would wait for them alone.
         if not short or plan.nodes > 1 or smaller > MOST_SMALLER:
             failures += 1
         if failures > config.max_restarts:
+            if explaining:
+                explaining.wait()
             return outcome.status
         restarts += 1
         counted = f" ({failures} of {config.max_restarts})"
         _say(f"starting again{' with the next smaller device batch' if short else counted}")
+
+
+def can_fork(program: list[str]) -> bool:
+    """Whether the ranks of this program may be forked from a process that has imported its modules (warm.py)."""
+    return sys.platform == "linux" and program[:2] == ["-m", "ascendchat"]
 
 
 def _say(text: str) -> None:
@@ -230,8 +252,12 @@ def attempt(plan: LaunchPlan, restart: int, grace: float) -> AttemptResult:
         arguments += ["--nproc-per-node", str(plan.devices), "--max-restarts", "0", "--rdzv-backend", "static"]
         arguments += ["--master-addr", plan.master_addr, "--master-port", str(port)]
         arguments += [str(Path(__file__).with_name("rank.py")), str(folder), *([node] if node else [])]
-        outcome = run_torchrun(arguments, folder, environment, grace, show=plan.node_rank == 0, node=node)
-        if not outcome.port_taken or plan.master_port:
+        show = plan.node_rank == 0
+        outcome = run_torchrun(arguments, folder, environment, grace, show=show, node=node, nursery=plan.nursery)
+        if outcome.lost:
+            _say(f"ranks cannot be forked here, so they start one by one; why: {plan.logs / NURSERY_LOG}")
+            plan.nursery = None
+        elif not outcome.port_taken or plan.master_port:
             break
     return outcome
 
@@ -267,10 +293,11 @@ def _tail(path: Path) -> str:
     return "\n".join("  " + line for line in text.splitlines()[-TAIL:]) or "  (it printed nothing)"
 
 
-def _explain(outcome: AttemptResult) -> None:
-    """Let `ascendchat explain` read the log, in its own process: it is a layer above this one."""
+def _explain(outcome: AttemptResult) -> subprocess.Popen[bytes] | None:
+    """Let `ascendchat explain` read the log, in its own process: it is a layer above this one. Nobody waits for it who
+    has something else to do."""
     explainer = Path(__file__).parent.parent / "doctor" / "explain.py"
-    if explainer.is_file() and outcome.log.is_file() and outcome.log.stat().st_size:
-        subprocess.run(
-            [sys.executable, "-m", "ascendchat", "explain", str(outcome.log)], stdout=sys.stderr.fileno(), check=False
-        )
+    if not explainer.is_file() or not outcome.log.is_file() or not outcome.log.stat().st_size:
+        return None
+    words = [sys.executable, "-m", "ascendchat", "explain", str(outcome.log)]
+    return subprocess.Popen(words, stdout=sys.stderr.fileno())

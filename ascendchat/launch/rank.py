@@ -22,6 +22,7 @@ from pathlib import Path
 AUTOLOAD, KEPT_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ASCENDCHAT_KEPT_AUTOLOAD"
 PROGRAM = "program.json"
 MARK = "ASCENDCHAT_RANK_PROCESS"  # content of the pid file, inherited by all that a rank starts: shows whose they are
+FILES = "ASCENDCHAT_RANK_FILES"  # how the names of the pid files of this node's ranks begin
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -49,12 +50,24 @@ def started(pid: int) -> str:
         return ""
 
 
-def main(argv: list[str]) -> None:
-    """Redirect, note the process id and when it started, and exec; never returns."""
+def ended() -> set[int]:
+    """Ranks of this node that are gone: those that are left wait for them in vain."""
+    files = Path(os.environ.get(FILES, ""))
+    found = set()
+    for path in files.parent.glob(f"{files.name}*.pid") if files.name else ():
+        pid, _, since = path.read_text(encoding="ascii").partition(" ")
+        if since and started(int(pid)) != since:
+            found.add(int(path.stem.rpartition("_")[2]))
+    return found
+
+
+def enter(argv: list[str]) -> list[str]:
+    """Redirect, note the process id and when it started; the arguments of Python with which this rank goes on."""
     folder, node, rank = Path(argv[0]), "".join(argv[1:]), int(os.environ["RANK"])
     die_with_parent(signal.SIGKILL)
     log = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.environ[MARK] = f"{os.getpid()} {started(os.getpid())}"
+    os.environ[FILES] = str(folder / f"{node}rank_")
     (folder / f"{node}rank_{rank}.pid").write_text(os.environ[MARK], encoding="ascii")
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -64,8 +77,13 @@ def main(argv: list[str]) -> None:
         os.environ[AUTOLOAD] = kept
     else:
         os.environ.pop(AUTOLOAD, None)
-    program = json.loads((folder / f"{node}{PROGRAM}").read_text(encoding="utf-8"))
-    os.execv(sys.executable, [sys.executable, "-u", *program])
+    program: list[str] = json.loads((folder / f"{node}{PROGRAM}").read_text(encoding="utf-8"))
+    return program
+
+
+def main(argv: list[str]) -> None:
+    """Never returns."""
+    os.execv(sys.executable, [sys.executable, "-u", *enter(argv)])
 
 
 if __name__ == "__main__":

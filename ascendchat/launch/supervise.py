@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from ascendchat.launch.rank import AUTOLOAD, KEPT_AUTOLOAD, MARK, log_file, started
+from ascendchat.launch.warm import Nursery, WarmAgent
 
 POLL = 0.05  # seconds between two looks at rank 0's log
 SLACK = 5.0  # seconds that torchrun itself gets to end after its ranks had their grace
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # died of it, or ended because of it (train/signals.py)
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -36,6 +38,16 @@ class AttemptResult:
     stopped: int = 0
     port_taken: bool = False
     detail: str = ""
+    lost: bool = False  # nothing is known: the process that forks (warm.py) has ended before torchrun
+
+
+class Agent(Protocol):
+    """A running torchrun."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+    def send_signal(self, sig: int, /) -> None: ...
 
 
 class Follower:
@@ -64,7 +76,7 @@ class Signals:
         self.first = 0
         self.since = 0.0
         self.again = False
-        self.agent: subprocess.Popen[bytes] | None = None
+        self.agent: Agent | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.first:
@@ -87,8 +99,32 @@ class Signals:
                 signal.signal(number, handler)
 
 
+def start_agent(words: list[str], environment: dict[str, str], log: Path, nursery: Nursery | None) -> Agent:
+    """torchrun, forked if there is somebody to do it.
+
+    In a session of its own: Ctrl-C reaches the ranks through us, once, and not a second time from the terminal.
+    """
+    if nursery is not None:
+        return WarmAgent(nursery, words, environment, log)
+    with open(log, "ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ascendchat.launch.agent", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+        )
+
+
 def run_torchrun(
-    arguments: list[str], folder: Path, environment: dict[str, str], grace: float, show: bool, node: str = ""
+    arguments: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    grace: float,
+    show: bool,
+    node: str = "",
+    nursery: Nursery | None = None,
 ) -> AttemptResult:
     """Run torchrun with these arguments until it ends; `show` copies rank 0 to the console; `node`: see rank.py."""
     result, agent_log = folder / f"{node}result.json", folder / f"{node}torchrun.log"
@@ -97,16 +133,8 @@ def run_torchrun(
     autoload = {KEPT_AUTOLOAD: environment.get(AUTOLOAD, ""), AUTOLOAD: "0"}
     limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace)))}
     follower, signals = Follower(log_file(folder, 0)), Signals()
-    with open(agent_log, "ab") as log, signals.installed():
-        # A session of its own: Ctrl-C reaches the ranks through us, once, and not a second time from the terminal.
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "ascendchat.launch.agent", str(result), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**environment, **autoload, **limit},
-            start_new_session=True,
-        )
+    with signals.installed():
+        agent = start_agent([str(result), *arguments], {**environment, **autoload, **limit}, agent_log, nursery)
         signals.agent = agent
         try:
             if signals.first:  # it came while the process was being made
@@ -125,7 +153,10 @@ def run_torchrun(
             end_groups(folder, node)
         if show:
             follower.pump()
-    return attempt_result(_read(result), folder, agent_log, agent.returncode, signals.first, show)
+    code = agent.wait()
+    if nursery is not None and nursery.broken and not result.exists() and not signals.first:
+        return AttemptResult(1, agent_log, lost=True)
+    return attempt_result(_read(result), folder, agent_log, code, signals.first, show)
 
 
 def _pid_files(folder: Path, node: str) -> list[Path]:
@@ -182,11 +213,11 @@ def attempt_result(
         # A rank that torchrun stopped (SIGTERM) is not the cause. Of the others, the one whose log ended first is.
         def order(rank: int) -> tuple[bool, float, int]:
             log = log_file(folder, rank)
-            return failed[rank] == -signal.SIGTERM, log.stat().st_mtime if log.exists() else 0.0, rank
+            return failed[rank] in STOPPED, log.stat().st_mtime if log.exists() else 0.0, rank
 
         first = min(failed, key=order)
         status = failed[first] if failed[first] >= 0 else 128 - failed[first]
-        others = tuple(sorted(rank for rank in failed if rank != first and failed[rank] != -signal.SIGTERM))
+        others = tuple(sorted(rank for rank in failed if rank != first and failed[rank] not in STOPPED))
         return AttemptResult(status, log_file(folder, first), first, others, shown and first == 0)
     if "error" in result:
         return AttemptResult(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))

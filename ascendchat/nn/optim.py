@@ -11,41 +11,24 @@ device.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ascendchat import dist
+from ascendchat.nn.bucket import ALONE, Bucket, Room
+from ascendchat.nn.bucket import Group as Group
+from ascendchat.nn.bucket import Shard as Shard
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.updates import EPS, TINY, adamw_update, muon_update, muon_update_in_few_launches
+from ascendchat.nn.updates import TINY, muon_update, muon_update_in_few_launches
+from ascendchat.plan.share import team_size
 
 # The true gradient of the per-layer scalars is zero at the first step, since every layer is then the identity: what
 # arrives is rounding noise of about 1e-9, which Adam would blow up to a full step, another one on every device.
 SCALAR_EPS = 1e-8
-ALIGNED = 256  # elements: where a group may begin in a buffer of several
-
-
-@dataclass
-class Group:
-    """Parameters that are updated alike. `matrix` groups hold stacks of equal matrices, the others anything."""
-
-    name: str
-    parameters: list[tuple[str, nn.Parameter]]
-    lr: float
-    matrix: bool = False
-    lr_factors: list[float] = field(default_factory=list)  # per matrix
-    betas: tuple[float, float] = (0.8, 0.95)
-    decay: float = 0.0
-    eps: float = EPS
-    initial_lr: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.initial_lr = self.initial_lr or self.lr
 
 
 def groups(model: GPT, rates: dict[str, float]) -> list[Group]:
@@ -113,157 +96,16 @@ def muon_groups(model: nn.Module, lr: float, matrix_lr: float, decay: float = 0.
     return made + [group for group in rest if group.parameters]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Elements [start, stop) of one state tensor of one parameter: what a rank saves, and how it is found again."""
-
-    parameter: str
-    kind: str  # "weight" (float32), "first", "second", "mean"
-    start: int
-    stop: int
-
-    def key(self) -> str:
-        return f"{self.parameter}|{self.kind}|{self.start}|{self.stop}"
-
-    @classmethod
-    def parse(cls, key: str) -> Shard:
-        parameter, kind, start, stop = key.split("|")
-        return cls(parameter, kind, int(start), int(stop))
-
-
-class Room(NamedTuple):
-    """Where the parameters of several buckets lie, and their weights in float32: one copy rounds all of them."""
-
-    flat: Tensor
-    weight: Tensor
-
-    @classmethod
-    def of(cls, groups: list[Group], dtype: torch.dtype) -> tuple[Room, list[Room]]:
-        """For all these groups, and for each of them."""
-        sizes = [sum(p.numel() for _, p in group.parameters) for group in groups]
-        starts = list(itertools.accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
-        place = groups[0].parameters[0][1].device
-        both = cls(torch.zeros(starts[-1], dtype=dtype, device=place), torch.zeros(starts[-1], device=place))
-        parts = [cls(*(x[start : start + size] for x in both)) for start, size in zip(starts, sizes)]
-        return both, parts
-
-
-class Bucket:
-    """One group in memory: parameters and float32 gradients end to end, and this rank's share of the state. `room`:
-    where to lie, if one rank owns everything."""
-
-    def __init__(self, group: Group, rank: int, size: int, room: Room | None = None) -> None:
-        self.group, self.rank, self.room = group, rank, room
-        first = group.parameters[0][1]
-        self.unit = (first.size(-2), first.size(-1)) if group.matrix else (1, 1)  # what is never cut in two
-        unit = self.unit[0] * self.unit[1]
-        self.used = sum(p.numel() for _, p in group.parameters)
-        total = -(-self.used // (unit * size)) * unit * size  # padded so that every rank owns whole matrices
-        self.share = total // size
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device) if room is None else room.flat
-        self.grad = torch.zeros(total, dtype=torch.float32, device=first.device)
-        self.place()
-        own = slice(rank * self.share, (rank + 1) * self.share)
-        self.own_grad = self.grad[own] if size == 1 else torch.empty_like(self.grad[own])
-        self.own_flat = self.flat[own]
-        if room is not None:
-            self.weight = room.weight.copy_(self.own_flat)
-        else:
-            self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
-        self.state = {"first": torch.zeros_like(self.weight)}
+def _stacks(groups: Iterable[Group]) -> dict[tuple[int, int], int]:
+    """(rows, columns) -> matrices."""
+    found: dict[tuple[int, int], int] = {}
+    for group in groups:
         if group.matrix:
-            rows = self.share // self.unit[1]
-            self.state["second"] = torch.zeros(rows, dtype=torch.float32, device=first.device)
-            factors = group.lr_factors + [1.0] * (total // unit - len(group.lr_factors))
-            mine = factors[rank * self.share // unit : (rank + 1) * self.share // unit]
-            self.factors = torch.tensor(mine, device=first.device).view(-1, 1, 1)
-        else:
-            self.state["second"] = torch.zeros_like(self.weight)
-
-    def place(self) -> None:
-        """Move the parameters into the buffer, and let their gradients be added up in float32."""
-        offset = 0
-        for _, parameter in self.group.parameters:
-            stop = offset + parameter.numel()
-            self.flat[offset:stop].copy_(parameter.data.view(-1))
-            parameter.data = self.flat[offset:stop].view(parameter.shape)
-            total = self.grad[offset:stop].view(parameter.shape)
-            parameter.total = total  # type: ignore[attr-defined]  # operators may add to it themselves (device/npu_ops.py)
-            if parameter.dtype == torch.float32:
-                parameter.grad = total  # autograd adds in place
-            else:
-                parameter.register_post_accumulate_grad_hook(_add_to(total))
-            offset = stop
-
-    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """This rank's state, cut at the borders of the parameters; padding belongs to none."""
-        low, offset = self.rank * self.share, 0
-        for name, parameter in self.group.parameters:
-            start, stop = max(offset, low), min(offset + parameter.numel(), low + self.share)
-            if start < stop:
-                for kind, tensor in (("weight", self.weight), *self.state.items()):
-                    step = self.weight.numel() // tensor.numel()  # parameter elements per element of the state
-                    shard = Shard(name, kind, (start - offset) // step, (stop - offset) // step)
-                    yield shard, tensor[(start - low) // step : (stop - low) // step]
-            offset += parameter.numel()
-
-    def update(
-        self,
-        muon: Callable[..., None],
-        lr: float,
-        momentum: Any,
-        decay: Any,
-        *,
-        dtype: torch.dtype,
-        fused: bool,
-        count: Tensor,
-    ) -> None:
-        """One step; `count` (0-dim, on the device): its number, from 1. The parameters do not change yet."""
-        if self.group.matrix:
-            stack = (-1, *self.unit)
-            muon(
-                self.weight.view(stack),
-                self.own_grad.view(stack),
-                self.state["first"].view(stack),
-                self.state["second"].view(-1, self.unit[0], 1),
-                self.factors,
-                lr=lr,
-                momentum=momentum,
-                decay=decay,
-                beta2=0.9,
-                dtype=dtype,
+            rows, cols = group.parameters[0][1].shape[-2:]
+            found[rows, cols] = found.get((rows, cols), 0) + sum(p.numel() for _, p in group.parameters) // (
+                rows * cols
             )
-        else:
-            adamw_update(
-                self.weight,
-                self.own_grad,
-                self.state["first"],
-                self.state["second"],
-                count,
-                lr=lr,
-                betas=self.group.betas,
-                decay=self.group.decay,
-                eps=self.group.eps,
-                fused=fused,
-            )
-
-    def mean(self) -> Tensor:
-        """The mean of some weights of this rank's share, made when first asked for; then part of the state."""
-        return self.state.setdefault("mean", torch.zeros(self.weight.shape))
-
-    def publish(self) -> None:
-        """Round the float32 weights into this rank's part of the parameters."""
-        if self.weight is not self.own_flat:
-            self.own_flat.copy_(self.weight)
-
-
-def _add_to(total: Tensor) -> Any:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:  # else an operator has added it
-            total.add_(parameter.grad)
-            parameter.grad = None
-
-    return hook
+    return found
 
 
 class MuonAdamW:
@@ -289,7 +131,15 @@ class MuonAdamW:
         if rounded and world.size == 1:
             self.room, rooms = Room.of(rounded, compute_dtype)
         known = {id(group): room for group, room in zip(rounded, rooms)}
-        self.buckets = [Bucket(group, world.rank, world.size, known.get(id(group))) for group in groups]
+        # Matrices are shared out whole, in teams that are small enough for that (plan/share.py); the rest among all.
+        everyone, alone = dist.Team(world.rank, world.size), ALONE
+        team, copies = dist.teams_of(team_size(_stacks(groups), world.size))
+        self.buckets = [
+            Bucket(group, team, known.get(id(group)), copies)
+            if group.matrix
+            else Bucket(group, everyone, known.get(id(group)), alone)
+            for group in groups
+        ]
         self._muon = compile(muon_update) if compile else muon_update_in_few_launches if few_launches else muon_update
         # A compiler would compile anew for every new float; a 0-dim tensor on the host is a variable to it.
         self._number: Callable[[float], Any] = torch.tensor if compile else float
@@ -331,7 +181,7 @@ class MuonAdamW:
             bucket.update(self._muon, *rates, dtype=self.compute_dtype, fused=self.fused, count=self.count)
             if bucket.room is None:
                 bucket.publish()
-            gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True))
+            gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True, among=bucket.team))
         if self.room is not None:
             self.room.flat.copy_(self.room.weight)
         for gather in gathers:
@@ -343,16 +193,22 @@ class MuonAdamW:
 
     def _averaged_gradients(self, loss_scale: float) -> Iterator[Bucket]:
         """Each bucket as its gradient arrives, so that one is updated while the others are under way."""
-        reductions = [dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True) for b in self.buckets]
+        reductions = [
+            dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True, among=b.team) for b in self.buckets
+        ]
         for bucket, reduction in zip(self.buckets, reductions):
             reduction.wait()
+            dist.all_reduce(bucket.own_grad, "mean", among=bucket.copies)
             if loss_scale != 1.0:
                 bucket.own_grad.mul_(1.0 / loss_scale)
             yield bucket
 
     def _norm(self) -> Tensor:
-        """Of this rank's share of the gradient; no update changes that."""
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([b.own_grad for b in self.buckets])))
+        """Of this rank's share of the gradient; no update changes that. What several teams have counts once."""
+        norms = torch.stack(torch._foreach_norm([b.own_grad for b in self.buckets]))
+        if any(b.copies.size > 1 for b in self.buckets):
+            norms /= torch.tensor([math.sqrt(b.copies.size) for b in self.buckets], device=norms.device)
+        return torch.linalg.vector_norm(norms)
 
     def _clip(self, norm: Tensor, clip: float) -> None:
         """Scale the gradient down to that norm over all ranks."""
@@ -371,11 +227,12 @@ class MuonAdamW:
             if last:
                 bucket.weight.copy_(mean)
                 bucket.publish()
-                dist.all_gather(bucket.flat, bucket.own_flat)
+                dist.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's state by shard, ready to be saved."""
-        return {shard.key(): tensor for bucket in self.buckets for shard, tensor in bucket.shards()}
+        """This rank's state by shard, ready to be saved; what all teams have is saved by the first."""
+        mine = [bucket for bucket in self.buckets if bucket.copies.rank == 0]
+        return {shard.key(): tensor for bucket in mine for shard, tensor in bucket.shards()}
 
     @torch.no_grad()
     def load(self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False) -> None:
@@ -387,6 +244,6 @@ class MuonAdamW:
             for shard, tensor in bucket.shards():
                 tensor.copy_(read(shard))
             bucket.publish()
-            dist.all_gather(bucket.flat, bucket.own_flat)
+            dist.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
         self.count.fill_(float(steps_done))
         self.steps_done = steps_done

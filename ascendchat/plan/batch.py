@@ -166,18 +166,20 @@ def duration(
     price: float | None,
     recompute: float = 0.0,
     fabric: Fabric | None = None,
+    in_one_node: int | None = None,
 ) -> Duration:
     """Seconds from FLOPs and the share of the peak. `recompute` is the share of FLOPs done twice by checkpointing.
 
     `exchanged` is the bytes of the gradients, which are reduce-scattered, and of the weights, which are gathered, once
-    per step. The share of the peak is that of one node, its own exchange included; what more nodes add comes on top.
+    per step; `in_one_node`: what one node alone would exchange, if that is less (share.py). The share of the peak is
+    that of one node, its own exchange included; what more nodes add comes on top.
     """
     fabric = fabric or Fabric()
     share = mfu if mfu is not None else MFU[chip.device_type]
     compute = total.total * flops_per_token * (1 + recompute) / (chip.flops * share * total.devices)
     node = min(total.devices, chip.devices_per_node)
     communication = exchange_seconds(exchanged, chip, total.devices, fabric)
-    in_node = exchange_seconds(exchanged, chip, node, fabric)
+    in_node = exchange_seconds(exchanged if in_one_node is None else in_one_node, chip, node, fabric)
     waiting = compute * fabric.jitter * (slowest(total.devices) - slowest(node))
     step = max(compute, in_node) + communication - in_node + waiting
     hours = steps * step / 3600

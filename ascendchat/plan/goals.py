@@ -14,6 +14,7 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.plan import batch, hf, memory, scale, schedule
 from ascendchat.plan.hf import HFModel
 from ascendchat.plan.shape import Shape
+from ascendchat.plan.share import exchanged_elements
 
 FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
 FINETUNE_TOKENS = 10_000_000  # horizon when none is given
@@ -146,8 +147,12 @@ def _recompute(config: PlanConfig, model: Shape | HFModel) -> float:
     return (1 - head / model.train_flops_per_token) / 3
 
 
-def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
+def _exchanged(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices: int = 0) -> int:
     """Bytes that devices exchange in a step: gradients as they are kept, and the weights that learn."""
+    if isinstance(model, Shape):
+        reduced, gathered, between = exchanged_elements(model, devices or config.devices)
+        # An all-reduce is a reduce-scatter and a gather.
+        return memory.FP32 * (reduced + 2 * between) + memory.compute_bytes(chip) * gathered
     trained = model.total_parameters
     if isinstance(model, HFModel) and config.lora_rank:
         trained = model.lora_parameters(config.lora_rank)
@@ -177,7 +182,8 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
     parts = train_parts(config, model, chip, config.devices, split.rows)
     exchanged, again = _exchanged(config, model, chip), _recompute(config, model)
     flops, fabric = _flops(config, model), scale.fabric_of(config)
-    time = batch.duration(flops, exchanged, chip, split, steps, config.mfu, config.price, again, fabric)
+    one = _exchanged(config, model, chip, min(config.devices, chip.devices_per_node))
+    time = batch.duration(flops, exchanged, chip, split, steps, config.mfu, config.price, again, fabric, one)
     plan: dict[str, Any] = {
         "memory": device_memory(parts, chip),
         "batch": _batch(split, largest),
@@ -194,7 +200,9 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
         plan["scale"] = {
             "nodes": -(-config.devices // chip.devices_per_node),
             "exchanged": exchanged,
-            "growth": scale.growth(config, chip, split, flops, exchanged, again),
+            "growth": scale.growth(
+                config, chip, split, flops, lambda devices: _exchanged(config, model, chip, devices), again
+            ),
             **scale.reliability(config, _held(parts), _checkpoint(config, model, chip), time.step_seconds),
         }
     if isinstance(model, Shape):

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from ascendchat.chips import GIB, Chip
 from ascendchat.plan.shape import Shape
+from ascendchat.plan.share import elements, stacks, team_size
 
 MIB = 1024**2
 FP32 = 4
@@ -129,26 +130,25 @@ def kernel_buffers(chip: Chip, tokens: int, width: int) -> int:
 
 
 def optimizer_state(shape: Shape, devices: int) -> int:
-    """Largest share of one device. Muon: fp32 momentum and one second moment per row or column of every matrix, shared
-    out whole matrices at a time. AdamW: two fp32 moments of the tables and the head, shared out by rows; scalars
-    stay everywhere."""
-    muon = sum(-(-count // devices) * (r * c + max(r, c)) for (r, c), count in shape.matrices().items())
-    own_rows = -(-shape.padded_vocab // devices)
-    adamw = own_rows * (2 * shape.dim + len(shape.value_layers) * shape.kv_dim)
-    part = shape.parameters()
-    return FP32 * muon + 2 * FP32 * (adamw + part["scalars"] + part["smear_gate"] + part["shifts"])
+    """Share of one device. Muon: fp32 momentum and one second moment per row of every matrix, shared out whole matrices
+    at a time among the devices of a team (share.py). AdamW: two fp32 moments of all else, shared out evenly."""
+    matrices = stacks(shape)
+    team = team_size(matrices, devices)
+    muon = sum(-(-count // team) * (rows * cols + rows) for (rows, cols), count in matrices.items())
+    rest = shape.total_parameters - elements(matrices, 1)
+    return FP32 * muon + 2 * FP32 * -(-rest // devices)
 
 
 def step_work(shape: Shape, chip: Chip, devices: int) -> int:
     """Buffers of the optimizer step, when no activation is alive: the largest stack of gradients (fp32), and for the
     own share of it the fp32 update and three compute-dtype matrices of the orthogonalisation."""
-    size = compute_bytes(chip)
-    stacks = [
-        count * r * c * FP32 + -(-count // devices) * r * c * (FP32 + 3 * size)
+    size, team = compute_bytes(chip), team_size(stacks(shape), devices)
+    work = [
+        count * r * c * FP32 + -(-count // team) * r * c * (FP32 + 3 * size)
         for (r, c), count in shape.matrices().items()
     ]
     table = -(-shape.padded_vocab // devices) * max(shape.dim, shape.kv_dim) * 3 * FP32  # gradient and two AdamW terms
-    return max(*stacks, table)
+    return max(*work, table)
 
 
 def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False) -> dict[str, int]:
@@ -157,8 +157,10 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
     Parameters in the compute dtype and their float32 gradients are whole on every device; the float32 weights and the
     moments are shared out, and so is the reduced gradient when there are several devices.
     """
-    total, size = shape.total_parameters, compute_bytes(chip)
-    own = -(-total // devices)
+    size, matrices = compute_bytes(chip), stacks(shape)
+    team = team_size(matrices, devices)
+    rest, padded = shape.total_parameters - elements(matrices, 1), elements(matrices, team)
+    total, own = rest + padded, -(-rest // devices) + padded // team
     acts, head = activations(shape, chip, rows, checkpointing), logits_of_chunk(shape, chip, rows)
     # The parts above peak in the head loss; another moment may be higher by this much.
     work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ascendchat.chips import Chip
@@ -26,17 +27,19 @@ def fabric_of(config: PlanConfig) -> Fabric:
 
 
 def growth(
-    config: PlanConfig, chip: Chip, split: Split, flops: float, exchanged: int, recompute: float
+    config: PlanConfig, chip: Chip, split: Split, flops: float, exchanged: Callable[[int], int], recompute: float
 ) -> list[dict[str, Any]]:
     """One row per number of devices, from one node (or all) to `config.devices`: the work of a device stays the same,
-    so the batch grows with the devices, and any growth of the step is the price of being many."""
+    so the batch grows with the devices, and any growth of the step is the price of being many. `exchanged`: bytes
+    of a step, by devices."""
     sizes = [chip.devices_per_node]
     while sizes[-1] * 2 < config.devices:
         sizes.append(sizes[-1] * 2)
     rows: list[dict[str, Any]] = []
     for devices in [*sizes, config.devices]:
         work = dataclasses.replace(split, devices=devices)
-        time = duration(flops, exchanged, chip, work, 1, config.mfu, None, recompute, fabric_of(config))
+        one = exchanged(min(devices, chip.devices_per_node))
+        time = duration(flops, exchanged(devices), chip, work, 1, config.mfu, None, recompute, fabric_of(config), one)
         first = rows[0]["step_seconds"] if rows else time.step_seconds
         rows.append(
             {

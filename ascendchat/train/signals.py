@@ -18,9 +18,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from ascendchat import dist
+from ascendchat.checkpoint import WRITING
+from ascendchat.launch.rank import ended
 from ascendchat.record import Run
 from ascendchat.record.earlier import notice
 
+LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies
 SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group
 
 
@@ -51,11 +54,21 @@ class StopSignals:
                 continue
             if not self.unsaved:
                 self._end(number[0], "stopped by a signal; there was nothing to save")
+            elif ended():
+                self._end_alone(number[0])
             elif first is None:
                 first = time.monotonic()
             elif time.monotonic() - first > SAME:
                 self._end(number[0], "stopped by a second signal, at once")
         os.close(self._read)
+
+    def _end_alone(self, number: int) -> None:
+        """Another rank has died, and the main thread waits for it in a collective: nothing of this step can be saved.
+        A checkpoint that is being written is worth a moment."""
+        for thread in threading.enumerate():
+            if thread.name == WRITING:
+                thread.join(LAST)
+        self._end(number, "another rank has ended; this one goes, too")
 
     def _end(self, number: int, reason: str) -> None:
         if self.run.main:

@@ -13,6 +13,7 @@ from ranks import Host, run_ranks
 
 from ascendchat import dist
 from ascendchat.checkpoint import Writer, newest
+from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
@@ -87,6 +88,43 @@ def test_any_number_of_ranks_trains_like_one(ranks: int, alone: Trained) -> None
         assert losses == pytest.approx(alone[0], abs=1e-4)
         assert np.array_equal(weights, results[0][1]), "the ranks have different weights"
         np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
+
+
+def team_main(rank: int, *arguments: object) -> tuple[Trained, list[float]]:
+    """Four ranks, of which two and two share the matrices out; and the norm of a gradient in teams of 4, 2 and 1."""
+    dist.init(Host())
+    try:
+        norms = []
+        for size in (4, 2, 1):
+            optim.team_size = lambda matrices, devices, size=size: size  # type: ignore[assignment]
+            model = GPT(SHAPE)
+            model.initialise(0)
+            optimizer = MuonAdamW(groups(model, rates(SHAPE.dim, 4096)), compute_dtype=torch.float32)
+            rows = batch(rank)
+            head_loss(model(rows[:, :-1], dense(model, Sdpa())), model.head, rows[:, 1:], SHAPE.vocab).backward()
+            square = optimizer.step(lr_scale=0.1, clip=1e6).square()
+            dist.all_reduce(square)
+            norms.append(square.sqrt().item())
+        optim.team_size = lambda matrices, devices: 2
+        return train(*arguments), norms  # type: ignore[arg-type]
+    finally:
+        dist.teardown()
+
+
+def test_ranks_in_teams_train_like_one_and_save_everything_once(alone: Trained, tmp_path: Path) -> None:
+    """What 1,024 ranks do (plan/share.py), with four."""
+    found = run_ranks(team_main, 4, 0, 6, ROWS, None, str(tmp_path))
+    for (losses, weights), norms in found:
+        assert losses == pytest.approx(alone[0][:6], abs=1e-4)
+        assert np.array_equal(weights, found[0][0][1]), "the ranks have different weights"
+        assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    losses, weights = train(6, 10, ROWS, str(tmp_path), None)
+    assert losses == pytest.approx(alone[0][6:], abs=1e-4)
+    np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
+    saved = newest(tmp_path)
+    assert saved is not None
+    kept = [shard for shards in saved.index().values() for shard, _ in shards]
+    assert len({shard.key() for shard in kept}) == len(kept), "saved by both teams"
 
 
 @pytest.mark.slow

@@ -221,13 +221,15 @@ def test_state_saved_and_loaded_continues_exactly() -> None:
 
 
 def test_a_matrix_is_never_cut_in_two_by_sharding() -> None:
-    from ascendchat.nn.optim import Bucket
+    from ascendchat import dist
+    from ascendchat.nn.bucket import Bucket
 
     weights = [(f"w{i}", torch.nn.Parameter(draw(4, 6, seed=i))) for i in range(5)]
     group = Group("m", weights, 0.1, True, [1.0] * 5)
     buckets = [
         Bucket(
-            Group("m", [(n, torch.nn.Parameter(p.detach().clone())) for n, p in weights], 0.1, True, [1.0] * 5), r, 3
+            Group("m", [(n, torch.nn.Parameter(p.detach().clone())) for n, p in weights], 0.1, True, [1.0] * 5),
+            dist.Team(r, 3),
         )
         for r in range(3)
     ]

@@ -1,0 +1,116 @@
+"""Ranks that start in a tenth of a second: forked from one process that has imported all they need.
+
+    ascendchat launch --devices 8 --max-restarts 50 base --depth 20
+
+Importing torch and the plug-in of a device takes seconds of CPU time, in every rank and in torchrun itself, and again
+after every failure. With --max-restarts one process (forking.py) imports them once, never touches a device, and forks a
+torchrun for each attempt, which forks its ranks. Only for commands of our own, on Linux; where it cannot be done the
+ranks start as always. This file is the launcher's side of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOOK = 0.01  # seconds between two looks at a process that is waited for
+
+
+class Nursery:
+    """The process that forks, seen from the launcher. It ends when the launcher does."""
+
+    def __init__(self, program: list[str], environment: dict[str, str], log: Path) -> None:
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ascendchat.launch.forking"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=environment,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.broken = False  # nothing comes from it any more
+        self._read = b""
+        self.tell(program)
+
+    def tell(self, what: object) -> None:
+        """One line to the process; that it has ended is seen by `heard`."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(what).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def heard(self) -> int | None:
+        """The next number that it has sent, if there is one."""
+        assert self.process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while piece := os.read(self.process.stdout.fileno(), 4096):
+                self._read += piece
+            self.broken = True
+        line, found, rest = self._read.partition(b"\n")
+        if not found:
+            return None
+        self._read = rest
+        return int(line)
+
+    def close(self) -> None:
+        """Let it end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait()
+
+
+class WarmAgent:
+    """A torchrun that the nursery has forked, with those methods of subprocess.Popen that supervise.py needs."""
+
+    def __init__(self, nursery: Nursery, words: list[str], environment: dict[str, str], log: Path) -> None:
+        self.nursery, self.pid, self.returncode = nursery, 0, None  # type: tuple[Nursery, int, int | None]
+        self._waiting: list[int] = []  # signals for a process that is not there yet
+        nursery.tell({"words": words, "env": environment, "log": str(log)})
+
+    @property
+    def began(self) -> bool:
+        """Whether it was ever there."""
+        return self.pid > 0
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        if not self.pid and (number := self.nursery.heard()):
+            self.pid = number
+            for waiting in self._waiting:
+                os.kill(self.pid, waiting)
+        if self.pid and self.returncode is None:
+            self.returncode = self.nursery.heard()
+        if self.returncode is None and self.nursery.broken:
+            self.returncode = 1
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is not None:
+            return
+        if self.pid:
+            os.kill(self.pid, number)
+        else:
+            self._waiting.append(number)
+
+    def kill(self) -> None:
+        """At once, also while modules are still imported."""
+        if self.poll() is None and not self.pid:
+            self.nursery.process.kill()
+        else:
+            self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        while (status := self.poll()) is None:
+            time.sleep(LOOK)
+        return status

@@ -1,0 +1,49 @@
+"""What one rank of 8, 64 and 1,024 hands to its process group and keeps is what `ascendchat plan` counts with."""
+
+from __future__ import annotations
+
+import pytest
+from fake_ranks import SHAPE, our_step, sharded_step
+
+from ascendchat.chips import find
+from ascendchat.plan import memory
+from ascendchat.plan.share import elements, exchanged_elements, stacks, team_size
+
+CHIP = find("Ascend910B3")
+
+
+@pytest.mark.parametrize("size", [8, 64, 1024])
+def test_a_rank_exchanges_and_keeps_what_the_plan_says(size: int, one_thread: None) -> None:
+    found = our_step(size, rank=size // 2)
+    reduced, gathered, between = exchanged_elements(SHAPE, size)
+    counted = {
+        name: sum(bytes for (kind, _), bytes in found.traffic.bytes.items() if kind == name)
+        for name in ("reduce-scatter", "all-gather", "all-reduce")
+    }
+    # The plan forgets that each small group is padded to a multiple of the ranks.
+    assert counted["reduce-scatter"] == pytest.approx(4 * reduced, rel=0.002)
+    assert counted["all-gather"] == pytest.approx(2 * gathered, rel=0.002)
+    assert counted["all-reduce"] == 4 * between
+    plan = memory.training(SHAPE, CHIP, size, 1)
+    for part, kept in found.memory.items():
+        assert kept == pytest.approx(plan[part], rel=0.01), part
+    assert (between > 0) == (size > team_size(stacks(SHAPE), size))
+    assert sum(found.traffic.calls.values()) == 20 + (len(stacks(SHAPE)) if between else 0)
+
+
+def test_more_ranks_than_matrices_do_not_multiply_the_exchange() -> None:
+    """Whole matrices are padded to a multiple of those who share them: 24 on 1,024 devices would be sent as 1,024."""
+    team = team_size(stacks(SHAPE), 1024)
+    assert elements(stacks(SHAPE), 1024) > 30 * elements(stacks(SHAPE), 1)
+    assert elements(stacks(SHAPE), team) < 1.4 * elements(stacks(SHAPE), 1)
+    assert 1024 % team == 0
+
+
+def test_a_copy_of_eight_exchanges_the_same_whatever_the_number_of_copies(one_thread: None) -> None:
+    few, many = sharded_step(16, 8), sharded_step(1024, 8)
+    assert few.traffic.calls["all-gather", 8] == many.traffic.calls["all-gather", 8] == 2 * SHAPE.depth + 1
+    for kind in ("all-gather", "reduce-scatter"):
+        assert few.traffic.bytes[kind, 8] == many.traffic.bytes[kind, 8]
+    assert few.traffic.bytes["all-reduce", 2] == many.traffic.bytes["all-reduce", 128]
+    assert few.memory == many.memory
+    assert many.traffic.launches == few.traffic.launches
