@@ -5,15 +5,15 @@
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
 compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
-through a layer, in eight launches (token_kernels.py); with FEW rows a product is a sum over the weights, which fuses
-with what stands before and behind it, and there are five (row_kernels.py), each of which reads its weights before it
-waits for the one before:
+through a layer, in seven launches (token_kernels.py, product_kernel.py); with FEW rows a product is a sum over the
+weights, which fuses with what stands before it, and there are five (row_kernels.py). Each kernel reads or fetches its
+weights before it waits for the one before:
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }
     attend    shift, norm and rotation of queries and keys; into the cache; attention over a part of the keys
     (product with `out`), norm of the stream with it                     joined: the parts, product, stream
-    (product with `up`), square                                          project
+    (product with `up`), its square                                      project
     (product with `down`)                                                down: the parts are added by who reads them
 
 The formulas are those of gpt.py, whose `extend` computes the same.
@@ -31,7 +31,7 @@ from torch import Tensor
 from ascendchat.nn import row_kernels
 from ascendchat.nn import token_kernels as kernels
 from ascendchat.nn.gpt import GPT, NORM_EPS, Block
-from ascendchat.nn.readout import Float32Readout
+from ascendchat.nn.product_kernel import Blocks, product
 
 
 class Tiles(NamedTuple):
@@ -40,13 +40,29 @@ class Tiles(NamedTuple):
     keys: int  # at once
     stages: int  # so many of these are under way
     warps: int
+    ahead: int  # so many are fetched while the kernel before still runs
 
 
 FEW, SOME = 4, 128  # rows
 TILE, HEAD_TILES = 8192, 4  # weights that a program holds; such tiles that a program of the head walks over
 CUTS = 8  # parts of the keys of a head with few rows
-FEW_TILES, SOME_TILES, MANY_TILES = Tiles(32, 1, 1), Tiles(16, 4, 2), Tiles(8, 4, 1)  # up to FEW, SOME rows; more
+FEW_TILES, SOME_TILES = Tiles(32, 1, 1, 0), Tiles(16, 4, 2, 256)  # up to FEW, SOME rows
+MANY_TILES = Tiles(8, 4, 1, 64)
 DOWN_COLUMNS, DOWN_ROWS = 32, 512  # of `down` that a program holds
+SOME_BLOCKS = {
+    "qkv": Blocks(32, 1),
+    "out": Blocks(32, 4),
+    "up": Blocks(32, 1),
+    "down": Blocks(32, 4),
+    "head": Blocks(128, 1),
+}
+MANY_BLOCKS = {
+    "qkv": Blocks(64, 1),
+    "out": Blocks(64, 2),
+    "up": Blocks(64, 1),
+    "down": Blocks(64, 2),
+    "head": Blocks(128, 1, warps=8, tall=128),
+}
 
 
 class Slots(NamedTuple):
@@ -76,7 +92,7 @@ class TokenStep:
         """`overlaps`: the chip lets a kernel begin while the one before it runs."""
         self.model, self.shape, self.context = model, model.shape, context
         self.keys, self.values, self.raw, self.places = keys, values, raw, places
-        self.place, self.pdl, self.readout = keys[0].device, overlaps, Float32Readout(model.dtype, keys[0].device)
+        self.place, self.pdl = keys[0].device, overlaps
         self.options: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
         self.width = triton.next_power_of_2(self.shape.dim)
         self.tile = max(1, TILE // self.width)
@@ -108,7 +124,7 @@ class _Step:
         model, slots, whole = self.model, self.slots, self.whole
         state = slots.token, slots.override, slots.previous, slots.length
         written = self.tokens, self.positions, self.first, whole.context - 1
-        sizes = self.shape.dim, whole.width, model.smear_gate.size(1), NORM_EPS
+        sizes = self.shape.dim, whole.width, model.smear_gate.size(1), NORM_EPS, whole.pdl
         kernels.embed[(self.rows,)](*state, model.embed.weight, model.smear, model.smear_gate, *written, *sizes)
         for layer, block in enumerate(model.blocks):
             self.layer(layer, block)  # type: ignore[arg-type]
@@ -148,8 +164,9 @@ class _Step:
         part_keys = triton.cdiv(triton.cdiv(min(self.span, places), cuts), tiles.keys) * tiles.keys
         table = self.model.values[str(layer)].weight if embeds else qkv
         kernels.attend[(self.rows, shape.heads, cuts)](
-            *(qkv, raw, block.shift, *whole.rope, self.gates, table, self.tokens, slots.target, self.positions),
-            *(whole.keys[layer], whole.values[layer], *out, places, raw.size(1), part_keys),
+            *(qkv, raw, block.shift, *whole.rope, self.gates, table, slots.token, slots.override, slots.target),
+            *(slots.length, whole.keys[layer], whole.values[layer], *out, places, raw.size(1), part_keys),
+            whole.context - 1,
             scale=self.model.scale,
             heads=shape.heads,
             group=shape.heads // shape.kv_heads,
@@ -159,6 +176,7 @@ class _Step:
             embeds=embeds,
             block=tiles.keys,
             stages=tiles.stages,
+            ahead=tiles.ahead,
             eps=NORM_EPS,
             pdl=whole.pdl,
             num_warps=tiles.warps,
@@ -167,26 +185,34 @@ class _Step:
 
 
 class _Many(_Step):
-    """Matrix products by the library, and one kernel of ours between each two of them."""
+    """Matrix products on matrix units; those into the stream leave parts, which `norm` adds."""
 
-    added: Tensor  # to the stream, by the layer before
+    def __init__(self, whole: TokenStep, rows: int, span: int, slots: Slots) -> None:
+        super().__init__(whole, rows, span, slots)
+        self.blocks = SOME_BLOCKS if rows <= SOME else MANY_BLOCKS
+        self.added, self.count = self.unit, 0  # to the stream, by the layer before
+
+    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int, kind: str = "plain") -> Tensor:
+        blocks, turned = self.blocks[name], name == "down"
+        dtype = self.model.dtype if name in ("qkv", "up") else torch.float32
+        out = torch.empty(blocks.parts, self.rows, outputs, dtype=dtype, device=self.whole.place)
+        told = {"softcap": self.model.softcap, "pdl": self.whole.pdl}
+        product(x, weight, out, blocks, kind, turned=turned, **told)
+        return out
 
     def layer(self, layer: int, block: Block) -> None:
-        added, count = (self.added, 1) if layer else (self.unit, 0)
-        self.norm("mixed", added, count, layer, block, keeps=layer == self.shape.depth // 2 + 1)
-        y = self.empty(self.shape.q_dim, dtype=self.model.dtype)
-        self.attend(layer, block, self.unit @ block.qkv.flatten(0, 1).t(), 1, (y, self.gates))
-        self.norm("plain", y @ block.out.t(), 1, layer, None, keeps=False)
-        hidden = self.unit @ block.up.t()
-        grid, whole = (triton.cdiv(hidden.numel(), 1024),), self.whole
-        kernels.square[grid](hidden, hidden.numel(), 1024, whole.pdl, **whole.options)
-        self.added = hidden @ block.down
+        shape = self.shape
+        self.norm("mixed", self.added, self.count, layer, block, keeps=layer == shape.depth // 2 + 1)
+        qkv = self.product("qkv", self.unit, block.qkv.flatten(0, 1), shape.q_dim + 2 * shape.kv_dim)
+        y = self.empty(shape.q_dim, dtype=self.model.dtype)
+        self.attend(layer, block, qkv, 1, (y, self.gates))
+        self.norm("plain", self.product("out", y, block.out, shape.dim), self.blocks["out"].parts, layer, None, False)
+        hidden = self.product("up", self.unit, block.up, shape.mlp_dim, "square")[0]
+        self.added, self.count = self.product("down", hidden, block.down, shape.dim), self.blocks["down"].parts
 
     def logits(self) -> Tensor:
-        self.norm("last", self.added, 1, 0, None, keeps=self.last_is_middle)
-        logits = self.whole.readout.product(self.unit, self.model.head[: self.shape.vocab])
-        kernels.cap[(triton.cdiv(logits.numel(), 1024),)](logits, logits.numel(), self.model.softcap, 1024)
-        return logits
+        self.norm("last", self.added, self.count, 0, None, keeps=self.last_is_middle)
+        return self.product("head", self.unit, self.model.head, self.shape.vocab, "capped")[0]
 
 
 class _Few(_Step):

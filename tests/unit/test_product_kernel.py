@@ -1,0 +1,42 @@
+"""The products of nn/product_kernel.py equal torch's, for sizes that blocks fit and that they do not.
+
+They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_product_kernel.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
+
+CUDA = torch.cuda.is_available()
+if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+PLACE = torch.device("cuda" if CUDA else "cpu")
+OVERLAPS = [False, True] if CUDA and torch.cuda.get_device_capability() >= (9, 0) else [False]
+
+
+@pytest.mark.parametrize("pdl", OVERLAPS, ids=lambda pdl: "overlapping" if pdl else "in turn")
+@pytest.mark.parametrize("kind", ["plain", "square", "capped"])
+@pytest.mark.parametrize("turned", [False, True], ids=["(N, K)", "(K, N)"])
+@pytest.mark.parametrize("sizes", [(5, 128, 64, 1), (70, 48, 40, 2), (16, 192, 32, 3)], ids=str)
+def test_a_product_equals_torch(sizes: tuple[int, int, int, int], turned: bool, kind: str, pdl: bool) -> None:
+    from ascendchat.nn.product_kernel import Blocks, product
+
+    rows, inner, outputs, parts = sizes
+    if kind != "plain" and parts > 1:
+        pytest.skip("what is not linear needs the whole sum")
+    torch.manual_seed(0)
+    x = torch.randn(rows, inner, device=PLACE)
+    weight = torch.randn(*((inner, outputs) if turned else (outputs + 8, inner)), device=PLACE)
+    out = torch.full((parts, rows, outputs), torch.nan, device=PLACE)
+    product(x, weight, out, Blocks(32, parts, deep=32), kind, turned=turned, softcap=15.0, pdl=pdl)
+    wanted = x.double() @ (weight if turned else weight[:outputs].t()).double()
+    if kind == "square":
+        wanted = wanted.relu().square()
+    elif kind == "capped":
+        wanted = 15.0 * torch.tanh(wanted / 15.0)
+    torch.testing.assert_close(out.sum(dim=0).double(), wanted, atol=1e-4, rtol=1e-4)
