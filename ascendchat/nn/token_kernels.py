@@ -135,6 +135,15 @@ def norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def square(x, count, block: tl.constexpr, pdl: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ReLU² in place."""
+    i = tl.program_id(0) * block + tl.arange(0, block)
+    wait(pdl)
+    value = tl.maximum(tl.load(x + i, mask=i < count, other=0.0).to(tl.float32), 0.0)
+    tl.store(x + i, (value * value).to(x.dtype.element_ty), mask=i < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def fetch_ahead(pointers, size):  # type: ignore[no-untyped-def]
     """Bring so many bytes at each of these pointers into the second-level cache, without waiting for them. Multiples of
     16; 0: none. Needs compute capability 9.0, as `pdl` does."""
@@ -179,7 +188,6 @@ def attend(  # type: ignore[no-untyped-def]
     totals,  # (B, H, parts): of the weights
     places,
     marks,
-    part_keys,
     last,
     scale: tl.constexpr,
     heads: tl.constexpr,
@@ -210,6 +218,7 @@ def attend(  # type: ignore[no-untyped-def]
     seen = tl.minimum(position, places).to(tl.int32)  # all keys before this one, or a whole ring
     row = (r.to(tl.int64) * places * kv_heads + kv) * dim
     row_keys, row_values = keys + row, values + row
+    part_keys = tl.cdiv(tl.cdiv(seen, parts), block) * block
     begin, end = part * part_keys, tl.minimum((part + 1) * part_keys, seen)
     i = begin + tl.arange(0, block)
     there = (i < end) & (i != place)  # the oldest of a full ring lies where the new one goes
