@@ -51,7 +51,15 @@ NEEDS_TORCH = {
 # The one module that imports an optional or heavy dependency.
 OWNERS = {
     "torch_npu": {"device", "nn.attention"},
-    "triton": {"nn.one_query", "nn.heads", "nn.token_kernels", "nn.row_kernels", "nn.token_step", "infer.choice"},
+    "triton": {
+        "nn.one_query",
+        "nn.heads",
+        "nn.token_kernels",
+        "nn.row_kernels",
+        "nn.product_kernel",
+        "nn.token_step",
+        "infer.choice",
+    },
     "transformers": {"hf"},
     "peft": {"hf"},
     "bitsandbytes": {"hf.quantize"},

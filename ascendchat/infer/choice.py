@@ -1,6 +1,6 @@
 """The choice of the next token as two Triton kernels, for the usual requests: greedy, or at a temperature. CUDA only.
 
-    report = choose(logits, read, position, settings, blocks, state, random=True)  # (2, B): ids and log probabilities
+    report = choose(logits, read, position, settings, blocks, state, softcap=15.0, random=True)  # (2, B)
 
 The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of noise.py, and its
 part of the normaliser; the second joins the blocks and notes the new token. sampling.sample computes the same, in
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ascendchat.infer import noise
 from ascendchat.infer.sampling import LEAST_TEMPERATURE, Settings
-from ascendchat.nn.token_kernels import wait
+from ascendchat.nn.token_kernels import capped, wait
 
-FEW, BLOCK, MANY_BLOCK = 16, 1024, 2048  # tokens of a program, with few rows and many
+FEW = 16  # rows
+BLOCK, WARPS, MANY_BLOCK, MANY_WARPS = 256, 2, 2048, 4  # tokens of a program, with few rows and many
 
 LEFT, RIGHT, WIDE, NARROW = (tl.constexpr(x) for x in (noise.LEFT, noise.RIGHT, noise.WIDE, noise.NARROW))
 ROUNDS, LANES, KEYS = (tl.constexpr(x) for x in (noise.ROUNDS, noise.LANES, noise.KEYS))
@@ -84,6 +85,7 @@ def _look(  # type: ignore[no-untyped-def]
     most,
     total,
     vocab,
+    softcap: tl.constexpr,
     random: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
@@ -93,7 +95,8 @@ def _look(  # type: ignore[no-untyped-def]
     i = part * block + tl.arange(0, block)
     inside = i < vocab
     wait(pdl)
-    raw = tl.load(logits + r.to(tl.int64) * vocab + i, mask=inside, other=-float("inf"))
+    raw = capped(tl.load(logits + r.to(tl.int64) * vocab + i, mask=inside, other=0.0), softcap)
+    raw = tl.where(inside, raw, -float("inf"))
     scores = raw
     if random:
         heat = tl.load(temperature + r)
@@ -128,6 +131,7 @@ def _note(  # type: ignore[no-untyped-def]
     report,
     rows,
     vocab,
+    softcap: tl.constexpr,
     parts: tl.constexpr,
     width: tl.constexpr,
     pdl: tl.constexpr,
@@ -141,7 +145,7 @@ def _note(  # type: ignore[no-untyped-def]
     peaks = tl.load(most + mine, mask=inside, other=-float("inf"))
     peak = tl.max(peaks, axis=0)
     every = tl.sum(tl.load(total + mine, mask=inside, other=0.0) * tl.exp(peaks - peak), axis=0)
-    logprob = tl.load(logits + r.to(tl.int64) * vocab + chosen) - peak - tl.log(every)
+    logprob = capped(tl.load(logits + r.to(tl.int64) * vocab + chosen), softcap) - peak - tl.log(every)
     tl.store(report + r, chosen.to(tl.float32))
     tl.store(report + rows + r, logprob)
     if tl.load(advance) > 0:
@@ -159,20 +163,21 @@ def choose(
     blocks: Tensor,
     state: State,
     *,
+    softcap: float,
     random: bool,
     overlaps: bool = False,
 ) -> Tensor:
-    """logits (B, V) float32; `read`, `position` (B,): the tokens of this step and where they stand; `blocks`:
-    noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
+    """logits (B, V) float32, before their bound `softcap`; `read`, `position` (B,): the tokens of this step and where
+    they stand; `blocks`: noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
     rows, vocab = logits.shape
-    block = BLOCK if rows <= FEW else MANY_BLOCK
+    block, warps = (BLOCK, WARPS) if rows <= FEW else (MANY_BLOCK, MANY_WARPS)
     parts = triton.cdiv(vocab, block)
     best, most, total = (torch.empty(rows, parts, device=logits.device) for _ in range(3))
     column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     found: tuple[Any, ...] = best, column, most, total
     known = logits, settings.temperature, settings.seed, position, blocks
-    options: dict[str, Any] = {"pdl": overlaps, **({"launch_pdl": True} if overlaps else {})}
-    _look[rows, parts](*known, *found, vocab, random=random, block=block, **options)
+    options: dict[str, Any] = {"softcap": softcap, "pdl": overlaps, **({"launch_pdl": True} if overlaps else {})}
+    _look[rows, parts](*known, *found, vocab, random=random, block=block, num_warps=warps, **options)
     report = torch.empty(2, rows, device=logits.device)
     width = triton.next_power_of_2(parts)
     _note[(rows,)](logits, *found, read, *state, report, rows, vocab, parts=parts, width=width, **options)

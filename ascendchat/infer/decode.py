@@ -47,7 +47,7 @@ PLAIN = Mode(), Mode(random=True)  # sorting and counting are kernels of their o
 class Logits(NamedTuple):
     """What a pass over the rows of a step has found."""
 
-    logits: Tensor  # (B, V) float32
+    logits: Tensor  # (B, V) float32; before their bound where they are of fused.py
     token: Tensor  # (B,) that was read
     position: Tensor  # (B,) of it
 
@@ -280,7 +280,7 @@ class Decoder:
     def _model(self, count: int, span: int) -> Callable[[], Logits]:
         """The first half of a step: by kernels of our own, else compiled once for all modes where that is wanted."""
         if (fused := fused_step(self)) is not None:
-            return lambda: Logits(*fused.read(count, span))
+            return lambda: Logits(*fused.read(count))
 
         def read() -> Logits:
             return self._read(count, span)
@@ -296,10 +296,13 @@ class Decoder:
 
     def _choice(self, count: int, mode: Mode) -> Callable[[Logits], Tensor]:
         """The second half."""
-        if mode in PLAIN and (fused := fused_step(self)) is not None:
+        fused, bound = fused_step(self), self.model.softcap
+        if mode in PLAIN and fused is not None:
             return lambda known: fused.choose(known, random=mode.random)
 
         def choose(known: Logits) -> Tensor:
+            if fused is not None:  # logits as they come
+                known = known._replace(logits=bound * torch.tanh(known.logits / bound))
             return self._extend(count, mode, known)
 
         if not self.compiled or mode not in PLAIN:

@@ -40,7 +40,7 @@ from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights, check_fit
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
-from ascendchat.infer.job import Job, PendingPass, together
+from ascendchat.infer.job import Job, PendingPass, read_some, together
 from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Prefixes, rounds
 from ascendchat.infer.reading import Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
@@ -90,8 +90,7 @@ class Engine:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}
         self.decoder = Decoder(model, kernel, device, place, **sizes, compiled=compiled, graphs=graphs)
-        self.vocab = model.shape.vocab
-        special = tokenizer.specials
+        self.vocab, special = model.shape.vocab, tokenizer.specials
         self.tool_end, self.output = special["<|tool_end|>"], (special["<|output_start|>"], special["<|output_end|>"])
         self.waiting: deque[Job] = deque()
         self.running: list[Job | None] = [None] * slots  # by slot
@@ -330,6 +329,7 @@ class Engine:
         """Look at results, oldest first, until only `leave` are pending."""
         while len(self._pending) > leave:
             rows, fetched, version = self._pending.popleft()
+            read_some(rows)
             result = fetched()  # waits for this pass, not for the one behind it
             ids, logprobs, tops = result[0].long().tolist(), result[1].tolist(), result[2:].t().tolist()
             for job, number, column in rows:

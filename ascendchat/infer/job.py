@@ -17,6 +17,8 @@ from ascendchat.infer.request import Completion, Piece, Request
 from ascendchat.infer.sampling import Mode, mode_of
 from ascendchat.infer.text import TextStream
 
+READ_EVERY = 16  # passes
+
 
 class Job:
     """One request on its way. `allowed`: (V,) bool of its allowed_tokens; `matcher`: of its grammar."""
@@ -65,7 +67,7 @@ class Job:
         return fresh
 
     def read(self) -> None:
-        """Turn new ids into text; put off until somebody asks, for a batch of hundreds has microseconds per token."""
+        """Turn new ids into text; put off, for a batch of hundreds has microseconds per token: see read_some."""
         self._fresh += self.text.feed_all(self.completion.ids[self._read :])
         self._read = len(self.completion.ids)
 
@@ -78,6 +80,13 @@ class Job:
 def together(jobs: Sequence[Job]) -> Mode:
     """What at least one of the rows needs."""
     return Mode(*(any(column) for column in zip(*{job.mode for job in jobs})))
+
+
+def read_some(rows: Sequence[tuple[Job, int, int]]) -> None:
+    """Text of the rows of a PendingPass, of each at every READ_EVERYth pass: the device works meanwhile, and where many
+    answers end at once it does not wait for all their text."""
+    for job, _, _ in rows[rows[0][1] % READ_EVERY :: READ_EVERY]:
+        job.read()
 
 
 class PendingPass(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ascendchat.nn.token_kernels import capped, gates_of, rounded, summed, unit_of, vector, wait
+from ascendchat.nn.token_kernels import gates_of, rounded, summed, unit_of, vector, wait
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,44 +29,35 @@ def project(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     count: tl.constexpr,
     tile: tl.constexpr,
-    tiles: tl.constexpr,
     kind: tl.constexpr,  # "mixed", "plain" as for `norm`, then ReLU²; "ready": x is the norm, of the model's dtype
     keeps: tl.constexpr,
     kv_heads: tl.constexpr,
     gated: tl.constexpr,
     gate_range: tl.constexpr,
-    softcap: tl.constexpr,
     eps: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """The norm of the stream times `weight` (outputs, C): projections, ReLU² of `up`, logits within their bound."""
+    """The norm of the stream times `weight` (outputs, C): projections, ReLU² of `up`, logits."""
     c, own = tl.arange(0, width), tl.program_id(0) == 0
     inside = c < dim
-    n = tl.program_id(0) * tile * tiles + tl.arange(0, tile)
+    n = tl.program_id(0) * tile + tl.arange(0, tile)
     held = tl.load(weight + n[:, None] * dim + c[None, :], mask=(n < outputs)[:, None] & inside[None, :], other=0.0)
     wait(pdl)
-    for number in tl.static_range(tiles):
-        if number:
-            n += tile
-            shown = (n < outputs)[:, None] & inside[None, :]
-            held = tl.load(weight + n[:, None] * dim + c[None, :], mask=shown, other=0.0)
-        for r in tl.static_range(rows):
-            s = summed(x, parts, r, c, inside, rows, dim, count)
-            if kind == "mixed":
-                if keeps and own:
-                    tl.store(middle + r * dim + c, s, mask=inside)
-                s = s * rounded(residual + layer, weight)
-                s += vector(first + r * dim, c, inside) * rounded(scale + layer, weight)
-            unit = s if kind == "ready" else unit_of(s, dim, eps)
-            if kv_heads > 0 and own:
-                gates_of(gates, r, gate, unit, c, kv_heads, gated, gate_range)
-            found = tl.sum(held.to(tl.float32) * unit[None, :], axis=1)
-            if kind == "plain":
-                found = tl.maximum(found, 0.0)
-                found = found * found
-            elif kind == "ready":
-                found = capped(found, softcap)
-            tl.store(out + r * outputs + n, found.to(out.dtype.element_ty), mask=n < outputs)
+    for r in tl.static_range(rows):
+        s = summed(x, parts, r, c, inside, rows, dim, count)
+        if kind == "mixed":
+            if keeps and own:
+                tl.store(middle + r * dim + c, s, mask=inside)
+            s = s * rounded(residual + layer, weight)
+            s += vector(first + r * dim, c, inside) * rounded(scale + layer, weight)
+        unit = s if kind == "ready" else unit_of(s, dim, eps)
+        if kv_heads > 0 and own:
+            gates_of(gates, r, gate, unit, c, kv_heads, gated, gate_range)
+        found = tl.sum(held.to(tl.float32) * unit[None, :], axis=1)
+        if kind == "plain":
+            found = tl.maximum(found, 0.0)
+            found = found * found
+        tl.store(out + r * outputs + n, found.to(out.dtype.element_ty), mask=n < outputs)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

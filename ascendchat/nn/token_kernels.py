@@ -63,8 +63,11 @@ def embed(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     gated: tl.constexpr,
     eps: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """The first embedding (B, C) of a row, the token that it reads and its position."""
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
     r, c = tl.program_id(0), tl.arange(0, width)
     inside = c < dim
     forced = tl.load(override + r)
@@ -141,51 +144,29 @@ def square(x, count, block: tl.constexpr, pdl: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _shifted(new, old, share, at, inside):  # type: ignore[no-untyped-def]
-    """Channels of the new token's projection with its share of the token before."""
-    own, before = vector(new, at, inside), vector(old, at, inside)
-    return own + before * tl.load(share + at, mask=inside, other=0.0).to(new.dtype.element_ty).to(tl.float32)
+def fetch_ahead(pointers, size):  # type: ignore[no-untyped-def]
+    """Bring so many bytes at each of these pointers into the second-level cache, without waiting for them. Multiples of
+    16; 0: none. Needs compute capability 9.0, as `pdl` does."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred some; setp.ne.u32 some, $2, 0; @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [pointers, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(new, old, share, cos, sin, at, c, inside, dim: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A query or key head that begins at channel `at`: shifted, normalised, rotated."""
-    x = _shifted(new, old, share, at + c, inside)
-    swapped = _shifted(new, old, share, at + (c + dim // 2) % dim, inside)
+def _before(old, share, like, at, inside):  # type: ignore[no-untyped-def]
+    """What channels `at` take of the token before."""
+    return vector(old, at, inside) * vector(share, at, inside).to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(x, swapped, cos, sin, dim: tl.constexpr, eps: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A query or key head, and the same with its halves swapped: normalised, rotated."""
     return (x * cos + swapped * sin) * tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _keep(  # type: ignore[no-untyped-def]
-    new,
-    old,
-    kept,
-    share,
-    cos,
-    sin,
-    at,
-    keys,
-    values,
-    added,
-    h,
-    c,
-    inside,
-    heads: tl.constexpr,
-    group: tl.constexpr,
-    dim: tl.constexpr,
-    eps: tl.constexpr,
-):
-    """The new key and value of a head, into the cache (at `at`); their projections into `kept`, for the next token."""
-    k, v = (heads + h // group) * dim, (heads + heads // group + h // group) * dim
-    tl.store(kept + h * dim + c, tl.load(new + h * dim + c, mask=inside), mask=inside)
-    key = _turned(new, old, share, cos, sin, k, c, inside, dim, eps).to(keys.dtype.element_ty)
-    value = (_shifted(new, old, share, v + c, inside) + added).to(values.dtype.element_ty)
-    if h % group == 0:
-        tl.store(kept + k + c, tl.load(new + k + c, mask=inside), mask=inside)
-        tl.store(kept + v + c, tl.load(new + v + c, mask=inside), mask=inside)
-        tl.store(keys + at + c, key, mask=inside)
-        tl.store(values + at + c, value, mask=inside)
-    return key.to(tl.float32), value.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,16 +178,17 @@ def attend(  # type: ignore[no-untyped-def]
     sin,
     gates,
     table,
-    tokens,
+    token,
+    override,
     slots,
-    positions,
+    lengths,
     keys,
     values,
     out,  # (B, H, parts, D): weighted sums of values; with one part the attention itself, (B, H, D)
     totals,  # (B, H, parts): of the weights
     places,
     marks,
-    part_keys,
+    last,
     scale: tl.constexpr,
     heads: tl.constexpr,
     group: tl.constexpr,
@@ -216,53 +198,82 @@ def attend(  # type: ignore[no-untyped-def]
     embeds: tl.constexpr,
     block: tl.constexpr,
     stages: tl.constexpr,
+    ahead: tl.constexpr,  # keys to fetch before the wait, besides the first block
     eps: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One head of one row over a part of the keys. The first part also has the new key, and writes into the cache.
 
     Queries and keys are normalised, so no score is above `scale * dim`: that is the zero of all exponents, and neither
-    parts nor keys need to know of each other's largest score.
+    parts nor keys need to know of each other's largest score. All but the new token's projection was there before this
+    step began, and is read before the wait: so the state of the rows is read from where the last step left it.
     """
     r, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c = tl.arange(0, width)
-    inside = c < dim
-    wait(pdl)
-    slot, position = tl.load(slots + r), tl.load(positions + r)
+    inside, turn = c < dim, (c + dim // 2) % dim
+    slot, position = tl.load(slots + r), tl.minimum(tl.load(lengths + r), last)
     kv_heads: tl.constexpr = heads // group
-    kv, every = h // group, (heads + 2 * kv_heads) * dim
-    new, old = qkv + r * every, raw + (slot * marks + (position + 1) % 2) * every
-    cosine, sine = vector(cos + position * dim, c, inside), vector(sin + position * dim, c, inside)
-    query = _turned(new, old, share, cosine, sine, h * dim, c, inside, dim, eps) * scale
-    bound: tl.constexpr = scale * dim
+    kv, every, step = h // group, (heads + 2 * kv_heads) * dim, kv_heads * dim
     place = (position % places).to(tl.int32)
     seen = tl.minimum(position, places).to(tl.int32)  # all keys before this one, or a whole ring
     row = (r.to(tl.int64) * places * kv_heads + kv) * dim
     row_keys, row_values = keys + row, values + row
-    weights, sums = tl.zeros((block,), tl.float32), tl.zeros((block, width), tl.float32)
-    for begin in tl.range(part * part_keys, tl.minimum((part + 1) * part_keys, seen), block, num_stages=stages):
-        i = begin + tl.arange(0, block)
-        there = (i < seen) & (i != place)  # the oldest of a full ring lies where the new one goes
-        at, shown = i[:, None] * (kv_heads * dim) + c[None, :], there[:, None] & inside[None, :]
-        cached = tl.load(row_keys + at, mask=shown, other=0.0).to(tl.float32)
-        content = tl.load(row_values + at, mask=shown, other=0.0).to(tl.float32)
-        scores = tl.sum(cached * query[None, :], axis=1)
-        weight = tl.where(there, tl.exp(scores - bound), 0.0)
+    part_keys = tl.cdiv(tl.cdiv(seen, parts), block) * block
+    begin, end = part * part_keys, tl.minimum((part + 1) * part_keys, seen)
+    i = begin + tl.arange(0, block)
+    there = (i < end) & (i != place)  # the oldest of a full ring lies where the new one goes
+    at, shown = i[:, None] * step + c[None, :], there[:, None] & inside[None, :]
+    cached, content = tl.load(row_keys + at, mask=shown, other=0.0), tl.load(row_values + at, mask=shown, other=0.0)
+    if pdl and ahead > 0:
+        more = begin + block + tl.arange(0, ahead)
+        size = tl.where(more < end, dim * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
+        fetch_ahead(row_keys + more * step, size)
+        fetch_ahead(row_values + more * step, size)
+    cosine, sine = vector(cos + position * dim, c, inside), vector(sin + position * dim, c, inside)
+    old = raw + (slot * marks + (position + 1) % 2) * every
+    q, k, v = h * dim, (heads + kv) * dim, (heads + kv_heads + kv) * dim
+    writes = inside & (part == 0)
+    q_before, q_turn = _before(old, share, qkv, q + c, inside), _before(old, share, qkv, q + turn, inside)
+    k_before, k_turn = _before(old, share, qkv, k + c, writes), _before(old, share, qkv, k + turn, writes)
+    v_before = _before(old, share, qkv, v + c, writes)
+    embedded = tl.zeros((width,), tl.float32)
+    if embeds:
+        forced = tl.load(override + r)
+        chosen = tl.where(forced >= 0, forced, tl.load(token + r))
+        embedded = vector(table + (chosen * kv_heads + kv) * dim, c, writes)
+    wait(pdl)
+    new, bound = qkv + r * every, scale * dim
+    own, swapped = vector(new + q, c, inside), vector(new + q, turn, inside)
+    query = _turned(own + q_before, swapped + q_turn, cosine, sine, dim, eps) * scale
+    weights = tl.where(there, tl.exp(tl.sum(cached.to(tl.float32) * query[None, :], axis=1) - bound), 0.0)
+    sums = content.to(tl.float32) * weights[:, None]
+    for first in tl.range(begin + block, end, block, num_stages=stages):
+        j = first + tl.arange(0, block)
+        valid, from_j = (j < end) & (j != place), j[:, None] * step + c[None, :]
+        next_keys = tl.load(row_keys + from_j, mask=valid[:, None] & inside[None, :], other=0.0)
+        next_values = tl.load(row_values + from_j, mask=valid[:, None] & inside[None, :], other=0.0)
+        scores = tl.sum(next_keys.to(tl.float32) * query[None, :], axis=1)
+        weight = tl.where(valid, tl.exp(scores - bound), 0.0)
         weights += weight
-        sums += content * weight[:, None]
+        sums += next_values.to(tl.float32) * weight[:, None]
     total, found = tl.sum(weights, axis=0), tl.sum(sums, axis=0)
     if part == 0:
-        kept, added = raw + (slot * marks + position % 2) * every, tl.zeros((width,), tl.float32)
+        kept, goes = raw + (slot * marks + position % 2) * every, ((slot * places + place) * kv_heads + kv) * dim
+        new_k, new_v = vector(new + k, c, inside), vector(new + v, c, inside)
+        key = _turned(new_k + k_before, vector(new + k, turn, inside) + k_turn, cosine, sine, dim, eps)
+        plain = new_v + v_before
         if embeds:
-            embedded = vector(table + (tl.load(tokens + r) * kv_heads + kv) * dim, c, inside)
-            added += tl.load(gates + r * kv_heads + kv) * embedded
-        at = ((slot * places + place) * kv_heads + kv) * dim
-        key, value = _keep(
-            new, old, kept, share, cosine, sine, at, keys, values, added, h, c, inside, heads, group, dim, eps
-        )
-        own = tl.exp(tl.sum(query * key, axis=0) - bound)
-        total += own
-        found += own * value
+            plain += tl.load(gates + r * kv_heads + kv) * embedded
+        key_kept, value_kept = key.to(keys.dtype.element_ty), plain.to(values.dtype.element_ty)
+        tl.store(kept + q + c, own.to(raw.dtype.element_ty), mask=inside)
+        if h % group == 0:
+            tl.store(kept + k + c, new_k.to(raw.dtype.element_ty), mask=inside)
+            tl.store(kept + v + c, new_v.to(raw.dtype.element_ty), mask=inside)
+            tl.store(keys + goes + c, key_kept, mask=inside)
+            tl.store(values + goes + c, value_kept, mask=inside)
+        mass = tl.exp(tl.sum(query * key_kept.to(tl.float32), axis=0) - bound)
+        total += mass
+        found += mass * value_kept.to(tl.float32)
     mine = (r * heads + h) * parts + part
     if parts == 1:
         tl.store(out + mine * dim + c, (found / total).to(out.dtype.element_ty), mask=inside)
@@ -275,10 +286,3 @@ def attend(  # type: ignore[no-untyped-def]
 def capped(x, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
     """softcap * tanh(x / softcap)."""
     return softcap * (2.0 * tl.sigmoid(x * (2.0 / softcap)) - 1.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def cap(x, count, softcap: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bound of the logits, in place."""
-    i = tl.program_id(0) * block + tl.arange(0, block)
-    tl.store(x + i, capped(tl.load(x + i, mask=i < count, other=0.0), softcap), mask=i < count)

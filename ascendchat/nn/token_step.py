@@ -1,19 +1,19 @@
 """Our model for one new token per row, the step of decoding, without torch.compile: few kernels, one graph. CUDA only.
 
     step = TokenStep(model, cache.keys, cache.values, cache.raw, cache.places, context)
-    logits, tokens, positions = step(rows, span, slots)     # (B, V) float32; the cache has the new tokens
+    logits, tokens, positions = step(rows, slots)     # (B, V) float32, not capped; the cache has the new tokens
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
 compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
-through a layer, in eight launches (token_kernels.py); with FEW rows a product is a sum over the weights, which fuses
-with what stands before and behind it, and there are five (row_kernels.py), each of which reads its weights before it
-waits for the one before:
+through a layer, in seven launches (token_kernels.py, product_kernel.py); with FEW rows a product is a sum over the
+weights, which fuses with what stands before it, and there are five (row_kernels.py). Each kernel of ours reads or
+fetches its weights before it waits for the one before; with many rows the library's products are faster all the same:
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }
     attend    shift, norm and rotation of queries and keys; into the cache; attention over a part of the keys
     (product with `out`), norm of the stream with it                     joined: the parts, product, stream
-    (product with `up`), square                                          project
+    (product with `up`), its square                                      project
     (product with `down`)                                                down: the parts are added by who reads them
 
 The formulas are those of gpt.py, whose `extend` computes the same.
@@ -31,6 +31,7 @@ from torch import Tensor
 from ascendchat.nn import row_kernels
 from ascendchat.nn import token_kernels as kernels
 from ascendchat.nn.gpt import GPT, NORM_EPS, Block
+from ascendchat.nn.product_kernel import Blocks, product
 from ascendchat.nn.readout import Float32Readout
 
 
@@ -40,13 +41,24 @@ class Tiles(NamedTuple):
     keys: int  # at once
     stages: int  # so many of these are under way
     warps: int
+    ahead: int  # so many are fetched while the kernel before still runs
 
 
 FEW, SOME = 4, 128  # rows
-TILE, HEAD_TILES = 8192, 4  # weights that a program holds; such tiles that a program of the head walks over
-CUTS = 8  # parts of the keys of a head with few rows
-FEW_TILES, SOME_TILES, MANY_TILES = Tiles(32, 1, 1), Tiles(16, 4, 2), Tiles(8, 4, 1)  # up to FEW, SOME rows; more
-DOWN_COLUMNS, DOWN_ROWS = 32, 512  # of `down` that a program holds
+TILE = 8192  # weights that a program holds
+# The rest was the fastest of about 200 on an H200, each for its kernel, at depth 12 with 1, 64 and 256 rows of 192 tokens.
+FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 0), Tiles(8, 4, 1, 32)  # up to FEW, SOME; more
+CUTS, PROGRAMS = 4, 400  # parts of the keys of a head at most; beyond FEW rows only up to so many programs in all
+PROJECT_WARPS, JOINED_WARPS, DOWN_WARPS, NORM_WARPS = 8, 2, 8, 8
+DOWN_COLUMNS, DOWN_ROWS = 32, 1024  # of `down` that a program holds
+SOME_BLOCKS = {
+    "qkv": Blocks(16, 1, deep=128),
+    "out": Blocks(64, 6, stages=2),
+    "up": Blocks(16, 1, stages=6),
+    "down": Blocks(32, 4),
+    "head": Blocks(128, 1),
+}
+MANY_BLOCKS: dict[str, Blocks] = {}  # those that are not here are the library's
 
 
 class Slots(NamedTuple):
@@ -82,17 +94,17 @@ class TokenStep:
         self.tile = max(1, TILE // self.width)
         self.rope = model.rope(context, model.dtype, self.place)
 
-    def __call__(self, rows: int, span: int, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (rows, V) float32, tokens (rows,) and their positions (rows,); no row sees more than `span` keys."""
-        step = _Few(self, rows, span, slots) if rows <= FEW else _Many(self, rows, span, slots)
+    def __call__(self, rows: int, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (rows, V) float32, before their bound; tokens (rows,) and their positions (rows,)."""
+        step = _Few(self, rows, slots) if rows <= FEW else _Many(self, rows, slots)
         return step.run(), step.tokens, step.positions
 
 
 class _Step:
     """What one step works on."""
 
-    def __init__(self, whole: TokenStep, rows: int, span: int, slots: Slots) -> None:
-        self.whole, self.rows, self.span, self.slots = whole, rows, span, slots
+    def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
+        self.whole, self.rows, self.slots = whole, rows, slots
         self.model, self.shape = whole.model, whole.shape
         self.tokens, self.positions = (torch.empty(rows, dtype=torch.int64, device=whole.place) for _ in range(2))
         self.first, self.middle = (self.empty(self.shape.dim) for _ in range(2))
@@ -108,7 +120,7 @@ class _Step:
         model, slots, whole = self.model, self.slots, self.whole
         state = slots.token, slots.override, slots.previous, slots.length
         written = self.tokens, self.positions, self.first, whole.context - 1
-        sizes = self.shape.dim, whole.width, model.smear_gate.size(1), NORM_EPS
+        sizes = self.shape.dim, whole.width, model.smear_gate.size(1), NORM_EPS, whole.pdl
         kernels.embed[(self.rows,)](*state, model.embed.weight, model.smear, model.smear_gate, *written, *sizes)
         for layer, block in enumerate(model.blocks):
             self.layer(layer, block)  # type: ignore[arg-type]
@@ -138,18 +150,19 @@ class _Step:
         weight, told = self.gate(block)
         tensors = self.x, added, *self.mix(), self.model.backout, self.middle, weight, self.gates, stream, self.unit
         told |= {"dim": self.shape.dim, "width": whole.width, "count": count, "keeps": keeps, "pdl": whole.pdl}
-        kernels.norm[(self.rows,)](*tensors, layer, self.rows, kind=kind, **told, **whole.options)
+        told |= {"kind": kind, "num_warps": NORM_WARPS}
+        kernels.norm[(self.rows,)](*tensors, layer, self.rows, **told, **whole.options)
         self.x = stream
 
     def attend(self, layer: int, block: Block, qkv: Tensor, cuts: int, out: tuple[Tensor, Tensor]) -> None:
         whole, shape, slots = self.whole, self.shape, self.slots
         places, raw, embeds = whole.places[layer], whole.raw[layer], hasattr(block, "gate")
         tiles = FEW_TILES if self.rows <= FEW else SOME_TILES if self.rows <= SOME else MANY_TILES
-        part_keys = triton.cdiv(triton.cdiv(min(self.span, places), cuts), tiles.keys) * tiles.keys
         table = self.model.values[str(layer)].weight if embeds else qkv
         kernels.attend[(self.rows, shape.heads, cuts)](
-            *(qkv, raw, block.shift, *whole.rope, self.gates, table, self.tokens, slots.target, self.positions),
-            *(whole.keys[layer], whole.values[layer], *out, places, raw.size(1), part_keys),
+            *(qkv, raw, block.shift, *whole.rope, self.gates, table, slots.token, slots.override, slots.target),
+            *(slots.length, whole.keys[layer], whole.values[layer], *out, places, raw.size(1)),
+            whole.context - 1,
             scale=self.model.scale,
             heads=shape.heads,
             group=shape.heads // shape.kv_heads,
@@ -159,6 +172,7 @@ class _Step:
             embeds=embeds,
             block=tiles.keys,
             stages=tiles.stages,
+            ahead=tiles.ahead,
             eps=NORM_EPS,
             pdl=whole.pdl,
             num_warps=tiles.warps,
@@ -167,33 +181,56 @@ class _Step:
 
 
 class _Many(_Step):
-    """Matrix products by the library, and one kernel of ours between each two of them."""
+    """Matrix products on matrix units; those of ours into the stream leave parts, which `norm` adds."""
 
-    added: Tensor  # to the stream, by the layer before
+    def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
+        super().__init__(whole, rows, slots)
+        self.blocks = SOME_BLOCKS if rows <= SOME else MANY_BLOCKS
+        self.added, self.count = self.unit, 0  # to the stream, by the layer before
+        out, cuts = self.blocks.get("out"), min(CUTS, PROGRAMS // (rows * self.shape.heads))
+        self.cuts = cuts if cuts > 1 and out is not None and self.shape.head_dim % out.deep == 0 else 1
+
+    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int, **told: Any) -> Tensor:
+        """(parts, B, outputs)"""
+        blocks, whole = self.blocks.get(name), self.whole
+        if blocks is None and name == "head":
+            return whole.readout.product(x, weight[:outputs])[None]
+        if blocks is None:
+            return (x @ (weight if name == "down" else weight.t()))[None]
+        dtype = self.model.dtype if name in ("qkv", "up") else torch.float32
+        out = torch.empty(blocks.parts, self.rows, outputs, dtype=dtype, device=whole.place)
+        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl, **told)
+        return out
 
     def layer(self, layer: int, block: Block) -> None:
-        added, count = (self.added, 1) if layer else (self.unit, 0)
-        self.norm("mixed", added, count, layer, block, keeps=layer == self.shape.depth // 2 + 1)
-        y = self.empty(self.shape.q_dim, dtype=self.model.dtype)
-        self.attend(layer, block, self.unit @ block.qkv.flatten(0, 1).t(), 1, (y, self.gates))
-        self.norm("plain", y @ block.out.t(), 1, layer, None, keeps=False)
-        hidden = self.unit @ block.up.t()
-        grid, whole = (triton.cdiv(hidden.numel(), 1024),), self.whole
-        kernels.square[grid](hidden, hidden.numel(), 1024, whole.pdl, **whole.options)
-        self.added = hidden @ block.down
+        shape, whole = self.shape, self.whole
+        self.norm("mixed", self.added, self.count, layer, block, keeps=layer == shape.depth // 2 + 1)
+        qkv = self.product("qkv", self.unit, block.qkv.flatten(0, 1), shape.q_dim + 2 * shape.kv_dim)[0]
+        if self.cuts > 1:
+            y = self.empty(shape.heads, self.cuts, shape.head_dim)
+            told = {"totals": self.empty(shape.heads, self.cuts)}
+        else:
+            y, told = self.empty(shape.q_dim, dtype=self.model.dtype), {}
+        self.attend(layer, block, qkv, self.cuts, (y, told.get("totals", y)))
+        added = self.product("out", y, block.out, shape.dim, **told)
+        self.norm("plain", added, added.size(0), layer, None, False)
+        hidden = self.product("up", self.unit, block.up, shape.mlp_dim)[0]
+        if "up" not in self.blocks:
+            grid, count = (triton.cdiv(hidden.numel(), 1024),), hidden.numel()
+            kernels.square[grid](hidden, count, 1024, whole.pdl, **whole.options)
+        self.added = self.product("down", hidden, block.down, shape.dim)
+        self.count = self.added.size(0)
 
     def logits(self) -> Tensor:
-        self.norm("last", self.added, 1, 0, None, keeps=self.last_is_middle)
-        logits = self.whole.readout.product(self.unit, self.model.head[: self.shape.vocab])
-        kernels.cap[(triton.cdiv(logits.numel(), 1024),)](logits, logits.numel(), self.model.softcap, 1024)
-        return logits
+        self.norm("last", self.added, self.count, 0, None, keeps=self.last_is_middle)
+        return self.product("head", self.unit, self.model.head, self.shape.vocab)[0]
 
 
 class _Few(_Step):
     """Five kernels a layer; the parts that `down` leaves are added by whoever reads the stream."""
 
-    def __init__(self, whole: TokenStep, rows: int, span: int, slots: Slots) -> None:
-        super().__init__(whole, rows, span, slots)
+    def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
+        super().__init__(whole, rows, slots)
         shape = self.shape
         self.count, self.streams = 0, [self.empty(shape.dim) for _ in range(2)]
         self.cuts = triton.cdiv(shape.mlp_dim, DOWN_ROWS)
@@ -204,19 +241,18 @@ class _Few(_Step):
 
     def project(self, kind: str, weight: Tensor, out: Tensor, layer: int, block: Block | None, keeps: bool) -> None:
         gate, told = self.gate(block)
-        outputs, tiles = out.size(1), HEAD_TILES if kind == "ready" else 1
-        row_kernels.project[(triton.cdiv(outputs, self.whole.tile * tiles),)](
+        outputs = out.size(1)
+        row_kernels.project[(triton.cdiv(outputs, self.whole.tile),)](
             *(self.x, self.parts, *self.mix(), self.middle, gate, self.gates, weight, out, layer, outputs),
             rows=self.rows,
             dim=self.shape.dim,
             width=self.whole.width,
             count=self.count,
             tile=self.whole.tile,
-            tiles=tiles,
             kind=kind,
             keeps=keeps,
-            softcap=self.model.softcap,
             pdl=self.whole.pdl,
+            num_warps=PROJECT_WARPS,
             **told,
             **self.whole.options,
         )
@@ -240,13 +276,14 @@ class _Few(_Step):
             cuts=CUTS,
             tile=tile,
             pdl=whole.pdl,
+            num_warps=JOINED_WARPS,
             **whole.options,
         )
         self.x, self.count = after, 0
         self.project("plain", block.up, self.hidden, layer, None, False)
         sizes = self.rows, shape.mlp_dim, shape.dim, DOWN_ROWS, DOWN_COLUMNS, whole.pdl
         grid = triton.cdiv(shape.dim, DOWN_COLUMNS), self.cuts
-        row_kernels.down[grid](self.hidden, block.down, self.parts, *sizes, **whole.options)
+        row_kernels.down[grid](self.hidden, block.down, self.parts, *sizes, num_warps=DOWN_WARPS, **whole.options)
         self.count = self.cuts
 
     def logits(self) -> Tensor:

@@ -47,6 +47,7 @@ SHAPES = {
     "plain": Shape.from_depth(3, dim=64, head_dim=16, vocab=300, seq_len=CONTEXT),
     "windows": Shape.from_depth(4, dim=48, head_dim=16, vocab=270, seq_len=CONTEXT, window_pattern="SL"),
     "grouped": Shape.from_depth(2, dim=96, head_dim=24, kv_heads=2, vocab=261, seq_len=CONTEXT),
+    "parts of keys": Shape.from_depth(2, dim=128, head_dim=64, vocab=261, seq_len=CONTEXT),
     "no values": Shape.from_depth(2, dim=64, head_dim=32, vocab=300, seq_len=CONTEXT, value_embeddings=False),
 }
 
@@ -63,11 +64,12 @@ def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int]) -> None:
     step = TokenStep(found.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
     with torch.no_grad():
         slots = Slots(found.token, found.override, found.previous, found.length, found.target)
-        logits, tokens, positions = step(rows, 640, slots)
+        logits, tokens, positions = step(rows, slots)
         exact = wanted._read(rows, 640)
     assert torch.equal(tokens, exact.token)
     assert torch.equal(positions, exact.position)
-    torch.testing.assert_close(logits, exact.logits, atol=2e-4, rtol=1e-4)
+    bound = found.model.softcap
+    torch.testing.assert_close(bound * torch.tanh(logits / bound), exact.logits, atol=2e-4, rtol=1e-4)
     held = wanted.cache
     both = zip((*cache.keys, *cache.values, *cache.raw), (*held.keys, *held.values, *held.raw), strict=True)
     for one, other in both:  # the last slot takes what nobody wants, in no order
@@ -91,8 +93,8 @@ def test_the_choice_equals_the_plain_one(random: bool) -> None:
     token, previous, override, length = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30, 40))
     state = State(token, previous, override, length, torch.ones((), dtype=torch.int64, device=PLACE))
     read = torch.arange(rows, device=PLACE) + 100
-    report = choose(logits, read, position, settings, blocks, state, random=random)
-    chosen, logprob = sample(logits, settings, position, Mode(random=random), blocks=blocks)
+    report = choose(logits, read, position, settings, blocks, state, softcap=15.0, random=random)
+    chosen, logprob = sample(15.0 * torch.tanh(logits / 15.0), settings, position, Mode(random=random), blocks=blocks)
     assert report[0].long().tolist() == chosen.tolist()
     torch.testing.assert_close(report[1], logprob, atol=1e-5, rtol=1e-5)
     assert torch.equal(state.token, chosen)
