@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 FEW, SOME = 4, 128  # rows
 TILE = 8192  # weights that a program holds
-# The rest was the fastest of about 200 on an H200, each for its kernel, at depth 12 with 1, 64 and 256 rows of 192 tokens.
+# The rest was the fastest on an H200, each for its kernel, at depth 12 with 1, 64 and 256 rows of 192 tokens.
 FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 0), Tiles(8, 4, 1, 32)  # up to FEW, SOME; more
 CUTS, PROGRAMS = 4, 400  # parts of the keys of a head at most; beyond FEW rows only up to so many programs in all
 PROJECT_WARPS, JOINED_WARPS, DOWN_WARPS, NORM_WARPS = 8, 2, 8, 8
