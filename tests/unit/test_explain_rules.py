@@ -24,6 +24,12 @@ KNOWN = [
     (2, "backend-extension", "RuntimeError: Failed to load the backend extension: torch_npu. You can disable"),
     (2, "undefined-symbol", "ImportError: /x/libtorch_npu.so: undefined symbol: _ZN3c1010TensorImpl"),
     (3, "two-accelerators", "RuntimeError: Two accelerators cannot be used at the same time in PyTorch: npu and cuda."),
+    (
+        3,
+        "two-accelerators",
+        "what():  Duplicated key 'pinned_reserve_segment_size_mb' found in device-specific configuration parser hook "
+        "registration",
+    ),
     (4, "npu-not-visible", "torch.npu.is_available() = False"),
     (5, "npu-context", "RuntimeError: NPU function error: GetDevice, error code is 107002"),
     (5, "npu-context", "[Error]: The context is empty."),
