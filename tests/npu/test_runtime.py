@@ -94,6 +94,13 @@ def test_pinned_memory_is_what_was_pinned():
     assert torch.equal(pinned.npu().cpu(), pageable)
 
 
+def test_no_memory_cannot_be_registered():
+    runtime, host = torch.npu.npurt(), torch.empty(4096, dtype=torch.uint8)
+    assert int(runtime.npuHostRegister(host.data_ptr(), 0, 0)) == 107000
+    assert int(runtime.npuHostRegister(host.data_ptr(), 4096, 0)) == 0
+    assert int(runtime.npuHostUnregister(host.data_ptr())) == 0
+
+
 # ---- asynchronous execution
 
 DELAYED = """

@@ -211,6 +211,7 @@ API aclError aclrtFreeHost(void* address) {
 
 API aclError aclrtHostRegisterV2(void* address, uint64_t bytes, uint32_t) {
   ENTER();
+  if (!address || !bytes) return ACL_ERROR_RT_PARAM_INVALID;
   Memory& all = memory();
   std::lock_guard lock(all.mutex);
   bool added = all.pinned.emplace(static_cast<char*>(address), bytes).second;
