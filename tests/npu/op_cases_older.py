@@ -5,6 +5,7 @@ Names with a slash are those under which cannsim counts them. References are pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,20 @@ def _overlap(boxes: torch.Tensor, others: torch.Tensor, centres: bool) -> torch.
     if not centres:
         return (inner / union - (around.prod(0) - union) / around.prod(0))[None]
     return (inner / union - (boxes[:2] - others[:2]).square().sum(0) / around.square().sum(0))[None]
+
+
+def _shaped(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """CIoU: DIoU less the difference of the shapes."""
+    distance = _distance(boxes, others)
+    iou = _overlap(boxes, others, True) + distance
+    shape = ((others[2] / others[3]).atan() - (boxes[2] / boxes[3]).atan()).square()[None] * 4 / math.pi**2
+    return iou - distance - shape * shape / (1 - iou + shape)
+
+
+def _distance(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    low = torch.minimum(boxes[:2] - boxes[2:] / 2, others[:2] - others[2:] / 2)
+    high = torch.maximum(boxes[:2] + boxes[2:] / 2, others[:2] + others[2:] / 2)
+    return ((boxes[:2] - others[:2]).square().sum(0) / (high - low).square().sum(0))[None]
 
 
 def _decoded(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
@@ -149,6 +164,8 @@ BOXES = [
          "aclop/DIoU aclop/DIoUGrad", True, ONE, lambda a, b: _overlap(a, b, True)),
     Case("npu_giou", lambda a, b: torch_npu.npu_giou(a, b, True, False, 0), (CENTRES.T, SHIFTED.T),
          "aclop/GIoU aclop/GIoUGrad", True, ONE, lambda a, b: _overlap(a, b, False).T),
+    Case("npu_ciou", lambda a, b: torch_npu.npu_ciou(a, b, True, False, 0, True), (CENTRES.T, SHIFTED.T),
+         "aclop/CIoU", False, ONE, _shaped),
     Case("npu_bounding_box_decode",
          lambda a, b: torch_npu.npu_bounding_box_decode(a, b, 0, 0, 0, 0, 1, 1, 1, 1, (10, 10), 0.1),
          (CORNERS, DELTAS), "aclop/BoundingBoxDecode", False, ONE, _decoded),

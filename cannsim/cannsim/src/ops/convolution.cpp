@@ -12,6 +12,10 @@ static void conv_fits(const In& input, const In& weight, int64_t groups) {
   rank(input, 3, 5);
   require(weight.dim() == input.dim(), "Expected weight ", shape_text(weight.sizes()), " to have the rank of input ",
           shape_text(input.sizes()), ".");
+  for (int64_t i = 2; i < weight.dim() && std::string(chip().family) != "950"; ++i) {
+    require(weight.size(i) > 0, "Expected a kernel that is not empty, but found weight ", shape_text(weight.sizes()),
+            ".");
+  }
   require(groups > 0 && input.size(1) % groups == 0, "Expected groups to divide the channels of input ",
           shape_text(input.sizes()), ", but found ", groups, ".");
 }

@@ -1,6 +1,8 @@
 // Operators of the older interface for boxes of object detection.
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cmath>
+
 #include "older.h"
 
 namespace cannsim {
@@ -16,7 +18,13 @@ static Corners corners(const at::Tensor& boxes, bool trans) {
   return {b[0] - b[2] / 2, b[1] - b[3] / 2, b[0] + b[2] / 2, b[1] + b[3] / 2};
 }
 
-enum class Penalty { centres, enclosing };  // DIoU and GIoU
+enum class Penalty { centres, enclosing, shape };  // DIoU, GIoU, CIoU
+
+// How much wider the second box is for its height: a difference of angles.
+static at::Tensor leaning(const Corners& a, const Corners& b) {
+  constexpr double kEps = 1e-9;
+  return at::atan((b.x2 - b.x1) / (b.y2 - b.y1 + kEps)) - at::atan((a.x2 - a.x1) / (a.y2 - a.y1 + kEps));
+}
 
 // Overlap of box i and box j (is_cross), or of box i and box i, less its penalty.
 static at::Tensor overlap(const at::Tensor& boxes, const at::Tensor& others, const Older& o, Penalty penalty) {
@@ -37,7 +45,11 @@ static at::Tensor overlap(const at::Tensor& boxes, const at::Tensor& others, con
     return inner / both - (around - both) / around;
   }
   at::Tensor distance = ((b.x1 + b.x2 - a.x1 - a.x2).square() + (b.y1 + b.y2 - a.y1 - a.y2).square()) / 4;
-  return inner / both - distance / (width.square() + height.square() + kEps);
+  distance = distance / (width.square() + height.square() + kEps);
+  if (penalty == Penalty::centres) return inner / both - distance;
+  at::Tensor shape = leaning(a, b).square() * (4 / (M_PI * M_PI));
+  at::Tensor weight = shape / (1 + kEps - inner / both + shape);
+  return inner / both - distance - shape * weight;
 }
 
 static void gradients(const Older& o, Penalty penalty) {
@@ -56,6 +68,11 @@ OLDER(DIoU, o.put(0, overlap(wide(o.in[0]), wide(o.in[1]), o, Penalty::centres))
 OLDER(DIoUGrad, gradients(o, Penalty::centres))
 OLDER(GIoU, o.put(0, overlap(wide(o.in[0]), wide(o.in[1]), o, Penalty::enclosing)))
 OLDER(GIoUGrad, gradients(o, Penalty::enclosing))
+OLDER(CIoU, at::Tensor boxes = wide(o.in[0]), others = wide(o.in[1]); bool trans = o.attribute("trans", false);
+      require(!o.attribute("is_cross", false), "CIoU: cannsim knows only boxes one by one");
+      o.put(0, overlap(boxes, others, o, Penalty::shape));
+      o.put(1, leaning(corners(boxes, trans), corners(others, trans))))
+// No CIoUGrad: what it takes as constant is not public.
 
 // ---- offsets from anchors to boxes, and back
 
