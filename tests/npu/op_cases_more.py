@@ -117,6 +117,28 @@ BINARY = [
 TENSOR = [
     Case("StdMeanCorrection", lambda x: torch.std_mean(x, -1), (X,), "StdMeanCorrection", False),
     Case(
+        "other corrections",
+        lambda x: [
+            *(torch.var(x, -1, correction=c) for c in (0, 3)),
+            *(torch.std(x, -1, correction=c) for c in (0, 3)),
+            *torch.std_mean(x, -1, correction=-3),
+            *torch.var_mean(x, -1, correction=4),
+        ],
+        (X,),
+        "VarCorrection Std StdMeanCorrection VarMean",
+        False,
+    ),
+    Case("Renorm of counts", lambda x: torch.renorm(x, 0, 0, 5), (X,), "Renorm", False, ONE, lambda x: x * 5 / 24),
+    Case(
+        "padding at each end",
+        lambda x, w: torch._nnpack_spatial_convolution(x, w, None, [1, 2]),
+        (randn(1, 2, 5, 6, seed=36), randn(3, 2, 3, 3, seed=37)),
+        "Convolution",
+        False,
+        ONE,
+        lambda x, w: F.conv2d(x, w, padding=(1, 2)),
+    ),
+    Case(
         "index_copy", lambda x, v: x.index_copy(0, PICK[:2].to(x.device), v), (SQUARE, SQUARE[:2]), "IndexCopy", False
     ),
     Case("index_fill", lambda x: x.index_fill(0, PICK.to(x.device), 2.0), (SQUARE,), "IndexFill", False, ONE),
@@ -125,6 +147,14 @@ TENSOR = [
         lambda x, v: x.clone().put_(PICK[:2].to(x.device), v),
         (SQUARE, X[0, 0, :2]),
         "InplacePut",
+        False,
+        ONE,
+    ),
+    Case(
+        "index_put of nothing",
+        lambda x, v: x.clone().index_put_((torch.zeros(0, dtype=torch.long, device=x.device),), v),
+        (SQUARE, SQUARE[0, 0]),
+        "IndexPutImpl",
         False,
         ONE,
     ),

@@ -192,8 +192,10 @@ OP(Lerp, (In self, In end, In weight, Out out), (dtype(self, kFloating), broadca
    out = at::lerp(self, end, weight))
 OP(Lerps, (In self, In end, Num weight, Out out), (dtype(self, kFloating), broadcast(out, self, end)),
    out = at::lerp(self, end, weight))
-OP(InplaceLerp, (Out selfRef, In end, In weight), (dtype(selfRef, kFloating)), selfRef.lerp_(end, weight))
-OP(InplaceLerps, (Out selfRef, In end, Num weight), (dtype(selfRef, kFloating)), selfRef.lerp_(end, weight))
+OP(InplaceLerp, (Out selfRef, In end, In weight),
+   (dtype(selfRef, kFloating), expands_to(end, selfRef), expands_to(weight, selfRef)), selfRef.lerp_(end, weight))
+OP(InplaceLerps, (Out selfRef, In end, Num weight), (dtype(selfRef, kFloating), expands_to(end, selfRef)),
+   selfRef.lerp_(end, weight))
 OP(SWhere, (In condition, In self, In other, Out out),
    (dtype(condition, kMask), broadcast(out, condition, self, other)),
    out = at::where(condition.to(at::kBool), self, other))

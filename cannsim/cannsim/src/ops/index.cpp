@@ -1,4 +1,6 @@
 // Reading and writing by index: embedding, gather, scatter, index, mask.
+#include <algorithm>
+
 #include "checks.h"
 
 namespace cannsim {
@@ -124,7 +126,10 @@ OP(NonzeroV2, (In self, Out out), (dtype(out, kIndex)), out.resize_and_write(at:
 
 OP(IndexPutImpl, (Out selfRef, OptInList indices, In values, bool accumulate, bool unsafe),
    (indexable(selfRef, indices), same_dtype(selfRef, values)),
-   if (values.numel()) at::_index_put_impl_(selfRef, index_list(indices), values, accumulate, unsafe))
+   // An empty tensor stands for an index that is absent; when all are, nothing was chosen.
+   auto given = [](const at::Tensor& index) { return index.defined() && index.numel() > 0; };
+   bool chosen = std::any_of(indices.begin(), indices.end(), given);
+   if (chosen && values.numel()) at::_index_put_impl_(selfRef, index_list(indices), values, accumulate, unsafe))
 OP(IndexAdd, (In self, int64_t dim, In index, In source, Num alpha, Out out),
    (dimension(self, dim), dtype(index, kIndex), rank(index, 0, 1), same_dtype(self, source), same_shape(out, self)),
    out = at::index_add(self, dim, index, source, alpha))
