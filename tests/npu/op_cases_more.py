@@ -128,6 +128,14 @@ TENSOR = [
         "VarCorrection Std StdMeanCorrection VarMean",
         False,
     ),
+    Case(
+        "scatter_reduce",
+        lambda x, v: [x.scatter_reduce(0, PICK[:2].expand(4, 2).T.to(x.device), v, how) for how in ("sum", "prod")],
+        (SQUARE, SQUARE[:2] + 1),
+        "ScatterReduce",
+        False,
+        ONE,
+    ),
     Case("Renorm of counts", lambda x: torch.renorm(x, 0, 0, 5), (X,), "Renorm", False, ONE, lambda x: x * 5 / 24),
     Case(
         "padding at each end",
