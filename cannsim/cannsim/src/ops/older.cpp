@@ -76,7 +76,6 @@ static at::Tensor product(const Older& o, const char* first, const char* second)
 }
 
 OLDER(MatMul, o.put(0, product(o, "transpose_x1", "transpose_x2")))
-OLDER(MatMulV2, o.put(0, product(o, "transpose_x1", "transpose_x2")))
 OLDER(BatchMatMul, o.put(0, product(o, "adj_x1", "adj_x2")))
 
 // ---- element by element
