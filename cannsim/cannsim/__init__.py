@@ -90,9 +90,9 @@ def counters() -> dict[str, tuple[int, int]]:
 
 
 def is_launch(name: str) -> bool:
-    """Whether this function launches work: an operator (aclnn*) or a collective."""
+    """Whether this function launches work: an operator (aclnn*, or aclop/* of the older interface) or a collective."""
     setup = ("HcclComm", "HcclGet", "HcclSet", "HcclCreate", "HcclGroup")
-    return name.startswith("aclnn") or (name.startswith("Hccl") and not name.startswith(setup))
+    return name.startswith(("aclnn", "aclop/")) or (name.startswith("Hccl") and not name.startswith(setup))
 
 
 def launches() -> dict[str, int]:

@@ -106,8 +106,17 @@ def needed(name: str) -> str:
     )
 
 
+@cache
+def older() -> set[str]:
+    """Operators of the older interface that are simulated."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "src" / "ops").glob("older*.cpp"))]
+    return {name for text in texts for name in re.findall(r"^OLDER\((\w+),", text, flags=re.M)}
+
+
 def about_aclop(name: str) -> str:
     """An operator of the older interface, aclopCompileAndExecute."""
+    if name in older():
+        return f"{name} is an operator of the older interface (aclop) and is simulated in {source_of(name)}."
     why = "torch_npu calls it when the aclnn operator is missing, for private formats, and when jit_compile is on"
     if name in FORMATS:
         why = "torch_npu calls it to change a private format (NZ, NC1HWC0) or when jit_compile is on"

@@ -57,16 +57,27 @@ def calls(text: str) -> tuple[str, ...]:
     return tuple(part for part in (*parts, word.strip()) if part)
 
 
-def operators() -> list[Operator]:
-    """Every OP line of the built library."""
+def _told(function: str) -> str:
+    """What a function of the built library says about it."""
     import torch  # noqa: F401  libopapi.so needs the libraries of torch
 
     from cannsim import build
 
-    library = ctypes.CDLL(str(build.home() / "lib64" / "libopapi.so"))
-    library.cannsimOperators.restype = ctypes.c_char_p
+    tell = getattr(ctypes.CDLL(str(build.home() / "lib64" / "libopapi.so")), function)
+    tell.restype = ctypes.c_char_p
+    text: bytes = tell()
+    return text.decode()
+
+
+def older() -> list[str]:
+    """Every OLDER line: operators of the interface before aclnn."""
+    return _told("cannsimOlderOperators").split()
+
+
+def operators() -> list[Operator]:
+    """Every OP line of the built library."""
     rows = []
-    for line in library.cannsimOperators().decode().splitlines():
+    for line in _told("cannsimOperators").splitlines():
         name, parameters, checks, file = line.split("\t")
         types = [WORDS[parameter.split()[0]] for parameter in parameters.strip("()").split(", ")]
         rows.append(Operator(name, " ".join(types), calls(checks), file.removesuffix(".cpp")))
@@ -123,6 +134,7 @@ def render() -> str:
             source = public[o.name][1] if o.name in public else "not public"
             ran = [] if run is None else ["yes" if o.name in run else ""]
             lines.append(f"| {' | '.join([o.name, *ran, checks, source])} |")
+    lines += ["", "## Older interface (aclopCompileAndExecute)", "", ", ".join(older())]
     return "\n".join(lines) + "\n"
 
 

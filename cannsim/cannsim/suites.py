@@ -64,6 +64,7 @@ class Job(threading.Thread):
             if self.options.boxed:
                 env["CANNSIM_BOXED"] = "1"
             command = [sys.executable, "-m", "cannsim.suites_server", str(self.options.timeout)]
+            command += ["--fresh"] if self.options.fresh else []
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             with subprocess.Popen(command, env=env, **pipes) as server:  # type: ignore[call-overload]
                 while self.files:
@@ -115,6 +116,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--devices", type=device_count, default=2, help="NPUs of the simulated machine")
     parser.add_argument("--chip", type=chip_name, help="chip name")
     parser.add_argument("--boxed", action="store_true", help="run operators that are not simulated on the CPU")
+    parser.add_argument("--fresh", action="store_true", help="import torch anew for each file")
     parser.add_argument("--again", default="", help="causes, separated by commas, whose files are run once more")
     options = parser.parse_args(argv)
     files = test_files(options.folders)

@@ -32,6 +32,7 @@ PATTERNS = [
         r"(libatb|libmspti|triton|bishengir|tbe|ge_runner|msprof|atc)\b[^\n]*(?:not found|No such file|cannot)",
     ),
     ("hardware", r"No such file or directory: '([^']*)'"),
+    ("error", r"AssertionError: (no unittest tests)"),
     ("error", r"AssertionError: (\"[^\n]*\" does not match)"),  # the text of an error, which versions word differently
     ("refused", r"EZ1001: [^\n]*?Call (aclnn\w+) failed"),
 ]

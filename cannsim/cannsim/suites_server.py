@@ -1,11 +1,15 @@
 """Runs test files in forked processes: started by suites.py in the environment of cannsim, one per job.
 
+    python -m cannsim.suites_server SECONDS [--fresh]
+
 Reads a path per line, answers with a JSON line {"file", "tests": [[test, cause, detail], ...], "seconds"}.
+--fresh: torch and torch_npu are not imported ahead, for files that set variables which these read when imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -21,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from cannsim.suites_causes import of_text
+
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def provide_expecttest() -> None:
@@ -83,6 +89,7 @@ def flatten(suite: Any) -> list[Any]:
 def child(path: Path, done: set[str], pipe: int, log: str) -> None:
     """In the forked process: load the file and run those of its tests that are not done; stops at a failure."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a server that is stopped leaves no test behind
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -100,6 +107,10 @@ def child(path: Path, done: set[str], pipe: int, log: str) -> None:
         reporter.fail(types.SimpleNamespace(id=lambda: "import"), sys.exc_info())
         return
     else:
+        if not tests:
+            nothing = AssertionError("no unittest tests in this file")
+            reporter.fail(types.SimpleNamespace(id=lambda: "import"), (type(nothing), nothing, None))
+            return
         unittest.TestSuite(test for test in tests if test.id() not in done).run(reporter)
         if reporter.shouldStop:
             return
@@ -174,8 +185,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
     provide_expecttest()
-    importlib.import_module("torch")
-    importlib.import_module("torch_npu.testing.testcase")
+    if "--fresh" not in sys.argv[2:]:
+        importlib.import_module("torch")
+        importlib.import_module("torch_npu.testing.testcase")
     for line in sys.stdin:
         start = time.monotonic()
         file = File(Path(line.strip()), float(sys.argv[1]))

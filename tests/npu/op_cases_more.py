@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from op_cases import BOOLS, INTS, ONE, OTHER_BOOLS, POSITIVE, SMALL, UNIT, Case, X, Y, distinct, inplace, randn
 from op_cases_tensor import PICK, TOKENS
 
@@ -53,16 +56,48 @@ def _experts_by_hand(
     return torch.stack(out)
 
 
+PROMPT = [16 * randn(1, 2, 32, 64, seed=seed) for seed in (33, 34, 35)]  # (B, N, S, D); scores of some hundreds
+
+
+def _prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The fast mode, which is the default: the product of queries and keys is rounded to half precision."""
+    return (q @ k.mT).half().float().softmax(-1) @ v
+
+
 UNARY = [
     *(
         inplace(f"Inplace{name}", f"{name.lower()}_", x=INSIDE)
         for name in ["Exp2", "Expm1", "Log10", "Log1p", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Erfc", "Frac"]
     ),
     Case("RoundDecimals", lambda x: torch.round(x, decimals=1), (X,), "RoundDecimals", False, ONE),
+    Case(
+        "Hardsigmoid of integers",
+        lambda x: (F.hardsigmoid(x), F.hardsigmoid(x.clone(), inplace=True)),
+        (torch.arange(-5, 6, dtype=torch.int32),),
+        "Hardsigmoid InplaceHardsigmoid",
+        False,
+        ONE,
+        lambda x: 2 * [F.hardsigmoid(x.float()).int()],
+    ),
     Case("InplaceLogicalNot", lambda x: x.clone().logical_not_(), (BOOLS,), "InplaceLogicalNot", False, ONE),
 ]
 
+SEVENTH = 2 * math.pi / 7  # rounded to half precision it is 0.89746, and six of them differ in the third digit
+
 BINARY = [
+    *(
+        Case(
+            f"{name} rounds its factor",
+            lambda x, method=method: getattr(x.clone(), method)(SEVENTH),
+            (torch.arange(64.0),),
+            name,
+            False,
+            ("float16",),
+            lambda x: (x * torch.tensor(SEVENTH).half().float()).half(),
+            0.0,
+        )
+        for name, method in {"Muls": "mul", "InplaceMuls": "mul_"}.items()
+    ),
     integers("InplaceBitwiseAndTensor", "bitwise_and_", SMALL),
     integers("InplaceBitwiseAndScalar", "bitwise_and_", 3),
     integers("InplaceBitwiseXorTensor", "bitwise_xor_", SMALL),
@@ -103,6 +138,36 @@ BINARY = [
 TENSOR = [
     Case("StdMeanCorrection", lambda x: torch.std_mean(x, -1), (X,), "StdMeanCorrection", False),
     Case(
+        "other corrections",
+        lambda x: [
+            *(torch.var(x, -1, correction=c) for c in (0, 3)),
+            *(torch.std(x, -1, correction=c) for c in (0, 3)),
+            *torch.std_mean(x, -1, correction=-3),
+            *torch.var_mean(x, -1, correction=4),
+        ],
+        (X,),
+        "VarCorrection Std StdMeanCorrection VarMean",
+        False,
+    ),
+    Case(
+        "scatter_reduce",
+        lambda x, v: [x.scatter_reduce(0, PICK[:2].expand(4, 2).T.to(x.device), v, how) for how in ("sum", "prod")],
+        (SQUARE, SQUARE[:2] + 1),
+        "ScatterReduce",
+        False,
+        ONE,
+    ),
+    Case("Renorm of counts", lambda x: torch.renorm(x, 0, 0, 5), (X,), "Renorm", False, ONE, lambda x: x * 5 / 24),
+    Case(
+        "padding at each end",
+        lambda x, w: torch._nnpack_spatial_convolution(x, w, None, [1, 2]),
+        (randn(1, 2, 5, 6, seed=36), randn(3, 2, 3, 3, seed=37)),
+        "Convolution",
+        False,
+        ONE,
+        lambda x, w: F.conv2d(x, w, padding=(1, 2)),
+    ),
+    Case(
         "index_copy", lambda x, v: x.index_copy(0, PICK[:2].to(x.device), v), (SQUARE, SQUARE[:2]), "IndexCopy", False
     ),
     Case("index_fill", lambda x: x.index_fill(0, PICK.to(x.device), 2.0), (SQUARE,), "IndexFill", False, ONE),
@@ -111,6 +176,14 @@ TENSOR = [
         lambda x, v: x.clone().put_(PICK[:2].to(x.device), v),
         (SQUARE, X[0, 0, :2]),
         "InplacePut",
+        False,
+        ONE,
+    ),
+    Case(
+        "index_put of nothing",
+        lambda x, v: x.clone().index_put_((torch.zeros(0, dtype=torch.long, device=x.device),), v),
+        (SQUARE, SQUARE[0, 0]),
+        "IndexPutImpl",
         False,
         ONE,
     ),
@@ -137,6 +210,17 @@ TENSOR = [
         "ApplyRotaryPosEmbV2",
         False,
         reference=lambda q, k: (_embed(q), _embed(k)),
+    ),
+    Case(
+        "PromptFlashAttention fast",
+        lambda q, k, v: torch_npu.npu_prompt_flash_attention(
+            q / 16, k, v, num_heads=2, input_layout="BNSD", scale_value=1.0, pre_tokens=65535, next_tokens=65535
+        ),
+        tuple(PROMPT),
+        "PromptFlashAttentionV3",
+        False,
+        ("float16",),
+        lambda q, k, v: _prompt(q / 16, k, v),
     ),
 ]
 

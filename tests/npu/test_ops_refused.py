@@ -42,6 +42,14 @@ CASES = {
         "num_heads=2, input_layout='BNSD', actual_seq_lengths_kv=[1], "
         "kv_padding_size=torch.tensor([1]).npu()), '161002', 'kvPaddingSize')"
     ),
+    "empty kernel of a convolution": (
+        "x, w = torch.zeros(1, 1, 1, 1, 1).half().npu(), torch.zeros(1, 1, 0, 1, 1).half().npu(); "
+        "refused(lambda: torch.nn.functional.conv_transpose3d(x, w), '161002', 'a kernel that is not empty')"
+    ),
+    "lerp in place that would grow": (
+        "x, y = torch.ones(2, 1).npu(), torch.ones(2, 6).npu(); "
+        "refused(lambda: x.lerp_(y, 0.5), '161002', 'must match the size of tensor selfRef [2,1]')"
+    ),
     "float into int": (
         "i = torch.ones(4, dtype=torch.int32).npu(); refused(lambda: i.add_(torch.ones(4).npu()), '161002', "
         '"can\'t be cast to the desired output type DT_INT32")'

@@ -8,10 +8,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import op_cases_older
 import test_ops_training as training
 
 import cannsim
-from cannsim import operators_table
+from cannsim import explain, operators_table
 
 
 def test_the_command_prints_a_row_for_every_operator() -> None:
@@ -20,6 +21,17 @@ def test_the_command_prints_a_row_for_every_operator() -> None:
     rows = [line.split(" | ")[0].removeprefix("| ") for line in printed.splitlines() if line.startswith("| aclnn")]
     assert rows == [o.name for o in operators_table.operators()]
     assert "| aclnnAdd | yes |" in printed, "executed operators are marked"
+    assert printed.splitlines()[-1] == ", ".join(operators_table.older())
+
+
+def test_explain_knows_every_operator_of_the_older_interface() -> None:
+    assert set(operators_table.older()) == explain.older()
+    assert "is simulated in src/ops/older" in explain.explain("EZ3002: Optype [Mish] of Ops kernel")
+
+
+def test_every_operator_of_the_older_interface_has_a_case() -> None:
+    named = {name for case in op_cases_older.CASES for name in case.launches.split() if name.startswith("aclop/")}
+    assert {f"aclop/{name}" for name in operators_table.older()} == named
 
 
 def test_every_signature_equals_its_public_prototype() -> None:

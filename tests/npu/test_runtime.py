@@ -94,6 +94,23 @@ def test_pinned_memory_is_what_was_pinned():
     assert torch.equal(pinned.npu().cpu(), pageable)
 
 
+def test_swapped_memory_is_seen_by_host_and_device():
+    torch_npu = pytest.importorskip("torch_npu")
+    swapped = torch_npu.empty_with_swapped_memory([4, 4], dtype=torch.float32, device="npu:0")
+    swapped.fill_(3)
+    assert torch.equal((swapped + 1).cpu(), torch.full((4, 4), 4.0))
+    del swapped
+    torch.npu.synchronize()
+    assert torch.ones(4).pin_memory().is_pinned()
+
+
+def test_no_memory_cannot_be_registered():
+    runtime, host = torch.npu.npurt(), torch.empty(4096, dtype=torch.uint8)
+    assert int(runtime.npuHostRegister(host.data_ptr(), 0, 0)) == 107000
+    assert int(runtime.npuHostRegister(host.data_ptr(), 4096, 0)) == 0
+    assert int(runtime.npuHostUnregister(host.data_ptr())) == 0
+
+
 # ---- asynchronous execution
 
 DELAYED = """

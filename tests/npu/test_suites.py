@@ -25,6 +25,8 @@ FILES = {
     "hangs": "    def test_a(self):\n        import time\n        time.sleep(100)\n",
     "error": "    def test_a(self):\n        raise KeyError('x')\n",
 }
+NONE = "def test_a():\n    pass\n"  # for pytest; unittest finds nothing
+FRESH = f"import sys\nTORCH = 'torch' in sys.modules\n{HEAD}    def test_a(self):\n        assert not TORCH\n"
 # A file goes on behind a test that poisoned the device.
 MIXED = FILES["missing"] + "\n    def test_b(self):\n        self.assertEqual(torch.ones(1).npu().item(), 1)\n"
 
@@ -33,16 +35,28 @@ MIXED = FILES["missing"] + "\n    def test_b(self):\n        self.assertEqual(to
 def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
     for cause, body in {**FILES, "mixed": MIXED}.items():
         (tmp_path / f"test_{cause}.py").write_text(HEAD + body)
+    (tmp_path / "test_none.py").write_text(NONE)
     results = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), "--timeout", "20"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     rows = {Path(row["file"]).stem: row for row in map(json.loads, results.read_text().splitlines())}
-    assert {name: row["cause"] for name, row in rows.items() if name != "test_mixed"} == {f"test_{c}": c for c in FILES}
+    assert {name: rows[name]["cause"] for name in (f"test_{c}" for c in FILES)} == {f"test_{c}": c for c in FILES}
+    assert (rows["test_none"]["cause"], rows["test_none"]["detail"]) == ("error", "no unittest tests")
     assert [cause for _, cause, _ in rows["test_mixed"]["tests"]] == ["missing", "passed"]
-    assert f"| {tmp_path.name}, files | 9 | 1 | 1 | 1 |" in printed
+    assert f"| {tmp_path.name}, files | 10 | 1 | 1 | 1 |" in printed
     before = results.read_bytes()
     subprocess.run(command, capture_output=True, timeout=600, check=True)
     assert results.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "cause"), [([], "wrong"), (["--fresh"], "passed")])
+def test_fresh_files_import_torch_themselves(tmp_path: Path, option: list[str], cause: str) -> None:
+    (tmp_path / "test_fresh.py").write_text(FRESH)
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), *option]
+    subprocess.run(command, capture_output=True, timeout=600, check=True)
+    assert json.loads(results.read_text())["cause"] == cause
 
 
 @pytest.mark.parametrize(

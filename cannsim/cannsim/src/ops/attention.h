@@ -21,6 +21,7 @@ struct Attention {
   int64_t sparse = 0;
   int64_t pse_type = 1;  // 0: scale * qk + pse, 1: scale * (qk + pse)
   std::vector<int64_t> prefix, q_ends, kv_ends;  // per batch; ends are running totals (TND)
+  bool half_scores = false;  // the product of queries and keys is rounded to half precision
 };
 
 struct Block {

@@ -19,7 +19,7 @@ static Inference inference(const std::string& layout, int64_t heads, int64_t kv_
                            int64_t next, int64_t sparse, int64_t block_size, const OptInts& q_lengths,
                            const OptInts& kv_lengths) {
   Inference i;
-  i.a = {layout, heads, scale, 1.0, pre, next, sparse, 1, {}, {}, {}};
+  i.a = {layout, heads, scale, 1.0, pre, next, sparse, 1, {}, {}, {}, false};
   i.kv_heads = kv_heads ? kv_heads : heads;
   i.block_size = block_size;
   i.q_lengths = q_lengths;
@@ -177,6 +177,13 @@ static Inference with_rope(Inference i, const OptIn& query, const OptIn& key) {
   return i;
 }
 
+// innerPrecise of prompt attention, bit 0: fast, with scores in half precision. The default of
+// npu_prompt_flash_attention; bfloat16 knows no such mode.
+static Inference fast(Inference i, const In& query, int64_t inner_precise) {
+  i.a.half_scores = (inner_precise & 1) && query.scalar_type() == at::kHalf;
+  return i;
+}
+
 // What would change the result and is not computed here must not pass unnoticed.
 static void not_simulated(std::initializer_list<const OptIn*> arguments) {
   for (const OptIn* x : arguments) {
@@ -198,8 +205,9 @@ OP(PromptFlashAttentionV3,
                    inference(inputLayout, numHeads, numKeyValueHeads, scaleValue, preTokens, nextTokens, sparseMode, 0,
                              actualSeqLengths, actualSeqLengthsKv))),
    infer(query, one(key), one(value), pseShift, attenMask, OptIn(at::Tensor(), "blockTable"),
-         inference(inputLayout, numHeads, numKeyValueHeads, scaleValue, preTokens, nextTokens, sparseMode, 0,
-                   actualSeqLengths, actualSeqLengthsKv),
+         fast(inference(inputLayout, numHeads, numKeyValueHeads, scaleValue, preTokens, nextTokens, sparseMode, 0,
+                        actualSeqLengths, actualSeqLengthsKv),
+              query, innerPrecise),
          attentionOut, OptOut(at::Tensor(), "softmaxLse")))
 
 OP(IncreFlashAttentionV4,

@@ -104,6 +104,7 @@ static at::Tensor scores(const Block& b, const Attention& a) {
   int64_t kv_heads = b.k.size(1);
   at::Tensor s = at::matmul(grouped(b.q, kv_heads), b.k.transpose(-1, -2));
   s = s.view({b.q.size(0), b.q.size(1), b.q.size(2), b.k.size(2)});
+  if (a.half_scores) s = s.to(at::kHalf).to(at::kFloat);
   if (b.pse.defined() && a.pse_type == 1) s = s.add_(b.pse);
   s.mul_(a.scale);
   if (b.pse.defined() && a.pse_type == 0) s = s.add_(b.pse);

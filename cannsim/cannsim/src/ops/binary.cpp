@@ -7,6 +7,13 @@ namespace cannsim {
 // A scalar as a tensor that does not raise the result type, like a Python number in torch.
 static at::Tensor number(const at::Scalar& value) { return at::native::wrapped_scalar_tensor(value); }
 
+// The factor of aclnnMuls: before 950, half precision takes it rounded to half precision.
+static at::Tensor factor(const at::Tensor& self, const at::Scalar& value) {
+  bool rounded = self.scalar_type() == at::kHalf && !value.isComplex() && std::string(chip().family) != "950";
+  return number(rounded ? at::Scalar(static_cast<double>(static_cast<at::Half>(value.toDouble()))) : value);
+}
+static at::Tensor divisor(const at::Tensor&, const at::Scalar& value) { return number(value); }
+
 // An update in place keeps its dtype: a result of a higher kind (float into int) does not fit.
 static void result_fits(const In& out, const at::Tensor& other) {
   at::ScalarType result = at::result_type(out, other);
@@ -48,22 +55,22 @@ OP(AddV3, (Num self, In other, Num alpha, Out out), (dtype(other, kNumeric), sam
 OP(AddRelu, (In self, In other, Num alpha, Out out), (dtype(self, kFloating), broadcast(out, self, other)),
    out = at::relu(at::add(self, other, alpha)))
 
-#define ARITHMETIC(name, function)                                                                   \
+#define ARITHMETIC(name, function, operand)                                                          \
   OP(name, (In self, In other, Out out),                                                             \
      (dtype(self, kNumeric), dtype(other, kNumeric), broadcast(out, self, other)),                   \
      at::function##_out(out, self, other))                                                           \
   OP(name##s, (In self, Num other, Out out), (dtype(self, kNumeric), same_shape(out, self)),         \
-     at::function##_out(out, self, number(other)))                                                   \
+     at::function##_out(out, self, operand(self, other)))                                            \
   OP(Inplace##name, (Out selfRef, In other),                                                         \
      (dtype(selfRef, kNumeric), dtype(other, kNumeric), expands_to(other, selfRef), result_fits(selfRef, other)), \
      at::function##_out(selfRef, selfRef, other))                                                    \
   OP(Inplace##name##s, (Out selfRef, Num other),                                                     \
      (dtype(selfRef, kNumeric), result_fits(selfRef, number(other))),                                \
-     at::function##_out(selfRef, selfRef, number(other)))
+     at::function##_out(selfRef, selfRef, operand(selfRef, other)))
 
-ARITHMETIC(Mul, mul)
-ARITHMETIC(Div, div)
-ARITHMETIC(FloorDivide, floor_divide)
+ARITHMETIC(Mul, mul, factor)
+ARITHMETIC(Div, div, divisor)
+ARITHMETIC(FloorDivide, floor_divide, divisor)
 
 OP(DivMod, (In self, In other, int mode, Out out), (dtype(self, kNumeric), broadcast(out, self, other)),
    out = at::div(self, other, rounding_or_none(mode)))
@@ -185,8 +192,10 @@ OP(Lerp, (In self, In end, In weight, Out out), (dtype(self, kFloating), broadca
    out = at::lerp(self, end, weight))
 OP(Lerps, (In self, In end, Num weight, Out out), (dtype(self, kFloating), broadcast(out, self, end)),
    out = at::lerp(self, end, weight))
-OP(InplaceLerp, (Out selfRef, In end, In weight), (dtype(selfRef, kFloating)), selfRef.lerp_(end, weight))
-OP(InplaceLerps, (Out selfRef, In end, Num weight), (dtype(selfRef, kFloating)), selfRef.lerp_(end, weight))
+OP(InplaceLerp, (Out selfRef, In end, In weight),
+   (dtype(selfRef, kFloating), expands_to(end, selfRef), expands_to(weight, selfRef)), selfRef.lerp_(end, weight))
+OP(InplaceLerps, (Out selfRef, In end, Num weight), (dtype(selfRef, kFloating), expands_to(end, selfRef)),
+   selfRef.lerp_(end, weight))
 OP(SWhere, (In condition, In self, In other, Out out),
    (dtype(condition, kMask), broadcast(out, condition, self, other)),
    out = at::where(condition.to(at::kBool), self, other))

@@ -6,12 +6,23 @@ static at::Tensor f(const at::Tensor& x) { return x.to(at::kFloat); }
 static std::optional<at::Tensor> f_or_none(const OptIn& x) {
   return x.defined() ? std::optional<at::Tensor>(f(x)) : std::nullopt;
 }
+// Padding may be given for each end of the two dimensions: top, bottom, left, right.
+static at::Tensor padded(const at::Tensor& input, std::vector<int64_t>& padding) {
+  if (input.dim() != 4 || padding.size() != 4) return f(input);
+  at::Tensor wider = at::constant_pad_nd(f(input), {padding[2], padding[3], padding[0], padding[1]});
+  padding = {0, 0};
+  return wider;
+}
 static void conv_fits(const In& input, const In& weight, int64_t groups) {
   dtype(input, kFloating);
   same_dtype(input, weight);
   rank(input, 3, 5);
   require(weight.dim() == input.dim(), "Expected weight ", shape_text(weight.sizes()), " to have the rank of input ",
           shape_text(input.sizes()), ".");
+  for (int64_t i = 2; i < weight.dim() && std::string(chip().family) != "950"; ++i) {
+    require(weight.size(i) > 0, "Expected a kernel that is not empty, but found weight ", shape_text(weight.sizes()),
+            ".");
+  }
   require(groups > 0 && input.size(1) % groups == 0, "Expected groups to divide the channels of input ",
           shape_text(input.sizes()), ", but found ", groups, ".");
 }
@@ -21,8 +32,8 @@ OP(Convolution,
    (In input, In weight, OptIn bias, Ints stride, Ints padding, Ints dilation, bool transposed, Ints outputPadding,
     int64_t groups, Out output, int8_t cubeMathType),
    (conv_fits(input, weight, groups)),
-   output = at::convolution(f(input), f(weight), f_or_none(bias), stride, padding, dilation, transposed, outputPadding,
-                            groups))
+   std::vector<int64_t> around = padding; at::Tensor x = padded(input, around);
+   output = at::convolution(x, f(weight), f_or_none(bias), stride, around, dilation, transposed, outputPadding, groups))
 OP(ConvolutionBackward,
    (In gradOutput, In input, In weight, OptInts biasSizes, Ints stride, Ints padding, Ints dilation, bool transposed,
     Ints outputPadding, int groups, Bools outputMask, int8_t cubeMathType, OptOut gradInput, OptOut gradWeight,

@@ -1,4 +1,6 @@
 // Reading and writing by index: embedding, gather, scatter, index, mask.
+#include <algorithm>
+
 #include "checks.h"
 
 namespace cannsim {
@@ -47,9 +49,11 @@ static void reducible(int64_t reduce, int64_t highest) {
   require(reduce >= 0 && reduce <= highest, "reduce should be in [0,", highest, "], but found ", reduce, ".");
 }
 
-static std::string_view scatter_reduction(int64_t code) {  // of scatter_reduce
-  static const std::string_view names[] = {"sum", "prod", "mean", "amax", "amin"};
-  return names[code];
+static at::Tensor scatter_reduced(const at::Tensor& self, int64_t dim, const at::Tensor& index, const at::Tensor& src,
+                                  int64_t code, bool include_self) {
+  static const std::string_view names[] = {"", "sum", "prod", "amax", "amin", "mean"};
+  if (code == 0) return at::scatter(self, dim, index, src);
+  return at::scatter_reduce(self, dim, index, src, names[code], include_self);
 }
 
 // Row t of x (T, N, D) goes to slot t of a paged cache: (blocks, size, N, D), or with "PA_NZ"
@@ -124,7 +128,10 @@ OP(NonzeroV2, (In self, Out out), (dtype(out, kIndex)), out.resize_and_write(at:
 
 OP(IndexPutImpl, (Out selfRef, OptInList indices, In values, bool accumulate, bool unsafe),
    (indexable(selfRef, indices), same_dtype(selfRef, values)),
-   if (values.numel()) at::_index_put_impl_(selfRef, index_list(indices), values, accumulate, unsafe))
+   // An empty tensor stands for an index that is absent; when all are, nothing was chosen.
+   auto given = [](const at::Tensor& index) { return index.defined() && index.numel() > 0; };
+   bool chosen = std::any_of(indices.begin(), indices.end(), given);
+   if (chosen && values.numel()) at::_index_put_impl_(selfRef, index_list(indices), values, accumulate, unsafe))
 OP(IndexAdd, (In self, int64_t dim, In index, In source, Num alpha, Out out),
    (dimension(self, dim), dtype(index, kIndex), rank(index, 0, 1), same_dtype(self, source), same_shape(out, self)),
    out = at::index_add(self, dim, index, source, alpha))
@@ -168,11 +175,11 @@ OP(ScatterAdd, (In self, int64_t dim, In index, In src, Out out),
    (index_fits(self, dim, index), same_dtype(self, src), same_shape(out, self)),
    out = at::scatter_add(self, dim, whole(index), src))
 OP(ScatterReduce, (In self, int64_t dim, In index, In src, int64_t reduce, bool includeSelf, Out out),
-   (index_fits(self, dim, index), same_dtype(self, src), reducible(reduce, 4)),
-   out = at::scatter_reduce(self, dim, whole(index), src, scatter_reduction(reduce), includeSelf))
+   (index_fits(self, dim, index), same_dtype(self, src), reducible(reduce, 5)),
+   out = scatter_reduced(self, dim, whole(index), src, reduce, includeSelf))
 OP(InplaceScatterReduce, (Out selfRef, int64_t dim, In index, In src, int64_t reduce, bool includeSelf),
-   (index_fits(selfRef, dim, index), same_dtype(selfRef, src), reducible(reduce, 4)),
-   selfRef = at::scatter_reduce(selfRef, dim, whole(index), src, scatter_reduction(reduce), includeSelf))
+   (index_fits(selfRef, dim, index), same_dtype(selfRef, src), reducible(reduce, 5)),
+   selfRef = scatter_reduced(selfRef, dim, whole(index), src, reduce, includeSelf))
 OP(InplaceScatterUpdate, (Out data, In indices, In updates, int64_t axis),
    (dtype(indices, kIndex), same_dtype(data, updates), dimension(data, axis)),
    scatter_update(data, indices, updates, axis))

@@ -67,7 +67,7 @@ int prepare(const Declaration& operation, uint64_t* workspace, aclOpExecutor** e
 
 // Runs on the worker thread of a stream. The caller's dispatch state must not leak into it, and no
 // autograd graph is wanted.
-static int run(const char* name, const std::function<void()>& task) {
+int run_task(const char* name, const std::function<void()>& task) {
   try {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     at::NoGradGuard no_grad;
@@ -95,9 +95,9 @@ int launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
   if (executor->aicpu) count_calls(std::string("aicpu/") + name, 1);
   if (executor->inner) count_calls(std::string("inner/") + name, executor->inner);
   if (executor->repeatable) {
-    enqueue(stream, name, [name, task = executor->task] { return run(name, task); });
+    enqueue(stream, name, [name, task = executor->task] { return run_task(name, task); });
   } else {
-    enqueue(stream, name, [name, task = std::move(executor->task)] { return run(name, task); });
+    enqueue(stream, name, [name, task = std::move(executor->task)] { return run_task(name, task); });
     delete executor;
   }
   return 0;

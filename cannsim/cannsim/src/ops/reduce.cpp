@@ -81,18 +81,20 @@ OP(Norm, (In self, OptNum pScalar, OptInts dim, bool keepdim, Out out),
 OP(LogSumExp, (In self, Ints dim, bool keepDim, Out out),
    (dtype(self, kReal), dtype(out, kFloating), dimensions(self, dim), reduced(out, self, dim, keepDim)),
    out = at::logsumexp(self.to(at::kFloat), dim, keepDim))
+// An integer would choose torch's older overload, whose argument is a bool.
+static std::optional<at::Scalar> number(int64_t value) { return at::Scalar(value); }
 OP(VarCorrection, (In self, OptInts dim, int64_t correction, bool keepdim, Out out), (dtype(self, kFloating)),
-   out = at::var(self, dim.optional(), correction, keepdim))
+   out = at::var(self, dim.optional(), number(correction), keepdim))
 OP(Std, (In self, OptInts dim, int64_t correction, bool keepdim, Out out), (dtype(self, kFloating)),
-   out = at::std(self, dim.optional(), correction, keepdim))
+   out = at::std(self, dim.optional(), number(correction), keepdim))
 OP(VarMean, (In self, OptInts dim, int64_t correction, bool keepdim, Out varOut, Out meanOut),
    (dtype(self, kFloating)),
-   auto [variance, mean] = at::var_mean(self, dim.optional(), correction, keepdim);
+   auto [variance, mean] = at::var_mean(self, dim.optional(), number(correction), keepdim);
    varOut = variance;
    meanOut = mean)
 OP(StdMeanCorrection, (In self, OptInts dim, int64_t correction, bool keepdim, Out stdOut, Out meanOut),
    (dtype(self, kFloating)),
-   auto [deviation, mean] = at::std_mean(self, dim.optional(), correction, keepdim);
+   auto [deviation, mean] = at::std_mean(self, dim.optional(), number(correction), keepdim);
    stdOut = deviation;
    meanOut = mean)
 OP(Bincount, (In self, OptIn weights, int64_t minlength, Out out), (dtype(self, kIntegral), rank(self, 1, 1)),

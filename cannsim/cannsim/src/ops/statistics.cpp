@@ -22,10 +22,20 @@ OP(NanMedianDim, (In self, int64_t dim, bool keepDim, Out valuesOut, Out indices
    auto [values, where] = at::nanmedian(self, dim, keepDim);
    valuesOut = values;
    indicesOut = where)
+// With p = 0 the norm is the number of elements that are not 0, as in the public formula.
+static at::Tensor renormed(const at::Tensor& x, const at::Scalar& p, int64_t dim, const at::Scalar& most) {
+  if (p.toDouble() != 0) return at::renorm(x, p, dim, most);
+  std::vector<int64_t> others;
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    if (i != at::maybe_wrap_dim(dim, x.dim())) others.push_back(i);
+  }
+  at::Tensor norm = x.ne(0).sum(others, true).to(at::kFloat);
+  return x * at::where(norm.gt(most), most.toDouble() / (norm + 1e-7), at::ones_like(norm));
+}
 OP(Renorm, (In self, Num p, int64_t dim, Num maxNorm, Out out), (dtype(self, kFloating), same_shape(out, self)),
-   out = at::renorm(wide(self), p, dim, maxNorm))
+   out = renormed(wide(self), p, dim, maxNorm))
 OP(InplaceRenorm, (Out selfRef, Num p, int64_t dim, Num maxNorm), (dtype(selfRef, kFloating)),
-   selfRef = at::renorm(wide(selfRef), p, dim, maxNorm))
+   selfRef = renormed(wide(selfRef), p, dim, maxNorm))
 OP(Cdist, (In x1, In x2, float p, int64_t computeMode, Out out), (same_dtype(x1, x2)),
    out = at::_cdist_forward(wide(x1).contiguous(), wide(x2).contiguous(), p, 2))
 OP(CdistBackward, (In grad, In x1, In x2, In cdist, float p, Out out), (same_dtype(x1, x2)),

@@ -60,7 +60,11 @@ ACTIVATION(Gelu, at::gelu(self, "tanh"))  // documented with the tanh formula, w
 ACTIVATION(FastGelu, self * at::sigmoid(1.702 * self.to(at::kFloat)))
 ACTIVATION(Mish, at::mish(self))
 ACTIVATION(Hardswish, at::hardswish(self))
-ACTIVATION(Hardsigmoid, at::hardsigmoid(self))
+static const cannsim::Dtypes kHardsigmoid{{at::kFloat, at::kHalf, cannsim::kBf16, at::kInt}};
+static at::Tensor hardsigmoid_of(const at::Tensor& x) {
+  return at::hardsigmoid(x.scalar_type() == at::kInt ? x.to(at::kFloat) : x);
+}
+OP(Hardsigmoid, (In self, Out out), (dtype(self, kHardsigmoid), same_shape(out, self)), out = hardsigmoid_of(self))
 ACTIVATION(LogSigmoid, at::log_sigmoid(self))
 
 static const cannsim::Dtypes kRelu{{at::kFloat, at::kHalf, cannsim::kBf16, at::kChar, at::kInt, at::kLong,
@@ -156,7 +160,7 @@ OP(InplaceElu, (Out selfRef, Num alpha, Num scale, Num inputScale), (dtype(selfR
 OP(InplaceHardtanh, (Out selfRef, Num clipValueMin, Num clipValueMax), (),
    at::hardtanh_(selfRef, clipValueMin, clipValueMax))
 OP(InplaceHardswish, (Out selfRef), (dtype(selfRef, kFloating)), at::hardswish_(selfRef))
-OP(InplaceHardsigmoid, (Out selfRef), (dtype(selfRef, kFloating)), at::hardsigmoid_(selfRef))
+OP(InplaceHardsigmoid, (Out selfRef), (dtype(selfRef, kHardsigmoid)), selfRef = hardsigmoid_of(selfRef))
 OP(InplaceMish, (Out selfRef), (dtype(selfRef, kFloating)), at::mish_(selfRef))
 OP(InplaceThreshold, (Out selfRef, Num threshold, Num value), (), at::threshold_(selfRef, threshold, value))
 OP(InplaceNanToNum, (Out selfRef, float nan, float posinf, float neginf), (dtype(selfRef, kReal)),

@@ -5,7 +5,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
+#include <set>
 
 #include "internal.h"
 
@@ -26,6 +28,7 @@ struct Memory {
   std::mutex mutex;
   std::map<char*, Block> device_blocks;  // aclrtMalloc and reserved virtual ranges
   std::map<char*, size_t> pinned;        // page-locked host memory
+  std::set<void*> shown;                 // parts of it that the device was told of
   std::map<char*, size_t> mapped;        // parts of virtual ranges with memory behind them
 };
 
@@ -211,14 +214,26 @@ API aclError aclrtFreeHost(void* address) {
 
 API aclError aclrtHostRegisterV2(void* address, uint64_t bytes, uint32_t) {
   ENTER();
+  if (!address || !bytes) return ACL_ERROR_RT_PARAM_INVALID;
   Memory& all = memory();
   std::lock_guard lock(all.mutex);
   bool added = all.pinned.emplace(static_cast<char*>(address), bytes).second;
   return added ? ACL_SUCCESS : ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
 }
 
+// The device sees the memory under the address of the host. A part of what aclrtMallocHost gave is pinned
+// already and only mapped.
 API aclError aclrtHostRegister(void* address, uint64_t bytes, aclrtHostRegisterType, void** device_address) {
   *device_address = address;
+  {
+    Memory& all = memory();
+    std::lock_guard lock(all.mutex);
+    auto next = all.pinned.upper_bound(static_cast<char*>(address));
+    if (bytes && next != all.pinned.begin()) {
+      auto [start, size] = *std::prev(next);
+      if (static_cast<char*>(address) + bytes <= start + size && all.shown.insert(address).second) return ACL_SUCCESS;
+    }
+  }
   return aclrtHostRegisterV2(address, bytes, 0);
 }
 
@@ -226,6 +241,7 @@ API aclError aclrtHostUnregister(void* address) {
   ENTER();
   Memory& all = memory();
   std::lock_guard lock(all.mutex);
+  if (all.shown.erase(address)) return ACL_SUCCESS;
   return all.pinned.erase(static_cast<char*>(address)) ? ACL_SUCCESS : ACL_ERROR_HOST_MEMORY_NOT_REGISTERED;
 }
 

@@ -1,8 +1,11 @@
 // The older operator interface (libacl_op_compiler: aclopCompileAndExecute). torch_npu reads the float
 // status and changes formats through it; for everything else it falls back to it when an aclnn operator is
-// missing, when an argument has a private format, or when operators are compiled for each shape: those
-// nobody wrote.
+// missing, when an argument has a private format, or when operators are compiled for each shape. Some of
+// those are computed by libopapi (ops/older*.cpp).
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -11,18 +14,22 @@
 
 #include "acl/acl_op_compiler.h"
 #include "internal.h"
+#include "older.h"
 
 struct aclTensorDesc {
   aclDataType type;
   std::vector<int64_t> dims;
   aclFormat format;
   std::string name;
+  bool on_host = false;
 };
 struct aclDataBuffer {
   void* data;
   size_t bytes;
 };
-struct aclopAttr {};
+struct aclopAttr {
+  std::map<std::string, cannsim::OlderAttribute> values;
+};
 
 API aclDataBuffer* aclCreateDataBuffer(void* data, size_t bytes) { return new aclDataBuffer{data, bytes}; }
 API aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
@@ -44,21 +51,40 @@ API size_t aclGetTensorDescNumDims(const aclTensorDesc* desc) { return desc->dim
 API aclDataType aclGetTensorDescType(const aclTensorDesc* desc) { return desc->type; }
 API void aclSetTensorDescName(aclTensorDesc* desc, const char* name) { desc->name = name; }
 API aclError aclSetTensorFormat(aclTensorDesc*, aclFormat) { return ACL_SUCCESS; }
-API aclError aclSetTensorPlaceMent(aclTensorDesc*, aclMemType) { return ACL_SUCCESS; }
+API aclError aclSetTensorPlaceMent(aclTensorDesc* desc, aclMemType type) {
+  desc->on_host = type == ACL_MEMTYPE_HOST || type == ACL_MEMTYPE_HOST_COMPILE_INDEPENDENT;
+  return ACL_SUCCESS;
+}
 API aclError aclSetTensorShape(aclTensorDesc*, int, const int64_t*) { return ACL_SUCCESS; }
 
-// Attributes are accepted and dropped: nothing executes them.
 API aclopAttr* aclopCreateAttr() { return new aclopAttr; }
 API void aclopDestroyAttr(const aclopAttr* attr) { delete attr; }
-API aclError aclopSetAttrBool(aclopAttr*, const char*, uint8_t) { return ACL_SUCCESS; }
-API aclError aclopSetAttrDataType(aclopAttr*, const char*, aclDataType) { return ACL_SUCCESS; }
-API aclError aclopSetAttrFloat(aclopAttr*, const char*, float) { return ACL_SUCCESS; }
-API aclError aclopSetAttrInt(aclopAttr*, const char*, int64_t) { return ACL_SUCCESS; }
-API aclError aclopSetAttrListBool(aclopAttr*, const char*, int, const uint8_t*) { return ACL_SUCCESS; }
-API aclError aclopSetAttrListFloat(aclopAttr*, const char*, int, const float*) { return ACL_SUCCESS; }
-API aclError aclopSetAttrListInt(aclopAttr*, const char*, int, const int64_t*) { return ACL_SUCCESS; }
-API aclError aclopSetAttrListListInt(aclopAttr*, const char*, int, const int*, const int64_t* const*) { return ACL_SUCCESS; }
-API aclError aclopSetAttrString(aclopAttr*, const char*, const char*) { return ACL_SUCCESS; }
+
+static aclError keep(aclopAttr* attr, const char* name, cannsim::OlderAttribute value) {
+  attr->values[name] = std::move(value);
+  return ACL_SUCCESS;
+}
+API aclError aclopSetAttrBool(aclopAttr* attr, const char* name, uint8_t value) { return keep(attr, name, value != 0); }
+API aclError aclopSetAttrDataType(aclopAttr* attr, const char* name, aclDataType value) {
+  return keep(attr, name, value);
+}
+API aclError aclopSetAttrFloat(aclopAttr* attr, const char* name, float value) { return keep(attr, name, value); }
+API aclError aclopSetAttrInt(aclopAttr* attr, const char* name, int64_t value) { return keep(attr, name, value); }
+API aclError aclopSetAttrListBool(aclopAttr* attr, const char* name, int count, const uint8_t* values) {
+  return keep(attr, name, std::vector<int64_t>(values, values + count));
+}
+API aclError aclopSetAttrListFloat(aclopAttr* attr, const char* name, int count, const float* values) {
+  return keep(attr, name, std::vector<float>(values, values + count));
+}
+API aclError aclopSetAttrListInt(aclopAttr* attr, const char* name, int count, const int64_t* values) {
+  return keep(attr, name, std::vector<int64_t>(values, values + count));
+}
+API aclError aclopSetAttrListListInt(aclopAttr*, const char*, int, const int*, const int64_t* const*) {
+  return ACL_SUCCESS;  // no operator that is simulated has one
+}
+API aclError aclopSetAttrString(aclopAttr* attr, const char* name, const char* value) {
+  return keep(attr, name, std::string(value));
+}
 
 static aclError not_implemented(const char* op) {
   std::string text = std::string("EZ3002: Optype [") + op +
@@ -115,23 +141,63 @@ static bool identity(const std::string& op, int inputs, Buffer* const input[], i
   return true;
 }
 
-API aclError aclopCompileAndExecute(const char* op, int inputs, const aclTensorDesc* const[],
-                                    const aclDataBuffer* const input[], int outputs, const aclTensorDesc* const[],
-                                    aclDataBuffer* const output[], const aclopAttr*, aclopEngineType, aclopCompileType,
-                                    const char*, aclrtStream stream) {
-  ENTER();
-  bool done = float_status<const aclDataBuffer>(op, inputs, input, outputs, output, stream) ||
-              identity(op, inputs, input, outputs, output, stream);
-  return done ? ACL_SUCCESS : not_implemented(op);
+// ---- what libopapi computes
+
+static std::atomic<cannsim::OlderLibrary> older_library{nullptr};
+
+void cannsim::provide_older(OlderLibrary library) { older_library = library; }
+
+template <class Desc, class Buffer>
+static std::vector<cannsim::OlderTensor> older_tensors(int count, Desc* const desc[], Buffer* const buffer[]) {
+  std::vector<cannsim::OlderTensor> tensors;
+  for (int i = 0; i < count; ++i) {
+    cannsim::OlderTensor tensor{desc[i]->type, desc[i]->dims, buffer[i]->data, nullptr};
+    if (desc[i]->on_host && tensor.data) {
+      const char* bytes = static_cast<const char*>(tensor.data);
+      tensor.host = std::make_shared<std::vector<char>>(bytes, bytes + buffer[i]->bytes);
+      tensor.data = tensor.host->data();
+    }
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
 }
 
-API aclError aclopCompileAndExecuteV2(const char* op, int inputs, aclTensorDesc*[], aclDataBuffer* input[], int outputs,
-                                      aclTensorDesc*[], aclDataBuffer* output[], aclopAttr*, aclopEngineType,
-                                      aclopCompileType, const char*, aclrtStream stream) {
+template <class Desc, class Buffer>
+static bool older(const char* op, int inputs, Desc* const input_desc[], Buffer* const input[], int outputs,
+                  Desc* const output_desc[], aclDataBuffer* const output[], const aclopAttr* attr, aclrtStream stream,
+                  int* error) {
+  if (!older_library) dlopen("libopapi.so", RTLD_NOW | RTLD_LOCAL);  // torch_npu may not have needed it so far
+  cannsim::OlderLibrary library = older_library;
+  if (!library) return false;
+  cannsim::OlderCall call{
+      op, older_tensors(inputs, input_desc, input), older_tensors(outputs, output_desc, output), {}};
+  if (attr) call.attributes = attr->values;
+  return library(call, stream, error);
+}
+
+API aclError aclopCompileAndExecute(const char* op, int inputs, const aclTensorDesc* const input_desc[],
+                                    const aclDataBuffer* const input[], int outputs,
+                                    const aclTensorDesc* const output_desc[], aclDataBuffer* const output[],
+                                    const aclopAttr* attr, aclopEngineType, aclopCompileType, const char*,
+                                    aclrtStream stream) {
   ENTER();
+  int error = ACL_SUCCESS;
+  bool done = float_status<const aclDataBuffer>(op, inputs, input, outputs, output, stream) ||
+              identity(op, inputs, input, outputs, output, stream) ||
+              older(op, inputs, input_desc, input, outputs, output_desc, output, attr, stream, &error);
+  return done ? error : not_implemented(op);
+}
+
+API aclError aclopCompileAndExecuteV2(const char* op, int inputs, aclTensorDesc* input_desc[], aclDataBuffer* input[],
+                                      int outputs, aclTensorDesc* output_desc[], aclDataBuffer* output[],
+                                      aclopAttr* attr, aclopEngineType, aclopCompileType, const char*,
+                                      aclrtStream stream) {
+  ENTER();
+  int error = ACL_SUCCESS;
   bool done = float_status<aclDataBuffer>(op, inputs, input, outputs, output, stream) ||
-              identity(op, inputs, input, outputs, output, stream);
-  return done ? ACL_SUCCESS : not_implemented(op);
+              identity(op, inputs, input, outputs, output, stream) ||
+              older(op, inputs, input_desc, input, outputs, output_desc, output, attr, stream, &error);
+  return done ? error : not_implemented(op);
 }
 
 // ---- options: kept and given back

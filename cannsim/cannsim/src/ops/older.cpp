@@ -1,0 +1,152 @@
+// The operators of the older interface that are simulated: those that op-plugin still launches on every chip
+// because they have no aclnn function, and the few that it takes when operators are compiled for each shape.
+// Those of boxes are in older_boxes.cpp.
+#include "older.h"
+
+#include <map>
+
+namespace cannsim {
+
+// By the name under which they are counted: aclop/Mish.
+static std::map<std::string, OlderBody>& bodies() {
+  static std::map<std::string, OlderBody> all;
+  return all;
+}
+
+OlderEntry::OlderEntry(const char* name, OlderBody body) { bodies()[std::string("aclop/") + name] = body; }
+
+int run_task(const char* name, const std::function<void()>& task);  // op.cpp
+
+static at::Tensor view(const OlderTensor& tensor) {
+  at::ScalarType type = to_torch(tensor.type);
+  if (!tensor.data || type == at::ScalarType::Undefined) return {};
+  return at::from_blob(tensor.data, tensor.dims, at::TensorOptions().dtype(type));
+}
+
+static bool launch_older(const OlderCall& call, aclrtStream stream, int* error) {
+  auto found = bodies().find("aclop/" + call.name);
+  if (found == bodies().end()) return false;
+  const char* name = found->first.c_str();
+  *error = enter(name);
+  if (*error) return true;
+  enqueue(stream, name, [name, call, body = found->second] {
+    return run_task(name, [&] {
+      Older arguments{{}, {}, call.attributes};
+      for (const OlderTensor& tensor : call.inputs) arguments.in.push_back(view(tensor));
+      for (const OlderTensor& tensor : call.outputs) arguments.out.push_back(view(tensor));
+      body(arguments);
+    });
+  });
+  return true;
+}
+
+static const bool provided = (provide_older(launch_older), true);
+
+// The names, separated by blanks. Read from Python by cannsim/operators_table.py.
+extern "C" CANNSIM_API const char* cannsimOlderOperators() {
+  static const std::string text = [] {
+    std::string names;
+    for (const auto& [name, body] : bodies()) names += name.substr(name.find('/') + 1) + " ";
+    return names;
+  }();
+  return text.c_str();
+}
+
+// ---- shapes
+
+OLDER(BroadcastTo, o.put(0, o.in[0].expand(o.out[0].sizes())))
+OLDER(Transpose, o.put(0, o.in[0].permute(o.constant(1))))
+OLDER(Slice, at::Tensor part = o.in[0]; auto offsets = o.constant(1), sizes = o.constant(2);
+      for (size_t i = 0; i < offsets.size(); ++i) {
+        int64_t dim = static_cast<int64_t>(i);
+        part = part.narrow(dim, offsets[i], sizes[i] < 0 ? part.size(dim) - offsets[i] : sizes[i]);
+      } o.put(0, part))
+OLDER(Pad, auto pairs = o.constant(1); std::vector<int64_t> padding;  // before and after, first dimension first
+      for (size_t i = pairs.size(); i >= 2; i -= 2) padding.insert(padding.end(), {pairs[i - 2], pairs[i - 1]});
+      o.put(0, at::constant_pad_nd(o.in[0], padding)))
+
+// ---- products
+
+static at::Tensor turned(const at::Tensor& x, bool turn) { return wide(turn ? x.transpose(-1, -2) : x); }
+
+static at::Tensor product(const Older& o, const char* first, const char* second) {
+  at::Tensor left = turned(o.in[0], o.attribute(first, false)), right = turned(o.in[1], o.attribute(second, false));
+  at::Tensor result = at::matmul(left, right);
+  return o.in.size() > 2 && o.in[2].defined() ? result + wide(o.in[2]) : result;
+}
+
+OLDER(MatMul, o.put(0, product(o, "transpose_x1", "transpose_x2")))
+OLDER(BatchMatMul, o.put(0, product(o, "adj_x1", "adj_x2")))
+
+// ---- element by element
+
+OLDER(Abs, o.put(0, at::abs(o.in[0])))
+OLDER(Add, o.put(0, wide(o.in[0]) + wide(o.in[1])))
+OLDER(Sub, o.put(0, wide(o.in[0]) - wide(o.in[1])))
+OLDER(Mul, o.put(0, wide(o.in[0]) * wide(o.in[1])))
+OLDER(RealDiv, o.put(0, wide(o.in[0]) / wide(o.in[1])))
+OLDER(Mish, o.put(0, at::mish(wide(o.in[0]))))
+OLDER(MishGrad, o.put(0, at::mish_backward(wide(o.in[0]), wide(o.in[1]))))
+OLDER(Swish, at::Tensor x = wide(o.in[0]); o.put(0, x * at::sigmoid(x * o.attribute("scale", 1.0f))))
+OLDER(SwishGrad, o.put(0, at::silu_backward(wide(o.in[0]), wide(o.in[1]))))
+
+// ---- order
+
+OLDER(ArgMaxWithValue, auto [values, where] = at::max(o.in[0], o.attribute<int64_t>("dimension", 0), true);
+      o.put(0, where); o.put(1, values))
+OLDER(ArgMinWithValue, auto [values, where] = at::min(o.in[0], o.attribute<int64_t>("dimension", 0), true);
+      o.put(0, where); o.put(1, values))
+OLDER(SortV2, int64_t axis = o.attribute<int64_t>("axis", -1);
+      o.put(0, std::get<0>(at::sort(o.in[0], axis, o.attribute("descending", false)))))
+
+// ---- losses and optimizers
+
+OLDER(SoftmaxCrossEntropyWithLogits, at::Tensor logits = wide(o.in[0]), labels = wide(o.in[1]);
+      o.put(0, -(labels * at::log_softmax(logits, -1)).sum(-1)); o.put(1, at::softmax(logits, -1) - labels))
+
+// Adam as TensorFlow has it: var, m, v, beta1_power, beta2_power, lr, beta1, beta2, epsilon, grad.
+OLDER(ApplyAdamD,
+      std::vector<double> number(9);
+      for (size_t i = 3; i < 9; ++i) number[i] = o.in[i].item<double>();
+      double beta1 = number[6], beta2 = number[7], rate = number[5] * std::sqrt(1 - number[4]) / (1 - number[3]);
+      at::Tensor grad = wide(o.in[9]), m = wide(o.in[1]) * beta1 + grad * (1 - beta1);
+      at::Tensor v = wide(o.in[2]) * beta2 + grad * grad * (1 - beta2);
+      at::Tensor step = o.attribute("use_nesterov", false) ? m * beta1 + grad * (1 - beta1) : m;
+      o.put(0, wide(o.in[0]) - rate * step / (v.sqrt() + number[8])); o.put(1, m); o.put(2, v))
+
+// ---- signs as bits, and the rest
+
+OLDER(SignBitsPack,  // bit 1: not negative; the last byte is filled up with 0
+      at::Tensor bits = at::ge(o.in[0].flatten(), 0).to(at::kByte);
+      bits = at::constant_pad_nd(bits, {0, (8 - bits.numel() % 8) % 8}).reshape({-1, 8});
+      at::Tensor weight = at::bitwise_left_shift(at::ones({8}, at::kByte), at::arange(8, at::kByte));
+      o.put(0, (bits * weight).sum(1)))
+OLDER(SignBitsUnpack, at::Tensor bytes = o.in[0].flatten().unsqueeze(1);
+      at::Tensor bits = at::bitwise_and(at::bitwise_right_shift(bytes, at::arange(8, at::kByte)), 1);
+      o.put(0, bits.to(at::kFloat) * 2 - 1))
+
+// Channels come in blocks of 16 (NC1HWC0): each argument gives c1_len of them, from its offset on.
+static at::Tensor blocks(const at::Tensor& x, int64_t offset, int64_t count) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape[1] = std::max(shape[1], (offset + count) * 16);
+  at::Tensor padded = at::zeros(shape, x.options());
+  padded.narrow(1, 0, x.size(1)).copy_(x);
+  return padded.narrow(1, offset * 16, count * 16);
+}
+OLDER(StrideAdd, int64_t count = o.attribute<int64_t>("c1_len", 1);
+      o.put(0, blocks(wide(o.in[0]), o.attribute<int64_t>("x1_c1_offset", 0), count) +
+                   blocks(wide(o.in[1]), o.attribute<int64_t>("x2_c1_offset", 0), count)))
+
+// In row j of the batch the positions from start[i][j] up to end[i][j] of the last axis become value[i].
+OLDER(MaskedFillRange, const at::Tensor &x = o.in[0], &start = o.in[1], &end = o.in[2];
+      int64_t axis = o.attribute<int64_t>("axis", -1), last = x.dim() - 1;
+      require(last >= 1 && (axis == -1 || axis == last), "MaskedFillRange: cannsim knows only the last axis");
+      at::Tensor filled = x.clone();
+      for (int64_t i = 0; i < start.size(0); ++i) {
+        for (int64_t j = 0; j < start.size(1); ++j) {
+          int64_t from = start[i][j].item<int64_t>(), to = std::min(end[i][j].item<int64_t>(), x.size(last));
+          if (to > from) filled[j].narrow(last - 1, from, to - from).copy_(o.in[3][i]);
+        }
+      } o.put(0, filled))
+
+}  // namespace cannsim
