@@ -121,6 +121,7 @@ def fill(ax: Any, panel: Panel) -> None:
             ax.plot(x, y if curve.exact else smoothed(y), color=colour, label=curve.label, lw=1.4)
     ax.set_title(panel.title, fontsize=9)
     ax.grid(alpha=0.25, lw=0.5)
+    ax.set_xlim(left=0)  # so that two validations stand where they were made, below the loss
     if panel.from_zero:
         ax.set_ylim(bottom=0)
     ax.spines[["top", "right"]].set_visible(False)
