@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 from ascendchat.config import UserError
@@ -42,7 +43,7 @@ def check_folder(folder: Path) -> None:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new one, never a half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{os.getpid()}{threading.get_ident()}.tmp")
     try:
         with beside.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

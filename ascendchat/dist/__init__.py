@@ -64,6 +64,7 @@ class _State:
     place: torch.device
     gloo: bool = False
     teams: dict[tuple[int, ...], Team] = field(default_factory=dict)
+    timeout: timedelta | None = None  # of a collective; groups do not inherit that of all ranks
 
 
 _state = _State(World(), torch.device("cpu"))
@@ -86,7 +87,7 @@ def team(ranks: Sequence[int]) -> Team:
         return Team(wanted.index(me.rank), len(wanted))
     if wanted not in _state.teams:
         # Only the members meet: with 1,024 ranks, all of them would otherwise meet once for every team that there is.
-        group = torch_dist.new_group(list(wanted), use_local_synchronization=True)
+        group = torch_dist.new_group(list(wanted), timeout=_state.timeout, use_local_synchronization=True)
         _state.teams[wanted] = Team(wanted.index(me.rank), len(wanted), group)
     return _state.teams[wanted]
 
@@ -119,9 +120,11 @@ def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | 
         raise RuntimeError("dist.init was called twice; call dist.teardown first")
     me = read_world(os.environ)
     place = device.bind(me.local_rank)
+    wait: timedelta | None = None
     if me.size > 1:
         limits = order_timeouts(device.collective, timeout, connect_timeout, os.environ)
         os.environ.update(limits.variables)
+        wait = timedelta(seconds=limits.group)
         if me.rank == 0:
             for note in limits.notes:
                 print(f"ascendchat: {note}", file=sys.stderr, flush=True)
@@ -136,7 +139,7 @@ def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | 
                 store=torch_dist.PrefixStore("group", store),
                 rank=me.rank,
                 world_size=me.size,
-                timeout=timedelta(seconds=limits.group),
+                timeout=wait,
             )
             warm_up(me, place)
             store.set(f"warm/{me.rank}", "1")
@@ -145,7 +148,7 @@ def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | 
             raise
         finally:
             watch.cancel()
-    _state = _State(me, place, gloo=device.collective == "gloo")
+    _state = _State(me, place, gloo=device.collective == "gloo", timeout=wait)
     return me
 
 

@@ -83,10 +83,12 @@ def run(config: LaunchConfig) -> int:
     _say(f"{plan.devices} process{'es' if plan.devices > 1 else ''}{where}; logs in {plan.logs}")
     with contextlib.ExitStack() as stack:
         if config.max_restarts and can_fork(plan.program):
-            plan.logs.mkdir(parents=True, exist_ok=True)
-            plan.nursery = stack.enter_context(
-                contextlib.closing(Nursery(plan.program, plan.environment, plan.logs / NURSERY_LOG))
-            )
+            try:
+                plan.logs.mkdir(parents=True, exist_ok=True)
+                plan.nursery = Nursery(plan.program, plan.environment, nursery_log(plan))
+            except OSError as error:
+                raise not_writable(plan.logs, error) from None
+            stack.enter_context(contextlib.closing(plan.nursery))
         return _attempts(plan, config)
 
 
@@ -115,6 +117,14 @@ def _attempts(plan: LaunchPlan, config: LaunchConfig) -> int:
         restarts += 1
         counted = f" ({failures} of {config.max_restarts})"
         _say(f"starting again{' with the next smaller device batch' if short else counted}")
+
+
+def nursery_log(plan: LaunchPlan) -> Path:
+    return plan.logs / f"{node_prefix(plan.nodes, plan.node_rank)}{NURSERY_LOG}"
+
+
+def not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write the logs to {folder} ({error.strerror}); set ASCENDCHAT_HOME to a folder of yours")
 
 
 def can_fork(program: list[str]) -> bool:
@@ -239,9 +249,7 @@ def attempt(plan: LaunchPlan, restart: int, grace: float) -> AttemptResult:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / f"{node}{PROGRAM}", json.dumps(plan.program))
     except OSError as error:
-        raise UserError(
-            f"cannot write the logs to {folder} ({error.strerror}); set ASCENDCHAT_HOME to a folder of yours"
-        ) from None
+        raise not_writable(folder, error) from None
     environment = dict(plan.environment)
     if restart:
         environment["ASCENDCHAT_RESTART"] = str(restart)  # training resumes from its last checkpoint
@@ -254,8 +262,9 @@ def attempt(plan: LaunchPlan, restart: int, grace: float) -> AttemptResult:
         arguments += [str(Path(__file__).with_name("rank.py")), str(folder), *([node] if node else [])]
         show = plan.node_rank == 0
         outcome = run_torchrun(arguments, folder, environment, grace, show=show, node=node, nursery=plan.nursery)
-        if outcome.lost:
-            _say(f"ranks cannot be forked here, so they start one by one; why: {plan.logs / NURSERY_LOG}")
+        if outcome.lost and plan.nursery:
+            if plan.nursery.process.wait() != UserError.status:
+                _say(f"ranks cannot be forked here, so they start one by one; why: {nursery_log(plan)}")
             plan.nursery = None
         elif not outcome.port_taken or plan.master_port:
             break

@@ -1,14 +1,15 @@
 """The process that forks the torchruns of `ascendchat launch --max-restarts N`; each forks its ranks. See warm.py.
 
-    python -m ascendchat.launch.forking     # a JSON line with the program, then one for each torchrun
+    python -m ascendchat.launch.forking FD     # reads a JSON line with the program, then one for each torchrun
 
-It answers with two lines for each: the process number, and how it ended. torch is imported inside the functions.
+It writes two lines for each to FD: the process number, and how it ended. torch is imported inside the functions.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -24,6 +25,7 @@ import traceback
 from typing import Any, NoReturn
 
 from ascendchat.chips import KINDS
+from ascendchat.config import UserError
 from ascendchat.launch import agent, rank
 from ascendchat.launch.rank import die_with_parent
 from ascendchat.launch.warm import LOOK
@@ -47,14 +49,17 @@ def preload(program: list[str]) -> None:
         assert not used, f"a process that uses {kind} cannot be forked"
 
 
-def main() -> int:
+def main(answers: int) -> int:
     """Fork one torchrun after the other, and tell its number and how it ended."""
     die_with_parent(signal.SIGTERM)
-    answers, jobs = os.dup(1), os.fdopen(os.dup(0), "r", encoding="utf-8")
-    os.dup2(2, 1)  # what imports print is no answer
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts jobs with & has it ignored
+    jobs = os.fdopen(os.dup(0), "r", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    program = json.loads(jobs.readline())
-    preload(program)
+    try:
+        preload(json.loads(jobs.readline()))
+    except UserError as error:  # the ranks will say it
+        print(error, file=sys.stderr)
+        return error.status
     gc.collect()
     gc.freeze()  # so that collections in the ranks do not write to every page
     while line := jobs.readline():
@@ -97,8 +102,12 @@ class ForkedRank:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        # torchrun's handlers raise, and what is raised in a hook of `fork` is lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.pid = os.fork()
-        if self.pid == 0:
+        if self.pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        else:
             at = next(at for at, word in enumerate(words) if word.endswith(RANK_SCRIPT))
             _be_rank(list(words[at + 1 :]), environment)
 
@@ -129,6 +138,7 @@ def _be_rank(words: list[str], environment: dict[str, str]) -> NoReturn:
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         _close_sockets()
         os.environ.clear()
         os.environ.update(environment)
@@ -141,6 +151,7 @@ def _be_rank(words: list[str], environment: dict[str, str]) -> NoReturn:
         status = _status_of(program[1])
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does at its end
         atexit._run_exitfuncs()
+        ctypes.CDLL(None).fflush(None)  # what libraries have printed
     except BaseException:  # noqa: BLE001 (as above)
         traceback.print_exc()
     os._exit(status)  # taking all modules apart takes longer than it took to fork them
@@ -170,4 +181,4 @@ def _status_of(module: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

@@ -55,7 +55,10 @@ def ended() -> set[int]:
     files = Path(os.environ.get(FILES, ""))
     found = set()
     for path in files.parent.glob(f"{files.name}*.pid") if files.name else ():
-        pid, _, since = path.read_text(encoding="ascii").partition(" ")
+        try:
+            pid, _, since = path.read_text(encoding="ascii").partition(" ")
+        except FileNotFoundError:  # the launcher has taken it away
+            continue
         if since and started(int(pid)) != since:
             found.add(int(path.stem.rpartition("_")[2]))
     return found

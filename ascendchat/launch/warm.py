@@ -26,17 +26,19 @@ class Nursery:
     """The process that forks, seen from the launcher. It ends when the launcher does."""
 
     def __init__(self, program: list[str], environment: dict[str, str], log: Path) -> None:
+        self._answers, answers = os.pipe()  # not its output, to which anything may be printed
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ascendchat.launch.forking"],
+                [sys.executable, "-m", "ascendchat.launch.forking", str(answers)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=file,
                 stderr=file,
                 env=environment,
+                pass_fds=[answers],
                 start_new_session=True,
             )
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
+        os.close(answers)
+        os.set_blocking(self._answers, False)
         self.broken = False  # nothing comes from it any more
         self._read = b""
         self.tell(program)
@@ -50,9 +52,8 @@ class Nursery:
 
     def heard(self) -> int | None:
         """The next number that it has sent, if there is one."""
-        assert self.process.stdout is not None
         with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self.process.stdout.fileno(), 4096):
+            while piece := os.read(self._answers, 4096):
                 self._read += piece
             self.broken = True
         line, found, rest = self._read.partition(b"\n")
@@ -64,7 +65,9 @@ class Nursery:
     def close(self) -> None:
         """Let it end."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended before
+            self.process.stdin.close()
+        os.close(self._answers)
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait()

@@ -299,7 +299,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
             if step == options.start:
                 gc.collect()
                 gc.freeze()  # the collector would stop one rank for half a second now and then, and all wait for it
-            saves = due.save or stop
+            saves, signals.last_save = due.save or stop, stop
             if saves:
                 progress.read(keep=0)
                 save(writer, stage, result.step, scale)
@@ -315,6 +315,7 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
                 how = "the model is finished" if result.step == stage.steps else options.again
                 console.print(f"stopped by a signal after step {result.step}; {how}")
                 break
+        signals.last_save = True
         writer.wait()
         if result.step == stage.steps:
             writer.forget_earlier()

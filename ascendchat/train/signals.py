@@ -38,6 +38,7 @@ class StopSignals:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.received, self.leaving, self.unsaved = 0, False, False
+        self.last_save = False  # no collective follows: ranks that have ended are missed by nobody
 
     def __enter__(self) -> StopSignals:
         self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -54,7 +55,7 @@ class StopSignals:
                 continue
             if not self.unsaved:
                 self._end(number[0], "stopped by a signal; there was nothing to save")
-            elif ended():
+            elif not self.last_save and ended():
                 self._end_alone(number[0])
             elif first is None:
                 first = time.monotonic()
