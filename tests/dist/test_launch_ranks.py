@@ -18,7 +18,7 @@ from ascendchat.config.commands import LaunchConfig
 from ascendchat.launch import port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT = 60.0
+LIMIT = 240.0  # on however busy a machine
 
 TALK = """
 import os, sys
