@@ -26,8 +26,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["Ascend910A", "Ascend910B"])
 def test_base_mid_sft_and_chat_follow_fp32(chip: str, home: Path, on_npu: OnNpu) -> None:
-    """Within 4 % of the losses of the CPU in fp32 at every step (0.002 where they are nearly 0), the same answer. Numbers
-    that tensors are multiplied by are rounded to fp16, too, as on the chips: 2.8 % were seen where losses fall fast."""
+    """Within 4 % of the losses of the CPU in fp32 at every step (0.002 where they are nearly 0), the same answer.
+
+    Numbers that tensors are multiplied by are rounded to fp16, too, as on the chips: 2.8 % were seen.
+    """
     program = CHAIN.format(commands=[*training(home, "npu", chip), chat(chip, "npu"), chat("cpu", "npu")])
     (rank,) = on_npu(program, chip=chip, timeout=300, ASCENDCHAT_HOME=home, PYTHONPATH=ROOT)
     assert f"npu: {chip}, float16" in rank.output
