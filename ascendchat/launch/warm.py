@@ -81,11 +81,6 @@ class WarmAgent:
         self._waiting: list[int] = []  # signals for a process that is not there yet
         nursery.tell({"words": words, "env": environment, "log": str(log)})
 
-    @property
-    def began(self) -> bool:
-        """Whether it was ever there."""
-        return self.pid > 0
-
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
         if not self.pid and (number := self.nursery.heard()):
