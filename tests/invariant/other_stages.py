@@ -5,14 +5,13 @@ python tests/invariant/other_stages.py policy|adapters FOLDER [KILLED_AT]     # 
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from dying import die
 from torch import Tensor, nn
 
 from ascendchat.checkpoint import newest
@@ -69,7 +68,7 @@ class Policy(Stage):
         reward = (rows[:, PROMPT:] % 2 == 0).float().mean(1)
         advantage = (reward - reward.mean())[:, None].expand(-1, PROMPT + REPLY - 1)
         if step == KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return [(rows[half], advantage[half]) for half in (slice(0, 8), slice(8, 16))]
 
     def probe(self) -> tuple[Tensor, Tensor]:
@@ -136,7 +135,7 @@ class Adapters(Stage):
 
     def micro_batches(self, step: int) -> Iterable[Tensor]:
         if step == KILLED_AT:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         first = torch.randint(0, VOCAB, (8, 1), generator=torch.Generator().manual_seed(step))
         rows = (first + torch.arange(16)) % VOCAB
         return [rows[:4], rows[4:]]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+
+from dying import die
 
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.train import finetune, preference
@@ -66,7 +67,7 @@ def main() -> int:
 
         def dying(self: Any, step: int) -> Any:
             if step == int(killed[0]):
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             return plain(self, step)
 
         preference.PreferenceStage.micro_batches = dying  # type: ignore[method-assign]
