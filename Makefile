@@ -32,12 +32,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt cannsim/pyproject.toml
 	$(COMPILE)
 	@touch $(VENV)/.core $@
 
-# A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead.
+# A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead, or DEVICES of them.
 DEVICE ?=
+DEVICES ?= 2
 RECIPE ?= tiny-cpu
 ifeq ($(DEVICE),npu)
 demo: cannsim
-	$(BIN)/python -m cannsim run --devices 2 -- $(BIN)/ascendchat speedrun --recipe $(RECIPE) --device-type npu --devices 2
+	$(BIN)/python -m cannsim run --devices $(DEVICES) -- $(BIN)/ascendchat speedrun --recipe $(RECIPE) --device-type npu --devices $(DEVICES)
 else
 demo: $(VENV)/.core
 	$(BIN)/ascendchat speedrun --recipe $(RECIPE) $(if $(DEVICE),--device-type $(DEVICE))
