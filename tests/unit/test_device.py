@@ -295,3 +295,25 @@ def test_compiling_is_off_on_the_cpu_unless_asked_for(monkeypatch: pytest.Monkey
 def test_a_graph_is_the_function_itself_where_the_chip_has_none() -> None:
     assert pick("cpu").graph(torch.neg, torch.ones(2)) is torch.neg
     assert NPU(None, find("Ascend910A"), DeviceOptions()).graph(torch.neg, torch.ones(2)) is torch.neg
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told")
+def test_memory_that_was_freed_on_a_cpu_is_used_again_and_given_back_when_asked_for() -> None:
+    """In a process of its own, since the setting is one of the process."""
+    words = """
+import resource, torch
+from ascendchat.device import pick
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        [torch.ones(2**21) for _ in range(8)]  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+plain, device = faults(), pick("cpu")
+faults()
+kept, used = faults(), device.memory().used
+device.release()
+print(plain, kept, used - device.memory().used)
+"""
+    plain, kept, returned = map(int, subprocess.check_output([sys.executable, "-c", words], text=True).split())
+    assert kept * 10 < plain, "a step pays for pages that it had before"
+    assert returned > 32 * 2**20
