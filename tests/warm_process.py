@@ -309,6 +309,8 @@ def perform(kind: str, *words: str) -> None:
 
 
 if __name__ == "__main__":
+    # Whoever asked first may have had signals blocked (serve/child.py): inherited, the end of the tests would be, too.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     link = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)

@@ -110,7 +110,7 @@ def _look(  # type: ignore[no-untyped-def]
     peak = tl.max(raw, axis=0)
     mine = r * parts + part
     tl.store(best + mine, largest)
-    tl.store(column + mine, part * block + at)
+    tl.store(column + mine, tl.minimum(part * block + at, vocab - 1))  # a place without a token may beat a NaN
     tl.store(most + mine, peak)
     tl.store(total + mine, tl.sum(tl.exp(raw - peak), axis=0))
 
@@ -141,7 +141,7 @@ def _note(  # type: ignore[no-untyped-def]
     inside, mine = i < parts, r * parts + i
     wait(pdl)
     _, at = tl.max(tl.load(best + mine, mask=inside, other=-float("inf")), axis=0, return_indices=True)
-    chosen = tl.load(column + r * parts + at).to(tl.int64)
+    chosen = tl.load(column + r * parts + tl.minimum(at, parts - 1)).to(tl.int64)
     peaks = tl.load(most + mine, mask=inside, other=-float("inf"))
     peak = tl.max(peaks, axis=0)
     every = tl.sum(tl.load(total + mine, mask=inside, other=0.0) * tl.exp(peaks - peak), axis=0)

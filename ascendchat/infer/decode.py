@@ -8,7 +8,8 @@ keys), and the plain choice of a token per rows. engine.py decides who runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -250,9 +251,8 @@ class Decoder:
             say(f"compiling {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
             for mode in PLAIN:
                 self._steps[count, span, mode] = step = self._record(count, span, mode)
-                self.advance.zero_()
-                step()
-                self.advance.fill_(1)
+                with self._standing():
+                    step()
         self._prepared = sizes
 
     def _record(self, count: int, span: int, mode: Mode) -> Callable[[], Tensor]:
@@ -263,10 +263,17 @@ class Decoder:
 
         if not self.graphs:
             return run
-        self.advance.zero_()  # recording runs the step several times, and rows are under way
-        graph = self.device.graph(run, updates=partial(self._updates, count) if self.kernel.host_lengths else None)
-        self.advance.fill_(1)
-        return graph
+        with self._standing():  # recording runs the step several times, and rows are under way
+            return self.device.graph(run, updates=partial(self._updates, count) if self.kernel.host_lengths else None)
+
+    @contextmanager
+    def _standing(self) -> Iterator[None]:
+        """Steps change nothing in here; behind it they do again, also when it ends with an error."""
+        self.advance.zero_()
+        try:
+            yield
+        finally:
+            self.advance.fill_(1)
 
     def _lengths(self, count: int, places: int) -> list[int]:
         """Keys that rows 0 to count - 1 see in a layer of `places`: those in the cache and the new one."""

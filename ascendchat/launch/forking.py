@@ -62,23 +62,32 @@ def main(answers: int) -> int:
         return error.status
     gc.collect()
     gc.freeze()  # so that collections in the ranks do not write to every page
+    me = os.getpid()
     while line := jobs.readline():
         number = os.fork()
         if number == 0:
             jobs.close()
             os.close(answers)
-            _be_agent(json.loads(line))
+            _be_agent(json.loads(line), me)
         os.write(answers, f"{number}\n".encode())
         _, status = os.waitpid(number, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     return 0
 
 
-def _be_agent(job: dict[str, Any]) -> NoReturn:
+def _end_as_orphan(parent: int) -> None:
+    """Who asks to be told of a parent's death after it has died is never told."""
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _be_agent(job: dict[str, Any], parent: int) -> NoReturn:
     """In the forked process: torchrun, whose ranks are forked from it."""
     status = 1
     try:
         os.setsid()
+        die_with_parent(signal.SIGTERM)
+        _end_as_orphan(parent)
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -102,14 +111,21 @@ class ForkedRank:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        parent, (entered, enter) = os.getpid(), os.pipe()
         # torchrun's handlers raise, and what is raised in a hook of `fork` is lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.pid = os.fork()
         if self.pid:
+            os.close(enter)
+            os.read(entered, 1)  # until it leads its group, or is gone: torchrun's signals go to that group
+            os.close(entered)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         else:
+            os.setsid()
+            os.close(enter)
+            os.close(entered)
             at = next(at for at, word in enumerate(words) if word.endswith(RANK_SCRIPT))
-            _be_rank(list(words[at + 1 :]), environment)
+            _be_rank(list(words[at + 1 :]), environment, parent)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -131,11 +147,10 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def _be_rank(words: list[str], environment: dict[str, str]) -> NoReturn:
+def _be_rank(words: list[str], environment: dict[str, str], parent: int) -> NoReturn:
     """What rank.py does, but for the new Python."""
     status = 1
     try:
-        os.setsid()
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -143,6 +158,7 @@ def _be_rank(words: list[str], environment: dict[str, str]) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         program = rank.enter(words)
+        _end_as_orphan(parent)
         for name, file in (("stdout", 1), ("stderr", 2)):  # as with python -u
             text = open(file, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             text.reconfigure(line_buffering=True, write_through=True)

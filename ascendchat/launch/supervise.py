@@ -83,7 +83,7 @@ class Signals:
             self.again = True
             return
         self.first, self.since = number, time.monotonic()
-        if self.agent is not None and self.agent.poll() is None:
+        if self.agent is not None:
             self.agent.send_signal(number)
 
     @contextlib.contextmanager

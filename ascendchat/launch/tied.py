@@ -39,14 +39,20 @@ def status_of(code: int) -> int:
 def main(words: list[str]) -> int:
     """Until the command ends, or nobody is there to want it."""
     parent, wake = os.getppid(), os.pipe()
-    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(signal.SIGKILL))
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals that came while it was being made
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if child.poll() is None:
+        if child is None:
+            early.append(number)
+        elif child.poll() is None:
             child.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(signal.SIGKILL))
+    for came in early:
+        child.send_signal(came)
     os.set_blocking(wake[1], False)
     signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # ends the wait below

@@ -86,7 +86,7 @@ class WarmAgent:
         if not self.pid and (number := self.nursery.heard()):
             self.pid = number
             for waiting in self._waiting:
-                os.kill(self.pid, waiting)
+                self._signal(waiting)
         if self.pid and self.returncode is None:
             self.returncode = self.nursery.heard()
         if self.returncode is None and self.nursery.broken:
@@ -94,12 +94,16 @@ class WarmAgent:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is not None:
-            return
+        """Does not look for news: a handler may call this while `poll` has half of them in its hands."""
         if self.pid:
-            os.kill(self.pid, number)
+            self._signal(number)
         else:
             self._waiting.append(number)
+
+    def _signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which has not been told yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """At once, also while modules are still imported."""

@@ -26,7 +26,7 @@ class Watched:
     def sections(self) -> list[Section]:
         with self._lock:
             if time.monotonic() - self._at > FRESH:
-                with contextlib.suppress(UserError):  # it is being set aside: what was there is shown
+                with contextlib.suppress(UserError, OSError):  # it is being set aside: what was there is shown
                     self._made = self.make()
                 self._at = time.monotonic()
             return self._made

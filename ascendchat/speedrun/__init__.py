@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
@@ -238,26 +239,36 @@ def run_command(words: list[str], screen: Screen | None = None) -> int:
     piped = screen is not None and screen.live
     if piped:
         environment["PYTHONIOENCODING"] = "utf-8:replace"  # read as such below, whatever the terminal's own is (GBK)
-    child = subprocess.Popen(
-        [sys.executable, "-m", "ascendchat", *words],
-        env=environment,
-        stdout=subprocess.PIPE if piped else None,
-        stderr=subprocess.STDOUT if piped else None,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        close_fds=False,  # a stage keeps the lock of `alone` when this process is killed
-    )
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),
-    }
+    child: subprocess.Popen[str] | None = None
+    early: list[int] = []  # signals that came while there was no child
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        elif number == signal.SIGTERM:
+            child.terminate()
+
+    # Before there is a child: a signal right behind its start would end this process alone. Handlers, unlike SIG_IGN,
+    # are not inherited.
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ascendchat", *words],
+            env=environment,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.STDOUT if piped else None,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            close_fds=False,  # a stage keeps the lock of `alone` when this process is killed
+        )
+        for number in early:
+            child.send_signal(number)
         if piped and child.stdout is not None and screen is not None:
             for line in child.stdout:
                 screen.take(line)
         status = child.wait()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for known, handler in before.items():
+            signal.signal(known, handler)
     return status if status >= 0 else 128 - status

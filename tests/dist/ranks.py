@@ -57,7 +57,7 @@ def _failures(results: Any, rank: int, text: str) -> list[str]:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, seconds: float = 60.0, absent: tuple[int, ...] = ()
+    fn: Callable[..., Any], world_size: int, *args: Any, seconds: float = 240.0, absent: tuple[int, ...] = ()
 ) -> list[Any]:
     """[fn(0, *args), fn(1, *args), ...]; raises if a rank fails or the time is over. `absent` ranks never start."""
     results = FORK.Queue()

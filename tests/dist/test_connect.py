@@ -13,6 +13,9 @@ from ranks import Host, run_ranks
 from ascendchat import dist
 from ascendchat.dist.connect import order_timeouts
 
+LIMIT = 60.0  # seconds, on however busy a machine; of 2 that were asked for, not of the half hour that is usual
+ASLEEP = 300.0  # seconds, far longer than ranks need to start
+
 
 def together(folder: str, rank: int, count: int) -> None:
     """Wait until `count` ranks have imported everything: a busy machine must not look like a missing rank."""
@@ -35,7 +38,7 @@ def test_ranks_that_never_arrive_are_named_within_the_timeout(tmp_path: Path) ->
     first, second, absent, _ = run_ranks(wait_for_a_rank_that_never_comes, 4, str(tmp_path), 2, absent=(2, 3))
     assert absent is None
     for text, seconds in (first, second):
-        assert seconds < 6.0
+        assert seconds < LIMIT
         assert "ranks 2 (node 0), 3 (node 0) of 4 never arrived within 2 s" in text or "rank 0 closed the job" in text
         assert "rank_2.log" in text or "rank 0 closed" in text
     assert "never arrived within 2 s" in first[0], "rank 0 keeps the list and must name them"
@@ -44,14 +47,14 @@ def test_ranks_that_never_arrive_are_named_within_the_timeout(tmp_path: Path) ->
 def test_a_missing_rank_0_is_named(tmp_path: Path) -> None:
     text, seconds = run_ranks(wait_for_a_rank_that_never_comes, 2, str(tmp_path), 1, absent=(0,))[1]
     assert "rank 0 never arrived" in text
-    assert seconds < 8.0
+    assert seconds < LIMIT
 
 
 def fall_asleep_in_the_first_collective(rank: int, folder: str) -> None:
     os.dup2(os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     together(folder, rank, 2)
     if rank == 1:
-        dist.warm_up = lambda me, place: time.sleep(30)  # type: ignore[attr-defined]
+        dist.warm_up = lambda me, place: time.sleep(ASLEEP)  # type: ignore[attr-defined]
     dist.init(Host(), connect_timeout=2.0)
 
 
@@ -60,7 +63,7 @@ def test_a_hang_in_the_first_collective_ends_the_job_in_time(tmp_path: Path) -> 
     began = time.monotonic()
     with pytest.raises(AssertionError, match="ended with status 1"):
         run_ranks(fall_asleep_in_the_first_collective, 2, str(tmp_path))
-    assert time.monotonic() - began < 30.0, "rank 1 sleeps 30 s: it was waited for"
+    assert time.monotonic() - began < ASLEEP, "rank 1 was waited for"
     assert "arrived but did not finish the first collective within 2 s" in (tmp_path / "said").read_text()
 
 

@@ -90,7 +90,7 @@ def alive(folder: Path) -> list[str]:
     return [line for line in lines if str(folder) in line]
 
 
-def wait_until(what: str, condition: object, seconds: float = 30.0) -> None:
+def wait_until(what: str, condition: object, seconds: float = LIMIT) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, f"waited {seconds} s for: {what}"
@@ -205,7 +205,7 @@ def test_a_signal_reaches_every_rank_once_and_leaves_nothing(script: Path, numbe
     assert f"stopped by {number.name}" in output
     for rank in (0, 1):
         assert (script.parent / f"got_{rank}").read_text().split() == [number.name]
-    wait_until("no process is left", lambda: not alive(script.parent), 5.0)
+    wait_until("no process is left", lambda: not alive(script.parent))
 
 
 @pytest.mark.slow
@@ -215,8 +215,8 @@ def test_ranks_that_ignore_the_signal_are_killed_after_the_grace(script: Path) -
     process.terminate()
     process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 15.0
-    wait_until("no process is left", lambda: not alive(script.parent), 5.0)
+    assert time.monotonic() - began < 30.0, "torchrun's own patience is 30 s"
+    wait_until("no process is left", lambda: not alive(script.parent))
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_killing_the_launcher_leaves_no_orphans(script: Path) -> None:
     process = start_stoppable(script, "willing", 5.0)
     process.kill()
     process.communicate(timeout=LIMIT)
-    wait_until("no process is left", lambda: not alive(script.parent), 20.0)
+    wait_until("no process is left", lambda: not alive(script.parent))
 
 
 @pytest.mark.slow
@@ -262,7 +262,8 @@ def test_launch_torchrun_and_python_give_the_ranks_the_same_world(script: Path, 
 def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(script: Path) -> None:
     lost = 'import os\nif world.rank == 1 and not os.environ.get("ASCENDCHAT_RESTART"): os._exit(9)\n'
     script.write_text(SUM.replace("value = torch", lost + "value = torch"))
-    meet = f"127.0.0.1:{port.free_port()}"
+    first = next(number for number in iter(port.free_port, 0) if port.is_free(number + 1))  # the second attempt's
+    meet = f"127.0.0.1:{first}"
     nodes = []
     for rank in (0, 1):
         words = ["launch", "--nnodes", 2, "--node-rank", rank, "--master", meet, "--run", "both", "--devices", 1]
@@ -270,10 +271,10 @@ def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(scr
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = ascendchat(*words, script)
         nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ))
-    first, second = (node.communicate(timeout=LIMIT)[0] for node in nodes)
+    shown = [node.communicate(timeout=LIMIT)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
-    assert "sum 3.0 of 2" in first
-    assert second == "", "only node 0 shows its rank"
+    assert "sum 3.0 of 2" in shown[0]
+    assert shown[1] == "", "only node 0 shows its rank"
     logs = home() / "runs" / "both" / "logs" / "attempt_1"
     for rank in (0, 1):
         assert "sum 3.0 of 2" in (logs / f"rank_{rank}.log").read_text()

@@ -55,6 +55,7 @@ def test_forked_ranks_save_and_end_when_the_launcher_is_killed(tmp_path: Path) -
         finally:
             launcher.kill()
         said = launcher.communicate(timeout=PATIENCE)[1]
+    until = time.monotonic() + PATIENCE
     while of(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
     assert not of(tmp_path)

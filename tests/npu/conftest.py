@@ -101,7 +101,7 @@ def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
         *,
         devices: int | None = None,
         chip: str = "Ascend910B3",
-        timeout: float = 60,
+        timeout: float = 180,
         **env: object,
     ) -> dict[str, object]:
         folder = tmp_path / f"job{next(numbers)}"
@@ -122,7 +122,7 @@ def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
 
 @pytest.fixture
 def on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> Callable[..., list[Rank]]:
-    """on_npu(code, ranks=1, devices=..., chip=..., timeout=60, check=True, **env) -> one Rank per process.
+    """on_npu(code, ranks=1, devices=..., chip=..., timeout=180, check=True, **env) -> one Rank per process.
 
     With check the test fails when a rank fails.
     """

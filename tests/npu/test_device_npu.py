@@ -126,16 +126,21 @@ def test_fetching_waits_for_the_copy_and_not_for_the_work_behind_it(device: Devi
     place = device.bind(0)
     x, big = torch.ones(3, device=place), torch.ones(1500, 1500, device=place)
     device.synchronize()
-    began = time.perf_counter()
-    fetched = device.fetch(x)
-    x.fill_(2.0)
-    for _ in range(8):
-        big = big @ big * 1e-3
-    found = fetched()
-    waited = time.perf_counter() - began
-    device.synchronize()
-    assert found.tolist() == [1.0, 1.0, 1.0]
-    assert waited < 0.5 * (time.perf_counter() - began)
+    for _ in range(3):  # this thread may lose its core while the device goes on
+        x.fill_(1.0)
+        device.synchronize()
+        began = time.perf_counter()
+        fetched = device.fetch(x)
+        x.fill_(2.0)
+        for _ in range(8):
+            big = big @ big * 1e-3
+        found = fetched()
+        waited = time.perf_counter() - began
+        device.synchronize()
+        assert found.tolist() == [1.0, 1.0, 1.0]
+        if waited < 0.5 * (whole := time.perf_counter() - began):
+            return
+    pytest.fail(f"it waited {waited:.3f} s of {whole:.3f}")
 
 
 def test_host_memory_can_be_pinned(device: Device) -> None:

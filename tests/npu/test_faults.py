@@ -168,7 +168,7 @@ def test_random_faults_end_in_time_with_a_message_that_explain_knows(many_on_npu
     before = set(os.listdir("/dev/shm"))
     limits = {"CANNSIM_TIME_SCALE": "0.003", "HCCL_CONNECT_TIMEOUT": "2400", "HCCL_EXEC_TIMEOUT": "1200"}
     faults = [random_fault(seed) for seed in range(17)]  # at the same time: most of them wait
-    jobs = many_on_npu(TRAINING, 2, [{"CANNSIM_FAULT": fault, **limits} for fault in faults], timeout=90)
+    jobs = many_on_npu(TRAINING, 2, [{"CANNSIM_FAULT": fault, **limits} for fault in faults], timeout=300)
     problems = [problem for fault, ranks in zip(faults, jobs) for problem in problems_of(fault, ranks)]
     assert not problems, "\n\n".join(problems)
     happened = sum(any(not rank.ok for rank in ranks) for ranks in jobs)

@@ -135,7 +135,7 @@ work.wait()
 same(x, 4.0)
 """,
         2,
-        CANNSIM_DELAY_US=30000,
+        CANNSIM_DELAY_US=200000,
     )
 
 

@@ -131,7 +131,7 @@ print("result", y.cpu().tolist())
 
 
 def test_a_missing_synchronisation_between_streams_is_seen(on_npu):
-    (rank,) = on_npu(DELAYED.format(wait="pass"), CANNSIM_DELAY_US=20000)
+    (rank,) = on_npu(DELAYED.format(wait="pass"), CANNSIM_DELAY_US=200000)  # the host may lose its core for a while
     assert "result [10.0, 10.0, 10.0, 10.0]" not in rank.output
 
 
@@ -191,7 +191,7 @@ def test_a_pinned_copy_needs_synchronisation_and_a_pageable_one_does_not(on_npu)
         torch.npu.synchronize()
         assert back.tolist() == [1.0] * 4
         """,
-        CANNSIM_DELAY_US=50000,
+        CANNSIM_DELAY_US=300000,  # this thread may lose its core between two lines
     )
 
 
@@ -206,7 +206,7 @@ def test_elapsed_time_of_events_is_the_time_of_the_stream(on_npu):
             x += 1
         end.record()
         end.synchronize()
-        assert 60 <= start.elapsed_time(end) < 2000, start.elapsed_time(end)
+        assert 60 <= start.elapsed_time(end) < 20000, start.elapsed_time(end)  # milliseconds
         """,
         CANNSIM_DELAY_US=20000,
     )
@@ -222,7 +222,7 @@ def test_synchronising_with_a_timeout_reports_507046(on_npu):
         print("status", ctypes.CDLL("libascendcl.so").aclrtSynchronizeStreamWithTimeout(stream, 20))
         torch.npu.synchronize()
         """,
-        CANNSIM_DELAY_US=300000,
+        CANNSIM_DELAY_US=1000000,
     )
     assert "status 507046" in rank.output
 
@@ -361,11 +361,11 @@ def test_processes_share_the_memory_of_a_device(on_npu):
         import os, time, torch
         torch.npu.set_device(0)                     # both ranks use device 0
         held = torch.empty(300 * 2**20, dtype=torch.uint8, device="npu")
-        end = time.monotonic() + 20
+        end = time.monotonic() + 50
         while torch.npu.mem_get_info()[0] > 2**30 - 600 * 2**20 and time.monotonic() < end:
             time.sleep(0.01)
         assert torch.npu.mem_get_info()[0] <= 2**30 - 600 * 2**20
-        time.sleep(0.5)                             # let the other one see it too
+        time.sleep(2)                               # let the other one see it too
         """,
         ranks=2,
         CANNSIM_MEMORY_GB=1,

@@ -231,19 +231,22 @@ def test_the_document_describes_what_is_there(server: Server) -> None:
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_goes_away_frees_its_slots(server: Server, streams: bool) -> None:
     """More answers than there are slots are left alone. Were they not ended, the next request would wait for one of
-    them, nine times as long as the answers take that are made for comparison."""
+    them, nine times as long as the answers take that are made for comparison; three times, if the machine falters."""
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"messages": HI, "max_tokens": 900, "ignore_eos": True, "stream": streams, "n": 17}).encode()
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        if streams:
-            assert b"200 OK" in connection.recv(4096)
-        else:
-            assert server.post("/tokenize", {"prompt": "a"}).status_code == 200  # the request has been read by now
-    began = time.monotonic()
-    assert server.chat(max_tokens=1).status_code == 200
-    quick = time.monotonic() - began
-    began = time.monotonic()
-    assert server.chat(max_tokens=100, ignore_eos=True, n=16).status_code == 200
-    assert quick < time.monotonic() - began
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            if streams:
+                assert b"200 OK" in connection.recv(4096)
+            else:
+                assert server.post("/tokenize", {"prompt": "a"}).status_code == 200  # the request has been read by now
+        began = time.monotonic()
+        assert server.chat(max_tokens=1).status_code == 200
+        quick = time.monotonic() - began
+        began = time.monotonic()
+        assert server.chat(max_tokens=100, ignore_eos=True, n=16).status_code == 200
+        if quick < (long := time.monotonic() - began):
+            return
+    pytest.fail(f"the next request waited {quick:.2f} s, {long:.2f} s are enough for whole answers")

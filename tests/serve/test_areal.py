@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_server import make, save
+from running_server import make, save, wait_until
 from server_process import KEY, ServerProcess
 
 from ascendchat.config import UserError
@@ -130,6 +130,7 @@ def test_episodes_are_collected_and_those_that_fail_are_counted(engine: VLLMRemo
         engine.submit(row, Episode())
     found = engine.wait(3, timeout=120)
     assert sorted(found) == sorted(expected(make.model(3), seed) for seed in (0, 1, 3))
+    wait_until(lambda: engine.rejected == 2)  # the rows that fail may be the last to end
     with pytest.raises(TimeoutError, match="0 of 1"):
         engine.wait(1, timeout=0.2)
     assert engine.rejected == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import time
@@ -213,7 +214,7 @@ def test_a_worker_that_dies_at_every_start_is_tried_until_it_lives(
             os.kill(real.pid(pool.processes[0]), signal.SIGKILL)
             answer = await real.outcome(pool.submit(real.request(), streams=False))
             assert isinstance(answer, Failure)
-            assert "no answer could begin within 3 s" in str(answer)
+            assert re.search(r"no answer could begin within \d+ s", str(answer))  # 3, or more on a busy machine
             await real.until(lambda: pool.processes[0].early_deaths >= 2)
             (home / "runs" / "gone").rename(home / "runs" / "tiny")
             await real.until(lambda: bool(pool.ready))
@@ -290,11 +291,12 @@ def test_too_many_requests_are_turned_away_and_none_hang(shared: Shared) -> None
 def test_time_limits(home: Path) -> None:
     async def test() -> None:
         async with real.pool(home, slots=1, queue_timeout=1.0, request_timeout=4.0) as pool:
+            await real.outcome(pool.submit(real.request(), streams=False))  # the first step of a process is slow
             long = [pool.submit(real.request(4000), streams=n == 0) for n in range(4)]
             outcomes = await real.gather(*(real.outcome(ticket) for ticket in long))
             texts = [str(one) for one in outcomes]
             assert texts[0] == "the answer took longer than 4 s and was ended"
-            assert "no answer could begin within 1 s; try again later" in texts[1:]
+            assert any(re.fullmatch(r"no answer could begin within \d+ s; try again later", text) for text in texts[1:])
             assert all(isinstance(one, Failure) and not one.refused for one in outcomes)
             await real.until(lambda: not pool.processes[0].tickets)
             assert (await real.whole(pool.submit(real.request(), streams=False))).ids

@@ -145,12 +145,12 @@ def test_pausing_keeps_finishes_or_ends_what_is_under_way(home: Path) -> None:
             assert set((await real.whole(finished)).versions) <= {1}
             assert (await real.whole(third)).ids == fresh[0].ids
 
-            ended = pool.submit(real.request(400), streams=True)
+            ended = pool.submit(real.request(4000), streams=True)
             await ended.__anext__()
             await pool.pause("abort")
             rest = await real.whole(ended)
             assert rest.finish_reason == "cancelled"
-            assert len(rest.ids) < 400
+            assert len(rest.ids) < 4000
             await pool.resume()
             await pool.resume()
             assert (await real.whole(pool.submit(real.request(10), streams=False))).ids == fresh[0].ids
@@ -162,7 +162,7 @@ def test_a_pause_that_waits_can_be_hastened_or_taken_back(home: Path) -> None:
     async def test() -> None:
         async with real.pool(home, slots=2) as pool:
             for end in ("abort", "resume"):
-                ticket = pool.submit(real.request(400), streams=True)
+                ticket = pool.submit(real.request(4000), streams=True)
                 await ticket.__anext__()
                 waiting = asyncio.ensure_future(pool.pause("wait"))
                 await asyncio.sleep(0.05)
@@ -305,7 +305,7 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         with ThreadPoolExecutor() as threads:
             asked = threads.submit(ask, server, "POST", "/update_weights?version=9", save(dict(model(1).state_dict())))
             served.wait_until(lambda: len(list(mine[0].iterdir())) == 2)
-            time.sleep(0.5)  # until the workers have been asked to look at them
+            time.sleep(2)  # until the workers have been asked to look at them
             os.kill(worker, signal.SIGKILL)
             status, answer = asked.result()
         assert (status, "has died" in answer["error"]["message"]) == (503, True), "they may be sent again"

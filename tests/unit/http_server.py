@@ -17,7 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -26,7 +26,9 @@ import pytest
 from ascendchat.data.fetch import Policy
 
 CHUNK = 64 << 10
-FAST = Policy(chunk=CHUNK, attempts=4, connect_attempts=2, backoff=0.01, backoff_most=0.05, timeout=0.5)
+# Its server is a thread of the test, which a busy machine may let wait for seconds: then nothing may be asked twice.
+FAST = Policy(chunk=CHUNK, attempts=4, connect_attempts=2, backoff=0.01, backoff_most=0.05, timeout=30)
+HASTY = replace(FAST, timeout=0.5)  # for servers that fall silent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

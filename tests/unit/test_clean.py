@@ -155,7 +155,7 @@ def test_yes_ends_own_process_on_the_device_and_says_what_it_freed(nvidia_smi, s
     child = start()
     nvidia_smi([(child.pid, name_of(child))])
     status, shown = cli("--yes")
-    assert child.wait(timeout=5) == -signal.SIGTERM
+    assert child.wait(timeout=60) == -signal.SIGTERM
     assert "freed 1, 1000 MiB" in shown
     assert status == 0
 
@@ -165,7 +165,7 @@ def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(nvidia_sm
     nvidia_smi([(child.pid, name_of(child))])
     began = time.monotonic()
     status, _ = cli("--yes", "--grace", "0.7")
-    assert child.wait(timeout=5) == -signal.SIGKILL
+    assert child.wait(timeout=60) == -signal.SIGKILL
     assert time.monotonic() - began >= 0.7
     assert status == 0
 
@@ -188,7 +188,7 @@ def test_process_with_the_device_open_is_ended_whatever_its_name(npu_smi, start,
     child = start(holding)
     npu_smi(child.pid, name)
     _, shown = cli("--yes")
-    assert child.wait(timeout=5) == -signal.SIGTERM
+    assert child.wait(timeout=60) == -signal.SIGTERM
     assert "freed 1, 60.3 GiB" in shown
 
 
@@ -249,13 +249,13 @@ def test_process_of_another_user_is_listed_and_left_alone(
 
 def test_process_whose_main_thread_ended_first_still_counts_as_alive_and_on_the_device(node: Path) -> None:
     code = HOLD + (
-        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(120,)).start(); "
         "print('up', flush=True); ctypes.CDLL(None).pthread_exit(None)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(node)], stdout=subprocess.PIPE)
     try:
         stat = Path(f"/proc/{child.pid}/stat")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while ") Z " not in stat.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert ") Z " in stat.read_text()
@@ -375,7 +375,7 @@ def test_on_a_terminal_it_asks_and_frees_only_after_yes(answer: str, survives: b
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", script])
     shown = b""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while b"[y/N]" not in shown and time.monotonic() < deadline:
         if select.select([terminal], [], [], 0.2)[0]:
             shown += os.read(terminal, 4096)

@@ -60,13 +60,13 @@ def environment() -> dict[str, str]:
 
 def drive(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", DRIVER, *argv], capture_output=True, text=True, env=environment(), timeout=60
+        [sys.executable, "-c", DRIVER, *argv], capture_output=True, text=True, env=environment(), timeout=240
     )
 
 
 def ascendchat(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ascendchat", *argv], capture_output=True, text=True, env=environment(), timeout=60
+        [sys.executable, "-m", "ascendchat", *argv], capture_output=True, text=True, env=environment(), timeout=240
     )
 
 
@@ -83,7 +83,7 @@ def test_help_is_instant_and_does_not_import_torch(command: str) -> None:
             [sys.executable, "-c", code, *command.split(), "--help"], capture_output=True, text=True, env=environment()
         )
         seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-        if os.getloadavg()[0] > (os.cpu_count() or 1):  # it waits for a core: count what it computed
+        if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:  # it may wait for a core: count what it computed
             seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
         best = min(best, seconds)
         assert done.returncode == 0, done.stderr
@@ -178,7 +178,7 @@ def test_ctrl_c_exits_130_without_traceback() -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "waiting\n"
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=30)
+    _, err = child.communicate(timeout=240)
     assert child.returncode == 130
     assert err == "ascendchat waits: stopped\n"
 
@@ -192,7 +192,7 @@ def test_a_closed_pipe_is_silent(command: str, status: int) -> None:
         [sys.executable, "-c", DRIVER, command], stdout=pipe, stderr=subprocess.PIPE, text=True, env=environment()
     )
     os.close(pipe)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=240)
     assert child.returncode == status
     assert "BrokenPipe" not in err
     assert "Traceback" not in err

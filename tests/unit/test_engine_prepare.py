@@ -54,3 +54,27 @@ def test_without_preparing_every_new_shape_is_compiled(compiled: tuple[Engine, l
     engine, done = compiled
     engine.generate([Request([5, 6, 7], Sampling(4, temperature=1.0))])
     assert len(done) == 2, "the model, and the choice"
+
+
+def test_a_step_that_could_not_be_recorded_leaves_rows_that_go_on(
+    compiled: tuple[Engine, list[Callable[..., Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is recorded steps change nothing. Had that lasted, a row would write its token again and again."""
+    engine, _ = compiled
+    request = Request([5, 6, 7], Sampling(8, temperature=1.0, seed=1, stop_tokens=()))
+    expected = engine.generate([request])[0].ids
+    assert len(set(expected)) > 1
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    again = Engine(make.model(), Sdpa(), make.tokenizer(), engine.device, engine.device.bind(0), slots=4, context=256)
+    with monkeypatch.context() as patch:
+        patch.setattr(again.decoder, "graphs", True)
+        patch.setattr(engine.device, "graph", fails)
+        job = again.add(request)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            again.step()
+    while not job.done:
+        again.step()
+    assert job.completion.ids == expected

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from http_server import CHUNK, DATA, FAST, Server, noise, serve
+from http_server import CHUNK, DATA, FAST, HASTY, Server, noise, serve
 
 from ascendchat.config import UserError, home
 from ascendchat.data import fetch as fetching
@@ -57,7 +57,7 @@ def test_a_file_ends_bit_correct_whatever_the_server_does(server: Server, faults
     url = server.add("/a.zip", b"PK" + DATA, *faults)
     if any(f.startswith("redirect") for f in faults):
         server.files["/other.bin"].content = b"PK" + DATA
-    folder = fetch(url, policy=FAST, workers=3)
+    folder = fetch(url, policy=HASTY if "stall" in faults else FAST, workers=3)
     assert (folder / "a.zip").read_bytes() == b"PK" + DATA
     assert clean(folder, ["a.zip"])
     entry = json.loads((folder / "manifest.json").read_text())["files"]["a.zip"]
@@ -89,7 +89,8 @@ def test_a_server_that_never_recovers_gives_an_error_with_file_and_remedy(
     server: Server, always: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = server.add("/a.parquet", noise(1, 400), always=always)
-    policy = Policy(chunk=CHUNK, attempts=2, backoff=0.01, backoff_most=0.02, timeout=0.1, slowest=1000)
+    seconds = {"stall": 0.1, "drip": 1.0}.get(always, 30.0)  # whoever drips sends a byte every 50 ms
+    policy = Policy(chunk=CHUNK, attempts=2, backoff=0.01, backoff_most=0.02, timeout=seconds, slowest=1000)
     with pytest.raises(UserError, match=says) as caught:
         fetch(url, policy=policy)
     assert "a.parquet" in str(caught.value)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ascendchat.cli import main
-from ascendchat.launch.warm import Nursery
+from ascendchat.launch.supervise import Signals
+from ascendchat.launch.warm import Nursery, WarmAgent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ["-m", "json"]  # has no preload: the process ends at once
 
 
@@ -61,3 +66,94 @@ print("lost")
     assert "lost" not in result.stdout
     assert result.returncode == 1
     assert "heard\n" in result.stderr  # of the rank, which has no folder, there is a traceback, too
+
+
+class Told:
+    """A nursery of which the test says what is heard, and what happens while that is read."""
+
+    broken = False
+
+    def __init__(self, *answers: int) -> None:
+        self.answers, self.meanwhile = list(answers), lambda: None
+
+    def tell(self, what: object) -> None:
+        pass
+
+    def heard(self) -> int | None:
+        found, now = self.answers.pop(0) if self.answers else None, self.meanwhile
+        self.meanwhile = lambda: None
+        now()
+        return found
+
+
+def agent_of(nursery: Any, tmp_path: Path) -> WarmAgent:
+    return WarmAgent(nursery, [], {}, tmp_path / "log")
+
+
+def test_a_signal_for_a_torchrun_whose_end_is_not_told_yet_is_no_error(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    agent = agent_of(Told(ended.pid), tmp_path)
+    agent.send_signal(signal.SIGTERM)  # it is not there yet
+    assert agent.poll() is None
+    agent.send_signal(signal.SIGTERM)
+    agent.kill()
+
+
+def test_a_signal_that_comes_while_answers_are_read_takes_none_of_them(tmp_path: Path) -> None:
+    """The status of a torchrun that has failed would be taken for its number, and process 1 be ended."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        nursery, signals = Told(other.pid, 1), Signals()
+        signals.agent = agent = agent_of(nursery, tmp_path)
+        nursery.meanwhile = lambda: signals.handle(signal.SIGTERM, None)
+        try:
+            assert agent.poll() == 1
+            assert agent.pid == other.pid
+            assert other.wait(60) == -signal.SIGTERM
+        finally:
+            other.kill()
+
+
+RANKS = """
+import os, signal, sys, time
+from ascendchat.launch.forking import ForkedRank
+os.register_at_fork(after_in_child=lambda: {late})
+rank = ForkedRank(("rank.py", sys.argv[1]), {{**os.environ, "RANK": "0"}})
+os.killpg(rank.pid, signal.SIGTERM)  # as torchrun does
+print(rank.wait(60))
+"""
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def forked(tmp_path: Path, late: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "witness.py").write_text("import os, time\nopen('ran', 'w').close()\ntime.sleep(600)\n")
+    (tmp_path / "program.json").write_text('["-m", "witness"]')
+    words = [sys.executable, "-c", RANKS.format(late=late), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_rank_leads_its_group_before_anybody_can_signal_it(tmp_path: Path) -> None:
+    found = forked(tmp_path, "time.sleep(0.5)")
+    assert (found.returncode, found.stdout) == (0, f"{-signal.SIGTERM}\n"), found.stderr
+
+
+def test_a_rank_whose_torchrun_was_killed_before_it_could_ask_ends(tmp_path: Path) -> None:
+    """Linux tells of a parent's death only those that have asked before."""
+    found = forked(tmp_path, "(os.kill(os.getppid(), signal.SIGKILL), time.sleep(0.5))")
+    assert found.returncode == -signal.SIGKILL
+    pid, until = int((tmp_path / "rank_0.pid").read_text().split()[0]), time.monotonic() + 60
+    try:
+        while runs(pid) and not (tmp_path / "ran").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not (tmp_path / "ran").exists()
+        assert not runs(pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

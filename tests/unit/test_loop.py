@@ -156,7 +156,7 @@ def test_a_checkpoint_is_saved_before_the_evaluation_of_the_same_step(tmp_path: 
     def look(step: int) -> dict[str, float]:
         import time
 
-        for _ in range(200):  # it is written in the background
+        for _ in range(6000):  # it is written in the background, by a disk that others use
             if step in checkpoints(tmp_path):
                 break
             time.sleep(0.01)
@@ -379,8 +379,15 @@ def test_a_signal_ends_at_once_where_nothing_is_to_be_saved_and_a_second_one_alw
     for line in process.stdout:
         if "long operation" in line:
             break
-    for _ in range(signals):
-        assert process.poll() is None, "it ended too early"
+    until = time.monotonic() + 60
+    while signals == 2 and checkpoints(tmp_path / "run") != [2]:  # a thread writes it, and would end with the others
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert signals == 1 or process.poll() is None, "it ended too early"
+    while signals == 2 and process.poll() is None:  # on a busy machine two of them may be heard as one
+        assert time.monotonic() < until, "it does not end"
         process.send_signal(signal.SIGTERM)
         time.sleep(1.0)
     _, shown = process.communicate(timeout=60)  # the operation takes many times as long

@@ -32,7 +32,7 @@ SLOW = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that is busy importing
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-time.sleep(40)
+time.sleep(300)
 print("ready: http://127.0.0.1:" + sys.argv[-1], flush=True)
 time.sleep(600)
 """

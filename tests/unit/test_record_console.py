@@ -64,7 +64,7 @@ def on_terminal(code: str, **environment: str) -> str:
             break
         received += part
     os.close(leader)
-    assert child.wait(30) == 0, received.decode()
+    assert child.wait(120) == 0, received.decode()
     return received.decode()
 
 
@@ -143,14 +143,14 @@ def test_training_never_waits_for_a_tool_that_hangs() -> None:
     release, out = threading.Event(), io.StringIO()
 
     def hangs() -> list[Telemetry]:
-        release.wait(30)
+        release.wait(120)
         return []
 
     started = time.monotonic()
     with Console(2, telemetry=hangs, stream=out) as console:
         console.update(1, loss=1.0)
         console.update(2, loss=1.0)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 60
     release.set()
     assert out.getvalue() == "step 1/2 | loss 1.0000\nstep 2/2 | loss 1.0000\n"
 
@@ -163,7 +163,7 @@ def test_a_failing_tool_is_reported_once_then_left_alone() -> None:
         raise FileNotFoundError("no such tool")
 
     with Console(1, telemetry=fails, poll_seconds=0.01, stream=out):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)
@@ -177,13 +177,12 @@ def test_readings_are_renewed_while_training_goes_on() -> None:
 
     def telemetry() -> list[Telemetry]:
         n = next(use)
-        if n == 2:
+        if n == 3:  # the reading before has arrived
             seen.set()
         return [Telemetry(0, utilisation=min(n, 2))]
 
     with Console(9, telemetry=telemetry, poll_seconds=0.01, stream=out) as console:
-        assert seen.wait(10)
-        time.sleep(0.1)
+        assert seen.wait(60)
         console.update(1)
     assert "device 0: use 2%" in out.getvalue()
 

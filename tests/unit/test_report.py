@@ -16,7 +16,7 @@ import yaml
 from ascendchat.cli import main
 from ascendchat.config import UserError
 from ascendchat.record.results import NewResults
-from ascendchat.report.content import Plot, Table, content, half_band, spread
+from ascendchat.report.content import Plot, Section, Table, content, half_band, spread
 from ascendchat.report.gather import gather, newest_run, same_but_seed, same_settings
 from ascendchat.report.plots import Curve, Panel, draw, smoothed, thinned
 from ascendchat.report.watch import Watched, server
@@ -222,6 +222,10 @@ def test_what_is_not_a_number_breaks_nothing(place: Path) -> None:
     assert isinstance(table, Table)
 
 
+def gone() -> list[Section]:
+    raise FileNotFoundError("transcripts")
+
+
 def test_a_watched_page_gets_what_is_new_and_nothing_else(place: Path) -> None:
     write(place / "demo" / "base", training(10))
     watched = Watched("demo", lambda: content([gather("demo")]))
@@ -245,6 +249,9 @@ def test_a_watched_page_gets_what_is_new_and_nothing_else(place: Path) -> None:
         assert "<td>11</td>" in text
         with pytest.raises(urllib.error.HTTPError):
             ask("/../secret")
+        watched.make, watched._at = gone, -100.0  # the folder is renamed while it is read
+        assert ask(f"/content?seen={mark}")[0] == 204
+        assert watched._at > 0
         listening.shutdown()
 
 

@@ -268,8 +268,8 @@ def test_a_program_that_is_too_slow_is_stopped_on_time() -> None:
     began = time.monotonic()
     result = sandbox.run("while True: pass", seconds=0.5)
     assert (result.ok, result.reason) == (False, "time")
-    assert result.seconds < 1.5
-    assert time.monotonic() - began < 5
+    assert result.seconds < 0.5 + sandbox.GRACE
+    assert time.monotonic() - began < 0.5 + 2 * sandbox.GRACE
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "..", "/etc/x"])

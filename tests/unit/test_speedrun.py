@@ -144,8 +144,21 @@ def test_a_stage_that_was_interrupted_continues_and_one_that_has_changed_starts_
     assert [line.endswith("--resume never") for line in commands.called[5:]] == [True, True]
 
 
+EARLY = """
+import os, signal, subprocess, time
+class Popen(subprocess.Popen):
+    def __init__(self, *words, **more):
+        super().__init__(*words, **more)
+        while not os.path.exists("ready"):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.{name})  # before whoever starts it knows that it is there
+subprocess.Popen = Popen
+"""
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["later", "at once"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: signal.Signals, early: bool) -> None:
     """The stage needs a second to save: it gets it."""
     package = tmp_path / "ascendchat"
     package.mkdir()
@@ -154,19 +167,22 @@ def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: si
         "import signal, sys, time\n"
         "def save(*_):\n    time.sleep(1)\n    open('saved', 'w').close()\n    sys.exit(130)\n"
         "signal.signal(signal.SIGINT, save)\nsignal.signal(signal.SIGTERM, save)\n"
-        "open('ready', 'w').close()\ntime.sleep(60)\n"
+        "open('ready', 'w').close()\ntime.sleep(300)\n"
     )
     start = "from ascendchat.speedrun import run_command; sys.exit(run_command([]))"
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"
+    code = EARLY.format(name=number.name) + code if early else code
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True)
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
         time.sleep(0.02)
-    if number == signal.SIGINT:
+    if early:
+        pass  # it has come already
+    elif number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does: to the whole group
     else:
         process.send_signal(number)
-    assert process.wait(20) == 130
+    assert process.wait(120) == 130
     assert (tmp_path / "saved").exists()
 
 

@@ -218,7 +218,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def wait_for(self, text: str, seconds: float = 30) -> None:
+    def wait_for(self, text: str, seconds: float = 120) -> None:
         """Read on until the text appears behind what was waited for before."""
         end = time.monotonic() + seconds
         while text not in self.seen:

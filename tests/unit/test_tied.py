@@ -73,6 +73,24 @@ def test_a_signal_is_passed_on() -> None:
     assert gone(child)
 
 
+EARLY = """
+import os, signal, subprocess, sys
+from ascendchat.launch import tied
+class Popen(subprocess.Popen):
+    def __init__(self, *words, **more):
+        super().__init__(*words, stdout=subprocess.PIPE, **more)
+        self.stdout.readline()  # its handler is installed
+        os.kill(os.getpid(), signal.SIGTERM)  # before the wrapper knows that it is there
+subprocess.Popen = Popen
+sys.exit(tied.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_right_behind_the_start_is_passed_on() -> None:
+    process = subprocess.Popen([sys.executable, "-c", EARLY, sys.executable, "-c", CHILD], stdin=subprocess.PIPE)
+    assert process.wait(PATIENCE) == 5
+
+
 @pytest.mark.parametrize("more", ["", "import os\nif os.fork(): time.sleep(600)\nelse: time.sleep(10); os._exit(0)"])
 def test_it_ends_with_a_parent_that_is_killed(more: str) -> None:
     """Also when a fork of the parent still holds the other end of its input."""

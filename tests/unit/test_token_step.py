@@ -101,3 +101,21 @@ def test_the_choice_equals_the_plain_one(random: bool) -> None:
     assert torch.equal(state.previous, read)
     assert (state.override == -1).all()
     assert state.length.tolist() == list(range(41, 41 + rows))
+
+
+def test_of_logits_that_are_not_numbers_a_token_is_chosen_that_exists() -> None:
+    """A policy that has diverged is the trainer's to say; a number beyond the table would end the process. On a GPU a
+    place behind the last token, which is masked by -inf, may win against a NaN."""
+    from ascendchat.infer.choice import State, choose
+
+    for rows, vocab in ((3, 2500), (17, 4100)):  # blocks of both sizes, of which the last is not full
+        logits = torch.randn(rows, vocab, device=PLACE)
+        logits[0] = torch.nan
+        logits[1, -1] = logits[1, 0] = torch.nan
+        lines = [settings_row(Sampling(temperature=float(n % 2), seed=n)) for n in range(rows)]
+        settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
+        read, position = (torch.arange(rows, device=PLACE) for _ in range(2))
+        state = State(*(torch.zeros(rows, dtype=torch.int64, device=PLACE) for _ in range(4)), torch.ones_like(read[0]))
+        for random in (False, True):
+            choose(logits, read, position, settings, columns(vocab, PLACE), state, softcap=15.0, random=random)
+            assert 0 <= state.token.min() <= state.token.max() < vocab
