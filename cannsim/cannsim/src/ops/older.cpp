@@ -65,6 +65,13 @@ OLDER(Pad, auto pairs = o.constant(1); std::vector<int64_t> padding;  // before 
       for (size_t i = pairs.size(); i >= 2; i -= 2) padding.insert(padding.end(), {pairs[i - 2], pairs[i - 1]});
       o.put(0, at::constant_pad_nd(o.in[0], padding)))
 
+OLDER(ConfusionTransposeD, auto order = o.attribute("perm", std::vector<int64_t>());
+      auto shape = o.attribute("shape", std::vector<int64_t>());
+      o.put(0, o.attribute("transpose_first", false) ? o.in[0].permute(order).reshape(shape)
+                                                     : o.in[0].reshape(shape).permute(order)))
+OLDER(Fill, o.put(0, o.in[1].to(o.out[0].scalar_type()).expand(o.out[0].sizes())))
+OLDER(Cast, o.put(0, o.in[0]))
+
 // ---- products
 
 static at::Tensor turned(const at::Tensor& x, bool turn) { return wide(turn ? x.transpose(-1, -2) : x); }
@@ -85,6 +92,12 @@ OLDER(Add, o.put(0, wide(o.in[0]) + wide(o.in[1])))
 OLDER(Sub, o.put(0, wide(o.in[0]) - wide(o.in[1])))
 OLDER(Mul, o.put(0, wide(o.in[0]) * wide(o.in[1])))
 OLDER(RealDiv, o.put(0, wide(o.in[0]) / wide(o.in[1])))
+OLDER(Equal, o.put(0, o.in[0].eq(o.in[1])))
+OLDER(NotEqual, o.put(0, o.in[0].ne(o.in[1])))
+OLDER(Greater, o.put(0, o.in[0].gt(o.in[1])))
+OLDER(GreaterEqual, o.put(0, o.in[0].ge(o.in[1])))
+OLDER(Less, o.put(0, o.in[0].lt(o.in[1])))
+OLDER(LessEqual, o.put(0, o.in[0].le(o.in[1])))
 OLDER(Mish, o.put(0, at::mish(wide(o.in[0]))))
 OLDER(MishGrad, o.put(0, at::mish_backward(wide(o.in[0]), wide(o.in[1]))))
 OLDER(Swish, at::Tensor x = wide(o.in[0]); o.put(0, x * at::sigmoid(x * o.attribute("scale", 1.0f))))
@@ -98,6 +111,20 @@ OLDER(ArgMinWithValue, auto [values, where] = at::min(o.in[0], o.attribute<int64
       o.put(0, where); o.put(1, values))
 OLDER(SortV2, int64_t axis = o.attribute<int64_t>("axis", -1);
       o.put(0, std::get<0>(at::sort(o.in[0], axis, o.attribute("descending", false)))))
+
+// ---- distances
+
+// The gradient of the first points; everything comes broadcast to (..., first, second, coordinate). p -1: the maximum.
+OLDER(CdistGrad, float p = o.attribute("p", 2.0f); at::Tensor grad = wide(o.in[0]), distance = wide(o.in[3]);
+      at::Tensor apart = wide(o.in[1]) - wide(o.in[2]), far = apart.abs();
+      at::Tensor some = distance.masked_fill(distance.eq(0), 1), slope;
+      if (p == 0) {
+        slope = at::zeros_like(apart);
+      } else if (p < 0) {
+        slope = apart.sgn() * far.ge(distance);
+      } else {
+        slope = apart.sgn() * far.pow(p - 1).masked_fill(far.eq(0), 0) / some.pow(p - 1);
+      } o.put(0, (grad * slope.masked_fill(distance.eq(0), 0)).sum(-2)))
 
 // ---- losses and optimizers
 
