@@ -177,10 +177,10 @@ def _overlaps(boxes: torch.Tensor, others: torch.Tensor, of_other: bool) -> torc
 def _in_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Comparisons of tensors in a private format go through the older interface."""
 
-    def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         torch.npu.config.allow_internal_format = True
         try:
-            blocks = [torch_npu.npu_format_cast(x, 29) for x in (a, b)]
+            blocks = [torch_npu.npu_format_cast(x, 29) for x in tensors]
             return tuple(torch_npu.npu_format_cast(result, 2) for result in function(*blocks))
         finally:
             torch.npu.config.allow_internal_format = False
@@ -218,6 +218,15 @@ def _chosen(boxes: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ..
     return torch_npu.npu_nms_v4(boxes, scores, 3, *limits)
 
 
+def _view_copied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    if x.device.type == "cpu":
+        x[:, ::2].copy_(y[:, 1:])
+    else:
+        torch_npu.npu_view_copy(x[:, ::2], y[:, 1:], True)
+    return x
+
+
 SHAPES = [
     Case("BroadcastTo", lambda x: torch_npu.npu_broadcast(x, (3, 8)), (ROW,), "aclop/BroadcastTo", False, ONE,
          lambda x: x.expand(3, 8)),
@@ -232,6 +241,11 @@ SHAPES = [
     Case("npu_masked_fill_range",
          lambda x: torch_npu.npu_masked_fill_range(x, _range(1, 2), _range(3, 9), torch.tensor([7.0]).npu(), -1),
          (X,), "aclop/MaskedFillRange", False, ONE, _filled),
+    Case("npu_indexing", lambda x: torch_npu.npu_indexing(x, [0, 1, 2], [2, 3, 8], [1, 1, 2]), (X,),
+         "aclop/StridedSlice", False, FLOATS, lambda x: x[:2, 1:3, 2:8:2]),
+    Case("npu_one_hot", lambda x: torch_npu.npu_one_hot(x, -1, 5, 2, -1), (torch.tensor([3, 0, 4], dtype=torch.int32),),
+         "aclop/OneHotD", False, ONE, lambda x: F.one_hot(x.long(), 5) * 3.0 - 1),
+    Case("npu_view_copy", _view_copied, (X, Y), "aclop/ViewCopy", False, ONE),
     Case("npu_confusion_transpose",
          lambda x: torch_npu.npu_confusion_transpose(torch_npu.npu_confusion_transpose(x, (0, 2, 1), (2, 4, 6), False),
                                                      (2, 0, 1), (4, 12), True),
@@ -250,6 +264,11 @@ MATHS = [
            loose=4) for p in (0.5, 1.0, 2.0, math.inf)),
     Case("npu_lstm_cell", _cell, (randn(3, 8, seed=58), randn(3, 4, seed=59), randn(3, 4, seed=60)),
          "aclop/DynamicRNNV2 aclop/DynamicRNNV2Grad", True, ("float32", "float16"), loose=2),
+    Case("extremes of blocks", _in_blocks(lambda x: (x.amin(1), x.amax(0))), (ORDERED,),
+         "aclop/ReduceMin aclop/ReduceMax", False, ONE, lambda x: (x.amin(1), x.amax(0))),
+    Case("slow_conv3d", lambda x, w, b: torch._C._nn.slow_conv3d(x, w, (2, 1, 2), b, (1, 1, 2), (1, 0, 1)),
+         (randn(1, 2, 3, 4, 5, seed=73), randn(3, 2, 2, 1, 2, seed=74), randn(3, seed=75)), "aclop/Conv3D", False,
+         ("float32", "float16"), loose=2),
     Case("LSTM", _layers(torch.nn.LSTM), (randn(5, 3, 8, seed=67),), "aclop/DynamicRNN aclop/DynamicRNNGrad", True,
          ONE, loose=4),
     Case("GRU", _layers(torch.nn.GRU), (randn(5, 3, 8, seed=68),), "aclop/DynamicGRUV2 aclop/DynamicGRUV2Grad", True,

@@ -34,7 +34,6 @@ def stepwise(term: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             stepwise(B / C, TENTH),
             "aclnnForeachAddcdivScalarList",
         ),
-        (lambda a, b, c: torch._foreach_add([a], [b], alpha=3)[0], A + B * 3, "aclnnForeachAddListV2"),
         (lambda a, b, c: torch._foreach_sub([a], [b], alpha=3)[0], A - B * 3, "aclnnForeachSubListV2"),
     ],
 )
@@ -64,10 +63,19 @@ def test_lists_with_one_scalar_are_rounded_once(run, expected) -> None:
     torch.testing.assert_close(run(A.npu(), B.npu(), C.npu()).cpu(), expected.half(), rtol=0, atol=0)
 
 
-def test_lists_of_bfloat16_are_rounded_once() -> None:
-    a, b = A.bfloat16(), B.bfloat16()
-    expected = (a.float() + 5 * b.float()).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_lists_are_rounded_once(dtype: torch.dtype) -> None:
+    a, b = A.to(dtype), B.to(dtype)
+    expected = (a.float() + 5 * b.float()).to(dtype)
+    assert not torch.equal(a + b * 5, expected), "the inputs tell the two apart"
     assert torch.equal(torch._foreach_add([a.npu()], [b.npu()], alpha=5)[0].cpu(), expected)
+
+
+def test_products_of_half_precision_are_rounded_once() -> None:
+    x = randn(15, 16, seed=66).abs().half() + 0.5
+    assert not torch.equal(x.prod(0), x.float().prod(0).half()), "the inputs tell the two apart"
+    assert torch.equal(x.npu().prod(0).cpu(), x.float().prod(0).half())
+    assert x.npu().prod().cpu() == x.float().prod().half()
 
 
 def test_dropout_in_place_takes_the_mask_of_the_seed() -> None:

@@ -72,6 +72,25 @@ OLDER(ConfusionTransposeD, auto order = o.attribute("perm", std::vector<int64_t>
 OLDER(Fill, o.put(0, o.in[1].to(o.out[0].scalar_type()).expand(o.out[0].sizes())))
 OLDER(Cast, o.put(0, o.in[0]))
 
+OLDER(StridedSlice, at::Tensor part = o.in[0]; auto from = o.constant(1), to = o.constant(2), step = o.constant(3);
+      for (const char* mask : {"begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask"}) {
+        require(o.attribute<int64_t>(mask, 0) == 0, "StridedSlice: cannsim knows no ", mask);
+      }
+      for (size_t i = 0; i < from.size(); ++i) part = part.slice(static_cast<int64_t>(i), from[i], to[i], step[i]);
+      o.put(0, part))
+OLDER(OneHotD, at::Tensor wanted = indices(o.in[0]);
+      require(o.attribute<int64_t>("axis", -1) == -1, "OneHotD: cannsim knows only the last axis");
+      at::Tensor hit = wanted.unsqueeze(-1).eq(at::arange(o.attribute<int64_t>("depth", 0)));
+      o.put(0, at::where(hit, o.in[1], o.in[2])))
+
+// Tensors with sizes and strides of their own: to, its sizes, strides and offset, and the same of what is copied.
+static at::Tensor strided(const Older& o, size_t i) {
+  at::Tensor tensor = at::from_blob(o.in[i].data_ptr(), o.constant(i + 1), o.constant(i + 2), o.in[i].options());
+  require(o.constant(i + 3) == std::vector<int64_t>{0}, "ViewCopy: cannsim knows no offset");
+  return tensor;
+}
+OLDER(ViewCopy, strided(o, 0).copy_(strided(o, 4)))
+
 // ---- products
 
 static at::Tensor turned(const at::Tensor& x, bool turn) { return wide(turn ? x.transpose(-1, -2) : x); }
@@ -102,6 +121,22 @@ OLDER(Mish, o.put(0, at::mish(wide(o.in[0]))))
 OLDER(MishGrad, o.put(0, at::mish_backward(wide(o.in[0]), wide(o.in[1]))))
 OLDER(Swish, at::Tensor x = wide(o.in[0]); o.put(0, x * at::sigmoid(x * o.attribute("scale", 1.0f))))
 OLDER(SwishGrad, o.put(0, at::silu_backward(wide(o.in[0]), wide(o.in[1]))))
+
+OLDER(ReduceMin, o.put(0, at::amin(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
+OLDER(ReduceMax, o.put(0, at::amax(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
+
+// ---- convolution
+
+// Attributes name all five dimensions (batch and channel first), paddings each end.
+OLDER(Conv3D, auto last = [&](const char* name) {
+        auto all = o.attribute(name, std::vector<int64_t>(5, 1));
+        return std::vector<int64_t>(all.begin() + 2, all.end());
+      };
+      auto pads = o.attribute("pads", std::vector<int64_t>(6));
+      at::Tensor x = at::constant_pad_nd(wide(o.in[0]), {pads[4], pads[5], pads[2], pads[3], pads[0], pads[1]});
+      std::optional<at::Tensor> bias; if (o.in.size() > 2 && o.in[2].defined()) bias = wide(o.in[2]);
+      o.put(0, at::conv3d(x, wide(o.in[1]), bias, last("strides"), at::IntArrayRef({0, 0, 0}), last("dilations"),
+                          o.attribute<int64_t>("groups", 1))))
 
 // ---- order
 
