@@ -211,6 +211,12 @@ def _layers(kind: type[torch.nn.RNNBase]) -> Callable[..., Any]:
     return run
 
 
+def _half_dropped(x: torch.Tensor) -> torch.Tensor:
+    """Of many ones about half are left, and count twice."""
+    left = torch_npu.dropout_with_byte_mask(torch.ones(4000, device=x.device, dtype=x.dtype), 0.5, True)
+    return torch.stack([((left == 0) | (left == 2)).all(), ((left == 0).float().mean() - 0.5).abs() < 0.05])
+
+
 def _chosen(boxes: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if boxes.device.type == "cpu":
         return torch.tensor([1, 3, 0]), torch.tensor(2)
@@ -269,6 +275,13 @@ MATHS = [
     Case("slow_conv3d", lambda x, w, b: torch._C._nn.slow_conv3d(x, w, (2, 1, 2), b, (1, 1, 2), (1, 0, 1)),
          (randn(1, 2, 3, 4, 5, seed=73), randn(3, 2, 2, 1, 2, seed=74), randn(3, seed=75)), "aclop/Conv3D", False,
          ("float32", "float16"), loose=2),
+    Case("dropout_with_byte_mask", lambda x: (torch_npu.dropout_with_byte_mask(x, 0.0, True), _half_dropped(x)), (X,),
+         "aclop/DropOutGenMaskV3 aclop/DropOutDoMaskV3", False, ("float32", "float16"),
+         lambda x: (x, torch.tensor([True, True]))),
+    Case("npu_dropout_with_add_softmax",
+         lambda x, y: torch_npu.npu_dropout_with_add_softmax(x, y.detach(), 0.5, 0.0, -1)[2], (X, Y),
+         "aclop/AxpyWithSoftmaxAndDropOutDoMask aclop/DropoutWithMulsAndSoftmaxGrad", True, ("float32", "float16"),
+         lambda x, y: (y.detach() + 0.5 * x).softmax(-1), 2),
     Case("LSTM", _layers(torch.nn.LSTM), (randn(5, 3, 8, seed=67),), "aclop/DynamicRNN aclop/DynamicRNNGrad", True,
          ONE, loose=4),
     Case("GRU", _layers(torch.nn.GRU), (randn(5, 3, 8, seed=68),), "aclop/DynamicGRUV2 aclop/DynamicGRUV2Grad", True,

@@ -5,6 +5,8 @@
 
 #include <map>
 
+#include "random.h"
+
 namespace cannsim {
 
 // By the name under which they are counted: aclop/Mish.
@@ -137,6 +139,27 @@ OLDER(Conv3D, auto last = [&](const char* name) {
       std::optional<at::Tensor> bias; if (o.in.size() > 2 && o.in[2].defined()) bias = wide(o.in[2]);
       o.put(0, at::conv3d(x, wide(o.in[1]), bias, last("strides"), at::IntArrayRef({0, 0, 0}), last("dilations"),
                           o.attribute<int64_t>("groups", 1))))
+
+// ---- dropout with a byte for each element: 1 keeps it
+
+OLDER(DropOutGenMaskV3, int64_t count = c10::multiply_integers(o.constant(0));
+      at::Generator source = generator(o.attribute<int64_t>("seed", 0), o.attribute<int64_t>("seed2", 0));
+      at::Tensor keep = at::empty({count}, at::kFloat).uniform_(0, 1, source).lt(o.in[1].item<double>());
+      o.out[0].zero_(); o.out[0].flatten().narrow(0, 0, count).copy_(keep))
+static at::Tensor dropped(const at::Tensor& x, const at::Tensor& mask, double keep) {
+  if (keep == 0) return at::zeros_like(x);
+  return x * mask.flatten().narrow(0, 0, x.numel()).view(x.sizes()) / keep;
+}
+OLDER(DropOutDoMaskV3, o.put(0, dropped(wide(o.in[0]), o.in[1], o.in[2].item<double>())))
+// softmax(x + alpha * y), and what dropout leaves of it
+OLDER(AxpyWithSoftmaxAndDropOutDoMask,
+      at::Tensor sum = at::add(wide(o.in[0]), wide(o.in[1]), o.attribute("alpha", 1.0f));
+      at::Tensor share = at::softmax(sum, o.attribute("axis", std::vector<int64_t>{-1}).at(0)); o.put(0, share);
+      o.put(1, dropped(share, o.in[2], o.attribute("input_keep_prob", 1.0f))))
+OLDER(DropoutWithMulsAndSoftmaxGrad, at::Tensor share = wide(o.in[2]);
+      int64_t axis = o.attribute("axes", std::vector<int64_t>{-1}).at(0);
+      at::Tensor grad = dropped(wide(o.in[0]), o.in[1], o.attribute("input_keep_prob", 1.0f));
+      o.put(0, at::_softmax_backward_data(grad, share, axis, at::kFloat) * o.attribute("alpha", 1.0f)))
 
 // ---- order
 
