@@ -61,7 +61,8 @@ OP(FusedCrossEntropyLossWithMaxSum,
    (In logitsMax, In sumExpLogits, In predictedLogits, float labelSmoothing, OptIn inputOptional, OptIn weightOptional,
     OptIn vocabParallelLogitsOptional, Out lossOut, OptOut softMaxOutOptional),
    (same_shape(sumExpLogits, logitsMax), same_shape(predictedLogits, logitsMax), same_shape(lossOut, logitsMax),
-    no_smoothing(labelSmoothing)),
+    no_smoothing(labelSmoothing),
+    require(!inputOptional.given() && !weightOptional.given(), "inputOptional and weightOptional should be null.")),
    lossOut = sumExpLogits.log() - predictedLogits;
    if (softMaxOutOptional.given()) {
      at::Tensor below = wide(vocabParallelLogitsOptional) - logitsMax.unsqueeze(1);
