@@ -8,9 +8,11 @@ Reads a path per line, answers with a JSON line {"file", "tests": [[test, cause,
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import select
@@ -86,6 +88,21 @@ def flatten(suite: Any) -> list[Any]:
     return [test for part in suite for test in (flatten(part) if isinstance(part, unittest.TestSuite) else [part])]
 
 
+def prepared(node: ast.stmt) -> bool:
+    """A statement that prepares the tests (a seed, a switch of torch_npu); others run them or belong to a command."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        return node.value.func.attr not in ("run_tests", "main", "run")
+    return isinstance(node, ast.Assign | ast.Import | ast.ImportFrom)
+
+
+def start_as_main(module: types.ModuleType, path: Path) -> None:
+    """What the file does before its tests when it is started as a program, as its authors do."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            body = list(itertools.takewhile(prepared, node.body))
+            exec(compile(ast.Module(body, []), str(path), "exec"), module.__dict__)
+
+
 def child(path: Path, done: set[str], pipe: int, log: str) -> None:
     """In the forked process: load the file and run those of its tests that are not done; stops at a failure."""
     os.setsid()
@@ -100,6 +117,7 @@ def child(path: Path, done: set[str], pipe: int, log: str) -> None:
     reporter = Reporter(pipe)
     try:
         module = importlib.import_module(path.stem)
+        start_as_main(module, path)
         tests = flatten(unittest.TestLoader().loadTestsFromModule(module))
     except unittest.SkipTest as skip:
         reporter.addSkip(types.SimpleNamespace(id=lambda: "import"), str(skip))

@@ -236,4 +236,49 @@ MOE = [
     }.items()
 ]
 
-CASES = [*UNARY, *BINARY, *TENSOR, *MOE]
+
+def _vocabulary(x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
+    """This device has the words 8 to 15 of 24: the parts, the loss with them, and one of the two ways back."""
+    parts = torch_npu.npu_fused_linear_online_max_sum(x, weight, wanted, 8, 15, return_logits=True)
+    most, total, predicted, absent, masked, logits = parts
+    loss, share = torch_npu.npu_fused_cross_entropy_loss_with_max_sum(
+        most, total, predicted, vocab_parallel_logits=logits
+    )
+    known = {"softmax": share} if step else {"logits_max": most, "sum_exp_logits": total}
+    grads = torch_npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
+        loss * 0 + torch.arange(1.0, 10.0, device=x.device), x, weight, absent, masked, 0.0, **known
+    )
+    return most, total, predicted, absent, masked, loss, *grads
+
+
+def _vocabulary_by_hand(
+    x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, step: int
+) -> tuple[torch.Tensor, ...]:
+    logits = x @ weight.T
+    here = (wanted >= 8) & (wanted <= 15)
+    target = torch.where(here, wanted - 8, 0)
+    most, picked = logits.amax(1), logits.gather(1, target[:, None])[:, 0]
+    predicted = torch.where(here, picked - most, 0)
+    share = logits.softmax(1)
+    slope = (share - F.one_hot(target, 8) * here[:, None]) * torch.arange(1.0, 10.0)[:, None]
+    total = (logits - most[:, None]).exp().sum(1)
+    bits = "".join("01"[not h] for h in here.tolist()) + "1" * 7
+    absent = torch.tensor([int(bits[:8], 2), int(bits[8:], 2)])
+    return most, total, predicted, absent, target, total.log() - predicted, slope @ weight, slope.T @ x
+
+
+FUSED_LOSS = [
+    Case(
+        f"vocabulary {step}",
+        _vocabulary,
+        (randn(9, 16, seed=71) / 2, randn(8, 16, seed=72) / 2, torch.tensor([3, 8, 15, 16, 9, 23, 0, 14, 20]), step),
+        "FusedLinearOnlineMaxSum FusedCrossEntropyLossWithMaxSum FusedLinearCrossEntropyLossGrad",
+        False,
+        ("float16", "bfloat16"),
+        _vocabulary_by_hand,
+        loose=4,
+    )
+    for step in (0, 1)
+]
+
+CASES = [*UNARY, *BINARY, *TENSOR, *MOE, *FUSED_LOSS]

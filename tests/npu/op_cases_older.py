@@ -5,13 +5,14 @@ Names with a slash are those under which cannsim counts them. References are pla
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from op_cases import ONE, Case, X, Y, distinct, randn
+from op_cases import FLOATS, ONE, Case, X, Y, distinct, randn
 
 try:
     import torch_npu
@@ -115,6 +116,123 @@ def _range(*values: int) -> torch.Tensor:
     return torch.tensor([values], dtype=torch.int32).npu()
 
 
+POINTS, MORE_POINTS = randn(3, 4, seed=51), randn(5, 4, seed=52)
+TURNED = torch.tensor([[[4.0, 30.0], [3.0, 9.0], [9.0, 45.0], [8.0, 21.0], [30.0, -20.0]]])  # corners and an angle
+TURNED_TOO = torch.tensor([[[5.0, 28.0], [2.0, 12.0], [11.0, 40.0], [9.0, 20.0], [10.0, 40.0]]])
+IMAGES = randn(2, 3, 6, 7, seed=53)
+REGIONS = torch.tensor([[0, -2.0, -2.0, 22.0, 22.0], [1, 3.0, 4.0, 13.0, 19.0]])
+FOUND = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [10, 10, 14, 15], [11, 10, 15, 15], [20, 20, 22, 23]])
+SCORES = torch.tensor([0.8, 0.9, 0.7, 0.75, 0.1])
+
+
+def _turned(boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (boxes[:, 2:4] + boxes[:, :2]) / 2, boxes[:, 2:4] - boxes[:, :2], boxes[:, 4:].deg2rad().tan()
+
+
+def _turned_encoded(anchors: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+    (centre, size, slope), (true_centre, true_size, true_slope) = _turned(anchors), _turned(boxes)
+    return torch.cat([(true_centre - centre) / size, (true_size / size).log(), true_slope - slope], 1)
+
+
+def _decoded_again(anchors: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+    weight = torch.ones(5).npu()
+    return torch_npu.npu_rotated_box_decode(anchors, torch_npu.npu_rotated_box_encode(anchors, boxes, weight), weight)
+
+
+def _sampled(images: torch.Tensor, regions: torch.Tensor, more: int = 0) -> torch.Tensor:
+    """ROIAlign with 2 x 2 samples per cell, 3 x 2 cells, a scale of 1/4."""
+    pooled = torch.zeros(len(regions), images.shape[1], 3, 2)
+    height, width = images.shape[2:]
+    for n, (image, x1, y1, x2, y2) in enumerate(regions.tolist()):
+        for i in range(6):
+            for j in range(4):
+                y = y1 / 4 + (i + 0.5) * (y2 - y1 + more) / 4 / 6
+                x = x1 / 4 + (j + 0.5) * (x2 - x1 + more) / 4 / 4
+                if not (-1 <= y <= height and -1 <= x <= width):
+                    continue
+                y, x = min(max(y, 0), height - 1), min(max(x, 0), width - 1)
+                grid = torch.tensor([[[[2 * x / (width - 1) - 1, 2 * y / (height - 1) - 1]]]])
+                value = F.grid_sample(images[int(image)][None], grid, align_corners=True)[0, :, 0, 0]
+                pooled[n, :, i // 2, j // 2] += value / 4
+    return pooled
+
+
+def _region_gradient(grad: torch.Tensor, regions: torch.Tensor) -> torch.Tensor:
+    images = IMAGES.clone().requires_grad_()
+    with torch.enable_grad():
+        (_sampled(images, regions, more=1) * grad).sum().backward()
+    return images.grad
+
+
+def _overlaps(boxes: torch.Tensor, others: torch.Tensor, of_other: bool) -> torch.Tensor:
+    low, high = (
+        torch.maximum(boxes[None, :, :2], others[:, None, :2]),
+        torch.minimum(boxes[None, :, 2:], others[:, None, 2:]),
+    )
+    inner = (high - low).clamp(0).prod(-1)
+    area, other = (boxes[:, 2:] - boxes[:, :2] + 0.01).prod(-1), (others[:, 2:] - others[:, :2] + 0.01).prod(-1)
+    return inner / (other[:, None] if of_other else area + other[:, None] - inner)
+
+
+def _in_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Comparisons of tensors in a private format go through the older interface."""
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.npu.config.allow_internal_format = True
+        try:
+            blocks = [torch_npu.npu_format_cast(x, 29) for x in tensors]
+            return tuple(torch_npu.npu_format_cast(result, 2) for result in function(*blocks))
+        finally:
+            torch.npu.config.allow_internal_format = False
+
+    return run
+
+
+def _compared(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return a == b, a != b, a > b, a >= b, a < b, a <= b
+
+
+def _cell(x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    weight, recurrent = randn(16, 8, seed=54).to(x), randn(16, 4, seed=55).to(x)
+    bias, other_bias = randn(16, seed=56).to(x), randn(16, seed=57).to(x)
+    if x.device.type == "cpu":
+        return torch.lstm_cell(x, (h, c), weight, recurrent, bias, other_bias)
+    return torch_npu.npu_lstm_cell(x, weight.t(), recurrent.t(), h, c, bias, other_bias)[1:3]
+
+
+def _layers(kind: type[torch.nn.RNNBase]) -> Callable[..., Any]:
+    """Two layers, both ways."""
+    torch.manual_seed(0)
+    network = kind(8, 4, num_layers=2, bidirectional=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return copy.deepcopy(network).to(x)(x)[0]
+
+    return run
+
+
+def _half_dropped(x: torch.Tensor) -> torch.Tensor:
+    """Of many ones about half are left, and count twice."""
+    left = torch_npu.dropout_with_byte_mask(torch.ones(4000, device=x.device, dtype=x.dtype), 0.5, True)
+    return torch.stack([((left == 0) | (left == 2)).all(), ((left == 0).float().mean() - 0.5).abs() < 0.05])
+
+
+def _chosen(boxes: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if boxes.device.type == "cpu":
+        return torch.tensor([1, 3, 0]), torch.tensor(2)
+    limits = [torch.tensor(value).npu() for value in (0.5, 0.3)]
+    return torch_npu.npu_nms_v4(boxes, scores, 3, *limits)
+
+
+def _view_copied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    if x.device.type == "cpu":
+        x[:, ::2].copy_(y[:, 1:])
+    else:
+        torch_npu.npu_view_copy(x[:, ::2], y[:, 1:], True)
+    return x
+
+
 SHAPES = [
     Case("BroadcastTo", lambda x: torch_npu.npu_broadcast(x, (3, 8)), (ROW,), "aclop/BroadcastTo", False, ONE,
          lambda x: x.expand(3, 8)),
@@ -129,10 +247,45 @@ SHAPES = [
     Case("npu_masked_fill_range",
          lambda x: torch_npu.npu_masked_fill_range(x, _range(1, 2), _range(3, 9), torch.tensor([7.0]).npu(), -1),
          (X,), "aclop/MaskedFillRange", False, ONE, _filled),
+    Case("npu_indexing", lambda x: torch_npu.npu_indexing(x, [0, 1, 2], [2, 3, 8], [1, 1, 2]), (X,),
+         "aclop/StridedSlice", False, FLOATS, lambda x: x[:2, 1:3, 2:8:2]),
+    Case("npu_one_hot", lambda x: torch_npu.npu_one_hot(x, -1, 5, 2, -1), (torch.tensor([3, 0, 4], dtype=torch.int32),),
+         "aclop/OneHotD", False, ONE, lambda x: F.one_hot(x.long(), 5) * 3.0 - 1),
+    Case("npu_view_copy", _view_copied, (X, Y), "aclop/ViewCopy", False, ONE),
+    Case("npu_confusion_transpose",
+         lambda x: torch_npu.npu_confusion_transpose(torch_npu.npu_confusion_transpose(x, (0, 2, 1), (2, 4, 6), False),
+                                                     (2, 0, 1), (4, 12), True),
+         (X,), "aclop/ConfusionTransposeD", True, FLOATS,
+         lambda x: x.reshape(2, 4, 6).permute(0, 2, 1).permute(2, 0, 1).reshape(4, 12)),
 ]  # fmt: skip
 
 MATHS = [
     Case("compiled abs", compiled(torch.abs), (X,), "aclop/Abs", False),
+    Case("compiled cast and fill", compiled(lambda x: (x.int(), torch.empty_like(x).fill_(3))), (X,),
+         "aclop/Cast aclop/Fill", False, ("float16",)),
+    Case("comparisons of blocks", _in_blocks(_compared), (ORDERED, ORDERED.flip(0)), " ".join(
+         f"aclop/{name}" for name in ("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual")), False,
+         ("float32", "float16"), _compared),
+    *(Case(f"cdist {p}", lambda a, b, p=p: torch.cdist(a, b, p), (POINTS, MORE_POINTS), "aclop/CdistGrad", True, ONE,
+           loose=4) for p in (0.5, 1.0, 2.0, math.inf)),
+    Case("npu_lstm_cell", _cell, (randn(3, 8, seed=58), randn(3, 4, seed=59), randn(3, 4, seed=60)),
+         "aclop/DynamicRNNV2 aclop/DynamicRNNV2Grad", True, ("float32", "float16"), loose=2),
+    Case("extremes of blocks", _in_blocks(lambda x: (x.amin(1), x.amax(0))), (ORDERED,),
+         "aclop/ReduceMin aclop/ReduceMax", False, ONE, lambda x: (x.amin(1), x.amax(0))),
+    Case("slow_conv3d", lambda x, w, b: torch._C._nn.slow_conv3d(x, w, (2, 1, 2), b, (1, 1, 2), (1, 0, 1)),
+         (randn(1, 2, 3, 4, 5, seed=73), randn(3, 2, 2, 1, 2, seed=74), randn(3, seed=75)), "aclop/Conv3D", False,
+         ("float32", "float16"), loose=2),
+    Case("dropout_with_byte_mask", lambda x: (torch_npu.dropout_with_byte_mask(x, 0.0, True), _half_dropped(x)), (X,),
+         "aclop/DropOutGenMaskV3 aclop/DropOutDoMaskV3", False, ("float32", "float16"),
+         lambda x: (x, torch.tensor([True, True]))),
+    Case("npu_dropout_with_add_softmax",
+         lambda x, y: torch_npu.npu_dropout_with_add_softmax(x, y.detach(), 0.5, 0.0, -1)[2], (X, Y),
+         "aclop/AxpyWithSoftmaxAndDropOutDoMask aclop/DropoutWithMulsAndSoftmaxGrad", True, ("float32", "float16"),
+         lambda x, y: (y.detach() + 0.5 * x).softmax(-1), 2),
+    Case("LSTM", _layers(torch.nn.LSTM), (randn(5, 3, 8, seed=67),), "aclop/DynamicRNN aclop/DynamicRNNGrad", True,
+         ONE, loose=4),
+    Case("GRU", _layers(torch.nn.GRU), (randn(5, 3, 8, seed=68),), "aclop/DynamicGRUV2 aclop/DynamicGRUV2Grad", True,
+         ONE, loose=4),
     Case("compiled arithmetic", compiled(lambda a, b: (a + b, a - b, a * b, a / b)), (X, Y),
          "aclop/Add aclop/Sub aclop/Mul aclop/RealDiv", False, loose=4),
     Case("compiled products", compiled(lambda a, b: (a[0] @ b[0], torch.bmm(a, b))), (LEFT, RIGHT),
@@ -177,6 +330,17 @@ BOXES = [
          (CORNERS, CORNERS.flip(0)), "aclop/YoloBoxesEncode", False, ONE, _yolo),
     Case("npu_anchor_response_flags", lambda x: torch_npu.npu_anchor_response_flags(x, [4, 5], [2, 2], 3), (CORNERS,),
          "aclop/AnchorResponseFlags", False, ONE, _flags),
+    Case("npu_iou", lambda a, b: (torch_npu.npu_iou(a, b, 0), torch_npu.npu_iou(a, b, 1)), (FOUND, FOUND[:3] + 1),
+         "aclop/Iou", False, ("float16",), lambda a, b: (_overlaps(a, b, False), _overlaps(a, b, True))),
+    Case("npu_rotated_box_encode", lambda a, b: torch_npu.npu_rotated_box_encode(a, b, torch.ones(5).npu()),
+         (TURNED, TURNED_TOO), "aclop/RotatedBoxEncode", False, ONE, _turned_encoded),
+    Case("npu_rotated_box_decode", _decoded_again, (TURNED, TURNED_TOO), "aclop/RotatedBoxDecode", False, ONE,
+         lambda a, b: b, 10),
+    Case("npu_roi_align", lambda x, r: torch_npu.npu_roi_align(x, r, 0.25, 3, 2, 2, 0), (IMAGES, REGIONS),
+         "aclop/ROIAlign", False, ONE, _sampled),
+    Case("npu_roi_alignbk", lambda g, r: torch_npu.npu_roi_alignbk(g, r, IMAGES.shape, 2, 3, 0.25, 2),
+         (randn(2, 3, 3, 2, seed=66), REGIONS), "aclop/ROIAlignGrad", False, ONE, _region_gradient),
+    Case("npu_nms_v4", _chosen, (FOUND, SCORES), "aclop/NonMaxSuppressionV4", False, ONE),
 ]  # fmt: skip
 
 CASES = [*SHAPES, *MATHS, *BOXES]

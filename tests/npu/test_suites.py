@@ -6,20 +6,22 @@ python -m cannsim run -- pytest tests/npu/test_suites.py
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from cannsim import suites_causes
+from cannsim import suites_causes, suites_server
 
 HEAD = "import unittest, torch, torch_npu\n\n\nclass T(unittest.TestCase):\n"
 FILES = {
     "passed": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 2])\n",
     "skipped": "    @unittest.skip('another chip')\n    def test_a(self):\n        pass\n",
     "wrong": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 3])\n",
-    "missing": "    def test_a(self):\n        torch.nn.GRU(4, 4).npu()(torch.ones(3, 1, 4).npu())[0].cpu()\n",
+    "missing": "    def test_a(self):\n        torch_npu.npu_nms_with_mask(torch.ones(4, 5).npu(), 0.5)[0].cpu()\n",
     "refused": "    def test_a(self):\n        torch.ones(2, dtype=torch.int32).npu().add_(torch.ones(2).npu())\n",
     "dies": "    def test_a(self):\n        import os\n        os.abort()\n",
     "hangs": "    def test_a(self):\n        import time\n        time.sleep(100)\n",
@@ -57,6 +59,19 @@ def test_fresh_files_import_torch_themselves(tmp_path: Path, option: list[str], 
     command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), *option]
     subprocess.run(command, capture_output=True, timeout=600, check=True)
     assert json.loads(results.read_text())["cause"] == cause
+
+
+def test_what_a_file_does_before_its_tests_is_done_and_the_tests_are_left_to_us(tmp_path: Path) -> None:
+    """Seeds and switches of torch_npu stand in the block that only a program runs."""
+    lines = ["import random", "VALUE = 0", "if __name__ == '__main__':", "    VALUE = 1", "    random.seed(3)"]
+    lines += ["    unittest.main()", "    VALUE = 2"]
+    path = tmp_path / "test_main.py"
+    path.write_text("\n".join(lines))
+    module = types.ModuleType("test_main")
+    exec(path.read_text(), module.__dict__)
+    suites_server.start_as_main(module, path)
+    assert module.VALUE == 1
+    assert random.random() == random.Random(3).random()
 
 
 @pytest.mark.parametrize(

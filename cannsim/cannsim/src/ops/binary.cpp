@@ -1,7 +1,7 @@
 // Elementwise operators of two or three tensors: arithmetic, comparison, logic, bits, clamping.
 #include <ATen/ScalarOps.h>
 
-#include "checks.h"
+#include "arithmetic.h"
 
 namespace cannsim {
 // A scalar as a tensor that does not raise the result type, like a Python number in torch.
@@ -9,8 +9,7 @@ static at::Tensor number(const at::Scalar& value) { return at::native::wrapped_s
 
 // The factor of aclnnMuls: before 950, half precision takes it rounded to half precision.
 static at::Tensor factor(const at::Tensor& self, const at::Scalar& value) {
-  bool rounded = self.scalar_type() == at::kHalf && !value.isComplex() && std::string(chip().family) != "950";
-  return number(rounded ? at::Scalar(static_cast<double>(static_cast<at::Half>(value.toDouble()))) : value);
+  return number(self.scalar_type() == at::kHalf && before_950() ? rounded(value, at::kHalf) : value);
 }
 static at::Tensor divisor(const at::Tensor&, const at::Scalar& value) { return number(value); }
 
@@ -19,6 +18,12 @@ static void result_fits(const In& out, const at::Tensor& other) {
   at::ScalarType result = at::result_type(out, other);
   require(at::canCast(result, out.scalar_type()), "Result type ", dtype_name(result),
           " can't be cast to the desired output type ", dtype_name(out.scalar_type()), ".");
+}
+
+static at::Tensor add_fused(Term term, const at::Tensor& x, const at::Tensor& a, const at::Tensor& b,
+                            const at::Scalar& value) {
+  bool older = before_950();
+  return add_term(term, older ? Rounds::steps : Rounds::once, x, a, b, older ? rounded(value, x.scalar_type()) : value);
 }
 
 static const char* rounding(int mode) { return mode == 2 ? "floor" : "trunc"; }
@@ -177,16 +182,17 @@ OP(InplaceClampMaxTensor, (Out selfRef, In max), (expands_to(max, selfRef)), sel
 
 // ---- three operands -----------------------------------------------------------------------------
 
-#define FUSED_ADD(name, function)                                                                    \
+// The kernels before 950 take the factor in the dtype of the tensors and round float16 after each step.
+#define FUSED_ADD(name, term)                                                                        \
   OP(name, (In self, In tensor1, In tensor2, Num value, Out out),                                    \
      (dtype(self, kReal), broadcast(out, self, tensor1, tensor2)),                                   \
-     at::function##_out(out, self, tensor1, tensor2, value))                                         \
+     out = add_fused(Term::term, self, tensor1, tensor2, value))                   \
   OP(Inplace##name, (Out selfRef, In tensor1, In tensor2, Num value),                                \
      (dtype(selfRef, kReal), expands_to(tensor1, selfRef), expands_to(tensor2, selfRef)),            \
-     at::function##_out(selfRef, selfRef, tensor1, tensor2, value))
+     selfRef = add_fused(Term::term, selfRef, tensor1, tensor2, value))
 
-FUSED_ADD(Addcmul, addcmul)
-FUSED_ADD(Addcdiv, addcdiv)
+FUSED_ADD(Addcmul, product)
+FUSED_ADD(Addcdiv, quotient)
 
 OP(Lerp, (In self, In end, In weight, Out out), (dtype(self, kFloating), broadcast(out, self, end, weight)),
    out = at::lerp(self, end, weight))

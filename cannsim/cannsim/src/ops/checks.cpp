@@ -123,7 +123,7 @@ void broadcast(const In& out, const In& a, const In& b, const In& c) {
 void expands_to(const In& b, const In& a) {
   auto together = broadcast_shape(a, b, a.sizes());
   require(a.sizes() == at::IntArrayRef(together), "The size of tensor ", b.name, " ", shape_text(b.sizes()),
-          " must match the size of tensor ", a.name, " ", shape_text(a.sizes()), ".");
+          " must match the size of tensor ", a.name, " ", shape_text(a.sizes()), ". CheckShape failed!");
 }
 
 void same_lengths(const Tensors& a, const Tensors& b) {

@@ -5,6 +5,8 @@
 
 #include <map>
 
+#include "random.h"
+
 namespace cannsim {
 
 // By the name under which they are counted: aclop/Mish.
@@ -65,6 +67,32 @@ OLDER(Pad, auto pairs = o.constant(1); std::vector<int64_t> padding;  // before 
       for (size_t i = pairs.size(); i >= 2; i -= 2) padding.insert(padding.end(), {pairs[i - 2], pairs[i - 1]});
       o.put(0, at::constant_pad_nd(o.in[0], padding)))
 
+OLDER(ConfusionTransposeD, auto order = o.attribute("perm", std::vector<int64_t>());
+      auto shape = o.attribute("shape", std::vector<int64_t>());
+      o.put(0, o.attribute("transpose_first", false) ? o.in[0].permute(order).reshape(shape)
+                                                     : o.in[0].reshape(shape).permute(order)))
+OLDER(Fill, o.put(0, o.in[1].to(o.out[0].scalar_type()).expand(o.out[0].sizes())))
+OLDER(Cast, o.put(0, o.in[0]))
+
+OLDER(StridedSlice, at::Tensor part = o.in[0]; auto from = o.constant(1), to = o.constant(2), step = o.constant(3);
+      for (const char* mask : {"begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask"}) {
+        require(o.attribute<int64_t>(mask, 0) == 0, "StridedSlice: cannsim knows no ", mask);
+      }
+      for (size_t i = 0; i < from.size(); ++i) part = part.slice(static_cast<int64_t>(i), from[i], to[i], step[i]);
+      o.put(0, part))
+OLDER(OneHotD, at::Tensor wanted = indices(o.in[0]);
+      require(o.attribute<int64_t>("axis", -1) == -1, "OneHotD: cannsim knows only the last axis");
+      at::Tensor hit = wanted.unsqueeze(-1).eq(at::arange(o.attribute<int64_t>("depth", 0)));
+      o.put(0, at::where(hit, o.in[1], o.in[2])))
+
+// Tensors with sizes and strides of their own: to, its sizes, strides and offset, and the same of what is copied.
+static at::Tensor strided(const Older& o, size_t i) {
+  at::Tensor tensor = at::from_blob(o.in[i].data_ptr(), o.constant(i + 1), o.constant(i + 2), o.in[i].options());
+  require(o.constant(i + 3) == std::vector<int64_t>{0}, "ViewCopy: cannsim knows no offset");
+  return tensor;
+}
+OLDER(ViewCopy, strided(o, 0).copy_(strided(o, 4)))
+
 // ---- products
 
 static at::Tensor turned(const at::Tensor& x, bool turn) { return wide(turn ? x.transpose(-1, -2) : x); }
@@ -85,10 +113,53 @@ OLDER(Add, o.put(0, wide(o.in[0]) + wide(o.in[1])))
 OLDER(Sub, o.put(0, wide(o.in[0]) - wide(o.in[1])))
 OLDER(Mul, o.put(0, wide(o.in[0]) * wide(o.in[1])))
 OLDER(RealDiv, o.put(0, wide(o.in[0]) / wide(o.in[1])))
+OLDER(Equal, o.put(0, o.in[0].eq(o.in[1])))
+OLDER(NotEqual, o.put(0, o.in[0].ne(o.in[1])))
+OLDER(Greater, o.put(0, o.in[0].gt(o.in[1])))
+OLDER(GreaterEqual, o.put(0, o.in[0].ge(o.in[1])))
+OLDER(Less, o.put(0, o.in[0].lt(o.in[1])))
+OLDER(LessEqual, o.put(0, o.in[0].le(o.in[1])))
 OLDER(Mish, o.put(0, at::mish(wide(o.in[0]))))
 OLDER(MishGrad, o.put(0, at::mish_backward(wide(o.in[0]), wide(o.in[1]))))
 OLDER(Swish, at::Tensor x = wide(o.in[0]); o.put(0, x * at::sigmoid(x * o.attribute("scale", 1.0f))))
 OLDER(SwishGrad, o.put(0, at::silu_backward(wide(o.in[0]), wide(o.in[1]))))
+
+OLDER(ReduceMin, o.put(0, at::amin(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
+OLDER(ReduceMax, o.put(0, at::amax(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
+
+// ---- convolution
+
+// Attributes name all five dimensions (batch and channel first), paddings each end.
+OLDER(Conv3D, auto last = [&](const char* name) {
+        auto all = o.attribute(name, std::vector<int64_t>(5, 1));
+        return std::vector<int64_t>(all.begin() + 2, all.end());
+      };
+      auto pads = o.attribute("pads", std::vector<int64_t>(6));
+      at::Tensor x = at::constant_pad_nd(wide(o.in[0]), {pads[4], pads[5], pads[2], pads[3], pads[0], pads[1]});
+      std::optional<at::Tensor> bias; if (o.in.size() > 2 && o.in[2].defined()) bias = wide(o.in[2]);
+      o.put(0, at::conv3d(x, wide(o.in[1]), bias, last("strides"), at::IntArrayRef({0, 0, 0}), last("dilations"),
+                          o.attribute<int64_t>("groups", 1))))
+
+// ---- dropout with a byte for each element: 1 keeps it
+
+OLDER(DropOutGenMaskV3, int64_t count = c10::multiply_integers(o.constant(0));
+      at::Generator source = generator(o.attribute<int64_t>("seed", 0), o.attribute<int64_t>("seed2", 0));
+      at::Tensor keep = at::empty({count}, at::kFloat).uniform_(0, 1, source).lt(o.in[1].item<double>());
+      o.out[0].zero_(); o.out[0].flatten().narrow(0, 0, count).copy_(keep))
+static at::Tensor dropped(const at::Tensor& x, const at::Tensor& mask, double keep) {
+  if (keep == 0) return at::zeros_like(x);
+  return x * mask.flatten().narrow(0, 0, x.numel()).view(x.sizes()) / keep;
+}
+OLDER(DropOutDoMaskV3, o.put(0, dropped(wide(o.in[0]), o.in[1], o.in[2].item<double>())))
+// softmax(x + alpha * y), and what dropout leaves of it
+OLDER(AxpyWithSoftmaxAndDropOutDoMask,
+      at::Tensor sum = at::add(wide(o.in[0]), wide(o.in[1]), o.attribute("alpha", 1.0f));
+      at::Tensor share = at::softmax(sum, o.attribute("axis", std::vector<int64_t>{-1}).at(0)); o.put(0, share);
+      o.put(1, dropped(share, o.in[2], o.attribute("input_keep_prob", 1.0f))))
+OLDER(DropoutWithMulsAndSoftmaxGrad, at::Tensor share = wide(o.in[2]);
+      int64_t axis = o.attribute("axes", std::vector<int64_t>{-1}).at(0);
+      at::Tensor grad = dropped(wide(o.in[0]), o.in[1], o.attribute("input_keep_prob", 1.0f));
+      o.put(0, at::_softmax_backward_data(grad, share, axis, at::kFloat) * o.attribute("alpha", 1.0f)))
 
 // ---- order
 
@@ -98,6 +169,20 @@ OLDER(ArgMinWithValue, auto [values, where] = at::min(o.in[0], o.attribute<int64
       o.put(0, where); o.put(1, values))
 OLDER(SortV2, int64_t axis = o.attribute<int64_t>("axis", -1);
       o.put(0, std::get<0>(at::sort(o.in[0], axis, o.attribute("descending", false)))))
+
+// ---- distances
+
+// The gradient of the first points; everything comes broadcast to (..., first, second, coordinate). p -1: the maximum.
+OLDER(CdistGrad, float p = o.attribute("p", 2.0f); at::Tensor grad = wide(o.in[0]), distance = wide(o.in[3]);
+      at::Tensor apart = wide(o.in[1]) - wide(o.in[2]), far = apart.abs();
+      at::Tensor some = distance.masked_fill(distance.eq(0), 1), slope;
+      if (p == 0) {
+        slope = at::zeros_like(apart);
+      } else if (p < 0) {
+        slope = apart.sgn() * far.ge(distance);
+      } else {
+        slope = apart.sgn() * far.pow(p - 1).masked_fill(far.eq(0), 0) / some.pow(p - 1);
+      } o.put(0, (grad * slope.masked_fill(distance.eq(0), 0)).sum(-2)))
 
 // ---- losses and optimizers
 

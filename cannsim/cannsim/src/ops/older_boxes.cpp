@@ -1,6 +1,7 @@
 // Operators of the older interface for boxes of object detection.
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "older.h"
@@ -121,5 +122,108 @@ OLDER(AnchorResponseFlags, at::Tensor boxes = wide(o.in[0]);
       at::Tensor cell = y * cells[1] + x;
       marked.index_fill_(0, cell.masked_select(cell.ge(0).logical_and(cell.lt(marked.numel()))), 1);
       o.put(0, marked.repeat_interleave(o.attribute<int64_t>("num_base_anchors", 1))))
+
+// (rows of the second, rows of the first). Both sides of every box grow by eps where areas are counted.
+OLDER(Iou, float eps = o.attribute("eps", 1.0f); bool of_second = o.attribute<std::string>("mode", "iou") == "iof";
+      Corners a = corners(wide(o.in[0]).t(), false), b = corners(wide(o.in[1]).t(), false);
+      for (at::Tensor* x : {&b.x1, &b.y1, &b.x2, &b.y2}) *x = x->unsqueeze(1);
+      at::Tensor inner = (at::minimum(a.x2, b.x2) - at::maximum(a.x1, b.x1)).clamp(0) *
+                         (at::minimum(a.y2, b.y2) - at::maximum(a.y1, b.y1)).clamp(0);
+      at::Tensor first = (a.x2 - a.x1 + eps) * (a.y2 - a.y1 + eps), second = (b.x2 - b.x1 + eps) * (b.y2 - b.y1 + eps);
+      o.put(0, inner / (of_second ? second.expand_as(inner) : first + second - inner)))
+
+// Boxes (batch, 5, N): two corners and an angle in degrees. Offsets of the centre, the size and the angle.
+struct Turned {
+  at::Tensor centre, size, angle;
+};
+static Turned turned_boxes(const at::Tensor& boxes) {
+  at::Tensor low = boxes.slice(1, 0, 2), high = boxes.slice(1, 2, 4);
+  return {(low + high) / 2, high - low, boxes.slice(1, 4, 5)};
+}
+static at::Tensor weights(const Older& o) {
+  auto values = o.attribute("weight", std::vector<float>(5, 1));
+  return at::tensor(at::ArrayRef<float>(values.data(), values.size()), at::kFloat).view({1, -1, 1});
+}
+OLDER(RotatedBoxEncode, Turned anchor = turned_boxes(wide(o.in[0])), truth = turned_boxes(wide(o.in[1]));
+      at::Tensor turn = at::tan(at::deg2rad(truth.angle)) - at::tan(at::deg2rad(anchor.angle));
+      at::Tensor moved = (truth.centre - anchor.centre) / anchor.size;
+      o.put(0, at::cat({moved, (truth.size / anchor.size).log(), turn}, 1) * weights(o)))
+OLDER(RotatedBoxDecode, Turned anchor = turned_boxes(wide(o.in[0])); at::Tensor delta = wide(o.in[1]) / weights(o);
+      at::Tensor centre = anchor.centre + delta.slice(1, 0, 2) * anchor.size;
+      at::Tensor half = anchor.size * delta.slice(1, 2, 4).exp() / 2;
+      at::Tensor angle = at::rad2deg(at::atan(at::tan(at::deg2rad(anchor.angle)) + delta.slice(1, 4, 5)));
+      o.put(0, at::cat({centre - half, centre + half, angle}, 1)))
+
+// ---- regions
+
+// (pooled, size): how much each sample of one side of the region takes of each row or column. Samples further than
+// one outside count as 0. end_mode 1: the last row or column belongs to the region.
+static at::Tensor region_weights(double from, double to, int64_t pooled, int64_t size, int64_t samples) {
+  double width = std::max(to - from, 1.0), bin = width / pooled;
+  int64_t count = samples > 0 ? samples : static_cast<int64_t>(std::ceil(bin));
+  at::Tensor weight = at::zeros({pooled, size}, at::kFloat);
+  auto w = weight.accessor<float, 2>();
+  for (int64_t i = 0; i < pooled * count; ++i) {
+    double at = from + (i + 0.5) * bin / count;
+    if (at < -1 || at > size) continue;
+    at = std::clamp(at, 0.0, size - 1.0);
+    int64_t low = static_cast<int64_t>(at), high = std::min(low + 1, size - 1);
+    w[i / count][low] += (1 - (at - low)) / count;
+    w[i / count][high] += (at - low) / count;
+  }
+  return weight;
+}
+
+// For each region (image, x1, y1, x2, y2): its image, and the weights of rows and columns.
+struct Region {
+  int64_t image;
+  at::Tensor rows, columns;
+};
+static std::vector<Region> regions(const Older& o, int64_t height, int64_t width) {
+  double scale = o.attribute("spatial_scale", 1.0f);
+  int64_t samples = o.attribute<int64_t>("sample_num", 2), mode = o.attribute<int64_t>("roi_end_mode", 1);
+  require(mode == 0 || mode == 1, "ROIAlign: cannsim knows only roi_end_mode 0 and 1");
+  int64_t rows = o.attribute<int64_t>("pooled_height", 1), columns = o.attribute<int64_t>("pooled_width", 1);
+  at::Tensor boxes = o.in[1].to(at::kDouble).contiguous();
+  auto box = boxes.accessor<double, 2>();
+  std::vector<Region> found;
+  for (int64_t i = 0; i < boxes.size(0); ++i) {
+    found.push_back({static_cast<int64_t>(box[i][0]),
+                     region_weights(box[i][2] * scale, (box[i][4] + mode) * scale, rows, height, samples),
+                     region_weights(box[i][1] * scale, (box[i][3] + mode) * scale, columns, width, samples)});
+  }
+  return found;
+}
+OLDER(ROIAlign, at::Tensor images = wide(o.in[0]); std::vector<at::Tensor> pooled;
+      for (const Region& region : regions(o, images.size(2), images.size(3))) {
+        pooled.push_back(at::matmul(at::matmul(region.rows, images[region.image]), region.columns.t()));
+      } o.put(0, at::stack(pooled)))
+OLDER(ROIAlignGrad, at::Tensor grad = wide(o.in[0]), images = at::zeros(o.out[0].sizes(), at::kFloat); int64_t i = 0;
+      for (const Region& region : regions(o, images.size(2), images.size(3))) {
+        images[region.image] += at::matmul(at::matmul(region.rows.t(), grad[i++]), region.columns);
+      } o.put(0, images))
+
+// As TensorFlow has it: the best boxes that overlap none that was chosen by more than the threshold.
+OLDER(NonMaxSuppressionV4, at::Tensor boxes = wide(o.in[0]), scores = wide(o.in[1]);
+      int64_t most = o.in[2].item<int64_t>();
+      double overlapping = o.in[3].item<double>(), least = o.in[4].item<double>();
+      at::Tensor y1 = at::minimum(boxes.select(1, 0), boxes.select(1, 2)),
+                 y2 = at::maximum(boxes.select(1, 0), boxes.select(1, 2)),
+                 x1 = at::minimum(boxes.select(1, 1), boxes.select(1, 3)),
+                 x2 = at::maximum(boxes.select(1, 1), boxes.select(1, 3));
+      at::Tensor area = (y2 - y1) * (x2 - x1), order = at::argsort(scores, true, 0, true);
+      at::Tensor chosen = at::zeros({o.out[0].numel()}, at::kInt); std::vector<int64_t> kept;
+      for (int64_t i = 0; i < order.numel() && static_cast<int64_t>(kept.size()) < most; ++i) {
+        int64_t next = order[i].item<int64_t>();
+        if (scores[next].item<double>() <= least) break;
+        auto overlaps = [&](int64_t other) {
+          at::Tensor inner = (at::minimum(y2[next], y2[other]) - at::maximum(y1[next], y1[other])).clamp(0) *
+                             (at::minimum(x2[next], x2[other]) - at::maximum(x1[next], x1[other])).clamp(0);
+          return (inner / (area[next] + area[other] - inner)).item<double>() > overlapping;
+        };
+        if (std::any_of(kept.begin(), kept.end(), overlaps)) continue;
+        chosen[static_cast<int64_t>(kept.size())].fill_(next);
+        kept.push_back(next);
+      } o.put(0, chosen); o.put(1, at::scalar_tensor(static_cast<int64_t>(kept.size()), at::kInt)))
 
 }  // namespace cannsim

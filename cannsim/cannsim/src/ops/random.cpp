@@ -27,14 +27,19 @@ at::Tensor unpack_mask(const at::Tensor& packed, int64_t count, int64_t first) {
   return keep;
 }
 
+// Which elements are kept. Dropout masks and a Bernoulli fill with one probability come from the same generator of
+// bits on the hardware, so that dropout in place and not in place agree for one seed.
+static at::Tensor kept(int64_t count, double drop, const at::Generator& source) {
+  return at::empty({count}, at::kFloat).uniform_(0, 1, source).ge(static_cast<float>(drop));
+}
+
 static void pack_mask(const std::vector<int64_t>& shape, double drop, const at::Generator& source, Out& out) {
-  int64_t count = c10::multiply_integers(shape);
-  at::Tensor uniform = at::empty({count}, at::kFloat).uniform_(0, 1, source);
-  const float* value = uniform.const_data_ptr<float>();
+  at::Tensor keep = kept(c10::multiply_integers(shape), drop, source);
+  const bool* value = keep.const_data_ptr<bool>();
   auto* bits = static_cast<uint8_t*>(out.mutable_data_ptr());
   std::memset(bits, 0, out.nbytes());
-  for (int64_t i = 0; i < count; ++i) {
-    if (value[i] >= drop) bits[i >> 3] |= 1 << (i & 7);
+  for (int64_t i = 0; i < keep.numel(); ++i) {
+    if (value[i]) bits[i >> 3] |= 1 << (i & 7);
   }
 }
 
@@ -92,8 +97,10 @@ OP(NormalFloatTensor, (float mean, In std, int64_t seed, int64_t offset, Out out
    out = at::normal(mean, std, generator(seed, offset)))
 OP(NormalTensorTensor, (In mean, In std, int64_t seed, int64_t offset, Out out), (broadcast(out, mean, std)),
    out = at::normal(mean, std, generator(seed, offset)))
-OP(InplaceBernoulli, (Out selfRef, Num prob, int64_t seed, int64_t offset), (dtype(selfRef, kReal)),
-   selfRef.bernoulli_(prob.toDouble(), generator(seed, offset)))
+OP(InplaceBernoulli, (Out selfRef, Num prob, int64_t seed, int64_t offset),
+   (dtype(selfRef, kReal), require(prob.toDouble() >= 0 && prob.toDouble() <= 1,
+                                   "prob should be in [0,1], but found ", prob.toDouble(), ".")),
+   selfRef = kept(selfRef.numel(), 1 - prob.toDouble(), generator(seed, offset)).view(selfRef.sizes()))
 OP(InplaceBernoulliTensor, (Out selfRef, In prob, int64_t seed, int64_t offset), (dtype(selfRef, kReal)),
    selfRef.bernoulli_(prob.to(at::kFloat), generator(seed, offset)))
 

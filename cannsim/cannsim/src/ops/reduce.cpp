@@ -5,6 +5,11 @@ namespace cannsim {
 static const Dtypes kExtreme{
     {at::kFloat, at::kHalf, kBf16, at::kDouble, at::kInt, at::kLong, at::kShort, at::kChar, at::kByte, at::kBool}};
 
+// Products of half precision are rounded once, at the end.
+static at::ScalarType widened(aclDataType dtype) {
+  at::ScalarType type = to_torch(dtype);
+  return type == at::kHalf || type == kBf16 ? at::kFloat : type;
+}
 static void dimensions(const In& tensor, const std::vector<int64_t>& dims) {
   for (int64_t dim : dims) dimension(tensor, dim);
 }
@@ -31,9 +36,9 @@ OP(Mean, (In self, Ints dim, bool keepDim, aclDataType dtype_, Out out),
    (dtype(self, kNumeric), dimensions(self, dim), reduced(out, self, dim, keepDim)),
    out = at::mean(self, at::OptionalIntArrayRef(dim), keepDim, to_torch(dtype_)))
 OP(Prod, (In self, aclDataType dtype_, Out out), (dtype(self, kNumeric)),
-   out = at::prod(self, to_torch(dtype_)))
+   out = at::prod(wide(self), widened(dtype_)))
 OP(ProdDim, (In self, int64_t dim, bool keepDim, aclDataType dtype_, Out out),
-   (dtype(self, kNumeric), dimension(self, dim)), out = at::prod(self, dim, keepDim, to_torch(dtype_)))
+   (dtype(self, kNumeric), dimension(self, dim)), out = at::prod(wide(self), dim, keepDim, widened(dtype_)))
 
 // ---- extremes -----------------------------------------------------------------------------------
 

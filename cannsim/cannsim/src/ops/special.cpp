@@ -53,7 +53,9 @@ OP(Celu, (In self, Num alpha, Out out), (dtype(self, kFloating), same_shape(out,
 OP(InplaceCelu, (Out selfRef, Num alpha), (dtype(selfRef, kFloating)), at::celu_(selfRef, alpha))
 OP(Hardshrink, (In self, Num lambd, Out out), (dtype(self, kFloating), same_shape(out, self)),
    out = at::hardshrink(self, lambd))
-OP(Softshrink, (In self, Num lambd, Out out), (dtype(self, kFloating), same_shape(out, self)),
+OP(Softshrink, (In self, Num lambd, Out out),
+   (dtype(self, kFloating), same_shape(out, self),
+    require(lambd.toDouble() >= 0, "lambd should be greater or equal to 0, but found to be [", lambd.toDouble(), "].")),
    out = at::softshrink(self, lambd))
 OP(Logit, (In input, double eps, Out out), (dtype(input, kFloating), same_shape(out, input)),
    out = at::logit(wide(input), eps < 0 ? std::nullopt : std::optional<double>(eps)))

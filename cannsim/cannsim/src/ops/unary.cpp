@@ -18,7 +18,7 @@ static const Dtypes kActivation{{at::kFloat, at::kHalf, kBf16, at::kBool, at::kB
 
 NEW(Abs, abs, kReal)
 UNARY(Neg, neg, kNegatable)
-NEW(Sign, sign, kReal)
+NEW(Sign, sgn, kNumeric)
 UNARY(Reciprocal, reciprocal, kNumeric)
 UNARY(Sqrt, sqrt, kNumeric)
 UNARY(Rsqrt, rsqrt, kNumeric)
