@@ -263,3 +263,42 @@ assert cannsim.allocated(rank) >= 2 * 100 * 2**20, cannsim.allocated(rank)
         2,
         HCCL_BUFFSIZE=100,
     )
+
+
+def test_communicators_share_a_buffer_of_the_same_name(on_npu):
+    on_npu(
+        START
+        + """
+import cannsim
+from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+def held(name):
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_name": name}
+    group = dist.new_group(range(world), backend="hccl", pg_options=options)
+    before = cannsim.allocated(rank)
+    x = torch.ones(4, device="npu"); dist.all_reduce(x, group=group); same(x, float(world))
+    return (cannsim.allocated(rank) - before) // (200 * 2**20)
+assert [held(name) for name in ("a", "a", "b", "a")] == [1, 0, 1, 0]
+""",
+        2,
+        HCCL_BUFFSIZE=100,
+    )
+
+
+def test_a_communicator_has_any_number_of_sub_communicators(on_npu):
+    (first, *_) = on_npu(
+        START
+        + """
+import cannsim
+dist.all_reduce(torch.ones(1, device="npu"))
+for number in range(70):
+    x = torch.full((4,), float(number), device="npu")
+    dist.all_reduce(x, group=dist.new_group(range(world)))
+    same(x, float(world * number))
+print("made", cannsim.counters()["HcclCreateSubCommConfig"][0])
+""",
+        2,
+        HCCL_BUFFSIZE=1,
+        ROOTINFO_SUBCOMM_ENABLE=1,
+    )
+    assert "made 70" in first.output
