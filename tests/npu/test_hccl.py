@@ -46,6 +46,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.in
 x = torch.full((5,), rank + 1.0).npu(); dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
 same(x, float(torch.arange(1, world + 1).prod()))
 x = torch.full((5,), rank + 1.0).npu(); dist.all_reduce(x, op=dist.ReduceOp.AVG); same(x, total / world)
+x = torch.full((5,), rank + 1).int().npu(); dist.all_reduce(x, op=dist.ReduceOp.AVG); same(x, total // world)
 big = torch.arange(3 * 2**20, dtype=torch.float32) * (rank + 1)      # several rounds through the slots
 x = big.npu(); dist.all_reduce(x); same(x, big / (rank + 1) * total)
 
