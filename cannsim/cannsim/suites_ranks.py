@@ -17,7 +17,8 @@ import sys
 import time
 import types
 import unittest
-from multiprocessing import forkserver, spawn
+from collections.abc import Mapping
+from multiprocessing import forkserver, spawn, util
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
@@ -76,7 +77,7 @@ def start_server(close: int) -> None:
             finally:
                 os._exit(0)
     os.close(alive_reading)
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_writing, process
 
 
@@ -87,16 +88,21 @@ def install(close: int) -> None:
     def describe_with_variables(name: str) -> dict[str, Any]:
         return {**describe(name), KEY: dict(os.environ)}
 
-    def prepare_with_variables(data: dict[str, Any]) -> None:
+    def prepare_with_variables(data: Mapping[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(data[KEY])
         prepare(data)
 
-    def run_and_linger(descriptor: int, parent: int) -> int:
+    def run_and_linger(fd: int, parent_sentinel: int) -> int:
         end_with_parent()
-        code = run(descriptor, parent)
-        time.sleep(LINGER_SECONDS)
-        return code
+        finish = util._exit_function  # type: ignore[attr-defined]
+
+        def linger() -> None:
+            time.sleep(LINGER_SECONDS)
+            finish()
+
+        util._exit_function = linger  # type: ignore[attr-defined]
+        return run(fd, parent_sentinel)
 
     spawn.get_preparation_data, spawn.prepare = describe_with_variables, prepare_with_variables
     spawn._main = run_and_linger

@@ -303,3 +303,25 @@ print("made", cannsim.counters()["HcclCreateSubCommConfig"][0])
         ROOTINFO_SUBCOMM_ENABLE=1,
     )
     assert "made 70" in first.output
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ok"), [("allreduce=level0:NA;level1:ring/allgather=level1:H-D_R", True), ("aa", False)]
+)
+def test_an_algorithm_that_cannot_be_read_is_refused(on_npu, algorithm, ok):
+    ranks = on_npu(
+        f"""
+        import os, torch, torch.distributed as dist
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+        torch.npu.set_device(int(os.environ["RANK"]))
+        options = ProcessGroupHCCL.Options()
+        options.hccl_config = {{"hccl_algo": "{algorithm}"}}
+        dist.init_process_group("hccl", pg_options=options)
+        x = torch.ones(3, device="npu")
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+        """,
+        2,
+        check=ok,
+    )
+    assert ok or all(not rank.ok and "hcclAlgo" in rank.output for rank in ranks), ranks

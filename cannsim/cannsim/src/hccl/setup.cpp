@@ -8,6 +8,8 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <regex>
+#include <sstream>
 
 #include "comm.h"
 
@@ -169,6 +171,17 @@ int missing_ranks_error(const Comm& comm, const std::vector<uint32_t>& missing, 
                 std::to_string(comm.rank) + "] waited " + limit + " s for ranks [" + list + "].");
 }
 
+// As documented for HCCL_ALGO: level0:NA;level1:ring, or one such list per operation: allreduce=level0:NA/allgather=...
+bool known_algorithm(const HcclCommConfig* config) {
+  if (!HAS_FIELD(config, hcclAlgo) || !config->hcclAlgo[0]) return true;
+  static const std::regex form("(\\w+=)?level[0-3]:[\\w-]+(;level[0-3]:[\\w-]+)*");
+  std::istringstream parts(std::string(config->hcclAlgo, strnlen(config->hcclAlgo, HCCL_COMM_ALGO_MAX_LENGTH)));
+  for (std::string part; std::getline(parts, part, '/');) {
+    if (!std::regex_match(part, form)) return false;
+  }
+  return true;
+}
+
 int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommConfig* config, const std::string& name,
             HcclComm* handle) {
   double connect_limit = connect_timeout(), exec_limit = exec_timeout();
@@ -176,6 +189,10 @@ int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommCo
   if (size == 0 || size > kMaxRanks || rank >= size) {
     return refuse(HCCL_E_PARA, "EI0004: The ranktable or rank is invalid,Reason:[rank " + std::to_string(rank) + " of " +
                   std::to_string(size) + "].");
+  }
+  if (!known_algorithm(config)) {
+    return refuse(HCCL_E_PARA, "EI0003: In [HcclCommInitRootInfoConfig], value [" + std::string(config->hcclAlgo, strnlen(config->hcclAlgo, 40)) +
+                  "] for parameter [hcclAlgo] is invalid. Reason: it names no algorithms, as level0:NA;level1:ring does.");
   }
   int fd = open_segment(info);
   if (fd < 0) {
