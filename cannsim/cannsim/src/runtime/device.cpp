@@ -14,6 +14,7 @@ namespace {
 
 thread_local int t_device = -1;
 char g_contexts[kMaxDevices];  // the address is the context of that device
+std::atomic<bool> g_used[kMaxDevices];  // has a primary context: some thread of this process took it
 std::atomic<bool> g_initialised{false};
 std::atomic<int> g_op_timeout{1091};  // seconds, default of an AI core task on A2
 std::atomic<bool> g_saturates{false};  // asked for; 910A and 310P always do
@@ -70,13 +71,16 @@ int Device::report() {
 }
 
 int current_device() { return t_device; }
-void set_current_device(int index) { t_device = index; }
+void set_current_device(int index) {
+  t_device = index;
+  g_used[index] = true;
+}
 
 bool saturating() { return !chip().inf_nan || g_saturates; }
 void note_overflow() { device(current_device()).overflow = true; }
 
 int require_device(const char* where) {
-  if (t_device < 0) t_device = g_default_device;
+  if (t_device < 0 && g_default_device >= 0) set_current_device(g_default_device);
   if (t_device >= 0) return ACL_SUCCESS;
   set_error(describe_error(ACL_ERROR_RT_CONTEXT_NULL, where));
   return ACL_ERROR_RT_CONTEXT_NULL;
@@ -157,7 +161,7 @@ API aclError aclrtSetDevice(int32_t index) {
                        std::to_string(cannsim::visible_count()) + ").");
     return ACL_ERROR_RT_INVALID_DEVICEID;
   }
-  t_device = index;
+  cannsim::set_current_device(index);
   return ACL_SUCCESS;
 }
 
@@ -167,8 +171,9 @@ API aclError aclrtGetDevice(int32_t* index) {
   return ACL_SUCCESS;
 }
 
-API aclError aclrtResetDevice(int32_t) {
+API aclError aclrtResetDevice(int32_t index) {
   ENTER();
+  if (index >= 0 && index < cannsim::visible_count()) cannsim::g_used[index] = false;
   return ACL_SUCCESS;
 }
 
@@ -181,13 +186,14 @@ API aclError aclrtGetCurrentContext(aclrtContext* context) {
 API aclError aclrtSetCurrentContext(aclrtContext context) {
   ptrdiff_t index = static_cast<char*>(context) - cannsim::g_contexts;
   if (index < 0 || index >= cannsim::visible_count()) return ACL_ERROR_RT_PARAM_INVALID;
-  t_device = int(index);
+  cannsim::set_current_device(int(index));
   return ACL_SUCCESS;
 }
 
 API aclError aclrtGetPrimaryCtxState(int32_t index, uint32_t* flags, int32_t* active) {
   if (flags) *flags = 0;
-  *active = index >= 0 && index < cannsim::visible_count();
+  if (index < 0 || index >= cannsim::visible_count()) return ACL_ERROR_RT_INVALID_DEVICEID;
+  *active = cannsim::g_used[index];
   return ACL_SUCCESS;
 }
 
