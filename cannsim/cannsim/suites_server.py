@@ -15,6 +15,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -26,24 +27,10 @@ import unittest
 from pathlib import Path
 from typing import Any
 
+from cannsim import suites_ranks
 from cannsim.suites_causes import of_text
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
-
-
-def provide_expecttest() -> None:
-    """torch's own test classes inherit from this small package; without it a class that compares texts will do."""
-    try:
-        import expecttest  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError:
-        module = types.ModuleType("expecttest")
-
-        class TestCase(unittest.TestCase):
-            def assertExpectedInline(self, actual: str, expected: str, skip: int = 0) -> None:
-                assert actual.strip() == expected.strip(), f"{actual} is not {expected}"
-
-        module.TestCase, module.ACCEPT = TestCase, False  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = module
+PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl
 
 
 class Reporter(unittest.TestResult):
@@ -54,7 +41,7 @@ class Reporter(unittest.TestResult):
         self.pipe, self.failfast = pipe, True
 
     def tell(self, event: str, test: Any, text: str = "", assertion: bool = False) -> None:
-        os.write(self.pipe, (json.dumps([event, test.id(), text[-1500:], assertion]) + "\n").encode())
+        os.write(self.pipe, (json.dumps([event, test.id(), text[-3000:], assertion]) + "\n").encode())
 
     def startTest(self, test: Any) -> None:
         super().startTest(test)
@@ -84,6 +71,23 @@ class Reporter(unittest.TestResult):
             self.fail(test, err)
 
 
+def children() -> list[int]:
+    """The processes of the test, also those whose parents ended: this process inherits them (see main)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(stat.parent.name))
+    return found
+
+
+def end_children() -> None:
+    while left := children():
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
 def flatten(suite: Any) -> list[Any]:
     return [test for part in suite for test in (flatten(part) if isinstance(part, unittest.TestSuite) else [part])]
 
@@ -106,10 +110,12 @@ def start_as_main(module: types.ModuleType, path: Path) -> None:
 def child(path: Path, done: set[str], pipe: int, log: str) -> None:
     """In the forked process: load the file and run those of its tests that are not done; stops at a failure."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a server that is stopped leaves no test behind
+    suites_ranks.end_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if "torch" in sys.modules:
+        suites_ranks.install(pipe)
     os.chdir(path.parent)
     sys.argv = [str(path)]
     sys.path[:0] = [str(path.parent), str(path.parent.parent)]
@@ -163,7 +169,8 @@ class File:
                     self.running, offset = test, log.stat().st_size
                 elif event == "failed":
                     printed = log.read_bytes()[offset:].decode(errors="replace")
-                    self.tests[test] = of_text(printed[-20000:] + text, assertion)
+                    failed = assertion or "AssertionError" in text  # of another process, too
+                    self.tests[test] = of_text(printed[-20000:] + text, failed)
                     self.running = ""
                 else:
                     self.tests[test] = (event, text[:100] if event == "skipped" else "")
@@ -181,13 +188,11 @@ class File:
         os.close(writing)
         why = self.listen(reading, log)
         os.close(reading)
-        for target in (process, -process):  # the second: processes that the test left behind
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(target, signal.SIGKILL)
-        os.waitpid(process, 0)
+        end_children()
         if self.running or (why == "hangs" and not self.ended):
-            last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-            self.tests[self.running or "import"] = (why, (last[0][:160] if last else ""))
+            lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+            errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]  # of a rank that ended
+            self.tests[self.running or "import"] = (why, "".join((errors or lines)[-1:])[:160])
             self.running = ""
 
     def run(self) -> None:
@@ -202,10 +207,10 @@ class File:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    provide_expecttest()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    suites_ranks.provide_expecttest()
     if "--fresh" not in sys.argv[2:]:
-        importlib.import_module("torch")
-        importlib.import_module("torch_npu.testing.testcase")
+        suites_ranks.import_torch()
     for line in sys.stdin:
         start = time.monotonic()
         file = File(Path(line.strip()), float(sys.argv[1]))

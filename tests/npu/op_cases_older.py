@@ -234,6 +234,7 @@ def _view_copied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 SHAPES = [
+    Case("cat", compiled(lambda x, y: torch.cat([x, y, x], 1)), (X, Y), "aclop/ConcatD", False, ONE),
     Case("BroadcastTo", lambda x: torch_npu.npu_broadcast(x, (3, 8)), (ROW,), "aclop/BroadcastTo", False, ONE,
          lambda x: x.expand(3, 8)),
     Case("npu_transpose", lambda x: torch_npu.npu_transpose(x, (1, 2, 0)), (X,), "aclop/Transpose", False, ONE,

@@ -64,6 +64,50 @@ def test_synchronising_a_stream_that_is_captured_is_refused(on_npu):
     assert "captur" in rank.output
 
 
+def test_a_capture_goes_on_after_a_synchronisation_was_refused(on_npu):
+    on_npu(
+        """
+        import torch
+        static = torch.zeros(4, device="npu")
+        graph, stream = torch.npu.NPUGraph(), torch.npu.Stream()
+        torch.npu.synchronize()
+        with torch.npu.stream(stream):
+            graph.capture_begin()
+            try:
+                (static + 1).sum().item()
+            except RuntimeError as error:
+                assert "107027" in str(error), error
+            else:
+                raise AssertionError("not refused")
+            result = static + 2
+            graph.capture_end()
+        static.fill_(3.0)
+        graph.replay()
+        torch.npu.synchronize()
+        assert result.cpu().tolist() == [5.0] * 4
+        """
+    )
+
+
+def test_the_dump_of_a_graph_is_a_trace_that_torch_npu_can_align(on_npu, tmp_path):
+    on_npu(
+        f"""
+        import json, torch
+        static = torch.zeros(4, device="npu")
+        graph = torch.npu.NPUGraph()
+        torch.npu.synchronize()
+        with torch.npu.graph(graph):
+            result = (static + 1) * 2
+        graph.debug_dump("{tmp_path}/dump.json")
+        raw = json.load(open("{tmp_path}/dump.json"))
+        assert [event["name"] for event in raw] == ["aclnnAdds", "aclnnMuls"], raw
+        assert len({{event["tid"] for event in raw}}) == 1 and raw[0]["ts"] < raw[1]["ts"], raw
+        aligned = json.load(open("{tmp_path}/dump.aligned.json"))  # only when the dump has all that it needs
+        assert [event["ts"] for event in aligned] == [0, 0.7], aligned
+        """
+    )
+
+
 def test_a_captured_training_step_equals_the_eager_one(on_npu):
     on_npu(
         """

@@ -46,6 +46,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.in
 x = torch.full((5,), rank + 1.0).npu(); dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
 same(x, float(torch.arange(1, world + 1).prod()))
 x = torch.full((5,), rank + 1.0).npu(); dist.all_reduce(x, op=dist.ReduceOp.AVG); same(x, total / world)
+x = torch.full((5,), rank + 1).int().npu(); dist.all_reduce(x, op=dist.ReduceOp.AVG); same(x, total // world)
 big = torch.arange(3 * 2**20, dtype=torch.float32) * (rank + 1)      # several rounds through the slots
 x = big.npu(); dist.all_reduce(x); same(x, big / (rank + 1) * total)
 
@@ -263,3 +264,64 @@ assert cannsim.allocated(rank) >= 2 * 100 * 2**20, cannsim.allocated(rank)
         2,
         HCCL_BUFFSIZE=100,
     )
+
+
+def test_communicators_share_a_buffer_of_the_same_name(on_npu):
+    on_npu(
+        START
+        + """
+import cannsim
+from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+def held(name):
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_name": name}
+    group = dist.new_group(range(world), backend="hccl", pg_options=options)
+    before = cannsim.allocated(rank)
+    x = torch.ones(4, device="npu"); dist.all_reduce(x, group=group); same(x, float(world))
+    return (cannsim.allocated(rank) - before) // (200 * 2**20)
+assert [held(name) for name in ("a", "a", "b", "a")] == [1, 0, 1, 0]
+""",
+        2,
+        HCCL_BUFFSIZE=100,
+    )
+
+
+def test_a_communicator_has_any_number_of_sub_communicators(on_npu):
+    (first, *_) = on_npu(
+        START
+        + """
+import cannsim
+dist.all_reduce(torch.ones(1, device="npu"))
+for number in range(70):
+    x = torch.full((4,), float(number), device="npu")
+    dist.all_reduce(x, group=dist.new_group(range(world)))
+    same(x, float(world * number))
+print("made", cannsim.counters()["HcclCreateSubCommConfig"][0])
+""",
+        2,
+        HCCL_BUFFSIZE=1,
+        ROOTINFO_SUBCOMM_ENABLE=1,
+    )
+    assert "made 70" in first.output
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ok"), [("allreduce=level0:NA;level1:ring/allgather=level1:H-D_R", True), ("aa", False)]
+)
+def test_an_algorithm_that_cannot_be_read_is_refused(on_npu, algorithm, ok):
+    ranks = on_npu(
+        f"""
+        import os, torch, torch.distributed as dist
+        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+        torch.npu.set_device(int(os.environ["RANK"]))
+        options = ProcessGroupHCCL.Options()
+        options.hccl_config = {{"hccl_algo": "{algorithm}"}}
+        dist.init_process_group("hccl", pg_options=options)
+        x = torch.ones(3, device="npu")
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+        """,
+        2,
+        check=ok,
+    )
+    assert ok or all(not rank.ok and "hcclAlgo" in rank.output for rank in ranks), ranks

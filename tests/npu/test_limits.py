@@ -6,7 +6,10 @@ python -m cannsim run -- pytest tests/npu/test_limits.py
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +150,27 @@ print("FOUND", total[0].item(), told[0].item(), flush=True)
 def test_collectives_can_be_made_wrong(on_npu: OnNpu, fault: str, found: tuple[str, str]) -> None:
     ranks = on_npu(FAULTS, 2, CANNSIM_HARDWARE=fault)
     assert [f"FOUND {text}" in rank.output for text, rank in zip(found, ranks)] == [True, True], ranks
+
+
+HOOK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+int aclrtMallocAlign32(void** address, size_t bytes, int policy) {
+  int (*behind)(void**, size_t, int) = dlsym(RTLD_NEXT, "aclrtMallocAlign32");
+  printf("asked for %zu bytes\\n", bytes);
+  return behind ? behind(address, bytes, policy) : -1;
+}
+"""
+
+
+def test_a_preloaded_library_finds_the_function_behind_its_own(tmp_path: Path) -> None:
+    (tmp_path / "hook.c").write_text(HOOK)
+    hook = tmp_path / "libhook.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(hook), str(tmp_path / "hook.c"), "-ldl"], check=True)
+    code = "import torch, torch_npu; print(torch.ones(2, device='npu').sum().item())"
+    command = ["env", f"LD_PRELOAD={hook}", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "bytes" in done.stdout
+    assert "2.0" in done.stdout

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import subprocess
 import sys
 import types
@@ -49,6 +50,76 @@ def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
     before = results.read_bytes()
     subprocess.run(command, capture_output=True, timeout=600, check=True)
     assert results.read_bytes() == before
+
+
+LEFT = """
+    def test_a(self):
+        import subprocess
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        open("left.pid", "w").write(str(process.pid))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_a_test_leaves_behind_are_ended(tmp_path: Path) -> None:
+    (tmp_path / "test_left.py").write_text(HEAD + LEFT)
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results)]
+    subprocess.run(command, capture_output=True, timeout=600, check=True)
+    assert json.loads(results.read_text())["cause"] == "passed"
+    assert not Path("/proc", (tmp_path / "left.pid").read_text()).exists()
+
+
+RANKS = """import os, unittest, torch, torch_npu
+import torch.distributed as dist, torch.multiprocessing as mp
+
+
+def rank_main(rank, world, port, results):
+    assert os.environ["SET_BY_THE_TEST"] == str(port)
+    torch.npu.set_device(rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("hccl", rank=rank, world_size=world)
+    x = torch.full((3,), rank + 1.0, device="npu")
+    dist.all_reduce(x)
+    results.put((os.getppid(), x.tolist()))
+    dist.destroy_process_group()
+
+
+class T(unittest.TestCase):
+    def ranks(self, port):
+        os.environ["SET_BY_THE_TEST"] = str(port)
+        context = mp.get_context("spawn")
+        results = context.Queue()
+        processes = [context.Process(target=rank_main, args=(rank, 2, port, results)) for rank in range(2)]
+        for process in processes: process.start()
+        found = [results.get() for _ in processes]
+        for process in processes: process.join()
+        self.assertEqual([process.exitcode for process in processes], [0, 0])
+        self.assertEqual([x for _, x in found], [[3.0] * 3] * 2)
+        return {parent for parent, _ in found}
+
+    def test_a(self):
+        self.assertEqual(self.ranks(PORT) == {os.getpid()}, FRESH)
+
+    def test_b(self):
+        self.ranks(PORT + 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [[], ["--fresh"]])
+def test_ranks_that_a_test_spawns_get_its_variables(tmp_path: Path, option: list[str]) -> None:
+    """Forked from a process that has torch imported; with --fresh spawned as the test says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        head = f"PORT, FRESH = {free.getsockname()[1]}, {bool(option)}\n"
+    (tmp_path / "test_ranks.py").write_text(head + RANKS)
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), *option]
+    subprocess.run(command, capture_output=True, timeout=600, check=True)
+    assert [cause for _, cause, _ in json.loads(results.read_text())["tests"]] == ["passed", "passed"], (
+        results.read_text()
+    )
 
 
 @pytest.mark.slow

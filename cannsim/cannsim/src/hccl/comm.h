@@ -81,7 +81,7 @@ class Comm {
   double exec_timeout = 1836;  // simulated seconds; 0: wait for ever
   std::mutex collective_mutex;             // one collective at a time
   std::vector<std::mutex> send_mutexes, receive_mutexes;  // one message per peer and direction
-  void* device_buffer = nullptr;           // HCCL_BUFFSIZE, counted as device memory
+  std::shared_ptr<void> device_buffer;     // HCCL_BUFFSIZE, counted as device memory
 
  private:
   Comm(uint32_t rank, uint32_t size, const std::string& name)

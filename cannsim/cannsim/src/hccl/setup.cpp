@@ -8,6 +8,8 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <regex>
+#include <sstream>
 
 #include "comm.h"
 
@@ -104,6 +106,30 @@ int open_segment(const RootInfo& info) {
   return fd;
 }
 
+// The caller's structure may be that of an older header, and end before a field: its first word is its size.
+bool has_field(const HcclCommConfig* config, size_t offset, size_t bytes) {
+  size_t size = 0;
+  if (config) memcpy(&size, config, sizeof(size));
+  return size >= offset + bytes;
+}
+#define HAS_FIELD(config, field) has_field(config, offsetof(HcclCommConfig, field), sizeof((config)->field))
+
+// Buffers with a name (hcclBufferName) that communicators of this process share, by device and name.
+struct NamedBuffers {
+  std::mutex mutex;
+  std::map<std::pair<int32_t, std::string>, std::weak_ptr<void>> buffers;
+};
+NamedBuffers& named_buffers() {
+  static auto* instance = new NamedBuffers;
+  return *instance;
+}
+
+std::shared_ptr<void> new_buffer(size_t bytes) {
+  void* address = nullptr;
+  if (aclrtMalloc(&address, bytes, ACL_MEM_MALLOC_HUGE_FIRST) != ACL_SUCCESS) return nullptr;
+  return {address, [](void* held) { aclrtFree(held); }};
+}
+
 // On hardware every communicator takes two buffers of HCCL_BUFFSIZE MB of device memory.
 int allocate_buffer(Comm& comm, const HcclCommConfig* config) {
   const char* text = getenv("HCCL_BUFFSIZE");
@@ -112,7 +138,19 @@ int allocate_buffer(Comm& comm, const HcclCommConfig* config) {
     megabytes = config->hcclBufferSize;
   }
   size_t bytes = 2 * (megabytes << 20);
-  if (aclrtMalloc(&comm.device_buffer, bytes, ACL_MEM_MALLOC_HUGE_FIRST) == ACL_SUCCESS) return HCCL_SUCCESS;
+  if (HAS_FIELD(config, hcclBufferName) && config->hcclBufferName[0]) {
+    int32_t device = 0;
+    aclrtGetDevice(&device);
+    NamedBuffers& all = named_buffers();
+    std::lock_guard lock(all.mutex);
+    const std::string name(config->hcclBufferName, strnlen(config->hcclBufferName, BUFFER_NAME_MAX_LENGTH));
+    auto& named = all.buffers[{device, name}];
+    comm.device_buffer = named.lock();
+    if (!comm.device_buffer) named = comm.device_buffer = new_buffer(bytes);
+  } else {
+    comm.device_buffer = new_buffer(bytes);
+  }
+  if (comm.device_buffer) return HCCL_SUCCESS;
   return refuse(HCCL_E_OOM, "EI0011: Failed to allocate [" + std::to_string(bytes) + "] bytes of NPU memory.");
 }
 
@@ -133,11 +171,15 @@ int missing_ranks_error(const Comm& comm, const std::vector<uint32_t>& missing, 
                 std::to_string(comm.rank) + "] waited " + limit + " s for ranks [" + list + "].");
 }
 
-// The caller's structure may be that of an older header, and end before this field: its first word is its size.
-bool has_exec_timeout(const HcclCommConfig* config) {
-  size_t size = 0;
-  if (config) memcpy(&size, config, sizeof(size));
-  return size >= offsetof(HcclCommConfig, hcclExecTimeOut) + sizeof(config->hcclExecTimeOut);
+// As documented for HCCL_ALGO: level0:NA;level1:ring, or one such list per operation: allreduce=level0:NA/allgather=...
+bool known_algorithm(const HcclCommConfig* config) {
+  if (!HAS_FIELD(config, hcclAlgo) || !config->hcclAlgo[0]) return true;
+  static const std::regex form("(\\w+=)?level[0-3]:[\\w-]+(;level[0-3]:[\\w-]+)*");
+  std::istringstream parts(std::string(config->hcclAlgo, strnlen(config->hcclAlgo, HCCL_COMM_ALGO_MAX_LENGTH)));
+  for (std::string part; std::getline(parts, part, '/');) {
+    if (!std::regex_match(part, form)) return false;
+  }
+  return true;
 }
 
 int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommConfig* config, const std::string& name,
@@ -147,6 +189,10 @@ int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommCo
   if (size == 0 || size > kMaxRanks || rank >= size) {
     return refuse(HCCL_E_PARA, "EI0004: The ranktable or rank is invalid,Reason:[rank " + std::to_string(rank) + " of " +
                   std::to_string(size) + "].");
+  }
+  if (!known_algorithm(config)) {
+    return refuse(HCCL_E_PARA, "EI0003: In [HcclCommInitRootInfoConfig], value [" + std::string(config->hcclAlgo, strnlen(config->hcclAlgo, 40)) +
+                  "] for parameter [hcclAlgo] is invalid. Reason: it names no algorithms, as level0:NA;level1:ring does.");
   }
   int fd = open_segment(info);
   if (fd < 0) {
@@ -158,7 +204,7 @@ int connect(const RootInfo& info, uint32_t size, uint32_t rank, const HcclCommCo
   close(fd);
   if (!comm) return exhausted("memory of " + name);
   comm->exec_timeout = exec_limit;
-  if (has_exec_timeout(config) && config->hcclExecTimeOut >= 0) comm->exec_timeout = config->hcclExecTimeOut;
+  if (HAS_FIELD(config, hcclExecTimeOut) && config->hcclExecTimeOut >= 0) comm->exec_timeout = config->hcclExecTimeOut;
   auto missing = comm->wait_for_ranks(real_seconds(connect_limit));
   if (!missing.empty()) {
     close_root(info.token);
@@ -230,7 +276,9 @@ HCCL_API HcclResult HcclCreateSubCommConfig(HcclComm* parent_handle, uint32_t si
       if (!sub.id.compare_exchange_strong(free_entry, taken)) continue;
       sub.pid = info.pid, sub.fd = info.fd, sub.token = info.token;
       sub.id = id + 1;
-      return HcclResult(connect(info, size, rank, config, name_from(config, info.token), comm));
+      const int error = connect(info, size, rank, config, name_from(config, info.token), comm);
+      sub.id = 0;  // all ranks are in, or will not come: the entry is free
+      return HcclResult(error);
     }
     return HcclResult(exhausted("sub communicator"));
   }
@@ -269,7 +317,7 @@ HCCL_API HcclResult HcclCommInitAll(uint32_t size, int32_t* devices, HcclComm* c
 HCCL_API HcclResult HcclCommDestroy(HcclComm handle) {
   if (int error = enter(__func__)) return HcclResult(error);
   auto* comm = static_cast<std::shared_ptr<Comm>*>(handle);
-  if ((*comm)->device_buffer) aclrtFree((*comm)->device_buffer);
+  (*comm)->device_buffer.reset();
   delete comm;  // tasks still queued keep the segment alive
   return HCCL_SUCCESS;
 }

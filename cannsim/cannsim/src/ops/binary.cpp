@@ -13,6 +13,16 @@ static at::Tensor factor(const at::Tensor& self, const at::Scalar& value) {
 }
 static at::Tensor divisor(const at::Tensor&, const at::Scalar& value) { return number(value); }
 
+// Before 950 whole numbers are divided as float32, and the result goes into whole numbers without its fraction.
+static void quotient_out(at::Tensor& out, const at::Tensor& self, const at::Tensor& other) {
+  const bool whole = c10::isIntegralType(out.scalar_type(), false) && std::string(chip().family) != "950";
+  if (whole) {
+    out.copy_(at::div(self, other));
+  } else {
+    at::div_out(out, self, other);
+  }
+}
+
 // An update in place keeps its dtype: a result of a higher kind (float into int) does not fit.
 static void result_fits(const In& out, const at::Tensor& other) {
   at::ScalarType result = at::result_type(out, other);
@@ -63,19 +73,19 @@ OP(AddRelu, (In self, In other, Num alpha, Out out), (dtype(self, kFloating), br
 #define ARITHMETIC(name, function, operand)                                                          \
   OP(name, (In self, In other, Out out),                                                             \
      (dtype(self, kNumeric), dtype(other, kNumeric), broadcast(out, self, other)),                   \
-     at::function##_out(out, self, other))                                                           \
+     function##_out(out, self, other))                                                               \
   OP(name##s, (In self, Num other, Out out), (dtype(self, kNumeric), same_shape(out, self)),         \
-     at::function##_out(out, self, operand(self, other)))                                            \
+     function##_out(out, self, operand(self, other)))                                                \
   OP(Inplace##name, (Out selfRef, In other),                                                         \
      (dtype(selfRef, kNumeric), dtype(other, kNumeric), expands_to(other, selfRef), result_fits(selfRef, other)), \
-     at::function##_out(selfRef, selfRef, other))                                                    \
+     function##_out(selfRef, selfRef, other))                                                        \
   OP(Inplace##name##s, (Out selfRef, Num other),                                                     \
      (dtype(selfRef, kNumeric), result_fits(selfRef, number(other))),                                \
-     at::function##_out(selfRef, selfRef, operand(selfRef, other)))
+     function##_out(selfRef, selfRef, operand(selfRef, other)))
 
-ARITHMETIC(Mul, mul, factor)
-ARITHMETIC(Div, div, divisor)
-ARITHMETIC(FloorDivide, floor_divide, divisor)
+ARITHMETIC(Mul, at::mul, factor)
+ARITHMETIC(Div, quotient, divisor)
+ARITHMETIC(FloorDivide, at::floor_divide, divisor)
 
 OP(DivMod, (In self, In other, int mode, Out out), (dtype(self, kNumeric), broadcast(out, self, other)),
    out = at::div(self, other, rounding_or_none(mode)))

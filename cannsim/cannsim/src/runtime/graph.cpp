@@ -144,15 +144,22 @@ API aclError aclmdlRIDebugPrint(aclmdlRI model) {
   return ACL_SUCCESS;
 }
 
+// A Chrome trace with a row per stream, as torch_npu reads it (debug_dump writes a second file from it). A graph has no
+// times: tasks come one after the other, in the order of their launch.
 API aclError aclmdlRIDebugJsonPrint(aclmdlRI model, const char* path, uint32_t) {
   FILE* file = fopen(path, "w");
   if (!file) return ACL_ERROR_RT_FILE_OPEN;
   fprintf(file, "[");
-  const char* separator = "";
-  for (const auto& group : graph_of(model)->groups) {
+  const Graph& graph = *graph_of(model);
+  int number = 0;
+  for (const auto& group : graph.groups) {
+    std::lock_guard lock(group->mutex);
     for (const Task& task : group->tasks) {
-      fprintf(file, "%s\n  {\"name\": \"%s\"}", separator, task.name);
-      separator = ",";
+      fprintf(file,
+              "%s\n  {\"name\": \"%s\", \"ph\": \"X\", \"pid\": \"graph %u\", \"tid\": \"stream%d\", \"ts\": %d, \"dur\": 0.5, "
+              "\"args\": {\"Stream Id\": %d, \"Task Id\": %d}}",
+              number ? "," : "", task.name, graph.id, task.stream, number, task.stream, number);
+      number++;
     }
   }
   fprintf(file, "\n]\n");

@@ -96,6 +96,7 @@ struct Task {
   const char* name = "";
   std::function<int()> run;
   bool after_error = false;  // event records run even when the device has failed
+  int stream = 0;            // id of the one that it was launched on
 };
 struct TaskGroup {
   std::mutex mutex;

@@ -163,6 +163,7 @@ Stream* resolve_stream(aclrtStream stream) {
 }
 
 void submit(Stream* stream, Task task) {
+  task.stream = stream->id;
   if (stream->update_group) {  // aclmdlRICaptureTaskUpdateBegin: replace the recorded tasks in order
     std::lock_guard lock(stream->update_group->mutex);
     auto& tasks = stream->update_group->tasks;
@@ -200,9 +201,9 @@ int pending_tasks(int device_index) {
   return count;
 }
 
+// Of a stream that is being captured: refused, and the capture goes on (torch_npu's tests rely on it).
 aclError synchronize_stream(Stream* stream, double seconds, const char* where) {
   if (stream->capture) {
-    stream->capture->invalid = ACL_ERROR_RT_STREAM_CAPTURED;
     set_error(std::string("EE1016: ") + where + " failed. Reason: the stream is being captured.");
     return ACL_ERROR_RT_STREAM_CAPTURED;
   }
