@@ -61,7 +61,8 @@ def fall_asleep_in_the_first_collective(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_a_hang_in_the_first_collective_ends_the_job_in_time(tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(AssertionError, match="ended with status 1"):
+    # Both ranks wait with a limit: the one that ends first may take the other's connection along.
+    with pytest.raises(AssertionError, match="ended with status 1|Connection closed by peer"):
         run_ranks(fall_asleep_in_the_first_collective, 2, str(tmp_path))
     assert time.monotonic() - began < ASLEEP, "rank 1 was waited for"
     assert "arrived but did not finish the first collective within 2 s" in (tmp_path / "said").read_text()

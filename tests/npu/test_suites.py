@@ -48,8 +48,15 @@ def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
     assert [cause for _, cause, _ in rows["test_mixed"]["tests"]] == ["missing", "passed"]
     assert f"| {tmp_path.name}, files | 10 | 1 | 1 | 1 |" in printed
     before = results.read_bytes()
-    subprocess.run(command, capture_output=True, timeout=600, check=True)
+    (tmp_path / "disabled.json").write_text('{"test_a (__main__.T)": ["", [""]]}')
+    command += ["--disabled", str(tmp_path / "disabled.json")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert results.read_bytes() == before
+    assert f"| {tmp_path.name}, files | 10 | 2 | 7 | 0 |" in printed, "the file without tests is an error still"
+    (tmp_path / "disabled.json").write_text("{")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
 
 
 LEFT = """
