@@ -125,7 +125,8 @@ def test_the_first_error_ends_the_process_if_asked(on_npu: Callable[..., Any]) -
 
 
 def test_an_operator_that_is_not_simulated_is_an_error_too(on_npu: Callable[..., Any]) -> None:
-    program = "import torch; torch.nn.GRU(4, 4).npu()(torch.randn(3, 1, 4).npu())[0].cpu(); print('went on')"
+    call = "torch_npu.npu_nms_with_mask(torch.ones(4, 5).npu(), 0.5)[0].cpu()"
+    program = f"import torch, torch_npu; {call}; print('went on')"
     (stopped,) = on_npu(program, check=False, CANNSIM_STOP_AT_FIRST_ERROR=1)
     assert stopped.status == "signal 6"
     assert "cannsim: stopped at the first error: EZ3002: Optype [" in stopped.output
