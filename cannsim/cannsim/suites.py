@@ -59,8 +59,8 @@ def excused(row: Row, names: set[str]) -> Row:
     """Tests that fail and that their own project disables on NPUs count as skipped."""
     tests = []
     for test, cause, detail in row["tests"]:
-        *_, group, name = ("", *test.split("."))
-        if cause not in ("passed", "skipped") and f"{name} (__main__.{group})" in names:
+        group, _, name = test.rpartition(".")
+        if cause not in ("passed", "skipped") and f"{name} (__main__.{group.rpartition('.')[2]})" in names:
             cause, detail = "skipped", "disabled by its project"
         tests.append([test, cause, detail])
     cause, detail = of_file(tests)
