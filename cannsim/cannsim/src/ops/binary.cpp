@@ -15,7 +15,7 @@ static at::Tensor divisor(const at::Tensor&, const at::Scalar& value) { return n
 
 // Before 950 whole numbers are divided as float32, and the result goes into whole numbers without its fraction.
 static void quotient_out(at::Tensor& out, const at::Tensor& self, const at::Tensor& other) {
-  const bool whole = c10::isIntegralType(out.scalar_type(), false) && std::string(chip().family) != "950";
+  const bool whole = c10::isIntegralType(out.scalar_type(), false) && before_950();
   if (whole) {
     out.copy_(at::div(self, other));
   } else {
