@@ -42,7 +42,7 @@ TORCH_FREE = [
     "serve",
 ]
 NEEDS_TORCH = {
-    "device": {"npu", "npu_attention", "npu_ops", "cuda", "mps", "cpu", "accelerator", "counting"},
+    "device": {"npu", "npu_attention", "cuda_attention", "npu_ops", "cuda", "mps", "cpu", "accelerator", "counting"},
     "doctor": {"collective", "selftest_device", "selftest_operators"},
     "serve": {"terminal", "worker"},
 }
@@ -51,6 +51,7 @@ NEEDS_TORCH = {
 # The one module that imports an optional or heavy dependency.
 OWNERS = {
     "torch_npu": {"device", "nn.attention"},
+    "flash_attn": {"device.cuda_attention"},
     "triton": {
         "nn.one_query",
         "nn.heads",

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ascendchat.device import Device
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import Attention, choose, documents
+from ascendchat.nn.attention import Attention, choose
+from ascendchat.nn.documents import documents
 from ascendchat.nn.gpt import Ops, PlainOps, rope_tables, shifted
 from ascendchat.nn.loss import SOFTCAP, head_loss
 from ascendchat.nn.masks import same, visible

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 from ascendchat.infer.inputs import Row, padded_length, stack, to_device
-from ascendchat.nn.attention import Attention, Documents, documents
+from ascendchat.nn.attention import Attention
+from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.gpt import shifted
 from ascendchat.nn.loss import chunk_rows
 from ascendchat.nn.model import LanguageModel, dense

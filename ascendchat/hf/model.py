@@ -17,7 +17,8 @@ from torch import Tensor
 from ascendchat.config import UserError
 from ascendchat.hf import library
 from ascendchat.hf.shape import HFShape
-from ascendchat.nn.attention import Documents, Reference
+from ascendchat.nn.attention import Reference
+from ascendchat.nn.documents import Documents
 from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
 from ascendchat.nn.uncapped import uncapped_score
 

@@ -9,7 +9,7 @@
 `window` counts the token itself: 1 sees only itself, T or more sees everything. Queries are aligned to the last key.
 A kernel that was asked for and cannot run is an error; nothing falls back silently. `bounds` says where documents end:
 
-    bounds = documents(kernel, lengths, tokens, dtype).bounds    # once per batch (B, T), for all layers
+    bounds = documents(kernel, lengths, tokens, dtype).bounds    # once per batch (B, T), for all layers: documents.py
 
 | FlashAttention       | npu_fusion_attention                   | note                                            |
 |----------------------|----------------------------------------|-------------------------------------------------|
@@ -23,9 +23,9 @@ A kernel that was asked for and cannot run is an error; nothing falls back silen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.nn.masks import cache_mask, inside, same, visible
+from ascendchat.nn.masks import cache_mask, causal_mask, inside, same, visible
 from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
-ONE_BY_ONE = 8192  # on a CPU, row length × mean document length from which a call per document pays: docs/log.md
+PACKAGED_CHANNELS = 128  # of a head at most for device/cuda_attention.py; larger ones were not timed
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
 
 Ints = NDArray[np.int32]
@@ -67,43 +67,6 @@ class Attention(Protocol):
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor: ...
     def cached(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor: ...
     def one_query(self, q: Tensor, k: Tensor, v: Tensor, held: Sequence[int], scale: float) -> Tensor: ...
-
-
-class Documents(NamedTuple):
-    """Where the documents of a batch (B, T) begin and end. Every row begins one; padding is one of its own."""
-
-    follows: Tensor  # (B, T) in the compute dtype: 1 where the token before is of the same document, else 0
-    bounds: Any  # as the kernel's `packed` wants it
-    positions: Tensor | None = None  # (B, T) within the document, for models that count from there
-
-
-def documents(
-    kernel: Attention,
-    lengths: Ints,
-    tokens: Tensor,
-    dtype: torch.dtype,
-    *,
-    compiled: bool = False,
-    pin: bool = False,
-    restarts: bool = False,
-) -> Documents:
-    """What a model and its kernel need of a batch `tokens` (B, T) whose documents have these lengths, row after row.
-    Made on the host once per batch and uploaded without waiting, where memory can be pinned. `restarts`: the model
-    counts positions from the beginning of each document."""
-
-    def upload(made: Tensor) -> Tensor:
-        return (made.pin_memory() if pin else made).to(tokens.device, non_blocking=pin)
-
-    lengths = np.asarray(lengths, np.int32)
-    follows = torch.ones(tokens.numel(), dtype=dtype)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    follows[torch.from_numpy(starts)] = 0
-    positions = torch.from_numpy(np.arange(tokens.numel()) - starts.repeat(lengths)) if restarts else None
-    work = tokens.size(1) * tokens.numel() / len(lengths)  # a mask costs by the row, a call by the document
-    one_by_one = tokens.device.type == "cpu" and not compiled and work >= ONE_BY_ONE
-    known = kernel.bounds(lengths, len(tokens), one_by_one, upload)
-    within = None if positions is None else upload(positions.view(tokens.shape))
-    return Documents(upload(follows.view(tokens.shape)), known, within)
 
 
 class Reference:
@@ -214,14 +177,16 @@ class Eager(Sdpa):
 
 
 class Flash(Sdpa):
-    """CUDA: cuDNN or flash through SDPA for full rows of training; prompts have any length, for each of which cuDNN
-    makes a plan (38 ms on an H200), so they go to torch's flash kernel. For windows FlexAttention where the model is
-    compiled (H200, 512 of 2048, with gradient: 1.64 ms; flash: 1.91). Decoding: one_query.py; SDPA without Triton."""
+    """CUDA: for rows of training the package flash-attn-4, if it is there; else cuDNN or flash through SDPA, and for
+    windows FlexAttention where the model is compiled (H200, 512 of 2048, with gradient: 1.64 ms; flash: 1.91). Prompts
+    have any length, for each of which cuDNN makes a plan (38 ms on an H200): they go to torch's flash kernel. Decoding:
+    one_query.py; SDPA without Triton."""
 
     name = "flash"
 
     def __init__(self) -> None:
         self.triton = find_spec("triton") is not None
+        self.packaged = False  # device/cuda_attention.py runs here
         self.blocks: dict[tuple[int, int], Any] = {}  # (row length, window) -> FlexAttention's block mask
         self.room = 0  # documents that the bounds of a batch have room for
 
@@ -233,6 +198,9 @@ class Flash(Sdpa):
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
         from torch.nn.attention.flex_attention import create_block_mask
 
+        from ascendchat.device.cuda_attention import usable
+
+        self.packaged = usable(device)
         for window in set(windows):
             if window < length and (length, window) not in self.blocks and device.type == "cuda":
                 seen = partial(inside, window)
@@ -252,7 +220,12 @@ class Flash(Sdpa):
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         compiling = torch.compiler.is_compiling()
-        if window >= k.size(1) and (compiling or torch.is_grad_enabled()):
+        trains = compiling or torch.is_grad_enabled()
+        if trains and self.packaged and q.size(-1) <= PACKAGED_CHANNELS:
+            from ascendchat.device.cuda_attention import attend
+
+            return attend(q, k, v, window, scale)
+        if trains and window >= k.size(1):
             return super().dense(q, k, v, window, scale)
         if compiling and (blocks := self.blocks.get((q.size(1), window))) is not None:
             from torch.nn.attention.flex_attention import flex_attention
@@ -295,12 +268,6 @@ class Flash(Sdpa):
         from ascendchat.nn.one_query import one_query
 
         return one_query(q, k, v, lengths, scale)
-
-
-@cache
-def causal_mask(device: torch.device) -> Tensor:
-    """The one 2048×2048 mask that the NPU's compressed sparse modes read, True = hidden; whatever the row length."""
-    return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), diagonal=1)
 
 
 class NpuFusion:

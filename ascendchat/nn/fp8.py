@@ -1,24 +1,28 @@
-"""8-bit floating-point matrix products for `--fp8`: forward and input-gradient products of the blocks.
+"""8-bit floating-point matrix products for `--fp8`: forward and input-gradient products of the blocks and of the head.
 
-Every scale is fixed: a float needs only to land in its range, and here the ranges are known. Inputs are RMS-normalised,
+Scales are fixed: a float needs only to land in its range, and here the ranges are known. Inputs are RMS-normalised,
 averages of such, or their squares; weights keep their size under Muon; gradients of a mean loss shrink with the number
-of tokens. So nothing has to be searched for a maximum, and a cast fuses into the kernel that makes the number. Forward
-factors are e4m3 (448 down to 2^-9), gradients e5m2 (57344 down to 2^-16). Weight gradients stay in the compute dtype.
+of tokens. So nothing has to be searched for a maximum, and a cast fuses into the kernel that makes the number; only the
+head, which AdamW moves, is scaled by its largest weight. Forward factors are e4m3 (448 down to 2^-9), gradients e5m2
+(57344 down to 2^-16). Weight gradients stay in the compute dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ascendchat.nn.gpt import Heads, PlainOps
+from ascendchat.nn.loss import HeadProducts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WEIGHT_SCALE = 64.0
 INPUT_SCALE = 8.0  # of unit size, as norms and attention give
 SQUARE_SCALE = 1.0  # ReLU² may be large
+PROBABILITY_SCALE = 2.0**14  # differences of probabilities, down to 2^-30
 GRADIENT_SCALE = 8.0  # times the tokens that the mean loss is over
 
 
@@ -28,7 +32,7 @@ def quantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = E4M3) -> Ten
     return (x * scale).clamp(-largest, largest).to(dtype)
 
 
-def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, dtype: torch.dtype) -> Tensor:
     """a (M, K) row by row times b (K, N) column by column, both in 8 bits."""
     one = torch.ones((), device=a.device)
     return torch._scaled_mm(a, b, scale_a=one / scale_a, scale_b=one / scale_b, out_dtype=dtype, use_fast_accum=True)
@@ -65,6 +69,48 @@ class Fp8Transposed(torch.autograd.Function):
         rows = quantise(grad, scale, E5M2)
         dx = product(rows, quantise(weight, WEIGHT_SCALE).t(), scale, WEIGHT_SCALE, x.dtype)
         return dx, x.t() @ grad, None, None
+
+
+def head_factors(head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The head (V, C) row by row and column by column, and the scale of both: its weights may grow to any size."""
+    scale = torch.finfo(E4M3).max / head.abs().amax().float().clamp(min=1e-6)
+    return quantise(head, scale), quantise(head.t().contiguous(), scale).t(), scale
+
+
+def head_logits(hidden: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+    return product(quantise(hidden, INPUT_SCALE), rows.t(), INPUT_SCALE, scale, hidden.dtype)
+
+
+def head_back(gradient: Tensor, factor: Tensor, weight: Tensor, columns: Tensor, scale: Tensor) -> Tensor:
+    """Times factor / weight the gradient is a difference of probabilities, within ±2: so its scale is known."""
+    share = quantise(gradient * (factor / weight), PROBABILITY_SCALE, E5M2)
+    return product(share, columns, PROBABILITY_SCALE, scale / weight, gradient.dtype)
+
+
+class Fp8Head:
+    """Makes the products of a head; `compile` wraps each function once."""
+
+    def __init__(self, compile: Callable[[Any], Any]) -> None:
+        self.factors, self.logits, self.back = map(compile, (head_factors, head_logits, head_back))
+
+    def __call__(self, head: Tensor) -> HeadProducts:
+        return Fp8HeadProducts(head, self)
+
+
+class Fp8HeadProducts(HeadProducts):
+    """Logits, and the gradient of the hidden states. That of the head stays in the compute dtype: it would need both of
+    its factors turned, and gains least."""
+
+    def __init__(self, head: Tensor, kernels: Fp8Head) -> None:
+        super().__init__(head)
+        self.kernels = kernels
+        self.rows, self.columns, self.scale = kernels.factors(head)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.kernels.logits(hidden, self.rows, self.scale)  # type: ignore[no-any-return]
+
+    def back(self, gradient: Tensor, factor: Tensor, weight: Tensor, out: Tensor) -> None:
+        out.copy_(self.kernels.back(gradient, factor, weight, self.columns, self.scale))
 
 
 class Fp8Ops(PlainOps):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ascendchat.nn.attention import Documents
+from ascendchat.nn.documents import Documents
 from ascendchat.nn.loss import SOFTCAP, score, softcap
 from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
 from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, Formulas, Shape

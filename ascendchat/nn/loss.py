@@ -83,6 +83,20 @@ def score(
     return nats, gradient, torch.where(valid, 4.0 * weight / total if size is None else weight / FP16_LIFT, 0.0)
 
 
+class HeadProducts:
+    """The two products with the head (V, C) that depend on it; nn/fp8.py has them in 8 bits."""
+
+    def __init__(self, head: Tensor) -> None:
+        self.head = head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head.t()
+
+    def back(self, gradient: Tensor, factor: Tensor, weight: Tensor, out: Tensor) -> None:
+        """The gradient of the hidden states, from what `score` returned for a target of that weight."""
+        torch.mul(gradient @ self.head, factor, out=out)
+
+
 @dataclass(frozen=True)
 class Targets:
     """What the head is asked for, one entry per row of hidden states, and how the answers become a loss."""
@@ -93,6 +107,7 @@ class Targets:
     scorer: Callable[..., Any]  # `score`, compiled or not
     later: Tensor | None = None  # (N,) the tokens after next, and
     ahead: Tensor | None = None  # their weight in the gradient, 0-dim
+    products: Callable[[Tensor], HeadProducts] = HeadProducts
 
     def chunk(self, start: int, stop: int) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
         later = None if self.later is None else self.later[start:stop]
@@ -107,12 +122,12 @@ class HeadLoss(torch.autograd.Function):
         rows = chunk_rows(hidden, head)
         grad_hidden, grad_head = torch.empty_like(hidden), None
         learns = ctx.needs_input_grad[1]  # a head that is frozen costs a third less
-        losses = []
+        losses, products = [], wanted.products(head)
         for start in range(0, hidden.size(0), rows):
             part = hidden[start : start + rows]
-            loss, gradient, factor = wanted.scorer(part @ head.t(), *wanted.chunk(start, start + rows))
+            loss, gradient, factor = wanted.scorer(products.logits(part), *wanted.chunk(start, start + rows))
             losses.append(loss.sum())
-            torch.mul(gradient @ head, factor, out=grad_hidden[start : start + rows])
+            products.back(gradient, factor, wanted.weight, grad_hidden[start : start + rows])
             if not learns:
                 continue
             scaled = torch.mul(part, factor, out=torch.empty_like(part))
@@ -138,6 +153,7 @@ def head_loss(
     ahead: Tensor | None = None,
     follows: Tensor | None = None,
     scorer: Callable[..., Any] = score,
+    products: Callable[[Tensor], HeadProducts] = HeadProducts,
 ) -> Tensor:
     """Mean nats over the scored targets, or `weight * sum of nats` when the weight is given (a 0-dim tensor).
 
@@ -151,7 +167,7 @@ def head_loss(
         later = targets[:, 1:] if follows is None else targets[:, 1:].masked_fill(follows[:, 1:] == 0, IGNORE)
         later = torch.nn.functional.pad(later, (0, 1), value=IGNORE).reshape(-1)
     tokens = targets.reshape(-1)
-    wanted = Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead)
+    wanted = Targets(tokens, mean_weight(tokens) if weight is None else weight, vocab, scorer, later, ahead, products)
     return HeadLoss.apply(hidden.reshape(-1, hidden.size(-1)), head, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 

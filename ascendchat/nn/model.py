@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ascendchat.nn.attention import Attention, Documents
+    from ascendchat.nn.attention import Attention
+    from ascendchat.nn.documents import Documents
 
 Scorer = Callable[..., tuple[Tensor, Tensor, Tensor]]  # as `score` in loss.py
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.nn.attention import Documents
+from ascendchat.nn.documents import Documents
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantAttention, InvariantOps
 from ascendchat.train.rows import Learner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.prefetch import MicroBatch, Prefetcher
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
+from ascendchat.device.cuda_attention import PACKAGE
 from ascendchat.dist.context import Context
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
@@ -32,10 +33,11 @@ from ascendchat.hf.shape import HFShape
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.generator import Generator
 from ascendchat.infer.request import Request, Sampling
-from ascendchat.nn.attention import Attention, Documents, choose, documents
-from ascendchat.nn.fp8 import Fp8Ops
+from ascendchat.nn.attention import Attention, Flash, choose
+from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.fp8 import Fp8Head, Fp8Ops
 from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
-from ascendchat.nn.loss import head_loss, token_nats
+from ascendchat.nn.loss import HeadProducts, head_loss, token_nats
 from ascendchat.nn.model import LanguageModel, Sizes, dense
 from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, groups
 from ascendchat.plan import schedule
@@ -111,6 +113,8 @@ class Learner(Generic[_Model]):
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
         self._forward = device.compile(model, dynamic=False, fullgraph=True) if model.compiles_whole else model
         self.score = device.compile(model.score, dynamic=False)
+        eight = isinstance(getattr(model, "ops", None), Fp8Ops)
+        self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
 
     @cached_property
     def reader(self) -> Attention:
@@ -155,6 +159,7 @@ class Learner(Generic[_Model]):
             ahead=ahead,
             follows=None if known is None else known.follows,
             scorer=self.score,
+            products=self.products,
         )
 
     def nats(self, batch: Batch) -> Tensor:
@@ -194,7 +199,11 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
     model = GPT(shape, operators(config, here), checkpoint_activations=config.activation_checkpointing)
     model.initialise(config.seed)
-    return Learner(model.to_compute(device.dtype).to(here.place), kernel, device, here.place, by_document=by_document)
+    place = here.place
+    learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
+    if isinstance(kernel, Flash) and kernel.packaged and not by_document:
+        here.say(f"whole rows are read by the package {PACKAGE}")
+    return learner
 
 
 def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:

@@ -125,7 +125,8 @@ FAULTY = """
     import torch
     from ascendchat.device import pick
     from ascendchat.config import UserError
-    from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose, cache_mask
+    from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose
+    from ascendchat.nn.masks import cache_mask
     from ascendchat.nn.parity import decode_fault
 
     class Masked(NpuFusion):  # as it was: a mask instead of lengths

@@ -26,7 +26,8 @@ ROOT = HERE.parents[1]
 NPU = {  # () is all
     "ascendchat.device.npu": (),
     "ascendchat.device.npu_attention": (),
-    "ascendchat.nn.attention": ("NpuFusion", "causal_mask", "Eager"),
+    "ascendchat.nn.attention": ("NpuFusion", "Eager"),
+    "ascendchat.nn.masks": ("causal_mask",),
 }
 
 PROGRAM = '''
@@ -59,7 +60,8 @@ from copy import deepcopy
 from pathlib import Path
 import torch
 from ascendchat.device import pick
-from ascendchat.nn.attention import choose, documents
+from ascendchat.nn.attention import choose
+from ascendchat.nn.documents import documents
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.plan.shape import Shape
@@ -142,7 +144,8 @@ assert replay(still + 2).cpu().tolist() == [6.0] * 4
 OLD = """
 import torch
 from ascendchat.device import pick
-from ascendchat.nn.attention import choose, documents
+from ascendchat.nn.attention import choose
+from ascendchat.nn.documents import documents
 
 device = pick("npu")
 kernel, why = choose("npu", device.dtype, 32)

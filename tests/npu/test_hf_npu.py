@@ -14,7 +14,8 @@ from ascendchat.device import pick
 from ascendchat.hf.fused import fuse
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.request import Request, Sampling
-from ascendchat.nn.attention import KERNELS, documents
+from ascendchat.nn.attention import KERNELS
+from ascendchat.nn.documents import documents
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.model import dense
 

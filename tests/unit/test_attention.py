@@ -10,7 +10,8 @@ import torch
 
 from ascendchat.config import UserError
 from ascendchat.nn import attention
-from ascendchat.nn.attention import KERNELS, Eager, Flash, Reference, Sdpa, cache_mask, choose, visible
+from ascendchat.nn.attention import KERNELS, Eager, Flash, Reference, Sdpa, choose, visible
+from ascendchat.nn.masks import cache_mask
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -16,7 +16,8 @@ from ascendchat.device import pick
 from ascendchat.dist import World
 from ascendchat.dist.context import Context
 from ascendchat.eval.scorer import Example, ModelScorer
-from ascendchat.nn.attention import Attention, Documents, Eager, Flash, NpuFusion, Reference, Sdpa, documents
+from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa
+from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.flash_kernel import flash
 from ascendchat.nn.gpt import GPT, dense, shifted
 from ascendchat.nn.loss import head_loss, token_nats

@@ -12,7 +12,8 @@ import torch
 from ascendchat.cli import main
 from ascendchat.device import DeviceOptions, Scaling
 from ascendchat.device.cpu import CPU
-from ascendchat.nn.fp8 import GRADIENT_SCALE, Fp8Ops
+from ascendchat.nn.fp8 import GRADIENT_SCALE, Fp8Head, Fp8Ops
+from ascendchat.nn.loss import IGNORE, head_loss
 from ascendchat.train import base
 from ascendchat.train.loop import Result
 
@@ -48,6 +49,35 @@ def test_products_and_gradients_are_near_the_exact_ones_whatever_the_batch(token
         assert (dx.float() - exact).norm() < 0.1 * exact.norm()
 
 
+def gradients_of(
+    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, **more: Any
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    hidden, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    loss = head_loss(hidden, head, targets, 250, **more)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    assert head.grad is not None
+    return float(loss.detach()), hidden.grad.float(), head.grad.float()
+
+
+@pytest.mark.parametrize("size", [0.001, 0.1, 3.0])
+@pytest.mark.parametrize("tokens", [64, 2**19, 3 * 2**20])
+def test_a_head_in_8_bits_is_near_the_exact_one_whatever_its_weights_and_the_batch(size: float, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 32, 128, generator=generator).bfloat16()
+    head = (torch.randn(256, 128, generator=generator) * size).bfloat16()
+    targets = torch.randint(0, 250, (2, 32), generator=generator)
+    targets[1, 20:] = IGNORE
+    more = {"weight": torch.tensor(1.0 / tokens), "ahead": torch.tensor(0.4)}
+    exact = gradients_of(hidden, head, targets, **more)
+    found = gradients_of(hidden, head, targets, products=Fp8Head(lambda function: function), **more)
+    assert found[0] == pytest.approx(exact[0], rel=0.02)
+    assert (found[1] - exact[1]).norm() < 0.12 * exact[1].norm()
+    assert (found[2] - exact[2]).norm() < 0.08 * exact[2].norm()
+    assert not found[1][1, 20:].any(), "what is not scored has no gradient"
+    assert not torch.equal(found[1], exact[1]), "the products are those of 8 bits"
+
+
 def prepared(home: Path, monkeypatch: pytest.MonkeyPatch, device: CPU) -> list[Any]:
     """The stage that `ascendchat base` would train; nothing is trained."""
     stages: list[Any] = []
@@ -76,6 +106,7 @@ def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypa
         ops = stage.learner.model.ops
         assert isinstance(ops, Fp8Ops)
         assert float(ops.gradient_scale) == GRADIENT_SCALE * stage.split.total
+        assert isinstance(stage.learner.products, Fp8Head)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from ascendchat.device import pick
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.hf.model import CausalLM
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import KERNELS, Attention, documents
+from ascendchat.nn.attention import KERNELS, Attention
+from ascendchat.nn.documents import documents
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import dense
 from ascendchat.nn.objective import head_objective

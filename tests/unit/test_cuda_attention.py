@@ -1,0 +1,146 @@
+"""Rows of training by flash-attn-4: the operators around it pass the right windows and gradients.
+
+The package itself needs a Hopper chip: without one a stand-in computes what its documentation says, in plain torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascendchat.device import cuda_attention
+from ascendchat.nn.attention import Flash, Reference
+
+HOPPER = torch.cuda.is_available() and cuda_attention.usable(torch.device("cuda"))
+
+
+def scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """As flash-attn-4 defines them: a query sees `left` keys before its own and `right` behind it, None: all."""
+    k = k.repeat_interleave(q.size(2) // k.size(2), dim=2)
+    found = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    distance = torch.arange(q.size(1))[:, None] - torch.arange(k.size(1))[None]
+    right = 0 if causal else right
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left is not None:
+        hidden |= distance > left
+    if right is not None:
+        hidden |= -distance > right
+    return found.masked_fill(hidden, float("-inf"))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    return_lse: bool,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, None, None, None]:
+    assert return_lse
+    found = scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
+    v = v.repeat_interleave(q.size(2) // v.size(2), dim=2)
+    y = torch.einsum("bhqk,bkhd->bqhd", found.softmax(dim=-1), v)
+    return y.contiguous(), found.logsumexp(dim=-1), None, None, None
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    deterministic: bool,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    group, sizes = q.size(2) // k.size(2), (*k.shape[:2], k.size(2), -1, k.size(3))
+    share = (scores(q, k, scale, causal, window_size_left, window_size_right) - lse.unsqueeze(-1)).exp()
+    of_share = torch.einsum("bqhd,bkhd->bhqk", grad, v.repeat_interleave(group, dim=2))
+    of_scores = share * (of_share - (grad * y).sum(dim=-1).transpose(1, 2).unsqueeze(-1)) * scale
+    dq = torch.einsum("bhqk,bkhd->bqhd", of_scores, k.repeat_interleave(group, dim=2))
+    dk = torch.einsum("bhqk,bqhd->bkhd", of_scores, q).reshape(sizes).sum(dim=3)
+    dv = torch.einsum("bhqk,bqhd->bkhd", share, grad).reshape(sizes).sum(dim=3)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def packaged(monkeypatch: pytest.MonkeyPatch) -> Flash:
+    """The kernel as it is on a chip that has the package."""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    interface: Any = sys.modules["flash_attn.cute.interface"]
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
+    monkeypatch.setattr(cuda_attention, "usable", lambda device: True)
+    kernel = Flash()
+    kernel.prepare(64, [64], torch.device("cpu"))
+    return kernel
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("window", "kv_heads"), [(64, 4), (64, 2), (17, 4), (1, 1)])
+def test_rows_and_windows_equal_the_reference(packaged: Flash, window: int, kv_heads: int, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    there = [
+        torch.randn(2, 64, heads, 16, generator=generator, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+    ]
+    grad = torch.randn(2, 64, 4, 16, generator=generator)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return packaged.dense(*tensors, window, 0.2) * 1.0
+
+    torch.compiler.reset()
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    found, wanted = run(*there), Reference().dense(*there, window, 0.2)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    both = (torch.autograd.grad(y, there, grad) for y in (found, wanted))
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_only_training_of_small_heads_asks_the_package(packaged: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    attend = cuda_attention.attend
+    monkeypatch.setattr(cuda_attention, "attend", lambda *known: asked.append(known[0].shape) or attend(*known))
+    for channels in (16, 256):
+        there = [torch.randn(1, 64, 2, channels, requires_grad=True) for _ in "qkv"]
+        packaged.dense(*there, 64, 0.2)
+    assert asked == [(1, 64, 2, 16)]
+
+
+def test_without_the_package_or_a_chip_for_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not cuda_attention.usable(torch.device("cpu"))
+    monkeypatch.setattr(cuda_attention, "installed", lambda: True)
+    for capability, usable in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        assert cuda_attention.usable(torch.device("cuda")) == usable
+    monkeypatch.setattr(cuda_attention, "installed", lambda: False)
+    assert not cuda_attention.usable(torch.device("cuda"))
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs flash-attn-4 and a chip of compute capability 9.0")
+@pytest.mark.parametrize("window", [512, 100, 1])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 6, 128), (8, 2, 64)])
+def test_the_real_package_equals_the_reference(window: int, heads: int, kv_heads: int, dim: int) -> None:
+    kernel, place = Flash(), torch.device("cuda")
+    kernel.prepare(512, [window], place)
+    sizes = [(2, 512, count, dim) for count in (heads, kv_heads, kv_heads)]
+    there = [torch.randn(size, device=place, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+    exact = [x.detach().float().requires_grad_() for x in there]
+    grad = torch.randn_like(there[0])
+    found, wanted = kernel.dense(*there, window, 0.2), Reference().dense(*exact, window, 0.2)
+    both = torch.autograd.grad(found, there, grad), torch.autograd.grad(wanted, exact, grad.float())
+    for one, other in zip((found, *both[0]), (wanted, *both[1]), strict=True):
+        assert (one.float() - other).norm() <= 0.02 * other.norm().clamp_min(1.0)
