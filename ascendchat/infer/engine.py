@@ -119,6 +119,8 @@ class Engine:
                 self.step()
         finally:
             self._group = 1
+            for job in jobs:
+                self.cancel(job)  # after an error: nobody waits for them any more
         return [job.completion for job in jobs]
 
     def stream(self, request: Request) -> EngineStream:
@@ -206,8 +208,6 @@ class Engine:
         if self.paused != "keep":
             self._read()
             self._extend()
-
-    # ---- passes --------------------------------------------------------------------------------
 
     def _enter(self) -> None:
         """The longest waiting requests take the free slots."""

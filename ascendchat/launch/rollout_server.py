@@ -243,7 +243,8 @@ def serve(plan: ServerPlan, longest_start: float) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.wait(LOOK)
             if received and time.monotonic() > received[0] + GRACE:
-                os.killpg(server.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it may end just now
+                    os.killpg(server.pid, signal.SIGKILL)
         if not ready and not received:
             say(f"vLLM ended with status {status_of(server.returncode)} before it was ready; its output stands above")
             return status_of(server.returncode) or 1

@@ -25,11 +25,13 @@ from types import FrameType
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
+from ascendchat.config.serve import ServeConfig
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.files import write_atomic
+from ascendchat.launch.port import is_free
 from ascendchat.record import run_folder
 from ascendchat.speedrun.devices import devices_here, devices_wanted, shortage
 from ascendchat.speedrun.ledger import Ledger, alone
@@ -128,6 +130,9 @@ def run(config: SpeedrunConfig) -> int:
     log = run_folder(recipe.run, "speedrun.log")  # refuses a wrong name
     if config.serve and not any(trained(command) for command, _ in recipe.stages):
         raise UserError(f"--serve: the recipe {config.recipe} trains no model; leave it out")
+    if config.serve and not config.dry_run and not is_free(ServeConfig.port):
+        later = f"ascendchat serve --run {recipe.run} --port {ServeConfig.port + 1}"
+        raise UserError(f"--serve: port {ServeConfig.port} is in use; leave --serve out, and afterwards: {later}")
     from ascendchat.speedrun.forecast import expected_seconds, show_forecast
 
     missing = ""
@@ -160,7 +165,9 @@ def run(config: SpeedrunConfig) -> int:
         print(f"Talk to it: ascendchat chat --run {recipe.run}")
         if config.serve:
             return run_command(stage_command("serve", {"run": recipe.run}, recipe, config))
-        print(f"In a browser: ascendchat serve --run {recipe.run}, then open http://127.0.0.1:8000")
+        print(f"In a browser: ascendchat serve --run {recipe.run}, then open http://127.0.0.1:{ServeConfig.port}")
+    elif config.serve:
+        print("nothing is served: no stage that was run trains a model")
     return 0
 
 

@@ -212,3 +212,23 @@ def test_a_repetition_penalty_avoids_what_was_said(device: Device) -> None:
         [Request([ord("a")], Sampling(**GREEDY, max_tokens=3, repetition_penalty=factor)) for factor in (1.0, 4.0)]
     )
     assert (plain.text, varied.text) == ("bab", "baz")
+
+
+def test_an_error_leaves_no_request_of_the_caller_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(device, letters("abcdef"), slots=2)
+    calls = iter(range(10))
+    extend = engine._extend
+
+    def fails() -> None:
+        if next(calls) == 2:
+            raise RuntimeError("out of memory")
+        extend()
+
+    requests = [Request(START, Sampling(**GREEDY)) for _ in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_extend", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(requests)
+    assert not engine.waiting
+    assert not any(engine.running)
+    assert [found.text for found in engine.generate(requests)] == ["abcdef"] * 4

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ import pytest
 
 from ascendchat import speedrun
 from ascendchat.config import UserError, home
+from ascendchat.config.serve import ServeConfig
 from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.launch.port import is_free
 from ascendchat.record import run_folder
 from ascendchat.record.results import NewResults
 
@@ -46,6 +49,7 @@ class Commands:
         self.reports = 0
         self.fails = self.saves_and_fails = ""
         monkeypatch.setattr(speedrun, "run_command", self.call)
+        monkeypatch.setattr(speedrun, "is_free", lambda port: True)  # whatever else runs on this machine
 
     def call(self, words: list[str], screen: object = None) -> int:
         if words[0] == "report":
@@ -105,6 +109,20 @@ def test_what_was_made_is_served_afterwards_if_that_is_wanted(
     without.write_text("stages: [{tokenizer train: {vocab_size: 600}}]", encoding="utf-8")
     with pytest.raises(UserError, match="trains no model"):
         speedrun.run(SpeedrunConfig(str(without), serve=True))
+
+
+def test_a_page_that_cannot_be_served_is_known_before_the_training(
+    recipe: str, commands: Commands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert speedrun.run(SpeedrunConfig(recipe, serve=True, only=("tokenizer train",))) == 0
+    assert "nothing is served" in capsys.readouterr().out
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(speedrun, "is_free", is_free)
+        monkeypatch.setattr(ServeConfig, "port", taken.getsockname()[1])
+        before = list(commands.called)
+        with pytest.raises(UserError, match="is in use; leave --serve out"):
+            speedrun.run(SpeedrunConfig(recipe, serve=True))
+        assert commands.called == before
 
 
 def test_what_is_done_is_skipped_and_a_change_runs_all_that_follows(recipe: str, commands: Commands) -> None:
