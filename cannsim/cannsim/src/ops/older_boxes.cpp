@@ -1,4 +1,5 @@
 // Operators of the older interface for boxes of object detection.
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
