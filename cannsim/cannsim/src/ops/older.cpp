@@ -73,6 +73,7 @@ OLDER(ConfusionTransposeD, auto order = o.attribute("perm", std::vector<int64_t>
       o.put(0, o.attribute("transpose_first", false) ? o.in[0].permute(order).reshape(shape)
                                                      : o.in[0].reshape(shape).permute(order)))
 OLDER(Fill, o.put(0, o.in[1].to(o.out[0].scalar_type()).expand(o.out[0].sizes())))
+OLDER(ZerosLike, o.out[0].zero_())
 OLDER(Cast, o.put(0, o.in[0]))
 
 OLDER(StridedSlice, at::Tensor part = o.in[0]; auto from = o.constant(1), to = o.constant(2), step = o.constant(3);
@@ -188,9 +189,13 @@ OLDER(CdistGrad, float p = o.attribute("p", 2.0f); at::Tensor grad = wide(o.in[0
 
 // ---- losses and optimizers
 
-OLDER(LogSoftmaxV2, auto axes = o.attribute("axes", std::vector<int64_t>{-1});
-      require(axes.size() == 1, "LogSoftmaxV2: cannsim knows only one axis");
-      o.put(0, at::log_softmax(wide(o.in[0]), axes[0])))
+static int64_t only_axis(const Older& o) {
+  auto axes = o.attribute("axes", std::vector<int64_t>{-1});
+  require(axes.size() == 1, "cannsim knows a softmax over one axis only");
+  return axes[0];
+}
+OLDER(SoftmaxV2, o.put(0, at::softmax(wide(o.in[0]), only_axis(o))))
+OLDER(LogSoftmaxV2, o.put(0, at::log_softmax(wide(o.in[0]), only_axis(o))))
 OLDER(SoftmaxCrossEntropyWithLogits, at::Tensor logits = wide(o.in[0]), labels = wide(o.in[1]);
       o.put(0, -(labels * at::log_softmax(logits, -1)).sum(-1)); o.put(1, at::softmax(logits, -1) - labels))
 
