@@ -295,6 +295,7 @@ MATHS = [
     Case("compiled abs", compiled(torch.abs), (X,), "aclop/Abs", False),
     Case("compiled cast and fill", compiled(lambda x: (x.int(), torch.empty_like(x).fill_(3), x.clone().zero_())), (X,),
          "aclop/Cast aclop/Fill aclop/ZerosLike", False, ("float16",)),
+    Case("compiled sum", compiled(lambda x: x.sum(1)), (X,), "aclop/ReduceSum", False, ("float32", "float16")),
     Case("compiled where", compiled(lambda x, y: torch.where(x > y, x, y)), (X, Y), "aclop/Select", False, ONE),
     Case("compiled softmax", compiled(lambda x: x.softmax(1)), (X,), "aclop/SoftmaxV2", False, ("float32", "float16")),
     Case("comparisons of blocks", _in_blocks(_compared), (ORDERED, ORDERED.flip(0)), " ".join(

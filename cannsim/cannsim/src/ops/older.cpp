@@ -128,6 +128,7 @@ OLDER(MishGrad, o.put(0, at::mish_backward(wide(o.in[0]), wide(o.in[1]))))
 OLDER(Swish, at::Tensor x = wide(o.in[0]); o.put(0, x * at::sigmoid(x * o.attribute("scale", 1.0f))))
 OLDER(SwishGrad, o.put(0, at::silu_backward(wide(o.in[0]), wide(o.in[1]))))
 
+OLDER(ReduceSum, o.put(0, at::sum(wide(o.in[0]), o.constant(1), o.attribute("keep_dims", false))))
 OLDER(ReduceMin, o.put(0, at::amin(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
 OLDER(ReduceMax, o.put(0, at::amax(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
 
