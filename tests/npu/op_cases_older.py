@@ -296,6 +296,8 @@ MATHS = [
     Case("compiled cast and fill", compiled(lambda x: (x.int(), torch.empty_like(x).fill_(3), x.clone().zero_())), (X,),
          "aclop/Cast aclop/Fill aclop/ZerosLike", False, ("float16",)),
     Case("compiled sum", compiled(lambda x: x.sum(1)), (X,), "aclop/ReduceSum", False, ("float32", "float16")),
+    Case("compiled clamp", compiled(lambda x, y: (x.clamp(-0.5, 0.7), y.isfinite())),
+         (ORDERED, torch.tensor([1.0, -math.inf, math.nan])), "aclop/ClipByValueV2 aclop/IsFinite", False, ONE),
     Case("compiled where", compiled(lambda x, y: torch.where(x > y, x, y)), (X, Y), "aclop/Select", False, ONE),
     Case("compiled softmax", compiled(lambda x: x.softmax(1)), (X,), "aclop/SoftmaxV2", False, ("float32", "float16")),
     Case("comparisons of blocks", _in_blocks(_compared), (ORDERED, ORDERED.flip(0)), " ".join(
