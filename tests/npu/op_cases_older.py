@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from op_cases import FLOATS, ONE, Case, X, Y, distinct, randn
+from op_cases import FLOATS, ONE, Case, X, Y, Z, distinct, randn
 
 try:
     import torch_npu
@@ -104,6 +104,37 @@ def _adam(var: torch.Tensor, m: torch.Tensor, v: torch.Tensor, grad: torch.Tenso
 def _npu_adam(var: torch.Tensor, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> Any:
     out = (var.clone(), m.clone(), v.abs().clone())
     return torch_npu.npu_apply_adam(0.81, 0.98, 0.1, 0.9, 0.99, 1e-3, grad, False, False, out=out)
+
+
+def _adam_w(var: torch.Tensor, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The third step of torch's AdamW."""
+    if var.device.type != "cpu":
+        out = (var.clone(), m.clone(), v.abs().clone())
+        numbers = (0.9**2, 0.99**2, 0.1, 0.2, 0.9, 0.99, 1e-3)
+        return torch_npu.npu_apply_adam_w(*numbers, grad, None, False, True, out=out)
+    weight = torch.nn.Parameter(var.clone())
+    optimizer = torch.optim.AdamW([weight], 0.1, (0.9, 0.99), 1e-3, 0.2, maximize=True)
+    weight.grad = grad
+    state = {"step": torch.tensor(2.0), "exp_avg": m.clone(), "exp_avg_sq": v.abs().clone()}
+    optimizer.state[weight] = state
+    optimizer.step()
+    return weight.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+
+def _bert_adam(norm: float, step_size: float | None = None) -> Callable[..., Any]:
+    """Without correction of the bias; a norm over 1 divides the gradient; with a step size as mBART has it."""
+
+    def run(var: torch.Tensor, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        decay, more = (0.2, ()) if step_size is None else (0.0, (step_size, 1))
+        if var.device.type != "cpu":
+            out = (var.clone(), m.clone(), v.abs().clone())
+            return torch_npu.npu_bert_apply_adam(0.1, 0.9, 0.99, 1e-3, grad, 1.0, norm, decay, *more, out=out)
+        grad = grad / norm if norm > 1 else grad
+        m, v = 0.9 * m + 0.1 * grad, 0.99 * v.abs() + 0.01 * grad * grad
+        rate = 0.1 if step_size is None else step_size
+        return var - rate * m / (v.sqrt() + 1e-3) - 0.1 * decay * var, m, v
+
+    return run
 
 
 def _filled(x: torch.Tensor) -> torch.Tensor:
@@ -262,8 +293,13 @@ SHAPES = [
 
 MATHS = [
     Case("compiled abs", compiled(torch.abs), (X,), "aclop/Abs", False),
-    Case("compiled cast and fill", compiled(lambda x: (x.int(), torch.empty_like(x).fill_(3))), (X,),
-         "aclop/Cast aclop/Fill", False, ("float16",)),
+    Case("compiled cast and fill", compiled(lambda x: (x.int(), torch.empty_like(x).fill_(3), x.clone().zero_())), (X,),
+         "aclop/Cast aclop/Fill aclop/ZerosLike", False, ("float16",)),
+    Case("compiled sum", compiled(lambda x: x.sum(1)), (X,), "aclop/ReduceSum", False, ("float32", "float16")),
+    Case("compiled clamp", compiled(lambda x, y: (x.clamp(-0.5, 0.7), y.isfinite())),
+         (ORDERED, torch.tensor([1.0, -math.inf, math.nan])), "aclop/ClipByValueV2 aclop/IsFinite", False, ONE),
+    Case("compiled where", compiled(lambda x, y: torch.where(x > y, x, y)), (X, Y), "aclop/Select", False, ONE),
+    Case("compiled softmax", compiled(lambda x: x.softmax(1)), (X,), "aclop/SoftmaxV2", False, ("float32", "float16")),
     Case("comparisons of blocks", _in_blocks(_compared), (ORDERED, ORDERED.flip(0)), " ".join(
          f"aclop/{name}" for name in ("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual")), False,
          ("float32", "float16"), _compared),
@@ -311,6 +347,14 @@ MATHS = [
          lambda x: torch.tensor([[1.0, -1, 1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1]])),
     Case("npu_apply_adam", _npu_adam, (X, Y, randn(2, 3, 8, seed=48), ORDERED.reshape(1, 3, 8).expand(2, 3, 8) / 9),
          "aclop/ApplyAdamD", False, ONE, _adam),
+    *(Case(f"npu_apply_adam {name}", function, (X, Y, Z, LEFT.repeat(1, 1, 2)), f"aclop/{name}", False, ONE)
+      for name, function in (("ApplyAdamW", _adam_w), ("ApplyAdamV2", _bert_adam(4.0)),
+                             ("ApplyAdamV2", _bert_adam(0.5)), ("ApplyAdamV2", _bert_adam(0.5, 0.3)))),
+    Case("compiled ctc_loss", compiled(lambda x: F.ctc_loss(
+         x.log_softmax(2), torch.tensor([[0, 2, 4], [2, 1, 0]]).to(x.device), (5, 4), (3, 2), 3, "none")),
+         (randn(5, 2, 5, seed=77),), "aclop/LogSoftmaxV2 aclop/CTCLossV2", False, ("float32", "float16")),
+    Case("compiled npu_linear", compiled(lambda x, w, b: torch_npu.npu_linear(x, w, b)),
+         (LEFT[0], RIGHT[0].T, randn(5, seed=76)), "aclop/MatMulV2", False, ("float16",), F.linear, 2),
 ]  # fmt: skip
 
 BOXES = [

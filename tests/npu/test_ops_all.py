@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import op_cases
+import op_cases_boxes
 import op_cases_fused
 import op_cases_more
 import op_cases_older
@@ -19,7 +20,7 @@ from op_cases import Case
 
 import cannsim
 
-LISTS = [op_cases, op_cases_tensor, op_cases_fused, op_cases_more, op_cases_vision, op_cases_older]
+LISTS = [op_cases, op_cases_tensor, op_cases_fused, op_cases_more, op_cases_vision, op_cases_older, op_cases_boxes]
 CASES = [case for cases in LISTS for case in cases.CASES]
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of values of the order of 1
 

@@ -112,6 +112,25 @@ def test_gelu_has_the_tanh_formula_unless_torch_npu_is_told_to_be_compatible(on_
     on_npu(program.format(compatible=True, formula="none", launched="aclnnGeluV2"))
 
 
+def test_layer_norm_is_the_fast_one_if_torch_npu_is_told_to_be_compatible(on_npu) -> None:
+    on_npu(
+        """
+        import torch, torch_npu, cannsim
+        torch_npu.npu.use_compatible_impl(True)
+        x, weight, bias = torch.randn(4, 3, 8), torch.randn(3, 8), torch.randn(3, 8)
+        there = [t.npu().requires_grad_() for t in (x, weight, bias)]
+        here = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        results = [torch.nn.functional.layer_norm(a[0], (3, 8), a[1], a[2]) for a in (there, here)]
+        for result in results:
+            result.square().sum().backward()
+        assert "aclnnFastLayerNorm" in cannsim.launches()
+        torch.testing.assert_close(results[0].cpu(), results[1], rtol=1e-5, atol=1e-5)
+        for found, expected in zip(there, here):
+            torch.testing.assert_close(found.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-4)
+        """
+    )
+
+
 def test_softshrink_refuses_a_negative_lambda_and_the_device_lives_on() -> None:
     x = randn(3, 3, seed=65).npu()
     with pytest.raises(RuntimeError, match="EZ1001"):

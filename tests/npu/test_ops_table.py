@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import op_cases_boxes
 import op_cases_older
 import test_ops_training as training
 
@@ -30,7 +31,8 @@ def test_explain_knows_every_operator_of_the_older_interface() -> None:
 
 
 def test_every_operator_of_the_older_interface_has_a_case() -> None:
-    named = {name for case in op_cases_older.CASES for name in case.launches.split() if name.startswith("aclop/")}
+    cases = [*op_cases_older.CASES, *op_cases_boxes.CASES]
+    named = {name for case in cases for name in case.launches.split() if name.startswith("aclop/")}
     assert {f"aclop/{name}" for name in operators_table.older()} == named
 
 

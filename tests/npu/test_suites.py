@@ -18,11 +18,12 @@ import pytest
 from cannsim import suites_causes, suites_server
 
 HEAD = "import unittest, torch, torch_npu\n\n\nclass T(unittest.TestCase):\n"
+MISSING = "torch_npu.npu_random_choice_with_mask(torch.ones(4).npu() > 0, 2)[0].cpu()"
 FILES = {
     "passed": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 2])\n",
     "skipped": "    @unittest.skip('another chip')\n    def test_a(self):\n        pass\n",
     "wrong": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 3])\n",
-    "missing": "    def test_a(self):\n        torch_npu.npu_nms_with_mask(torch.ones(4, 5).npu(), 0.5)[0].cpu()\n",
+    "missing": f"    def test_a(self):\n        {MISSING}\n",
     "refused": "    def test_a(self):\n        torch.ones(2, dtype=torch.int32).npu().add_(torch.ones(2).npu())\n",
     "dies": "    def test_a(self):\n        import os\n        os.abort()\n",
     "hangs": "    def test_a(self):\n        import time\n        time.sleep(100)\n",
@@ -30,13 +31,15 @@ FILES = {
 }
 NONE = "def test_a():\n    pass\n"  # for pytest; unittest finds nothing
 FRESH = f"import sys\nTORCH = 'torch' in sys.modules\n{HEAD}    def test_a(self):\n        assert not TORCH\n"
+# torch_npu ends the process at an operator that fails in its second thread.
+DIES = FILES["dies"].replace("os.abort", "os.write(2, b'EZ3002: Optype [Old] of Ops')\n        os.abort")
 # A file goes on behind a test that poisoned the device.
 MIXED = FILES["missing"] + "\n    def test_b(self):\n        self.assertEqual(torch.ones(1).npu().item(), 1)\n"
 
 
 @pytest.mark.slow
 def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
-    for cause, body in {**FILES, "mixed": MIXED}.items():
+    for cause, body in {**FILES, "mixed": MIXED, "ended": DIES}.items():
         (tmp_path / f"test_{cause}.py").write_text(HEAD + body)
     (tmp_path / "test_none.py").write_text(NONE)
     results = tmp_path / "results.jsonl"
@@ -46,13 +49,14 @@ def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
     assert {name: rows[name]["cause"] for name in (f"test_{c}" for c in FILES)} == {f"test_{c}": c for c in FILES}
     assert (rows["test_none"]["cause"], rows["test_none"]["detail"]) == ("error", "no unittest tests")
     assert [cause for _, cause, _ in rows["test_mixed"]["tests"]] == ["missing", "passed"]
-    assert f"| {tmp_path.name}, files | 10 | 1 | 1 | 1 |" in printed
+    assert rows["test_ended"]["tests"] == [["test_ended.T.test_a", "missing", "Old"]]
+    assert f"| {tmp_path.name}, files | 11 | 1 | 1 | 1 |" in printed
     before = results.read_bytes()
     (tmp_path / "disabled.json").write_text('{"test_a (__main__.T)": ["", [""]]}')
     command += ["--disabled", str(tmp_path / "disabled.json")]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert results.read_bytes() == before
-    assert f"| {tmp_path.name}, files | 10 | 2 | 7 | 0 |" in printed, "the file without tests is an error still"
+    assert f"| {tmp_path.name}, files | 11 | 2 | 8 | 0 |" in printed, "the file without tests is an error still"
     (tmp_path / "disabled.json").write_text("{")
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2

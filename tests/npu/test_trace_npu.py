@@ -125,7 +125,7 @@ def test_the_first_error_ends_the_process_if_asked(on_npu: Callable[..., Any]) -
 
 
 def test_an_operator_that_is_not_simulated_is_an_error_too(on_npu: Callable[..., Any]) -> None:
-    call = "torch_npu.npu_nms_with_mask(torch.ones(4, 5).npu(), 0.5)[0].cpu()"
+    call = "torch_npu.npu_random_choice_with_mask((torch.ones(4) > 0).npu(), 2, 1)[0].cpu()"
     program = f"import torch, torch_npu; {call}; print('went on')"
     (stopped,) = on_npu(program, check=False, CANNSIM_STOP_AT_FIRST_ERROR=1)
     assert stopped.status == "signal 6"

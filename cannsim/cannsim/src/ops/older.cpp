@@ -73,6 +73,7 @@ OLDER(ConfusionTransposeD, auto order = o.attribute("perm", std::vector<int64_t>
       o.put(0, o.attribute("transpose_first", false) ? o.in[0].permute(order).reshape(shape)
                                                      : o.in[0].reshape(shape).permute(order)))
 OLDER(Fill, o.put(0, o.in[1].to(o.out[0].scalar_type()).expand(o.out[0].sizes())))
+OLDER(ZerosLike, o.out[0].zero_())
 OLDER(Cast, o.put(0, o.in[0]))
 
 OLDER(StridedSlice, at::Tensor part = o.in[0]; auto from = o.constant(1), to = o.constant(2), step = o.constant(3);
@@ -105,6 +106,7 @@ static at::Tensor product(const Older& o, const char* first, const char* second)
 }
 
 OLDER(MatMul, o.put(0, product(o, "transpose_x1", "transpose_x2")))
+OLDER(MatMulV2, o.put(0, product(o, "transpose_x1", "transpose_x2")))
 OLDER(BatchMatMul, o.put(0, product(o, "adj_x1", "adj_x2")))
 
 // ---- element by element
@@ -120,11 +122,15 @@ OLDER(Greater, o.put(0, o.in[0].gt(o.in[1])))
 OLDER(GreaterEqual, o.put(0, o.in[0].ge(o.in[1])))
 OLDER(Less, o.put(0, o.in[0].lt(o.in[1])))
 OLDER(LessEqual, o.put(0, o.in[0].le(o.in[1])))
+OLDER(Select, o.put(0, at::where(o.in[0].to(at::kBool), o.in[1], o.in[2])))
+OLDER(IsFinite, o.put(0, at::isfinite(o.in[0])))
+OLDER(ClipByValueV2, o.put(0, at::minimum(at::maximum(o.in[0], o.in[1]), o.in[2])))
 OLDER(Mish, o.put(0, at::mish(wide(o.in[0]))))
 OLDER(MishGrad, o.put(0, at::mish_backward(wide(o.in[0]), wide(o.in[1]))))
 OLDER(Swish, at::Tensor x = wide(o.in[0]); o.put(0, x * at::sigmoid(x * o.attribute("scale", 1.0f))))
 OLDER(SwishGrad, o.put(0, at::silu_backward(wide(o.in[0]), wide(o.in[1]))))
 
+OLDER(ReduceSum, o.put(0, at::sum(wide(o.in[0]), o.constant(1), o.attribute("keep_dims", false))))
 OLDER(ReduceMin, o.put(0, at::amin(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
 OLDER(ReduceMax, o.put(0, at::amax(o.in[0], o.constant(1), o.attribute("keep_dims", false))))
 
@@ -187,8 +193,23 @@ OLDER(CdistGrad, float p = o.attribute("p", 2.0f); at::Tensor grad = wide(o.in[0
 
 // ---- losses and optimizers
 
+static int64_t only_axis(const Older& o) {
+  auto axes = o.attribute("axes", std::vector<int64_t>{-1});
+  require(axes.size() == 1, "cannsim knows a softmax over one axis only");
+  return axes[0];
+}
+OLDER(SoftmaxV2, o.put(0, at::softmax(wide(o.in[0]), only_axis(o))))
+OLDER(LogSoftmaxV2, o.put(0, at::log_softmax(wide(o.in[0]), only_axis(o))))
 OLDER(SoftmaxCrossEntropyWithLogits, at::Tensor logits = wide(o.in[0]), labels = wide(o.in[1]);
       o.put(0, -(labels * at::log_softmax(logits, -1)).sum(-1)); o.put(1, at::softmax(logits, -1) - labels))
+
+// op-plugin adds the length of the longest target times the number of classes to the blank; log_alpha is padded.
+OLDER(CTCLossV2, at::Tensor odds = wide(o.in[0]);
+      auto [loss, alpha] = at::_ctc_loss(odds, o.in[1].to(at::kLong), o.constant(2), o.constant(3),
+                                         o.attribute<int64_t>("blank", 0) % odds.size(2),
+                                         o.attribute("zero_infinity", false));
+      o.put(0, loss); o.out[1].zero_(); o.out[1].view({alpha.size(0), alpha.size(1), -1})
+                                            .narrow(2, 0, alpha.size(2)).copy_(alpha))
 
 // Adam as TensorFlow has it: var, m, v, beta1_power, beta2_power, lr, beta1, beta2, epsilon, grad.
 OLDER(ApplyAdamD,
@@ -199,6 +220,35 @@ OLDER(ApplyAdamD,
       at::Tensor v = wide(o.in[2]) * beta2 + grad * grad * (1 - beta2);
       at::Tensor step = o.attribute("use_nesterov", false) ? m * beta1 + grad * (1 - beta1) : m;
       o.put(0, wide(o.in[0]) - rate * step / (v.sqrt() + number[8])); o.put(1, m); o.put(2, v))
+
+// Adam with decoupled decay: var, m, v, beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon, grad. The
+// powers are those before this step.
+OLDER(ApplyAdamW, require(!o.attribute("amsgrad", false), "ApplyAdamW: the operator has no amsgrad");
+      std::vector<double> number(10);
+      for (size_t i = 3; i < 10; ++i) number[i] = o.in[i].item<double>();
+      double rate = number[5], beta1 = number[7], beta2 = number[8];
+      at::Tensor grad = o.attribute("maximize", false) ? -wide(o.in[10]) : wide(o.in[10]);
+      at::Tensor m = wide(o.in[1]) * beta1 + grad * (1 - beta1);
+      at::Tensor v = wide(o.in[2]) * beta2 + grad * grad * (1 - beta2);
+      at::Tensor root = (v / (1 - number[4] * beta2)).sqrt() + number[9];
+      at::Tensor kept = wide(o.in[0]) * (1 - rate * number[6]);
+      o.put(0, kept - rate / (1 - number[3] * beta1) * m / root); o.put(1, m); o.put(2, v))
+
+// Adam of BERT, without correction of the bias: var, m, v, lr, beta1, beta2, epsilon, grad, max_grad_norm,
+// global_grad_norm, weight_decay; mbart_adam has a step_size in place of the rate. Of the decay in that mode the public
+// kernel and its description say different things.
+OLDER(ApplyAdamV2, std::vector<double> number(12);
+      for (size_t i = 3; i < o.in.size(); ++i) {
+        if (i != 7 && o.in[i].defined()) number[i] = o.in[i].item<double>();
+      }
+      bool mbart = o.attribute<std::string>("adam_mode", "adam") == "mbart_adam";
+      require(!mbart || number[10] <= 0, "ApplyAdamV2: cannsim knows no weight_decay of mbart_adam");
+      at::Tensor grad = wide(o.in[7]), var = wide(o.in[0]);
+      if (!mbart && number[8] > 0 && number[9] > 1) grad = grad / number[9];
+      at::Tensor m = wide(o.in[1]) * number[4] + grad * (1 - number[4]);
+      at::Tensor v = wide(o.in[2]) * number[5] + grad * grad * (1 - number[5]);
+      at::Tensor step = m / (v.sqrt() + number[6]) * (mbart ? number[11] : number[3]);
+      o.put(0, var - step - var * (number[3] * std::max(number[10], 0.0))); o.put(1, m); o.put(2, v))
 
 // ---- signs as bits, and the rest
 

@@ -227,4 +227,18 @@ OLDER(NonMaxSuppressionV4, at::Tensor boxes = wide(o.in[0]), scores = wide(o.in[
         kept.push_back(next);
       } o.put(0, chosen); o.put(1, at::scalar_tensor(static_cast<int64_t>(kept.size()), at::kInt)))
 
+// All boxes come back in their order, which is that of their scores, with a mark for those that overlap no marked one
+// before them by more than the threshold.
+OLDER(NMSWithMask, at::Tensor boxes = wide(o.in[0]); Corners b = corners(boxes.t().narrow(0, 0, 4), false);
+      at::Tensor area = (b.x2 - b.x1) * (b.y2 - b.y1), marked = at::ones({boxes.size(0)}, at::kByte);
+      double most = o.attribute("iou_threshold", 0.5f);
+      for (int64_t i = 0; i < boxes.size(0); ++i) {
+        if (!marked[i].item<bool>()) continue;
+        at::Tensor inner = (at::minimum(b.x2, b.x2[i]) - at::maximum(b.x1, b.x1[i])).clamp(0) *
+                           (at::minimum(b.y2, b.y2[i]) - at::maximum(b.y1, b.y1[i])).clamp(0);
+        at::Tensor covered = inner.gt((area + area[i] - inner) * most);
+        covered.narrow(0, 0, i + 1).zero_();
+        marked.masked_fill_(covered, 0);
+      } o.put(0, o.in[0]); o.put(1, at::arange(boxes.size(0), at::kInt)); o.put(2, marked))
+
 }  // namespace cannsim
