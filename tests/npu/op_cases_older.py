@@ -347,9 +347,11 @@ MATHS = [
          lambda x: torch.tensor([[1.0, -1, 1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1]])),
     Case("npu_apply_adam", _npu_adam, (X, Y, randn(2, 3, 8, seed=48), ORDERED.reshape(1, 3, 8).expand(2, 3, 8) / 9),
          "aclop/ApplyAdamD", False, ONE, _adam),
-    *(Case(f"npu_apply_adam {name}", function, (X, Y, Z, LEFT.repeat(1, 1, 2)), f"aclop/{name}", False, ONE)
-      for name, function in (("ApplyAdamW", _adam_w), ("ApplyAdamV2", _bert_adam(4.0)),
-                             ("ApplyAdamV2", _bert_adam(0.5)), ("ApplyAdamV2", _bert_adam(0.5, 0.3)))),
+    *(Case(name, function, (X, Y, Z, LEFT.repeat(1, 1, 2)), f"aclop/{launched}", False, ONE)
+      for name, launched, function in (
+          ("npu_apply_adam_w", "ApplyAdamW", _adam_w), ("npu_bert_apply_adam", "ApplyAdamV2", _bert_adam(0.5)),
+          ("npu_bert_apply_adam clipped", "ApplyAdamV2", _bert_adam(4.0)),
+          ("npu_bert_apply_adam of mBART", "ApplyAdamV2", _bert_adam(0.5, 0.3)))),
     Case("compiled ctc_loss", compiled(lambda x: F.ctc_loss(
          x.log_softmax(2), torch.tensor([[0, 2, 4], [2, 1, 0]]).to(x.device), (5, 4), (3, 2), 3, "none")),
          (randn(5, 2, 5, seed=77),), "aclop/LogSoftmaxV2 aclop/CTCLossV2", False, ("float32", "float16")),
