@@ -24,7 +24,7 @@ LEFT_OUT = {  # beginning of a command -> why it is not run here
     "make ": "CI has a job for each target",
     "pip install": "needs the network",
     "curl ": "asks a server, see tests/serve",
-    "ascendchat speedrun --recipe tiny-cpu": "`make demo`: ten minutes",
+    "ascendchat speedrun --recipe tiny-cpu": "`make demo`: minutes",
     "ascendchat chat --run tiny": "its model is that of `make demo`",
     "ascendchat serve": "runs until it is stopped, see tests/serve",
     "ascendchat chat      #": "waits for somebody who types",

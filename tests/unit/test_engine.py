@@ -381,14 +381,3 @@ def test_a_wrong_cache_does_not_pass_for_rounding(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_compiled_and_recorded_step_on_a_gpu_gives_the_same_tokens(slots: int) -> None:
     assert bf16_shortfall(pick("cuda", dtype="bf16", compiled=True), Flash(), slots) < BF16_ERROR
-
-
-@pytest.mark.slow
-def test_a_compiled_step_gives_the_same_tokens() -> None:
-    device = pick("cpu", compiled=True)
-    model = make.model(9, seq_len=16, window_pattern="L", dim=16)
-    requests = greedy_requests(random.Random(3), model.shape.vocab, 1)  # one row: one shape to compile
-    place = device.bind(0)
-    engine = Engine(model, Sdpa(), make.tokenizer(), device, place, slots=1, context=CONTEXT, compiled=True)
-    for request, answer in zip(requests, engine.generate(requests)):
-        assert_greedy(model, request, answer.ids)

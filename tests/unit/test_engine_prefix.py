@@ -350,7 +350,8 @@ def test_forced_tokens_are_kept_like_others(device: Device) -> None:
 
 @pytest.mark.slow
 def test_compiled_steps_leave_what_is_kept_as_it_is() -> None:
-    """Two rows, of which one ends earlier, and then the next turns of both: one step to compile."""
+    """Two rows, of which one ends earlier, and then the next turns of both: one step to compile. What is compiled gives
+    the tokens and probabilities of what is not, which test_engine.py compares with the reference."""
     device = pick("cpu", compiled=True)
     model, draw = make.model(29, seq_len=40, window_pattern="SL", dim=16, depth=2), random.Random(9)
     engine = engine_of(model, device, slots=2, context=100, compiled=True)

@@ -19,9 +19,10 @@ from ascendchat.data.toyworld.world import LANGUAGES, ToyWorld, toy_world
 
 TOPICS = ("fact", "unknown", "identity", "arithmetic", "instruction", "problem", "check", "choice")
 # Mid-training teaches the form of a conversation, the calculator and multiple choice; SFT adds manners: who the
-# assistant is, what it does not know, to follow instructions. Two-step problems are rare: RL has them to improve.
+# assistant is, what it does not know, to follow instructions. Two-step problems are rare: RL has them to improve. To
+# copy the letter behind a word (find) is learnt last, all at once, and the sooner the more of it there is.
 WEIGHTS = {
-    "mid": {"fact": 38, "choice": 12, "find": 14, "check": 6, "arithmetic": 8, "problem": 4, "instruction": 18},
+    "mid": {"fact": 22, "choice": 18, "find": 32, "check": 4, "arithmetic": 6, "problem": 4, "instruction": 14},
     "sft": {
         "fact": 32,
         "check": 6,
