@@ -40,9 +40,6 @@ NPU_DEBUG = {
     "TORCH_HCCL_DESYNC_DEBUG": "1",  # a hung collective names the ranks that differ
 }
 CUDA_TRAINING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-# Threads of GNU OpenMP wait for each other in a loop, and so are in the way of the one that they wait for when another
-# program wants a core: on two cores beside a busy one 1.8 K tok/s of a small model instead of 4.1 K.
-CPU_TRAINING = {"GOMP_SPINCOUNT": "1000"}
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "RANK_ID", "RANK_SIZE")
 PLACE = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 PLACE_OF_JOB = ("TORCHELASTIC_", "ROLE_", "GROUP_WORLD_", "SLURM_", "PET_", "MA_NUM_", "VC_")  # how they begin
@@ -145,8 +142,6 @@ def prepare_environment(
             )
     elif asked == "cuda" or (asked is None and seen.nvidia):
         profile |= CUDA_TRAINING
-    elif asked in (None, "cpu") and "OMP_WAIT_POLICY" not in environ:
-        profile |= CPU_TRAINING
     if not (npu and seen.cann and seen.driver):
         # `import torch` must not fail over a torch_npu that cannot load. device/npu.py imports it by name when an NPU
         # was asked for, and turns a failure into one sentence.
@@ -173,8 +168,7 @@ def prepare_environment(
 def without_own_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that prepares its own: without what a profile here may have set, and without the
     place of this process among its ranks and of this machine in its job, as torchrun or a scheduler told it."""
-    every = (NPU_TRAINING, NPU_GENERATING, NPU_DEBUG, CUDA_TRAINING, CPU_TRAINING)
-    profiles = [setting for profile in every for setting in profile.items()]
+    profiles = [*NPU_TRAINING.items(), *NPU_GENERATING.items(), *NPU_DEBUG.items(), *CUDA_TRAINING.items()]
     return {
         name: value
         for name, value in environ.items()

@@ -53,21 +53,6 @@ def test_other_devices_keep_torch_npu_from_being_loaded(asked: str) -> None:
     assert ("PYTORCH_CUDA_ALLOC_CONF" in environ) == (asked == "cuda")
 
 
-def test_threads_of_a_cpu_do_not_wait_in_a_loop_unless_the_user_says_how_they_wait() -> None:
-    for asked, users, expected in [
-        (None, {}, "1000"),
-        ("cpu", {}, "1000"),
-        ("cpu", {"GOMP_SPINCOUNT": "7"}, "7"),
-        ("cpu", {"OMP_WAIT_POLICY": "active"}, None),
-        ("mps", {}, None),
-        ("cuda", {}, None),
-    ]:
-        environ = dict(users)
-        prepare_environment(asked, environ=environ, machine=BARE)
-        assert environ.get("GOMP_SPINCOUNT") == expected
-        assert "GOMP_SPINCOUNT" not in without_own_settings(environ) or users
-
-
 def test_the_environment_variable_names_the_device_and_the_argument_wins() -> None:
     assert prepare_environment(None, environ={"ASCENDCHAT_DEVICE": "cpu"}, machine=NPU).device_type == "cpu"
     assert prepare_environment("npu", environ={"ASCENDCHAT_DEVICE": "cpu"}, machine=NPU).device_type == "npu"
@@ -79,7 +64,7 @@ def test_the_environment_variable_names_the_device_and_the_argument_wins() -> No
 def test_torch_npu_without_cann_or_device_is_left_alone_with_a_notice() -> None:
     environ: dict[str, str] = {}
     done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True))
-    assert environ == {AUTOLOAD: "0", **env.CPU_TRAINING}
+    assert environ == {AUTOLOAD: "0"}
     assert len(done.warnings) == 1
     assert "CANN is not loaded" in done.warnings[0]
 
@@ -87,7 +72,7 @@ def test_torch_npu_without_cann_or_device_is_left_alone_with_a_notice() -> None:
 def test_cann_in_a_container_without_the_driver_is_left_alone_with_a_notice() -> None:
     environ: dict[str, str] = {}
     done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True, cann=True))
-    assert environ == {AUTOLOAD: "0", **env.CPU_TRAINING}
+    assert environ == {AUTOLOAD: "0"}
     assert "driver" in done.warnings[0]
 
 
@@ -97,8 +82,7 @@ def test_npus_whose_cann_is_not_sourced_end_with_the_command_to_type() -> None:
         prepare_environment(None, environ={}, machine=seen)
     for part in ("2 device(s)", "cann/set_env.sh", "ascend-toolkit/set_env.sh", f"{AUTOLOAD}=0", "--device-type cpu"):
         assert part in str(caught.value)
-    done = prepare_environment(None, environ={AUTOLOAD: "0"}, machine=seen)
-    assert done.set == env.CPU_TRAINING  # the user has already said no
+    assert prepare_environment(None, environ={AUTOLOAD: "0"}, machine=seen).set == {}  # the user has already said no
 
 
 def test_npus_without_torch_npu_are_mentioned_and_not_used() -> None:
@@ -157,15 +141,7 @@ def test_both_allocator_variables_are_refused_before_torch_npu_dies_of_them() ->
     prepare_environment("cpu", environ=both, machine=NPU)  # nothing reads them there
 
 
-OURS = [
-    *env.NPU_DEBUG,
-    *env.CUDA_TRAINING,
-    *env.CPU_TRAINING,
-    "OMP_WAIT_POLICY",
-    AUTOLOAD,
-    "PYTORCH_ALLOC_CONF",
-    "PATH",
-]
+OURS = [*env.NPU_DEBUG, *env.CUDA_TRAINING, AUTOLOAD, "PYTORCH_ALLOC_CONF", "PATH"]
 OUTSIDES = st.builds(
     MachineFacts, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([(), NPU.nodes]), st.booleans()
 )
