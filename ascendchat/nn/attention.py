@@ -23,7 +23,7 @@ A kernel that was asked for and cannot run is an error; nothing falls back silen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.nn.masks import cache_mask, causal_mask, inside, same, visible
+from ascendchat.nn.masks import cache_mask, inside, same, visible
 from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
@@ -268,6 +268,12 @@ class Flash(Sdpa):
         from ascendchat.nn.one_query import one_query
 
         return one_query(q, k, v, lengths, scale)
+
+
+@cache
+def causal_mask(device: torch.device) -> Tensor:
+    """The one 2048×2048 mask that the NPU's compressed sparse modes read, True = hidden; whatever the row length."""
+    return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), diagonal=1)
 
 
 class NpuFusion:

@@ -19,9 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ascendchat.config import UserError
 from ascendchat.nn import flash_plain as plain
-from ascendchat.nn.attention import choose
+from ascendchat.nn.attention import causal_mask, choose
 from ascendchat.nn.flash_plain import Rule
-from ascendchat.nn.masks import causal_mask
 
 Found = Tensor | tuple[Tensor, ...]
 NPU, TORCH, FINITE = "npu_fusion", "flash", ("eager", "reference")  # names of kernels in attention.py

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 from ascendchat.nn import flash_plain as plain
+from ascendchat.nn.attention import causal_mask
 from ascendchat.nn.flash_attend import FINITE, NPU, TORCH, Found, kernel_for, make_rule, on_host, say
 from ascendchat.nn.flash_plain import Rule
-from ascendchat.nn.masks import causal_mask
 
 TRITON = find_spec("triton") is not None  # not on Windows
 

@@ -1,8 +1,6 @@
-"""Masks of attention, bool, True where a query sees a key, but for the last one."""
+"""Masks of attention, bool, True where a query sees a key."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,9 +27,3 @@ def same(queries: Tensor, keys: Tensor) -> Tensor:
 def inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Whether a query sees a key, as FlexAttention asks."""
     return (query >= key) & (query - key < window)
-
-
-@cache
-def causal_mask(device: torch.device) -> Tensor:
-    """The one 2048×2048 mask that the NPU's compressed sparse modes read, True = hidden; whatever the row length."""
-    return torch.triu(torch.ones(2048, 2048, dtype=torch.bool, device=device), diagonal=1)

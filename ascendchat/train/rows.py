@@ -25,7 +25,6 @@ from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.prefetch import MicroBatch, Prefetcher
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
-from ascendchat.device.cuda_attention import PACKAGE
 from ascendchat.dist.context import Context
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
@@ -202,6 +201,8 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     place = here.place
     learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
     if isinstance(kernel, Flash) and kernel.packaged and not by_document:
+        from ascendchat.device.cuda_attention import PACKAGE
+
         here.say(f"whole rows are read by the package {PACKAGE}")
     return learner
 

@@ -26,8 +26,7 @@ ROOT = HERE.parents[1]
 NPU = {  # () is all
     "ascendchat.device.npu": (),
     "ascendchat.device.npu_attention": (),
-    "ascendchat.nn.attention": ("NpuFusion", "Eager"),
-    "ascendchat.nn.masks": ("causal_mask",),
+    "ascendchat.nn.attention": ("NpuFusion", "causal_mask", "Eager"),
 }
 
 PROGRAM = '''

@@ -76,27 +76,19 @@ OP(AddRmsNorm, (In x1, In x2, In gamma, double epsilon, Out yOut, Out rstdOut, O
    rstdOut = inverse;
    yOut = sum * inverse * f(gamma))
 
-OP(LayerNorm,
-   (In input, Ints normalizedShape, OptIn weightOptional, OptIn biasOptional, double eps, Out out,
-    OptOut meanOutOptional, OptOut rstdOutOptional),
-   (dtype(input, kFloating), normalized_shape_fits(input, normalizedShape), shape(weightOptional, normalizedShape),
-    shape(biasOptional, normalizedShape), same_shape(out, input)),
-   auto [y, mean, rstd] = at::native_layer_norm(f(input), normalizedShape, f_or_none(weightOptional),
-                                                f_or_none(biasOptional), eps);
-   out = y;
-   meanOutOptional = mean;
-   rstdOutOptional = rstd)
-// The same formula, added up in another order; torch_npu takes it when told to be compatible.
-OP(FastLayerNorm,
-   (In input, Ints normalizedShape, OptIn weightOptional, OptIn biasOptional, double eps, Out out,
-    OptOut meanOutOptional, OptOut rstdOutOptional),
-   (dtype(input, kFloating), normalized_shape_fits(input, normalizedShape), shape(weightOptional, normalizedShape),
-    shape(biasOptional, normalizedShape), same_shape(out, input)),
-   auto [y, mean, rstd] = at::native_layer_norm(f(input), normalizedShape, f_or_none(weightOptional),
-                                                f_or_none(biasOptional), eps);
-   out = y;
-   meanOutOptional = mean;
-   rstdOutOptional = rstd)
+#define LAYER_NORM(name)                                                                                             \
+  OP(name,                                                                                                           \
+     (In input, Ints normalizedShape, OptIn weightOptional, OptIn biasOptional, double eps, Out out,                 \
+      OptOut meanOutOptional, OptOut rstdOutOptional),                                                               \
+     (dtype(input, kFloating), normalized_shape_fits(input, normalizedShape), shape(weightOptional, normalizedShape), \
+      shape(biasOptional, normalizedShape), same_shape(out, input)),                                                 \
+     auto [y, mean, rstd] = at::native_layer_norm(f(input), normalizedShape, f_or_none(weightOptional),              \
+                                                  f_or_none(biasOptional), eps);                                     \
+     out = y;                                                                                                        \
+     meanOutOptional = mean;                                                                                         \
+     rstdOutOptional = rstd)
+LAYER_NORM(LayerNorm)
+LAYER_NORM(FastLayerNorm)  // added up in another order; torch_npu takes it when told to be compatible
 OP(LayerNormBackward,
    (In gradOut, In input, Ints normalizedShape, In mean, In rstd, OptIn weightOptional, OptIn biasOptional,
     Bools outputMask, OptOut gradInputOut, OptOut gradWeightOut, OptOut gradBiasOut),
