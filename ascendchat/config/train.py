@@ -14,6 +14,8 @@ PUBLISHED = {
     "sft": ("smoltalk", *("mmlu",) * 3, *("gsm8k",) * 4, "identity", "identity"),
 }
 
+USUAL_DEPTH = 20  # of `base`
+
 
 @dataclass(frozen=True)
 class StepConfig(DeviceConfig):
@@ -29,7 +31,7 @@ class StepConfig(DeviceConfig):
     "attention kernel by name; by default the best that runs here"
     attend: Literal["row", "document"] | None = None
     """what a token sees: all before it in its row, or only its own document or conversation; by default as the run had
-    it that goes on, else row (mid, sft: document)"""
+    it that goes on, else document (bench: row)"""
     activation_checkpointing: bool = False
     "recompute activations in the backward pass: less memory, about a quarter slower"
     fp8: bool = False
@@ -88,8 +90,8 @@ class TrainConfig(StepConfig):
 class BaseConfig(TrainConfig):
     """Pretrain a model from raw text. One dial, --depth, sets width, heads, batch, learning rates and horizon."""
 
-    depth: int = option(20, least=1, most=1000)
-    "number of layers"
+    depth: int | None = option(None, least=1, most=1000)
+    "number of layers; by default 20; with --minutes the most for which time and text are enough"
     data: tuple[str, ...] = option(())
     """prepared corpora, as FOLDER or FOLDER=WEIGHT, in an object store as s3://BUCKET/FOLDER, and toyworld, the
     embedded one; by default $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""

@@ -200,10 +200,10 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     model.initialise(config.seed)
     place = here.place
     learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
-    if isinstance(kernel, Flash) and kernel.packaged and not by_document:
+    if isinstance(kernel, Flash) and kernel.packaged:
         from ascendchat.device.cuda_attention import PACKAGE
 
-        here.say(f"whole rows are read by the package {PACKAGE}")
+        here.say(f"attention in training is by the package {PACKAGE}")
     return learner
 
 
