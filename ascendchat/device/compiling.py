@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, TypeVar
 
-import torch
+import torch._functorch.config
 
 from ascendchat.config import home
 
