@@ -200,11 +200,17 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
     model.initialise(config.seed)
     place = here.place
     learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
-    if isinstance(kernel, Flash) and kernel.packaged and not by_document:
-        from ascendchat.device.cuda_attention import PACKAGE
-
-        here.say(f"whole rows are read by the package {PACKAGE}")
+    say_package(learner, here)
     return learner
+
+
+def say_package(learner: Learner, here: Context) -> None:
+    """Whether rows are read by a package that the user has installed for that, and if not, why."""
+    if isinstance(learner.kernel, Flash) and not learner.by_document:
+        from ascendchat.device.cuda_attention import notice
+
+        if said := notice(learner.place, learner.model.shape.head_dim):
+            here.say(said)
 
 
 def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
