@@ -121,6 +121,8 @@ class Engine:
             self._group = 1
             for job in jobs:
                 self.cancel(job)  # after an error: nobody waits for them any more
+            if any(job.completion.finish_reason == "cancelled" for job in jobs):
+                self.prefixes.clear()  # a pass that failed may have overwritten what a slot had
         return [job.completion for job in jobs]
 
     def stream(self, request: Request) -> EngineStream:
