@@ -33,7 +33,7 @@ def inside(window: int, batch: Tensor, head: Tensor, query: Tensor, key: Tensor)
 
 
 def window_blocks(length: int, window: int, device: torch.device, size: int = 128) -> Any:
-    """FlexAttention's block mask of rows of `length` that see `window` tokens back. Its own `create_block_mask` finds the
+    """The block mask of FlexAttention for rows of `length` that see `window` tokens back. `create_block_mask` finds the
     same, but makes the mask of every token first: 34 GB of whole numbers for rows of 65,536."""
     from torch.nn.attention.flex_attention import BlockMask
 
