@@ -21,7 +21,9 @@ int run_task(const char* name, const std::function<void()>& task);  // op.cpp
 
 static at::Tensor view(const OlderTensor& tensor) {
   at::ScalarType type = to_torch(tensor.type);
-  if (!tensor.data || type == at::ScalarType::Undefined) return {};
+  if (type == at::ScalarType::Undefined) return {};
+  if (c10::multiply_integers(tensor.dims) == 0) return at::empty(tensor.dims, type);  // has no memory, but is there
+  if (!tensor.data) return {};
   return at::from_blob(tensor.data, tensor.dims, at::TensorOptions().dtype(type));
 }
 
