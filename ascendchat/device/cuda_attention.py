@@ -8,6 +8,7 @@ Its kernels are operators of torch here, so that a compiled model calls them wit
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,6 +17,11 @@ import torch
 from torch import Tensor
 
 PACKAGE = "flash-attn-4"
+CHANNELS = 128  # of a head at most; larger ones were not timed
+CALLED = {  # what is given to its two functions by name: they are internal, and another version may have others
+    "_flash_attn_fwd": {"softmax_scale", "return_lse", "causal", "window_size_left", "window_size_right"},
+    "_flash_attn_bwd": {"deterministic", "causal", "window_size_left", "window_size_right"},
+}
 
 
 @cache
@@ -26,9 +32,43 @@ def installed() -> bool:
         return False
 
 
+@cache
+def fault() -> str | None:
+    """Why the package that is installed cannot be called, or None. Asked once, before a model is compiled with it."""
+    try:
+        from flash_attn.cute import interface  # type: ignore[import-not-found, unused-ignore]
+
+        known = {name: set(inspect.signature(getattr(interface, name)).parameters) for name in CALLED}
+    except Exception as error:  # noqa: BLE001 - its own, or of a compiler that it imports: of any kind
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    lacking = [f"{name} takes no {word}" for name in CALLED for word in sorted(CALLED[name] - known[name])]
+    return "; ".join(lacking) or None
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the package does not run on this device although it is installed; None where it runs or is not there."""
+    if device.type != "cuda" or not installed():
+        return None
+    if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+        return f"it is for compute capability 9.0 and newer, this is {'.'.join(map(str, capability))}"
+    if capability >= (12, 0) and torch.are_deterministic_algorithms_enabled():
+        return "its gradient is not deterministic on this chip"
+    return fault()
+
+
 def usable(device: torch.device) -> bool:
     """Whether it runs on this device."""
-    return device.type == "cuda" and installed() and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and installed() and refusal(device) is None
+
+
+def notice(device: torch.device, head_dim: int) -> str | None:
+    """The sentence that says whether whole rows are read by the package; None where it is not installed."""
+    reason = refusal(device)
+    if usable(device):
+        if head_dim <= CHANNELS:
+            return f"whole rows are read by the package {PACKAGE}"
+        reason = f"a head of {head_dim} channels is above {CHANNELS}"
+    return reason and f"the package {PACKAGE} {version(PACKAGE)} is not used: {reason}"
 
 
 def _seen(window: int, length: int) -> dict[str, Any]:
@@ -39,7 +79,7 @@ def _seen(window: int, length: int) -> dict[str, Any]:
 
 @torch.library.custom_op("ascendchat::packaged_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
+    from flash_attn.cute.interface import _flash_attn_fwd
 
     y, logsumexp, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **_seen(window, k.size(1)))
     return y, logsumexp
@@ -67,7 +107,7 @@ def _backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # strides as those of the package
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
