@@ -117,6 +117,12 @@ def device_count(text: str) -> int:
     return int(text)
 
 
+def process_count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 2**20:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes above 0")
+    return int(text)
+
+
 def chip_name(text: str) -> str:
     if text not in chips():
         raise argparse.ArgumentTypeError(f"{text} is not known; take one of {', '.join(chips())}")
@@ -138,6 +144,12 @@ def options() -> argparse.ArgumentParser:
     machine.add_argument("--devices", type=device_count, help="number of NPUs (default 1, or CANNSIM_DEVICES)")
     machine.add_argument("--chip", type=chip_name, help="chip name (default Ascend910B3, or CANNSIM_CHIP)")
     machine.add_argument("--memory-gb", type=gibibytes, help="memory per NPU in GiB (default: the chip's)")
+    machine.add_argument(
+        "--processes-per-device",
+        type=process_count,
+        metavar="N",
+        help="processes that may hold one NPU (default: the chip's, 63 or 64; 32 as in a virtual machine)",
+    )
     machine.add_argument(
         "--stop-at-first-error",
         action="store_true",
