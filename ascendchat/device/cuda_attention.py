@@ -1,4 +1,4 @@
-"""Attention over whole rows of training by the package flash-attn-4, on Hopper and newer chips that have it installed.
+"""Attention over rows of training by the package flash-attn-4, on Hopper and newer chips that have it installed.
 
     y = attend(q, k, v, window, scale)     # (B, T, H, D), (B, T, K, D): causal, `window` tokens back; with gradients
     y = attend(q, k, v, window, scale, bounds)    # the same, but each document sees only itself: Flash.bounds
@@ -9,6 +9,7 @@ Its kernels are operators of torch here, so that a compiled model calls them wit
 
 from __future__ import annotations
 
+import inspect
 import os
 from functools import cache
 from importlib import import_module
@@ -21,6 +22,13 @@ from torch import Tensor
 from ascendchat.config import home
 
 PACKAGE = "flash-attn-4"
+CHANNELS = 128  # of a head at most; larger ones were not timed
+SEEN = {"causal", "window_size_left", "window_size_right"}
+DOCUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+CALLED = {  # what is given to its two functions by name: they are internal, and another version may have others
+    "_flash_attn_fwd": {"softmax_scale", "return_lse", *SEEN, *DOCUMENTS},
+    "_flash_attn_bwd": {"deterministic", *SEEN, *DOCUMENTS},
+}
 
 
 @cache
@@ -31,16 +39,48 @@ def installed() -> bool:
         return False
 
 
-def usable(device: torch.device) -> bool:
-    """Whether it runs on this device."""
-    return device.type == "cuda" and installed() and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _package() -> Any:
     """It compiles its kernels when they are first used; they are kept beside what torch.compile makes."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(home() / "compiled" / PACKAGE))
     return import_module("flash_attn.cute.interface")
+
+
+@cache
+def fault() -> str | None:
+    """Why the package that is installed cannot be called, or None. Asked once, before a model is compiled with it."""
+    try:
+        known = {name: set(inspect.signature(getattr(_package(), name)).parameters) for name in CALLED}
+    except Exception as error:  # noqa: BLE001 - its own, or of a compiler that it imports: of any kind
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    lacking = [f"{name} takes no {word}" for name in CALLED for word in sorted(CALLED[name] - known[name])]
+    return "; ".join(lacking) or None
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why the package does not run on this device although it is installed; None where it runs or is not there."""
+    if device.type != "cuda" or not installed():
+        return None
+    if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
+        return f"it is for compute capability 9.0 and newer, this is {'.'.join(map(str, capability))}"
+    if capability >= (12, 0) and torch.are_deterministic_algorithms_enabled():
+        return "its gradient is not deterministic on this chip"
+    return fault()
+
+
+def usable(device: torch.device) -> bool:
+    """Whether it runs on this device."""
+    return device.type == "cuda" and installed() and refusal(device) is None
+
+
+def notice(device: torch.device, head_dim: int) -> str | None:
+    """The sentence that says whether rows of training are read by the package; None where it is not installed."""
+    reason = refusal(device)
+    if usable(device):
+        if head_dim <= CHANNELS:
+            return f"rows of training are read by the package {PACKAGE}"
+        reason = f"a head of {head_dim} channels is above {CHANNELS}"
+    return reason and f"the package {PACKAGE} {version(PACKAGE)} is not used: {reason}"
 
 
 def _told(bounds: Tensor | None, longest: int, window: int) -> dict[str, Any]:
@@ -58,9 +98,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Rows (B, T, H, D) without bounds, documents end to end (N, H, D) with them."""
-    y, logsumexp, *_ = _package()._flash_attn_fwd(
-        q, k, v, softmax_scale=scale, return_lse=True, **_told(bounds, longest, window)
-    )
+    how = _told(bounds, longest, window) | {"softmax_scale": scale, "return_lse": True}
+    y, logsumexp, *_ = _package()._flash_attn_fwd(q, k, v, **how)
     return y, logsumexp
 
 
@@ -91,7 +130,7 @@ def _backward(
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # strides as those of the package
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -121,6 +121,8 @@ class Engine:
             self._group = 1
             for job in jobs:
                 self.cancel(job)  # after an error: nobody waits for them any more
+            if any(job.completion.finish_reason == "cancelled" for job in jobs):
+                self.prefixes.clear()  # a pass that failed may have overwritten what a slot had
         return [job.completion for job in jobs]
 
     def stream(self, request: Request) -> EngineStream:
@@ -269,8 +271,7 @@ class Engine:
 
     def _extend(self) -> None:
         """All rows by a token; when there is nothing more to start, wait for the rest."""
-        started = self._launch()
-        self._collect(self.ahead if started else 0)
+        self._collect(self.ahead if self._launch() else 0)
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
@@ -385,8 +386,7 @@ class Engine:
         job.read()
         call, job.text.call = job.text.call, ""
         if call:
-            start, end = self.output
-            job.forced.extend([start, *self.tokenizer.encode(calculate(call)), end])
+            job.forced.extend([self.output[0], *self.tokenizer.encode(calculate(call)), self.output[1]])
             job.discard, job.force_from = len(job.forced), number + 2  # pass number + 1 has <|tool_end|> as its input
 
     def _finish(self, job: Job, reason: Literal["stop", "length", "cancelled"]) -> None:

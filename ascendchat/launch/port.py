@@ -10,9 +10,9 @@ from ascendchat.config import UserError
 RESERVED = range(60000, 60032)
 
 
-def is_free(port: int) -> bool:
-    """True when a server could listen on this port now (on all addresses, IPv4 and IPv6)."""
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+def is_free(port: int, host: str = "") -> bool:
+    """True when a server could listen on this port now: on this IPv4 address, or on all addresses, IPv4 and IPv6."""
+    for family, address in ((socket.AF_INET, host or "0.0.0.0"), *([] if host else [(socket.AF_INET6, "::")])):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as server:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT does not count as taken

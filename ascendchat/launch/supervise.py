@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ class AttemptResult:
     stopped: int = 0
     port_taken: bool = False
     detail: str = ""
-    lost: bool = False  # nothing is known: the process that forks (warm.py) has ended before torchrun
+    lost: bool = False  # no rank has begun: the process that forks (warm.py) has ended before
 
 
 class Agent(Protocol):
@@ -77,14 +78,24 @@ class Signals:
         self.since = 0.0
         self.again = False
         self.agent: Agent | None = None
+        self._times = itertools.count()  # that the signal was about to be passed on
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.first:
             self.again = True
             return
         self.first, self.since = number, time.monotonic()
-        if self.agent is not None:
-            self.agent.send_signal(number)
+        self._pass_on()
+
+    def attach(self, agent: Agent) -> None:
+        """From now on signals go there, also one that came while the process was being made."""
+        self.agent = agent
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Once, wherever in `attach` the signal came: torchrun kills the ranks at a second one."""
+        if self.first and self.agent is not None and next(self._times) == 0:
+            self.agent.send_signal(self.first)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -135,10 +146,8 @@ def run_torchrun(
     follower, signals = Follower(log_file(folder, 0)), Signals()
     with signals.installed():
         agent = start_agent([str(result), *arguments], {**environment, **autoload, **limit}, agent_log, nursery)
-        signals.agent = agent
         try:
-            if signals.first:  # it came while the process was being made
-                agent.send_signal(signals.first)
+            signals.attach(agent)
             while agent.poll() is None:
                 if show:
                     follower.pump()
@@ -150,11 +159,12 @@ def run_torchrun(
             if agent.poll() is None:
                 agent.kill()
             agent.wait()
+            begun = bool(_pid_files(folder, node))
             end_groups(folder, node)
         if show:
             follower.pump()
     code = agent.wait()
-    if nursery is not None and nursery.broken and not result.exists() and not signals.first:
+    if nursery is not None and nursery.broken and not begun and not result.exists() and not signals.first:
         return AttemptResult(1, agent_log, lost=True)
     return attempt_result(_read(result), folder, agent_log, code, signals.first, show)
 

@@ -23,7 +23,7 @@ A kernel that was asked for and cannot run is an error; nothing falls back silen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
@@ -34,11 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.nn.masks import cache_mask, inside, same, visible
+from ascendchat.nn.masks import cache_mask, same, visible, window_blocks
 from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
-PACKAGED_CHANNELS = 128  # of a head at most for device/cuda_attention.py; larger ones were not timed
 USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
 
@@ -187,7 +186,7 @@ class Flash(Sdpa):
 
     def __init__(self) -> None:
         self.triton = find_spec("triton") is not None
-        self.packaged = False  # device/cuda_attention.py runs here
+        self.packaged = 0  # channels of a head up to which device/cuda_attention.py runs here
         self.blocks: dict[tuple[int, int], Any] = {}  # (row length, window) -> FlexAttention's block mask
         self.room = 0  # documents that the bounds of a batch have room for
 
@@ -197,15 +196,12 @@ class Flash(Sdpa):
         return torch.cuda.get_device_capability() >= (9, 0) and find_spec("triton.language.extra.cuda.gdc") is not None
 
     def prepare(self, length: int, windows: Sequence[int], device: torch.device) -> None:
-        from torch.nn.attention.flex_attention import create_block_mask
+        from ascendchat.device.cuda_attention import CHANNELS, usable
 
-        from ascendchat.device.cuda_attention import usable
-
-        self.packaged = usable(device)
+        self.packaged = CHANNELS if usable(device) else 0
         for window in set(windows):
             if window < length and (length, window) not in self.blocks and device.type == "cuda":
-                seen = partial(inside, window)
-                self.blocks[length, window] = create_block_mask(seen, None, None, length, length, device)
+                self.blocks[length, window] = window_blocks(length, window, device)
 
     def refusal(self, device_type: str, dtype: torch.dtype, head_dim: int, decodes: bool = False) -> str | None:
         if device_type != "cuda":
@@ -221,7 +217,7 @@ class Flash(Sdpa):
 
     def _asks_package(self, q: Tensor) -> bool:
         trains = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        return trains and self.packaged and q.size(-1) <= PACKAGED_CHANNELS
+        return trains and q.size(-1) <= self.packaged
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         if self._asks_package(q):

@@ -130,7 +130,7 @@ def run(config: SpeedrunConfig) -> int:
     log = run_folder(recipe.run, "speedrun.log")  # refuses a wrong name
     if config.serve and not any(trained(command) for command, _ in recipe.stages):
         raise UserError(f"--serve: the recipe {config.recipe} trains no model; leave it out")
-    if config.serve and not config.dry_run and not is_free(ServeConfig.port):
+    if config.serve and not config.dry_run and not is_free(ServeConfig.port, ServeConfig.host):
         later = f"ascendchat serve --run {recipe.run} --port {ServeConfig.port + 1}"
         raise UserError(f"--serve: port {ServeConfig.port} is in use; leave --serve out, and afterwards: {later}")
     from ascendchat.speedrun.forecast import expected_seconds, show_forecast

@@ -20,7 +20,7 @@ from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.nn.attention import choose
 from ascendchat.plan.shape import Shape
 from ascendchat.train.huggingface import open_start
-from ascendchat.train.rows import Learner, build
+from ascendchat.train.rows import Learner, build, say_package
 from ascendchat.train.start import starting_point
 
 _Config = TypeVar("_Config", bound=ChatTrainConfig)
@@ -68,4 +68,5 @@ def begin_with_theirs(config: _Config, here: Context) -> Beginning[_Config] | No
     kernel, why = choose(device.type, device.dtype, model.shape.head_dim, config.attention)
     here.say(why)
     learner = Learner(model, kernel, device, here.place, by_document=config.attend == "document")
+    say_package(learner, here)
     return Beginning(learner, theirs.tokenizer, theirs.origin, config, theirs.name, theirs.add_files)

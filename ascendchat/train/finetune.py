@@ -50,7 +50,7 @@ from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
 from ascendchat.train.huggingface import Theirs, check_output, open_start, start_of
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
-from ascendchat.train.rows import Learner, optimizer_for, share_out
+from ascendchat.train.rows import Learner, optimizer_for, say_package, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
 
@@ -324,7 +324,9 @@ def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> Learner
     device = here.device
     kernel, why = choose(device.type, device.dtype, theirs.model.shape.head_dim, config.attention)
     here.say(why)
-    return Learner(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
+    learner = Learner(theirs.model, kernel, device, here.place, by_document=config.attend == "document")
+    say_package(learner, here)
+    return learner
 
 
 def run_name(config: FinetuneConfig, theirs: Theirs) -> str:

@@ -8,6 +8,7 @@ its question, and the likelier the better ones become (grpo.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -73,6 +74,7 @@ class RlStage(Stage):
         self.learning_rates = learning_rates(config, shape, split.total)
         self.optimizer = optimizer_for(learner, self.learning_rates)
         self._most = config.prompts_per_step * config.samples, config.max_new_tokens  # answers of a batch, their length
+        learner.mean_over(math.prod(self._most) // dist.world().size)  # as `token_weight` weighs each of them
         self._known: dict[str, float] = {}
         self._parts: dict[int, Part] = {}  # of the batch that is trained, those still to come
         self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet

@@ -168,18 +168,23 @@ class Learner(Generic[_Model]):
         return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
 
 
-def operators(config: StepConfig, here: Context) -> Ops:
+def operators(config: StepConfig, shape: Shape, here: Context) -> Ops:
     """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
     device = here.device
     heads: Heads | None = None
     if device.triton:
         from ascendchat.nn.heads import heads
-    if config.fp8 and device.chip.fp8 and device.compiles and not device.scaling.needed:
-        return Fp8Ops(here.place, heads)
     if config.fp8:
-        lacks = "the model is not compiled here" if device.chip.fp8 else f"{device.chip.name} has no 8-bit products"
-        if device.scaling.needed:  # the fixed scales of fp8 are for gradients of their true size
+        odd = [size for size in (shape.dim, shape.q_dim, shape.qkv_dim, shape.mlp_dim, shape.padded_vocab) if size % 16]
+        lacks = "" if device.compiles else "the model is not compiled here"
+        if not device.chip.fp8:
+            lacks = f"{device.chip.name} has no 8-bit products"
+        elif device.scaling.needed:  # the fixed scales of fp8 are for gradients of their true size
             lacks = "the loss is scaled for float16"
+        elif odd:
+            lacks = f"8-bit products are of sizes that 16 divides, not {odd[0]}"
+        if not lacks:
+            return Fp8Ops(here.place, heads)
         here.say(f"--fp8 is ignored: {lacks}")
     return device.operators() or PlainOps(heads)
 
@@ -196,15 +201,21 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
             "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
-    model = GPT(shape, operators(config, here), checkpoint_activations=config.activation_checkpointing)
+    model = GPT(shape, operators(config, shape, here), checkpoint_activations=config.activation_checkpointing)
     model.initialise(config.seed)
     place = here.place
     learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
-    if isinstance(kernel, Flash) and kernel.packaged:
-        from ascendchat.device.cuda_attention import PACKAGE
-
-        here.say(f"attention in training is by the package {PACKAGE}")
+    say_package(learner, here)
     return learner
+
+
+def say_package(learner: Learner, here: Context) -> None:
+    """Whether rows are read by a package that the user has installed for that, and if not, why."""
+    if isinstance(learner.kernel, Flash):
+        from ascendchat.device.cuda_attention import notice
+
+        if said := notice(learner.place, learner.model.shape.head_dim):
+            here.say(said)
 
 
 def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:

@@ -36,7 +36,12 @@ def active() -> bool:
 
 
 def environment(
-    *, devices: int | None = None, chip: str | None = None, memory_gb: float | None = None, state: str | None = None
+    *,
+    devices: int | None = None,
+    chip: str | None = None,
+    memory_gb: float | None = None,
+    processes_per_device: int | None = None,
+    state: str | None = None,
 ) -> dict[str, str]:
     """The environment variables (a full copy of os.environ) in which a child process runs on cannsim."""
     env = dict(os.environ)
@@ -59,6 +64,8 @@ def environment(
         env["CANNSIM_CHIP"] = chip
     if memory_gb is not None:
         env["CANNSIM_MEMORY_GB"] = str(memory_gb)
+    if processes_per_device is not None:
+        env["CANNSIM_PROCESSES_PER_DEVICE"] = str(processes_per_device)
     if state is not None:
         env["CANNSIM_STATE"] = state
     return env

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import os
 import re
@@ -64,11 +65,10 @@ def run(
             print(f"cannsim: -o {trace} cannot be written ({error.strerror}); name another file", file=sys.stderr)
             return 2
         try:
-            child = subprocess.Popen(command, env=env)
+            status = run_child(command, env)
         except OSError as error:
             print(f"cannsim: {command[0]} cannot be started ({error.strerror})", file=sys.stderr)
             return 127
-        status = wait(child)
         if count:
             print(counted(lines), file=sys.stderr)
         if trace:
@@ -78,12 +78,15 @@ def run(
         return status if status >= 0 else 128 - status
 
 
-def wait(child: subprocess.Popen[bytes]) -> int:
+def run_child(command: list[str], env: dict[str, str]) -> int:
     """Until it ends. What was sent to this process alone is passed on; the signals of a terminal (Ctrl-C, hanging up)
     come from the kernel and reach the child without us: a second one would cut short what it does at the first."""
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    # Before the child is there: a signal that came right behind its start would end this process and leave it alone.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*numbers, signal.SIGCHLD})
     try:
+        restore = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        child = subprocess.Popen(command, env=env, preexec_fn=restore)
         while child.poll() is None:
             received = signal.sigtimedwait({*numbers, signal.SIGCHLD}, 1.0)
             if received and received.si_signo in numbers and received.si_code <= 0:  # above 0: by the kernel
@@ -114,6 +117,12 @@ def device_count(text: str) -> int:
     return int(text)
 
 
+def process_count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 2**20:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes above 0")
+    return int(text)
+
+
 def chip_name(text: str) -> str:
     if text not in chips():
         raise argparse.ArgumentTypeError(f"{text} is not known; take one of {', '.join(chips())}")
@@ -135,6 +144,12 @@ def options() -> argparse.ArgumentParser:
     machine.add_argument("--devices", type=device_count, help="number of NPUs (default 1, or CANNSIM_DEVICES)")
     machine.add_argument("--chip", type=chip_name, help="chip name (default Ascend910B3, or CANNSIM_CHIP)")
     machine.add_argument("--memory-gb", type=gibibytes, help="memory per NPU in GiB (default: the chip's)")
+    machine.add_argument(
+        "--processes-per-device",
+        type=process_count,
+        metavar="N",
+        help="processes that may hold one NPU (default: the chip's, 63 or 64; 32 as in a virtual machine)",
+    )
     machine.add_argument(
         "--stop-at-first-error",
         action="store_true",

@@ -149,10 +149,11 @@ class File:
         self.tests: dict[str, tuple[str, str]] = {}
         self.ended = False
         self.running = ""
+        self.offset = 0  # where in its log the running test begins
 
     def listen(self, pipe: int, log: Path) -> str:
         """Take in what the process reports until it closes the pipe or a test takes too long; says which."""
-        rest, deadline, offset = b"", time.monotonic() + self.timeout, 0
+        rest, deadline = b"", time.monotonic() + self.timeout
         while True:
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return "hangs"
@@ -166,9 +167,9 @@ class File:
                 if event == "end":
                     self.ended = True
                 elif event == "start":
-                    self.running, offset = test, log.stat().st_size
+                    self.running, self.offset = test, log.stat().st_size
                 elif event == "failed":
-                    printed = log.read_bytes()[offset:].decode(errors="replace")
+                    printed = log.read_bytes()[self.offset :].decode(errors="replace")
                     failed = assertion or "AssertionError" in text  # of another process, too
                     self.tests[test] = of_text(printed[-20000:] + text, failed)
                     self.running = ""
@@ -178,6 +179,7 @@ class File:
 
     def run_once(self, log: Path) -> None:
         reading, writing = os.pipe()
+        self.offset = 0
         process = os.fork()
         if process == 0:
             try:
@@ -192,7 +194,7 @@ class File:
         if self.running or (why == "hangs" and not self.ended):
             lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
             errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]  # of a rank that ended
-            found = of_text("\n".join(lines)[-20000:], False)
+            found = of_text(log.read_bytes()[self.offset :].decode(errors="replace")[-20000:] if lines else "", False)
             # torch_npu ends the process at an operator that is missing in its second thread
             outcome = found if why == "dies" and found[0] == "missing" else (why, "".join((errors or lines)[-1:])[:160])
             self.tests[self.running or "import"] = outcome

@@ -299,6 +299,11 @@ MATHS = [
     Case("compiled clamp", compiled(lambda x, y: (x.clamp(-0.5, 0.7), y.isfinite())),
          (ORDERED, torch.tensor([1.0, -math.inf, math.nan])), "aclop/ClipByValueV2 aclop/IsFinite", False, ONE),
     Case("compiled where", compiled(lambda x, y: torch.where(x > y, x, y)), (X, Y), "aclop/Select", False, ONE),
+    Case("compiled, no elements", compiled(lambda x: (x * x, F.mish(x), torch.where(x > 0, x, x), x.softmax(1),
+                                                      torch.cat([x, x], 2))),
+         (X[:, :0],), "aclop/Mul aclop/Mish aclop/Select aclop/SoftmaxV2 aclop/ConcatD", False, ONE),
+    Case("compiled extremes of all", compiled(lambda x: (x.amin(), x.amax())), (X,), "aclop/ReduceMin aclop/ReduceMax",
+         False, ONE),
     Case("compiled softmax", compiled(lambda x: x.softmax(1)), (X,), "aclop/SoftmaxV2", False, ("float32", "float16")),
     Case("comparisons of blocks", _in_blocks(_compared), (ORDERED, ORDERED.flip(0)), " ".join(
          f"aclop/{name}" for name in ("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual")), False,

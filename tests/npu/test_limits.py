@@ -1,4 +1,4 @@
-"""What cannsim has learnt of hardware: the content of compressed masks, published limits, streams, known faults.
+"""What cannsim has learnt of hardware: compressed masks, published limits, streams, processes, known faults.
 
 python -m cannsim run -- pytest tests/npu/test_limits.py
 """
@@ -130,6 +130,110 @@ def test_a_destroyed_graph_gives_its_streams_back(on_npu: OnNpu) -> None:
         CANNSIM_STREAMS=60,
         TASK_QUEUE_ENABLE=1,
     )
+
+
+PROCESSES = """
+import ctypes, os, signal, torch, torch_npu
+
+started = []
+
+class Process:  # sets the device, says how that went, and does what it is told until it is killed
+    def __init__(self, device=0):
+        answers, answer = os.pipe()
+        orders, order = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.alarm(120)
+            try:
+                torch_npu.npu.set_device(device)
+                said = f"holds {torch.ones(2, device=f'npu:{device}').sum().item()}"
+            except RuntimeError as error:
+                said = str(error)
+            os.write(answer, said.encode())
+            os.read(orders, 1)
+            os.write(answer, str(ctypes.CDLL("libascendcl.so").aclrtResetDevice(device)).encode())
+            signal.pause()
+        started.append(self.pid)
+        self.answers, self.order, self.said = answers, order, os.read(answers, 9999).decode()
+
+    def reset(self):
+        os.write(self.order, b"r")
+        assert os.read(self.answers, 9) == b"0"
+
+first, second, third = Process(), Process(), Process()
+assert first.said == second.said == "holds 2.0", (first.said, second.said)
+assert "507033" in third.said, third.said
+assert "Reason: 2 processes hold it, and no more may hold one Ascend910B3" in third.said, third.said
+assert Process(1).said == "holds 2.0", "the other device has two places of its own"
+
+os.kill(first.pid, signal.SIGKILL)
+os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+fourth = Process()
+assert fourth.said == "holds 2.0", fourth.said
+assert "507033" in Process().said
+second.reset()  # goes on, without the device
+assert Process().said == "holds 2.0"
+assert "507033" in Process().said
+os.kill(fourth.pid, signal.SIGKILL)
+os.waitpid(fourth.pid, 0)
+assert Process().said == "holds 2.0"
+for pid in set(started) - {fourth.pid}:
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+def test_a_device_refuses_more_processes_than_its_limit_until_one_has_gone(on_npu: OnNpu) -> None:
+    on_npu(PROCESSES, devices=2, CANNSIM_PROCESSES_PER_DEVICE=2)
+
+
+OPENING = """
+import ctypes, os, time
+acl = ctypes.CDLL("libascendcl.so")
+answers, answer = os.pipe()
+for _ in range(2):
+    if os.fork() == 0:
+        acl.aclInit(None)
+        began = time.monotonic()
+        code = acl.aclrtSetDevice(0)
+        os.write(answer, f"{code} {time.monotonic() - began > 1.9}\\n".encode())
+        os._exit(acl.aclrtResetDevice(0))
+said = b""
+while said.count(b"\\n") < 2:
+    said += os.read(answers, 999)
+print("SAID", sorted(said.decode().splitlines()))
+"""
+
+
+def test_a_process_holds_the_device_while_it_opens_it(on_npu: OnNpu) -> None:
+    (rank,) = on_npu(OPENING, CANNSIM_PROCESSES_PER_DEVICE=1, CANNSIM_OPEN_SECONDS=4, CANNSIM_TIME_SCALE=0.5)
+    assert "SAID ['0 True', '507033 False']" in rank.output
+
+
+CROWD = """
+import ctypes, os, signal, torch, torch_npu
+answers, answer = os.pipe()
+pids = []
+for _ in range(66):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        signal.alarm(120)
+        acl = ctypes.CDLL("libascendcl.so")
+        acl.aclInit(None)
+        os.write(answer, f"{acl.aclrtSetDevice(0)}\\n".encode())
+        signal.pause()
+said = b""
+while said.count(b"\\n") < 66:
+    said += os.read(answers, 9999)
+for pid in pids:
+    os.kill(pid, signal.SIGKILL)
+print("HELD", said.split().count(b"0"), "REFUSED", said.split().count(b"507033"))
+"""
+
+
+@pytest.mark.parametrize(("chip", "limit"), [("Ascend910B3", 63), ("Ascend910A", 64)])
+def test_the_limit_on_processes_follows_the_chip_when_all_come_at_once(on_npu: OnNpu, chip: str, limit: int) -> None:
+    (rank,) = on_npu(CROWD, chip=chip)
+    assert f"HELD {limit} REFUSED {66 - limit}" in rank.output
 
 
 FAULTS = """

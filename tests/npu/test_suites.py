@@ -63,6 +63,25 @@ def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
     assert "cannot be read" in done.stderr
 
 
+EARLIER = """import os, unittest
+class T(unittest.TestCase):
+    def test_a(self):
+        os.write(2, b"EZ3002: Optype [Old] of Ops\\n")
+    def test_b(self):
+        os.abort()
+"""
+
+
+def test_a_process_does_not_die_of_an_operator_that_an_earlier_test_missed(tmp_path: Path) -> None:
+    (tmp_path / "test_earlier.py").write_text(EARLIER)
+    words = "import json, pathlib, sys; from cannsim.suites_server import File; "
+    words += "file = File(pathlib.Path(sys.argv[1]), 60); file.run(); print(json.dumps(file.tests))"
+    command = [sys.executable, "-c", words, str(tmp_path / "test_earlier.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    found = json.loads(printed.splitlines()[-1])
+    assert [found[f"test_earlier.T.test_{name}"][0] for name in "ab"] == ["passed", "dies"]
+
+
 LEFT = """
     def test_a(self):
         import subprocess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from ascendchat.config import UserError
 from ascendchat.nn import attention
 from ascendchat.nn.attention import KERNELS, Eager, Flash, Reference, Sdpa, choose, visible
-from ascendchat.nn.masks import cache_mask
+from ascendchat.nn.masks import cache_mask, inside, window_blocks
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -158,3 +159,31 @@ def test_the_eager_kernel_makes_no_infinity() -> None:
             kernel.packed(q, k, v, torch.tensor([[0] * 9, [1] * 5 + [2] * 4]), 4, 0.3).sum().backward()
             kernel.cached(q[:, :2], k, v, torch.tensor([9, 4]), 9, 0.3)
         assert all(x.isfinite().all() for x in made) == finite
+
+
+@pytest.mark.parametrize("length", [129, 256, 700])
+@pytest.mark.parametrize("window", [1, 2, 127, 128, 129, 130, 256, 257, 511])
+def test_blocks_of_a_window_are_those_that_torch_finds_in_the_whole_mask(length: int, window: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    cpu = torch.device("cpu")
+    expected, found = (
+        vars(made)
+        for made in (
+            create_block_mask(partial(inside, window), None, None, length, length, cpu),
+            window_blocks(length, window, cpu),
+        )
+    )
+    assert found.keys() == expected.keys()
+    for name in found.keys() - {"mask_mod"}:
+        if isinstance(expected[name], torch.Tensor):
+            assert found[name].stride() == expected[name].stride()
+            torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+        else:
+            assert found[name] == expected[name]
+
+
+def test_blocks_of_long_rows_take_little_memory() -> None:
+    """The mask of every token would be 1 TB."""
+    blocks = window_blocks(2**20, 1024, torch.device("meta"))
+    assert sum(x.numel() * x.element_size() for x in vars(blocks).values() if isinstance(x, torch.Tensor)) < 2**31

@@ -219,6 +219,7 @@ def test_a_ctrl_c_reaches_the_command_once_and_other_signals_are_passed_on(
         ("CANNSIM_DEVICES", "two", "CANNSIM_DEVICES=two is not a whole number"),
         ("CANNSIM_DEVICES", "65", "CANNSIM_DEVICES=65 is not a number of NPUs from 0 to 64"),
         ("CANNSIM_MEMORY_GB", "64GB", "CANNSIM_MEMORY_GB=64GB is not a number"),
+        ("CANNSIM_PROCESSES_PER_DEVICE", "0", "CANNSIM_PROCESSES_PER_DEVICE=0 is not a number of processes above 0"),
         ("CANNSIM_HARDWARE", "wrong-reduce,nan-grad", "CANNSIM_HARDWARE=nan-grad is not one of mask-past-512, "),
         ("CANNSIM_FAULT", "aclInit:1:5o7015", "CANNSIM_FAULT: cannot read 'aclInit:1:5o7015'"),
         ("CANNSIM_FAULT", "aclInit:1:507015@one", "CANNSIM_FAULT: cannot read 'aclInit:1:507015@one'"),
@@ -313,6 +314,7 @@ def test_every_code_that_explain_knows_by_heart_has_a_sentence_of_the_runtime() 
         (["run"], "cannsim: no command given; type: cannsim run -- COMMAND"),
         (["run", "--devices", "65", "--", "true"], "argument --devices: 65 is no number of NPUs from 0 to 64"),
         (["run", "--chip", "A100", "--", "true"], "argument --chip: A100 is not known; take one of Ascend910A, "),
+        (["run", "--processes-per-device", "0", "--", "true"], "--processes-per-device: 0 is no number of processes"),
         (["trace", "--memory-gb", "0", "--", "true"], "argument --memory-gb: 0 is no number of GiB above 0"),
         (["suites", "--devices", "two", "x"], "argument --devices: two is no number of NPUs from 0 to 64"),
         pytest.param(

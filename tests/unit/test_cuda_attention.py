@@ -110,16 +110,24 @@ def backward(
     dq = torch.einsum("bhqk,bkhd->bqhd", of_scores, k.repeat_interleave(group, dim=2))
     dk = torch.einsum("bhqk,bqhd->bkhd", of_scores, q).reshape(sizes).sum(dim=3)
     dv = torch.einsum("bhqk,bqhd->bkhd", share, grad).reshape(sizes).sum(dim=3)
-    return dq, dk, dv
+    return tuple(torch.empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv)))  # with strides as the package
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules like those of the package."""
+    names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    modules: list[Any] = [ModuleType(name) for name in names]
+    for name, module in zip(names, modules):
+        monkeypatch.setitem(sys.modules, name, module)
+    modules[0].cute, modules[1].interface = modules[1:]
+    modules[2]._flash_attn_fwd, modules[2]._flash_attn_bwd = forward, backward
+    return modules[2]
 
 
 @pytest.fixture
 def packaged(monkeypatch: pytest.MonkeyPatch) -> Flash:
     """The kernel as it is on a chip that has the package."""
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    interface: Any = sys.modules["flash_attn.cute.interface"]
-    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
+    stand_in(monkeypatch)
     monkeypatch.setattr(cuda_attention, "usable", lambda device: True)
     kernel = Flash()
     kernel.prepare(64, [64], torch.device("cpu"))
@@ -185,11 +193,56 @@ def test_only_training_of_small_heads_asks_the_package(packaged: Flash, monkeypa
 def test_without_the_package_or_a_chip_for_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cuda_attention.usable(torch.device("cpu"))
     monkeypatch.setattr(cuda_attention, "installed", lambda: True)
+    monkeypatch.setattr(cuda_attention, "fault", lambda: None)
     for capability, usable in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
         assert cuda_attention.usable(torch.device("cuda")) == usable
     monkeypatch.setattr(cuda_attention, "installed", lambda: False)
     assert not cuda_attention.usable(torch.device("cuda"))
+
+
+def test_gradients_have_the_strides_that_a_compiler_is_told(packaged: Flash) -> None:
+    """A model of Hugging Face turns heads and tokens; the package gives the gradients the strides of what it got."""
+    there = [torch.randn(2, 4, 64, 16).transpose(1, 2) for _ in "qkv"]
+    y, logsumexp = cuda_attention._forward(*there, None, 64, 17, 0.2)
+    arguments = (torch.randn_like(y), *there, None, y, logsumexp, 64, 17, 0.2)
+    torch.library.opcheck(cuda_attention._backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_package_that_cannot_be_called_is_left_out_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, capability = torch.device("cuda"), [(9, 0)]
+    monkeypatch.setattr(cuda_attention, "installed", lambda: True)
+    monkeypatch.setattr(cuda_attention, "version", lambda name: "4.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+
+    def said(head_dim: int = 128) -> str | None:
+        cuda_attention.fault.cache_clear()
+        found = cuda_attention.notice(cuda, head_dim)
+        assert (found == "rows of training are read by the package flash-attn-4") == (
+            cuda_attention.usable(cuda) and head_dim <= 128
+        )
+        return found
+
+    unused = "the package flash-attn-4 4.1 is not used: "
+    interface = stand_in(monkeypatch)
+    assert said() == "rows of training are read by the package flash-attn-4"
+    assert said(256) == unused + "a head of 256 channels is above 128"
+    capability[0] = (8, 9)
+    assert said() == unused + "it is for compute capability 9.0 and newer, this is 8.9"
+    capability[0] = (12, 0)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert said() == unused + "its gradient is not deterministic on this chip"
+    capability[0] = (10, 0)
+    taken = ", ".join(sorted(cuda_attention.SEEN | cuda_attention.DOCUMENTS))
+    interface._flash_attn_bwd = eval(f"lambda q, {taken}: None")
+    assert said() == unused + "_flash_attn_bwd takes no deterministic"
+    del interface._flash_attn_fwd
+    assert (said() or "").startswith(unused + "AttributeError: ")
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    assert (said() or "").startswith(unused + "ModuleNotFoundError: ")
+    monkeypatch.setattr(cuda_attention, "installed", lambda: False)
+    assert said() is None
+    cuda_attention.fault.cache_clear()
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs flash-attn-4 and a chip of compute capability 9.0")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import engine_models as make
 import pytest
@@ -232,3 +235,28 @@ def test_an_error_leaves_no_request_of_the_caller_behind(device: Device, monkeyp
     assert not engine.waiting
     assert not any(engine.running)
     assert [found.text for found in engine.generate(requests)] == ["abcdef"] * 4
+
+
+def test_what_a_failed_pass_has_overwritten_is_not_gone_on_behind(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had written further into the rings of the windows than anybody knows."""
+    model = make.model(seq_len=40, window_pattern="SSL", kv_heads=1)
+    engine, fresh = (make.engine(model, device, slots=1, context=300) for _ in range(2))
+    draw = random.Random(0)
+    prompt, more = ([draw.randrange(model.shape.vocab) for _ in range(count)] for count in (60, 100))
+    sampling = Sampling(max_tokens=8, temperature=0.0, stop_tokens=(), tools=False, logprobs=True)
+    engine.generate([Request(prompt, replace(sampling, max_tokens=1))])
+    prefill = engine.decoder.prefill
+
+    def fails(*known: Any) -> None:
+        prefill(*known)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "prefill", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([Request([*prompt, *more], sampling)])
+    found, expected = (one.generate([Request([*prompt, *more[:5]], sampling)])[0] for one in (engine, fresh))
+    assert found.ids == expected.ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)

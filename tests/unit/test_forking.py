@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ascendchat.cli import main
+from ascendchat.launch import supervise
 from ascendchat.launch.supervise import Signals
 from ascendchat.launch.warm import Nursery, WarmAgent
 
@@ -112,6 +114,49 @@ def test_a_signal_that_comes_while_answers_are_read_takes_none_of_them(tmp_path:
             assert other.wait(60) == -signal.SIGTERM
         finally:
             other.kill()
+
+
+class Early(Signals):
+    """A signal comes between the moment in which it knows the process and the next line."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "agent" and value is not None:
+            self.handle(signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "behind"])
+def test_a_signal_around_the_start_of_torchrun_reaches_it_once(when: str) -> None:
+    """At a second one it would kill the ranks that are saving."""
+    sent: list[int] = []
+    agent: Any = SimpleNamespace(send_signal=sent.append)
+    signals = Early() if when == "meanwhile" else Signals()
+    if when == "before":
+        signals.handle(signal.SIGTERM, None)
+    signals.attach(agent)
+    if when == "behind":
+        signals.handle(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM]
+    signals.handle(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM]
+    assert signals.again
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_only_an_attempt_that_never_began_is_made_again_under_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Other nodes count one whose ranks have run, and meet on the port of the next."""
+
+    def start(*known: object) -> Any:
+        if begun:
+            (tmp_path / "rank_0.pid").write_text("0 0", encoding="ascii")
+        return SimpleNamespace(poll=lambda: 1, wait=lambda: 1)
+
+    monkeypatch.setattr(supervise, "start_agent", start)
+    nursery: Any = SimpleNamespace(broken=True)  # killed
+    outcome = supervise.run_torchrun([], tmp_path, {}, 1.0, show=False, nursery=nursery)
+    assert (outcome.status, outcome.lost) == (1, not begun)
 
 
 RANKS = """

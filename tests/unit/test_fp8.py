@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ascendchat.cli import main
+from ascendchat.config.rl import RlConfig
 from ascendchat.device import DeviceOptions, Scaling
 from ascendchat.device.cpu import CPU
+from ascendchat.nn.attention import Reference
 from ascendchat.nn.fp8 import GRADIENT_SCALE, Fp8Head, Fp8Ops
+from ascendchat.nn.gpt import GPT
 from ascendchat.nn.loss import IGNORE, head_loss
+from ascendchat.plan.batch import Split
+from ascendchat.plan.shape import Shape
 from ascendchat.train import base
+from ascendchat.train.grpo import token_weight
 from ascendchat.train.loop import Result
+from ascendchat.train.policy import RlStage
+from ascendchat.train.rows import Learner
 
 
 class Eight(CPU):
@@ -118,3 +128,29 @@ def test_fp8_is_left_out_where_the_loss_is_scaled(
     assert main(["base", *sizes.split(), "--run", "half"]) == 0
     assert not isinstance(stages[0].learner.model.ops, Fp8Ops)
     assert "--fp8 is ignored: the loss is scaled for float16" in capsys.readouterr().out
+
+
+def test_rl_scales_gradients_for_the_tokens_of_its_answers() -> None:
+    """Without it a gradient of 1 / 2^18 would be 0 in 8 bits."""
+    device, shape = Eight(), Shape.from_depth(1, dim=32, vocab=64, seq_len=64)
+    place = torch.device("cpu")
+    learner = Learner(GPT(shape, Fp8Ops(place)).to_compute(device.dtype), Reference(), device, place)
+    config = RlConfig(prompts_per_step=32, samples=16, max_new_tokens=512)
+    given: Any = SimpleNamespace(learner=learner, method=None, rollout=None)
+    nothing: Any = None
+    RlStage(given, Split(1, 1, 1, 64), 10, nothing, given, [], nothing, config, nothing, nothing)
+    ops = learner.model.ops
+    assert isinstance(ops, Fp8Ops)
+    assert float(ops.gradient_scale) * token_weight(512, "token", 32 * 16, 512) == GRADIENT_SCALE
+
+
+@pytest.mark.parametrize(("dim", "eight"), [(64, True), (72, False)])
+def test_sizes_that_8_bit_products_refuse_are_left_out_and_results_say_what_was_timed(
+    dim: int, eight: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: Eight())
+    sizes = f"--depth 1 --dim {dim} --head-dim 8 --max-seq-len 32 --device-batch-size 1 --total-batch-size 32"
+    assert main(["bench", "train", "--fp8", *sizes.split(), "--steps-to-time", "1", "--device-type", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert ("--fp8 is ignored: 8-bit products are of sizes that 16 divides, not 72" in out) == (not eight)
+    assert json.loads(out.splitlines()[-1])["fp8"] == eight

@@ -49,7 +49,7 @@ class Commands:
         self.reports = 0
         self.fails = self.saves_and_fails = ""
         monkeypatch.setattr(speedrun, "run_command", self.call)
-        monkeypatch.setattr(speedrun, "is_free", lambda port: True)  # whatever else runs on this machine
+        monkeypatch.setattr(speedrun, "is_free", lambda port, host: True)  # whatever else runs on this machine
 
     def call(self, words: list[str], screen: object = None) -> int:
         if words[0] == "report":
@@ -123,6 +123,11 @@ def test_a_page_that_cannot_be_served_is_known_before_the_training(
         with pytest.raises(UserError, match="is in use; leave --serve out"):
             speedrun.run(SpeedrunConfig(recipe, serve=True))
         assert commands.called == before
+    if sys.platform != "linux":  # others have no second address by themselves
+        return
+    with socket.create_server(("127.0.0.2", 0)) as elsewhere:
+        monkeypatch.setattr(ServeConfig, "port", elsewhere.getsockname()[1])
+        assert speedrun.run(SpeedrunConfig(recipe, serve=True)) == 0, "another address is not in the way"
 
 
 def test_what_is_done_is_skipped_and_a_change_runs_all_that_follows(recipe: str, commands: Commands) -> None:

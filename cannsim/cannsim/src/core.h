@@ -32,6 +32,7 @@ struct Chip {
   size_t l2_cache;      // bytes
   const char* family;   // "910A", "310P", "A2", "A3" or "950"
   bool float64_reduce;  // HCCL reduces float64 (950 only)
+  int processes;        // that may hold one device at a time, on a physical machine
 };
 
 // The chip named by CANNSIM_CHIP (default Ascend910B3). With an unknown name aclInit fails.

@@ -21,7 +21,9 @@ int run_task(const char* name, const std::function<void()>& task);  // op.cpp
 
 static at::Tensor view(const OlderTensor& tensor) {
   at::ScalarType type = to_torch(tensor.type);
-  if (!tensor.data || type == at::ScalarType::Undefined) return {};
+  if (type == at::ScalarType::Undefined) return {};
+  if (c10::multiply_integers(tensor.dims) == 0) return at::empty(tensor.dims, type);  // has no memory, but is there
+  if (!tensor.data) return {};
   return at::from_blob(tensor.data, tensor.dims, at::TensorOptions().dtype(type));
 }
 
@@ -56,7 +58,9 @@ extern "C" CANNSIM_API const char* cannsimOlderOperators() {
 
 // ---- shapes
 
-OLDER(ConcatD, o.put(0, at::cat(o.in, o.attribute<int64_t>("concat_dim", 0))))
+// torch_npu leaves out tensors without elements, in the end all of them.
+OLDER(ConcatD, if (!o.in.empty()) o.put(0, at::cat(o.in, o.attribute<int64_t>("concat_dim", 0)));
+      else require(o.out[0].numel() == 0, "ConcatD: nothing is given"))
 OLDER(BroadcastTo, o.put(0, o.in[0].expand(o.out[0].sizes())))
 OLDER(Transpose, o.put(0, o.in[0].permute(o.constant(1))))
 OLDER(Slice, at::Tensor part = o.in[0]; auto offsets = o.constant(1), sizes = o.constant(2);

@@ -18,8 +18,9 @@ struct Older {
   template <class T>
   T attribute(const char* name, T otherwise) const {
     auto found = attributes.find(name);
-    bool fits = found != attributes.end() && std::holds_alternative<T>(found->second);
-    return fits ? std::get<T>(found->second) : otherwise;
+    if (found == attributes.end()) return otherwise;
+    require(std::holds_alternative<T>(found->second), "attribute ", name, " has another type than cannsim knows");
+    return std::get<T>(found->second);
   }
   std::vector<int64_t> constant(size_t i) const {  // a list of integers that torch_npu passes as a tensor
     at::Tensor values = in.at(i).to(at::kLong).contiguous();

@@ -16,31 +16,32 @@ namespace {
 constexpr size_t GiB = size_t(1) << 30;
 constexpr size_t MiB = size_t(1) << 20;
 
-// name, cube cores, vector cores, memory, bf16, inf/nan, L2, family, float64 reduce.
+// name, cube cores, vector cores, memory, bf16, inf/nan, L2, family, float64 reduce, processes per device.
 // 910A and 310P: one kind of core, saturation instead of inf/nan, no bf16.
 // Beware: "Ascend910B" without a digit is the 2019 generation.
+// Processes: CANN's restrictions on use; they name no number for 950, which has that of A2 and A3 here.
 constexpr Chip kChips[] = {
-    {"Ascend910A", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
-    {"Ascend910ProA", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
-    {"Ascend910PremiumA", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
-    {"Ascend910B", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
-    {"Ascend910ProB", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false},
-    {"Ascend310P1", 10, 8, 24 * GiB, false, false, 16 * MiB, "310P", false},
-    {"Ascend310P3", 8, 7, 24 * GiB, false, false, 16 * MiB, "310P", false},
-    {"Ascend910B1", 25, 50, 64 * GiB, true, true, 192 * MiB, "A2", false},
-    {"Ascend910B2", 24, 48, 64 * GiB, true, true, 192 * MiB, "A2", false},
-    {"Ascend910B2C", 24, 48, 64 * GiB, true, true, 192 * MiB, "A2", false},
-    {"Ascend910B3", 20, 40, 64 * GiB, true, true, 192 * MiB, "A2", false},
-    {"Ascend910B4", 20, 40, 32 * GiB, true, true, 96 * MiB, "A2", false},
-    {"Ascend910B4-1", 20, 40, 64 * GiB, true, true, 192 * MiB, "A2", false},
-    {"Ascend910_9391", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend910_9392", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend910_9381", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend910_9382", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend910_9372", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend910_9362", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend910_9363", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false},
-    {"Ascend950", 32, 64, 128 * GiB, true, true, 128 * MiB, "950", true},
+    {"Ascend910A", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false, 64},
+    {"Ascend910ProA", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false, 64},
+    {"Ascend910PremiumA", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false, 64},
+    {"Ascend910B", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false, 64},
+    {"Ascend910ProB", 32, 32, 32 * GiB, false, false, 32 * MiB, "910A", false, 64},
+    {"Ascend310P1", 10, 8, 24 * GiB, false, false, 16 * MiB, "310P", false, 64},
+    {"Ascend310P3", 8, 7, 24 * GiB, false, false, 16 * MiB, "310P", false, 64},
+    {"Ascend910B1", 25, 50, 64 * GiB, true, true, 192 * MiB, "A2", false, 63},
+    {"Ascend910B2", 24, 48, 64 * GiB, true, true, 192 * MiB, "A2", false, 63},
+    {"Ascend910B2C", 24, 48, 64 * GiB, true, true, 192 * MiB, "A2", false, 63},
+    {"Ascend910B3", 20, 40, 64 * GiB, true, true, 192 * MiB, "A2", false, 63},
+    {"Ascend910B4", 20, 40, 32 * GiB, true, true, 96 * MiB, "A2", false, 63},
+    {"Ascend910B4-1", 20, 40, 64 * GiB, true, true, 192 * MiB, "A2", false, 63},
+    {"Ascend910_9391", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend910_9392", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend910_9381", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend910_9382", 24, 48, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend910_9372", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend910_9362", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend910_9363", 20, 40, 64 * GiB, true, true, 192 * MiB, "A3", false, 63},
+    {"Ascend950", 32, 64, 128 * GiB, true, true, 128 * MiB, "950", true, 63},
 };
 
 const Chip* find_chip(const std::string& name) {
@@ -153,6 +154,15 @@ size_t memory_limit() {
     return size_t(gigabytes * double(GiB));
   }();
   return bytes;
+}
+
+int process_limit() {
+  static const int count = [] {
+    long value = env_long("CANNSIM_PROCESSES_PER_DEVICE", chip().processes);
+    if (value > 0 && value <= 1 << 20) return int(value);
+    bad_value("CANNSIM_PROCESSES_PER_DEVICE", std::to_string(value), "a number of processes above 0");
+  }();
+  return count;
 }
 
 void check_hardware_faults() {

@@ -79,8 +79,24 @@ void set_current_device(int index) {
 bool saturating() { return !chip().inf_nan || g_saturates; }
 void note_overflow() { device(current_device()).overflow = true; }
 
+// Makes a device that of the calling thread, unless too many other processes hold it.
+int take_device(int index, const char* where) {
+  if (!machine_hold(index)) {
+    set_error(describe_error(ACL_ERROR_RT_DEV_SETUP_ERROR, where) + " open device " + std::to_string(index) +
+              " failed, runtime result = 507033. Reason: " + std::to_string(process_limit()) +
+              " processes hold it, and no more may hold one " + chip().name + " (CANNSIM_PROCESSES_PER_DEVICE).");
+    return ACL_ERROR_RT_DEV_SETUP_ERROR;
+  }
+  if (!g_used[index]) {  // the place is taken first: processes that open the device at the same time meet the limit
+    static const double seconds = env_double("CANNSIM_OPEN_SECONDS", 0);
+    std::this_thread::sleep_for(std::chrono::duration<double>(real_seconds(seconds)));
+  }
+  set_current_device(index);
+  return ACL_SUCCESS;
+}
+
 int require_device(const char* where) {
-  if (t_device < 0 && g_default_device >= 0) set_current_device(g_default_device);
+  if (t_device < 0 && g_default_device >= 0) return take_device(g_default_device, where);
   if (t_device >= 0) return ACL_SUCCESS;
   set_error(describe_error(ACL_ERROR_RT_CONTEXT_NULL, where));
   return ACL_ERROR_RT_CONTEXT_NULL;
@@ -105,6 +121,7 @@ API aclError aclInit(const char* config) {
     return ACL_ERROR_RT_SOC_VERSION;
   }
   cannsim::check_hardware_faults();
+  cannsim::process_limit();  // a value that cannot be meant is told now, also to a process that is alone
   if (cannsim::g_initialised.exchange(true)) return ACL_ERROR_REPEAT_INITIALIZE;
   static const bool registered = atexit(cannsim::at_exit) == 0;
   (void)registered;
@@ -161,8 +178,7 @@ API aclError aclrtSetDevice(int32_t index) {
                        std::to_string(cannsim::visible_count()) + ").");
     return ACL_ERROR_RT_INVALID_DEVICEID;
   }
-  cannsim::set_current_device(index);
-  return ACL_SUCCESS;
+  return cannsim::take_device(index, __func__);
 }
 
 API aclError aclrtGetDevice(int32_t* index) {
@@ -173,7 +189,9 @@ API aclError aclrtGetDevice(int32_t* index) {
 
 API aclError aclrtResetDevice(int32_t index) {
   ENTER();
-  if (index >= 0 && index < cannsim::visible_count()) cannsim::g_used[index] = false;
+  if (index < 0 || index >= cannsim::visible_count()) return ACL_SUCCESS;
+  cannsim::g_used[index] = false;
+  cannsim::machine_release(index);
   return ACL_SUCCESS;
 }
 
@@ -186,8 +204,7 @@ API aclError aclrtGetCurrentContext(aclrtContext* context) {
 API aclError aclrtSetCurrentContext(aclrtContext context) {
   ptrdiff_t index = static_cast<char*>(context) - cannsim::g_contexts;
   if (index < 0 || index >= cannsim::visible_count()) return ACL_ERROR_RT_PARAM_INVALID;
-  cannsim::set_current_device(int(index));
-  return ACL_SUCCESS;
+  return cannsim::take_device(int(index), __func__);
 }
 
 API aclError aclrtGetPrimaryCtxState(int32_t index, uint32_t* flags, int32_t* active) {

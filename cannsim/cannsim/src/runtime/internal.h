@@ -43,6 +43,7 @@ std::string chip_names();    // all known names, for messages
 int physical_devices();      // CANNSIM_DEVICES
 const std::vector<int>& visible_devices();  // physical id of each device the process may use
 size_t memory_limit();       // bytes per device: CANNSIM_MEMORY_GB or the chip's
+int process_limit();         // processes that may hold a device: CANNSIM_PROCESSES_PER_DEVICE or the chip's
 double now_seconds();        // steady clock
 
 // ---- errors (errors.cpp)
@@ -90,6 +91,8 @@ void machine_open();
 void machine_close();
 void machine_set_used(int device, size_t bytes);
 size_t machine_used_by_others(int device);
+bool machine_hold(int device);     // false: as many other processes as may do so hold it
+void machine_release(int device);
 
 // ---- graphs (graph.cpp)
 struct Task {

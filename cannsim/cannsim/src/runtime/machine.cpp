@@ -1,9 +1,10 @@
-// The simulated machine: which process holds how much memory of which device. Every process that
+// The simulated machine: which process holds which device, and how much of its memory. Every process that
 // uses the runtime keeps one small file in the folder CANNSIM_STATE, mapped into its memory; other
 // processes (and the simulated npu-smi) read it. Without CANNSIM_STATE a process is alone.
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -25,7 +26,9 @@ struct Record {
   int32_t padding;
   char name[48];            // of the process
   uint64_t used[kMaxDevices];  // bytes, by physical device
+  uint64_t held;               // one bit for each physical device that the process has set
 };
+static_assert(kMaxDevices <= 64);
 
 Record* g_record = nullptr;
 std::string g_path;
@@ -39,6 +42,42 @@ std::string process_name() {
   }
   name[strcspn(name, "\n")] = 0;
   return name;
+}
+
+// A process that was killed and that its parent has not waited for yet still has its number, and holds nothing.
+bool lives(int pid) {
+  if (kill(pid, 0) != 0 && errno == ESRCH) return false;
+  char line[256] = "";  // NUMBER (NAME) STATE ...; a name may hold brackets
+  if (FILE* file = fopen(("/proc/" + std::to_string(pid) + "/stat").c_str(), "r")) {
+    if (!fgets(line, sizeof line, file)) line[0] = 0;
+    fclose(file);
+  }
+  const char* end = strrchr(line, ')');
+  return !end || strncmp(end, ") Z", 3) != 0;
+}
+
+// The records of the other living processes; those of processes that died are removed on the way.
+std::vector<Record> others() {
+  std::vector<Record> found;
+  std::string folder = env_string("CANNSIM_STATE", "");
+  DIR* listing = folder.empty() ? nullptr : opendir(folder.c_str());
+  if (!listing) return found;
+  while (dirent* entry = readdir(listing)) {
+    int pid = atoi(entry->d_name);
+    if (pid <= 0 || pid == getpid() || !strstr(entry->d_name, ".device")) continue;
+    std::string path = folder + "/" + entry->d_name;
+    if (!lives(pid)) {
+      unlink(path.c_str());
+      continue;
+    }
+    Record record;
+    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) continue;
+    if (read(file, &record, sizeof record) == ssize_t(sizeof record)) found.push_back(record);
+    close(file);
+  }
+  closedir(listing);
+  return found;
 }
 
 }  // namespace
@@ -73,30 +112,29 @@ void machine_set_used(int device_index, size_t bytes) {
   g_record->used[visible_devices()[size_t(device_index)]] = bytes;
 }
 
-// Records of processes that died are removed on the way.
 size_t machine_used_by_others(int device_index) {
-  std::string folder = env_string("CANNSIM_STATE", "");
-  DIR* listing = folder.empty() ? nullptr : opendir(folder.c_str());
-  if (!listing) return 0;
   size_t total = 0;
-  while (dirent* entry = readdir(listing)) {
-    int pid = atoi(entry->d_name);
-    if (pid <= 0 || pid == getpid() || !strstr(entry->d_name, ".device")) continue;
-    std::string path = folder + "/" + entry->d_name;
-    if (kill(pid, 0) != 0 && errno == ESRCH) {
-      unlink(path.c_str());
-      continue;
-    }
-    Record record;
-    int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) continue;
-    if (read(file, &record, sizeof record) == ssize_t(sizeof record)) {
-      total += record.used[visible_devices()[size_t(device_index)]];
-    }
-    close(file);
-  }
-  closedir(listing);
+  for (const Record& record : others()) total += record.used[visible_devices()[size_t(device_index)]];
   return total;
+}
+
+bool machine_hold(int device_index) {
+  const uint64_t bit = uint64_t(1) << visible_devices()[size_t(device_index)];
+  if (!g_record || g_owner != getpid() || (__atomic_load_n(&g_record->held, __ATOMIC_RELAXED) & bit)) return true;
+  // Processes that come at the same time count one after the other; a lock ends with the process that has it.
+  int folder = open(env_string("CANNSIM_STATE", "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder >= 0) flock(folder, LOCK_EX);
+  int holders = 0;
+  for (const Record& record : others()) holders += (record.held & bit) != 0;
+  const bool granted = holders < process_limit();
+  if (granted) __atomic_fetch_or(&g_record->held, bit, __ATOMIC_RELAXED);
+  if (folder >= 0) close(folder);
+  return granted;
+}
+
+void machine_release(int device_index) {
+  if (!g_record || g_owner != getpid()) return;
+  __atomic_fetch_and(&g_record->held, ~(uint64_t(1) << visible_devices()[size_t(device_index)]), __ATOMIC_RELAXED);
 }
 
 }  // namespace cannsim
