@@ -31,7 +31,7 @@ class StepConfig(DeviceConfig):
     "attention kernel by name; by default the best that runs here"
     attend: Literal["row", "document"] | None = None
     """what a token sees: all before it in its row, or only its own document or conversation; by default as the run had
-    it that goes on, else document (bench: row)"""
+    it that goes on, else row (mid, sft: document)"""
     activation_checkpointing: bool = False
     "recompute activations in the backward pass: less memory, about a quarter slower"
     fp8: bool = False

@@ -281,7 +281,7 @@ def run(config: BaseConfig) -> int:
             depth = saved.state["shape"]["depth"]
         elif config.depth is None and config.minutes is not None:
             here.say(f"--minutes {config.minutes:g}: depth {depth}, the most for which time and text are enough")
-        config = with_attend(replace(config, depth=depth), saved, "document")
+        config = with_attend(replace(config, depth=depth), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
         split, steps = plan_run(config, learner, text, saved)
