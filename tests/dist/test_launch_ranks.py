@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from warm_process import ServerPopen
-from warm_process import run as run_warm
 
 from ascendchat import launch
 from ascendchat.config import home, parse
@@ -86,12 +84,6 @@ def finish(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(ascendchat(*words), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT, check=False)
 
 
-def finish_warm(*words: object) -> subprocess.CompletedProcess[str]:
-    """torchrun and the ranks start warm; that they start at all is shown by the tests that look at processes."""
-    how = {"how": ServerPopen, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    return run_warm(ascendchat(*words), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT, **how)
-
-
 def alive(folder: Path) -> list[str]:
     """Processes whose command line names this test's folder."""
     lines = subprocess.run(["ps", "-wweo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -125,7 +117,7 @@ def start_stoppable(script: Path, mode: str, grace: float) -> subprocess.Popen[s
 def test_only_rank_0_is_on_the_console_and_every_rank_has_its_log(script: Path) -> None:
     script.write_text(TALK)
     # torchrun would refuse --run as an abbreviation of its own --run-path
-    done = finish_warm("launch", "--npus=2", "--run", "talk", script, "--run", "own", "--", "--device_batch_size=8")
+    done = finish("launch", "--npus=2", "--run", "talk", script, "--run", "own", "--", "--device_batch_size=8")
     assert done.returncode == 0, done.stderr
     assert "rank 0 ['--run', 'own', '--', '--device_batch_size=8']" in done.stdout
     assert "warning of rank 0" in done.stdout
@@ -141,7 +133,7 @@ def test_only_rank_0_is_on_the_console_and_every_rank_has_its_log(script: Path) 
 @pytest.mark.slow
 def test_a_failed_job_shows_the_failing_rank_and_starts_again(script: Path) -> None:
     script.write_text(FAIL_ONCE)
-    done = finish_warm("launch", "--gpus", 2, "--run", "again", "--max_restarts", 1, script)
+    done = finish("launch", "--gpus", 2, "--run", "again", "--max_restarts", 1, script)
     assert done.returncode == 0, done.stderr
     log = home() / "runs" / "again" / "logs" / "attempt_0" / "rank_1.log"
     assert f"rank 1 failed with status 7; the last lines of {log}" in done.stderr
@@ -155,7 +147,7 @@ def test_a_failed_job_shows_the_failing_rank_and_starts_again(script: Path) -> N
 def test_a_device_that_died_of_too_large_a_batch_is_tried_with_smaller_ones(script: Path) -> None:
     """train/dry_run.py; as often as it takes, whatever --max-restarts says."""
     script.write_text(TOO_LARGE)
-    done = finish_warm("launch", "--devices", 1, "--run", "large", script)
+    done = finish("launch", "--devices", 1, "--run", "large", script)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "smaller by" in line] == [
         f"smaller by {n}" for n in (None, 1, 2)
@@ -189,7 +181,7 @@ def test_a_process_that_an_old_pid_file_names_is_left_alone(script: Path) -> Non
 
 @pytest.mark.slow
 def test_wrong_input_is_not_tried_again() -> None:
-    done = finish_warm("launch", "--devices", 2, "--run", "wrong", "--max-restarts", 3, "no-such-command")
+    done = finish("launch", "--devices", 2, "--run", "wrong", "--max-restarts", 3, "no-such-command")
     assert done.returncode == 2
     assert "there is no command 'no-such-command'" in done.stdout + done.stderr
     assert [p.name for p in (home() / "runs" / "wrong" / "logs").glob("attempt_*")] == ["attempt_0"]
@@ -198,7 +190,7 @@ def test_wrong_input_is_not_tried_again() -> None:
 @pytest.mark.slow
 def test_a_killed_rank_gives_128_plus_its_signal(script: Path) -> None:
     script.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    done = finish_warm("launch", "--devices", 1, script)
+    done = finish("launch", "--devices", 1, script)
     assert done.returncode == 128 + 9
     assert "killed by SIGKILL" in done.stderr
 
