@@ -11,12 +11,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# pip compiles modules on one core, tests of libraries too, for half of its time. What does not compile is for another Python.
-COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '/tests/' "$(call packages,$(BIN))" || true
+# pip compiles modules on one core, for half of its time. Not compiled here are tests of libraries and what is hardly ever
+# imported (16 s of processor time): Python compiles those of them that it needs. What does not compile is for another Python.
+RARE := /tests/|/transformers/models/|/site-packages/(pip|setuptools|mypy|mypyc|matplotlib|mpl_toolkits|fontTools)/
+COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' "$(call packages,$(BIN))" || true
 LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
-TWO := -n 2 --dist loadfile --no-loadscope-reorder  # the order is that of tests/conftest.py
+# One process more than two cores: a quarter of the time tests wait, for signals, timeouts, disks and other processes.
+# The order is that of tests/conftest.py.
+SEVERAL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-docs test-npu vllm-test lint site cannsim clean
 
@@ -48,11 +52,11 @@ endif
 cannsim: $(VENV)/.dev
 	@$(BIN)/python -m cannsim build --verbose
 
-# Everything: first what runs on any machine, two files at a time, then the NPU tests on the simulator (Linux only, like
-# torch_npu), each of the two processes on simulated NPUs of its own.
+# Everything: first what runs on any machine, three files at a time, then the NPU tests on the simulator (Linux only, like
+# torch_npu), each of the three processes on simulated NPUs of its own.
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m 'not vllm and not docs' --ignore tests/npu $(TWO) $(TEST_FLAGS)
-	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TWO) $(TEST_FLAGS))
+	$(BIN)/python -m pytest -m 'not vllm and not docs' --ignore tests/npu $(SEVERAL) $(TEST_FLAGS)
+	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(SEVERAL) $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)
@@ -85,7 +89,7 @@ test-npu: $(NPU_VENV)/.pair
 	@$(MAKE) --no-print-directory -C cannsim/cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(NPU_BIN)/python) \
 	  BUILD=build-npu-$(NPU) HEADERS=$(abspath $(BIN)/python)
 	CANNSIM_HOME=$(abspath cannsim/cannsim)/build-npu-$(NPU) $(NPU_BIN)/python -m cannsim run --devices 4 -- \
-	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(TWO) $(TEST_FLAGS)
+	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(SEVERAL) $(TEST_FLAGS)
 
 # vLLM has its own torch, so it gets its own environment. Text models need neither torchvision nor torchaudio; wheels of
 # them for CUDA break `import vllm` beside a torch for CPUs.

@@ -30,11 +30,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# Seconds of processor time, of files with few slow tests that take long; of others 3 s for each.
+LONG = {
+    "test_servers_killed.py": 75, "test_rhythms.py": 100, "test_rl.py": 70, "test_rl_hf.py": 55, "test_load.py": 47,
+    "test_finetune_resume.py": 47, "test_preference_runs.py": 46, "test_malformed_requests.py": 38, "test_pool.py": 43,
+    "test_cannsim_project.py": 49, "test_launch_ranks.py": 80, "test_engine_prefix.py": 41, "test_fleet.py": 34,
+    "test_default_data.py": 30, "test_device.py": 26, "test_weights.py": 23, "test_speedrun_killed.py": 40,
+}  # fmt: skip
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many slow tests first: two processes that take one file after the other end at the same time."""
+    """Files that take long first: processes that take one file after the other end at the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])  # stable: tests of a file stay together
+    items.sort(key=lambda item: -max(3 * slow[item.path], LONG.get(item.path.name, 0)))  # stable: files stay together
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
 """What a task is: rows that can be learned from and examined with.
 
-task = tasks.load("gsm8k", "train")                       # see tasks/__init__.py for the names
+task = tasks.load("gsm8k", "train")                       # see tasks/named.py for the names
 task.example(3)                                           # a whole conversation, for training
 task.prompt(3); task.correct(3, "... #### 18")            # for a task that is answered in words
 task.prompt(3); task.letters(3); task.answer(3)           # for multiple choice, scored by the letters' logits

@@ -13,7 +13,6 @@ not judged: a run never stops over it.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +24,9 @@ from ascendchat.data.chat import text_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.tasks import terms
 from ascendchat.tasks.base import Task
-from ascendchat.tasks.isolated import Link, find_object
 from ascendchat.tasks.pool import WORKERS, Failure, Pool
+from ascendchat.tasks.reward_call import checked, run
 
-MOST_REWARD = 1e6  # beyond, float32 has no room for differences
 # Run here, in threads: they are bounded, and programs of a model run in the sandbox.
 OURS: dict[str, Callable[..., float]] = {
     "answer": terms.answer,
@@ -77,34 +75,6 @@ def row_of(task: Task, index: int) -> dict[str, Any]:
     known = {"task": task.name, "index": index, "answer": text_of(task.example(index)[-1]["content"])}
     row = {**known, **task.row(index), "messages": task.prompt(index)}
     return {name: value for name, value in row.items() if name not in TAKEN}
-
-
-async def run(link: Link, path: str, *args: Any) -> Any:
-    """In a process of the pool: a number for an answer; without one, whether the function is async."""
-    function = find_object(path)
-    if not callable(function):
-        raise TypeError(f"{path} is not a function")
-    if not args:
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-    link.begin()
-    prompt, completion, row = args
-    value = function(prompt, completion, **accepted(function, row))
-    return checked(await value if inspect.isawaitable(value) else value)
-
-
-def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """The columns that a function takes: all with **row, else those that it names."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return row
-    return {name: value for name, value in row.items() if name in parameters}
-
-
-def checked(value: Any) -> float:
-    number = float(value)
-    if not abs(number) < MOST_REWARD:
-        raise ValueError(f"a reward must be a number between -{MOST_REWARD:g} and {MOST_REWARD:g}, not {number}")
-    return number
 
 
 class Judge:

@@ -27,9 +27,9 @@ def _split(split: str) -> str:
     return SPLIT_NAMES[split]
 
 
-@lru_cache(maxsize=4)
-def _questions(split: str, seed: int) -> list[toyworld.Question]:
-    return toyworld.questions(split, seed=seed)
+@lru_cache(maxsize=32)
+def _questions(split: str, seed: int, topic: str) -> list[toyworld.Question]:
+    return toyworld.questions(split, seed=seed, topic=topic)
 
 
 def _row(question: toyworld.Question) -> dict[str, Any]:
@@ -58,8 +58,7 @@ class ToyExam(Task):
         self.name, self.split, self.language = f"toy_{topic}_{language}", split, language
         self.kind = "reply"
         self.baseline = 0.25 if topic == "choice" else 0.0  # what guessing gives
-        every = _questions(_split(split), seed)  # `instruction` names all its kinds: instruction:first, ...
-        self.questions = [q for q in every if q.language == language and q.topic.split(":")[0] == topic]
+        self.questions = [q for q in _questions(_split(split), seed, topic) if q.language == language]
 
     def __len__(self) -> int:
         return len(self.questions)

@@ -179,6 +179,14 @@ def test_async_functions_run_beside_one_another_and_one_that_blocks_does_not_tak
         judge.close()
 
 
+def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
+    """Four start with every run: what the tasks need would take each of them 0.4 s more."""
+    program = "import sys, ascendchat.tasks.reward_call; print(*sys.modules)"
+    words = [sys.executable, "-c", program]
+    found = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert not {"numpy", "torch", "httpx", "rich", "ascendchat.data", "ascendchat.tasks.named"} & {*found}
+
+
 @pytest.mark.slow
 def test_the_processes_of_a_judge_end_with_the_trainer(module: str) -> None:
     program = (

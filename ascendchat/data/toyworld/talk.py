@@ -41,20 +41,22 @@ CHAT_COUNT = {"train": 12_000, "validation": 1000, "test": 1000}
 EXAM_COUNT = {"arithmetic": 100, "instruction": 100, "find": 30, "problem": 60}
 
 
-@lru_cache(maxsize=8)
-def listed_questions(world: ToyWorld, split: str) -> dict[tuple[str, str], list[Question]]:
-    """The questions that can be listed, by topic and language; made once, for it takes a second."""
-    generators = {
-        "fact": ask.fact_questions,
-        "check": ask.check_questions,
-        "choice": ask.choice_questions,
-        "unknown": ask.unknown_questions,
-        "identity": ask.identity_questions,
-    }
-    listed: dict[tuple[str, str], list[Question]] = {}
-    for topic, generate in generators.items():
-        for question in generate(world, split):
-            listed.setdefault((topic, question.language), []).append(question)
+# Topics whose questions can be listed.
+LISTED = {
+    "fact": ask.fact_questions,
+    "check": ask.check_questions,
+    "choice": ask.choice_questions,
+    "unknown": ask.unknown_questions,
+    "identity": ask.identity_questions,
+}
+
+
+@lru_cache(maxsize=32)
+def listed_questions(world: ToyWorld, split: str, topic: str) -> dict[str, list[Question]]:
+    """The questions of a topic that can be listed, by language; made once, for all of them take a second."""
+    listed: dict[str, list[Question]] = {}
+    for question in LISTED[topic](world, split):
+        listed.setdefault(question.language, []).append(question)
     return listed
 
 
@@ -72,13 +74,13 @@ def generated_question(world: ToyWorld, draw: random.Random, topic: str, languag
 def chats(split: str, kind: str = "sft", seed: int = 0, count: int | None = None) -> Iterator[Conversation]:
     """Conversations of one to three exchanges in one language."""
     world, draw = toy_world(seed), random.Random(f"chats {split} {kind} {seed}")
-    listed = listed_questions(world, split)
+    listed = {topic: listed_questions(world, split, topic) for topic in WEIGHTS[kind] if topic in LISTED}
     topics, weights = list(WEIGHTS[kind]), list(WEIGHTS[kind].values())
     for _ in range(CHAT_COUNT[split] if count is None else count):
         language = draw.choice(LANGUAGES)
         conversation: Conversation = []
         for topic in draw.choices(topics, weights, k=draw.choice((1, 1, 2, 3))):
-            pool = listed.get((topic, language))
+            pool = listed.get(topic, {}).get(language)
             question = draw.choice(pool) if pool else generated_question(world, draw, topic, language, split)
             text = question.text
             if topic in ("fact", "unknown", "identity", "arithmetic"):
@@ -87,15 +89,25 @@ def chats(split: str, kind: str = "sft", seed: int = 0, count: int | None = None
         yield conversation
 
 
-def questions(split: str, seed: int = 0) -> list[Question]:
-    """The examination of a split: every question once."""
-    world = toy_world(seed)
-    exam = [question for pool in listed_questions(world, split).values() for question in pool]
+@lru_cache(maxsize=8)
+def generated_questions(world: ToyWorld, split: str, seed: int) -> list[Question]:
+    """Some of each topic that has no end of questions."""
     draw = random.Random(f"questions {split} {seed}")
-    for topic, count in EXAM_COUNT.items():
-        for language in LANGUAGES:
-            exam += [generated_question(world, draw, topic, language, split) for _ in range(count)]
-    return list(dict.fromkeys(exam))
+    return [
+        generated_question(world, draw, topic, language, split)
+        for topic, count in EXAM_COUNT.items()
+        for language in LANGUAGES
+        for _ in range(count)
+    ]
+
+
+def questions(split: str, seed: int = 0, topic: str = "") -> list[Question]:
+    """The examination of a split, or a topic of it: every question once."""
+    world = toy_world(seed)
+    pools = [listed_questions(world, split, name) for name in LISTED if topic in ("", name)]
+    exam = [question for by_language in pools for pool in by_language.values() for question in pool]
+    exam += generated_questions(world, split, seed)
+    return [one for one in dict.fromkeys(exam) if topic in ("", one.topic.split(":")[0])]
 
 
 def problems(split: str, seed: int = 0, count: int = 1000) -> list[Question]:
