@@ -42,7 +42,10 @@ TORCH_FREE = [
     "serve",
 ]
 NEEDS_TORCH = {
-    "device": {"npu", "npu_attention", "cuda_attention", "npu_ops", "cuda", "mps", "cpu", "accelerator", "counting"},
+    "device": {
+        *("npu", "npu_attention", "npu_ops", "cuda", "cuda_attention", "mps", "cpu"),
+        *("accelerator", "compiling", "counting"),
+    },
     "doctor": {"collective", "selftest_device", "selftest_operators"},
     "serve": {"terminal", "worker"},
 }

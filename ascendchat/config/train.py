@@ -14,6 +14,8 @@ PUBLISHED = {
     "sft": ("smoltalk", *("mmlu",) * 3, *("gsm8k",) * 4, "identity", "identity"),
 }
 
+USUAL_DEPTH = 20  # of `base`
+
 
 @dataclass(frozen=True)
 class StepConfig(DeviceConfig):
@@ -88,8 +90,8 @@ class TrainConfig(StepConfig):
 class BaseConfig(TrainConfig):
     """Pretrain a model from raw text. One dial, --depth, sets width, heads, batch, learning rates and horizon."""
 
-    depth: int = option(20, least=1, most=1000)
-    "number of layers"
+    depth: int | None = option(None, least=1, most=1000)
+    "number of layers; by default 20; with --minutes the most for which time and text are enough"
     data: tuple[str, ...] = option(())
     """prepared corpora, as FOLDER or FOLDER=WEIGHT, in an object store as s3://BUCKET/FOLDER, and toyworld, the
     embedded one; by default $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""

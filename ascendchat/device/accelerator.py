@@ -19,6 +19,7 @@ import torch
 from ascendchat.chips import KINDS, Chip, detected
 from ascendchat.config import UserError
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
+from ascendchat.device.compiling import compiled
 from ascendchat.device.trace import torch_trace
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,7 +136,7 @@ class Accelerator:
 
     def compile(self, fn: F, **options: Any) -> F:
         """torch.compile, or `fn` itself where compiling is off."""
-        return torch.compile(fn, **options) if self.compiles else fn  # type: ignore[return-value]
+        return compiled(fn, **options) if self.compiles else fn
 
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None

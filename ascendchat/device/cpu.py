@@ -16,6 +16,7 @@ import torch
 
 from ascendchat.chips import KINDS, this_cpu
 from ascendchat.device import DeviceOptions, F, Memory, Scaling, choose_dtype
+from ascendchat.device.compiling import compiled
 from ascendchat.device.trace import torch_trace
 
 
@@ -126,7 +127,7 @@ class CPU:
 
     def compile(self, fn: F, **options: Any) -> F:
         """torch.compile when asked for."""
-        return torch.compile(fn, **options) if self.compiles else fn  # type: ignore[return-value]
+        return compiled(fn, **options) if self.compiles else fn
 
     def graph(
         self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Callable[[], Any] | None = None

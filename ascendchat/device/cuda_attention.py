@@ -1,6 +1,7 @@
-"""Attention over whole rows of training by the package flash-attn-4, on Hopper and newer chips that have it installed.
+"""Attention over rows of training by the package flash-attn-4, on Hopper and newer chips that have it installed.
 
     y = attend(q, k, v, window, scale)     # (B, T, H, D), (B, T, K, D): causal, `window` tokens back; with gradients
+    y = attend(q, k, v, window, scale, bounds)    # the same, but each document sees only itself: Flash.bounds
 
 Its kernels are operators of torch here, so that a compiled model calls them without a break. On an H200, 32 rows of
 2048, 6 heads of 128, with gradient: 1.57 ms, cuDNN 1.77; a window of 512: 0.99 ms, FlexAttention 1.64.
@@ -9,18 +10,24 @@ Its kernels are operators of torch here, so that a compiled model calls them wit
 from __future__ import annotations
 
 import inspect
+import os
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascendchat.config import home
+
 PACKAGE = "flash-attn-4"
 CHANNELS = 128  # of a head at most; larger ones were not timed
+SEEN = {"causal", "window_size_left", "window_size_right"}
+DOCUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
 CALLED = {  # what is given to its two functions by name: they are internal, and another version may have others
-    "_flash_attn_fwd": {"softmax_scale", "return_lse", "causal", "window_size_left", "window_size_right"},
-    "_flash_attn_bwd": {"deterministic", "causal", "window_size_left", "window_size_right"},
+    "_flash_attn_fwd": {"softmax_scale", "return_lse", *SEEN, *DOCUMENTS},
+    "_flash_attn_bwd": {"deterministic", *SEEN, *DOCUMENTS},
 }
 
 
@@ -32,13 +39,18 @@ def installed() -> bool:
         return False
 
 
+def _package() -> Any:
+    """It compiles its kernels when they are first used; they are kept beside what torch.compile makes."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(home() / "compiled" / PACKAGE))
+    return import_module("flash_attn.cute.interface")
+
+
 @cache
 def fault() -> str | None:
     """Why the package that is installed cannot be called, or None. Asked once, before a model is compiled with it."""
     try:
-        from flash_attn.cute import interface  # type: ignore[import-not-found, unused-ignore]
-
-        known = {name: set(inspect.signature(getattr(interface, name)).parameters) for name in CALLED}
+        known = {name: set(inspect.signature(getattr(_package(), name)).parameters) for name in CALLED}
     except Exception as error:  # noqa: BLE001 - its own, or of a compiler that it imports: of any kind
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     lacking = [f"{name} takes no {word}" for name in CALLED for word in sorted(CALLED[name] - known[name])]
@@ -62,66 +74,80 @@ def usable(device: torch.device) -> bool:
 
 
 def notice(device: torch.device, head_dim: int) -> str | None:
-    """The sentence that says whether whole rows are read by the package; None where it is not installed."""
+    """The sentence that says whether rows of training are read by the package; None where it is not installed."""
     reason = refusal(device)
     if usable(device):
         if head_dim <= CHANNELS:
-            return f"whole rows are read by the package {PACKAGE}"
+            return f"rows of training are read by the package {PACKAGE}"
         reason = f"a head of {head_dim} channels is above {CHANNELS}"
     return reason and f"the package {PACKAGE} {version(PACKAGE)} is not used: {reason}"
 
 
-def _seen(window: int, length: int) -> dict[str, Any]:
-    if window >= length:
-        return {"causal": True}
-    return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
+def _told(bounds: Tensor | None, longest: int, window: int) -> dict[str, Any]:
+    """What a query sees, and where documents end (documents + 1,)."""
+    told: dict[str, Any] = {"causal": True}
+    if window < longest:
+        told = {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
+    if bounds is not None:
+        told |= {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": longest for side in "qk"}
+    return told
 
 
 @torch.library.custom_op("ascendchat::packaged_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    y, logsumexp, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **_seen(window, k.size(1)))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Rows (B, T, H, D) without bounds, documents end to end (N, H, D) with them."""
+    how = _told(bounds, longest, window) | {"softmax_scale": scale, "return_lse": True}
+    y, logsumexp, *_ = _package()._flash_attn_fwd(q, k, v, **how)
     return y, logsumexp
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    rows, length, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((rows, heads, length), dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    size = (q.size(1), q.size(0)) if bounds is not None else (q.size(0), q.size(2), q.size(1))
+    return q.new_empty(q.shape), q.new_empty(size, dtype=torch.float32)
 
 
 @torch.library.custom_op("ascendchat::packaged_attention_back", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, window: int, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    y: Tensor,
+    logsumexp: Tensor,
+    longest: int,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With torch.use_deterministic_algorithms the same bits at every call, 6 % slower on an H200."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    how = _seen(window, k.size(1)) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    dq, dk, dv = _flash_attn_bwd(q, k, v, y, grad.contiguous(), logsumexp, scale, **how)
+    how = _told(bounds, longest, window) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    dq, dk, dv = _package()._flash_attn_bwd(q, k, v, y, grad.contiguous(), logsumexp, scale, **how)
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)  # strides as those of the package
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.rest = inputs[4:]
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale), None, None)
+    return *_backward(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-    y: Tensor = _forward(q, k, v, window, scale)[0]
-    return y
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> Tensor:
+    longest, flat = q.size(1), (q, k, v)
+    if bounds is not None:
+        flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    y: Tensor = _forward(*flat, bounds, longest, window, scale)[0]
+    return y.view(q.shape)

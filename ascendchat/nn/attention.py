@@ -38,6 +38,7 @@ from ascendchat.nn.masks import cache_mask, same, visible, window_blocks
 from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
+USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen
 FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
 
 Ints = NDArray[np.int32]
@@ -214,14 +215,17 @@ class Flash(Sdpa):
             return f"head_dim {head_dim} is not a multiple of 8 up to 256"
         return None
 
+    def _asks_package(self, q: Tensor) -> bool:
+        trains = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        return trains and q.size(-1) <= self.packaged
+
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        trains = compiling or torch.is_grad_enabled()
-        if trains and q.size(-1) <= self.packaged:
+        if self._asks_package(q):
             from ascendchat.device.cuda_attention import attend
 
             return attend(q, k, v, window, scale)
-        if trains and window >= k.size(1):
+        compiling = torch.compiler.is_compiling()
+        if (compiling or torch.is_grad_enabled()) and window >= k.size(1):
             return super().dense(q, k, v, window, scale)
         if compiling and (blocks := self.blocks.get((q.size(1), window))) is not None:
             from torch.nn.attention.flex_attention import flex_attention
@@ -235,15 +239,20 @@ class Flash(Sdpa):
 
     def bounds(self, lengths: Ints, rows: int, one_by_one: bool, upload: Callable[[Tensor], Tensor]) -> Any:
         """(room + 1,) int32 on the device: 0 and the end of each document, then documents without tokens. Each takes
-        blocks of the launch and memory of the gradient, so there is room for twice as many as were ever seen, up to the
-        next power of two: a batch with more compiles once again."""
+        blocks of the launch and memory of the gradient, so there is room for twice as many as were ever seen, and for
+        one in USUAL_LENGTH tokens, up to the next power of two: a batch with more compiles once again."""
         if len(lengths) > self.room:
-            self.room = 1 << (2 * len(lengths) - 1).bit_length()
+            wanted = max(2 * len(lengths), int(lengths.sum()) // USUAL_LENGTH)
+            self.room = 1 << (wanted - 1).bit_length()
         bounds = np.full(self.room + 1, lengths.sum(), np.int32)
         bounds[0], bounds[1 : len(lengths) + 1] = 0, np.cumsum(lengths)
         return upload(torch.from_numpy(bounds))
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Any, window: int, scale: float) -> Tensor:
+        if self._asks_package(q):
+            from ascendchat.device.cuda_attention import attend
+
+            return attend(q, k, v, window, scale, bounds)
         from ascendchat.nn.flash_kernel import flash
 
         a, b, c = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)

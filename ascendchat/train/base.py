@@ -16,8 +16,9 @@ import torch
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.chips import Chip
 from ascendchat.config import UserError, home
-from ascendchat.config.train import BaseConfig
+from ascendchat.config.train import USUAL_DEPTH, BaseConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
 from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
@@ -33,17 +34,21 @@ from ascendchat.infer.generator import prompt_room
 from ascendchat.infer.request import Sampling
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, horizon
+from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon
+from ascendchat.plan.memory import training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
-from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, noise, share_out
+from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
 
 MOST_EVAL_TOKENS = 10_000_000
-SPEED_SECONDS = 8.0  # chips slow down as they warm up: measure past that
+SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.88  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
 MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
+LEAST_DEPTH, MOST_DEPTH = 2, 64  # that --minutes chooses
+MOST_PARAMETERS = 14  # of such a model for a token of text
+FP8_GAIN = 1.15  # what 8-bit products add to the speed
 TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
 EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
@@ -157,10 +162,10 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
     return tasks
 
 
-def shape_of(config: BaseConfig, vocab: int) -> Shape:
-    """The model that the flags describe."""
+def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
+    """The model that the flags describe; `depth` where they say none."""
     return Shape.from_depth(
-        config.depth,
+        config.depth or depth or USUAL_DEPTH,
         vocab=vocab,
         seq_len=config.max_seq_len,
         window_pattern=config.window_pattern,
@@ -196,9 +201,41 @@ def passes(corpora: Sequence[tuple[Corpus, float]], tokens: int) -> float:
     return max(tokens * weight / whole / corpus.tokens for corpus, weight in corpora)
 
 
-def measured_horizon(learner: Learner, split: Split, minutes: float) -> int:
-    """Tokens that fit in the time, from the speed of a few warm micro-batches of noise; alike on all ranks."""
-    batch = noise(learner, split)
+def expected_horizon(config: BaseConfig, shape: Shape, chip: Chip) -> int:
+    """Tokens that fit in --minutes by the chip's data sheet."""
+    speed = chip.flops * MFU[chip.device_type] * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0)
+    return max(1, int(dist.world().size * speed * (config.minutes or 0.0) * 60 / shape.train_flops_per_token))
+
+
+def depth_for(config: BaseConfig, text: Text, chip: Chip) -> int:
+    """The deepest model for which --minutes are enough to read the text MOST_PASSES times, or as many tokens as it is
+    worth, if that is less. Small models on 4.8 M tokens, two passes each: the larger, the fewer bits per byte, up to
+    14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
+    vocab, whole = text.corpora[0][0].vocab_size, int(MOST_PASSES / passes(text.corpora, 1))
+    best = LEAST_DEPTH
+    for depth in range(LEAST_DEPTH + 1, MOST_DEPTH + 1):
+        shape = shape_of(config, vocab, depth)
+        needed = min(horizon_of(config, shape), whole)
+        large = shape.total_parameters > MOST_PARAMETERS * whole / MOST_PASSES
+        held = training(shape, chip, dist.world().size, 1, config.activation_checkpointing)
+        fits = sum(held.values()) <= usable(chip)
+        if large or not fits or needed > expected_horizon(config, shape, chip):
+            break
+        best = depth
+    return best
+
+
+def first_batch(learner: Learner, split: Split, text: Text, seed: int) -> MicroBatch:
+    """This rank's first micro-batch of the text."""
+    rows, rank, world = split.rows, dist.world().rank, dist.world().size
+    sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
+    batch = Batches(sources, rows * world).batch(0, rank * rows, (rank + 1) * rows)
+    inputs, targets = (torch.from_numpy(array).to(learner.place) for array in (batch.inputs, batch.targets))
+    return MicroBatch(inputs, targets, batch.lengths, split.total)
+
+
+def measured_horizon(learner: Learner, batch: MicroBatch, minutes: float) -> int:
+    """Tokens that fit in the time, from the speed of one micro-batch, again and again; alike on all ranks."""
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
     learner.mean_over(tokens)
@@ -224,7 +261,10 @@ def plan_run(config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
-        tokens, total = timed(measured_horizon(learner, split, config.minutes), text.corpora, shape.seq_len)
+        tokens, total = timed(expected_horizon(config, shape, device.chip), text.corpora, shape.seq_len)
+        split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
+        batch = first_batch(learner, split, text, config.seed)
+        tokens, total = timed(measured_horizon(learner, batch, config.minutes), text.corpora, shape.seq_len)
     return steps_of(config, shape, device, tokens, total)
 
 
@@ -234,10 +274,15 @@ def run(config: BaseConfig) -> int:
         text = open_training_text(config, here)
         config = text.config
         core_tasks = open_core(config)
-        shape = shape_of(config, text.corpora[0][0].vocab_size)
-        folder = run_folder(config.run or f"d{config.depth}", "base")
+        depth = config.depth or (USUAL_DEPTH if config.minutes is None else depth_for(config, text, here.device.chip))
+        folder = run_folder(config.run or f"d{depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
-        config = with_attend(config, saved, "row")
+        if config.depth is None and saved:
+            depth = saved.state["shape"]["depth"]
+        elif config.depth is None and config.minutes is not None:
+            here.say(f"--minutes {config.minutes:g}: depth {depth}, the most for which time and text are enough")
+        config = with_attend(replace(config, depth=depth), saved, "row")
+        shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
         split, steps = plan_run(config, learner, text, saved)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:

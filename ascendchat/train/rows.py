@@ -211,7 +211,7 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
 
 def say_package(learner: Learner, here: Context) -> None:
     """Whether rows are read by a package that the user has installed for that, and if not, why."""
-    if isinstance(learner.kernel, Flash) and not learner.by_document:
+    if isinstance(learner.kernel, Flash):
         from ascendchat.device.cuda_attention import notice
 
         if said := notice(learner.place, learner.model.shape.head_dim):

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.cli import main
-from ascendchat.data.corpus import Corpus
+from ascendchat.config.train import BaseConfig
+from ascendchat.data.corpus import Corpus, TextRows
+from ascendchat.data.mixture import Batches
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
-from ascendchat.plan.batch import batch_for
+from ascendchat.plan.batch import Split, batch_for
 from ascendchat.train import base
 
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 32 --device-batch-size 16 --total-batch-size 512".split()
@@ -97,3 +105,50 @@ def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:
     corpus = Corpus.open(words)
     assert base.passes([(corpus, 1.0)], 2 * corpus.tokens) == pytest.approx(2.0)
     assert base.passes([(corpus, 1.0), (corpus, 3.0)], 2 * corpus.tokens) == pytest.approx(1.5)
+
+
+def depths(words: Path, minutes: Sequence[float], chip: Chip, tokens: int, **more: Any) -> list[int]:
+    """Of the models that --minutes chooses where the text has so many tokens."""
+    corpus = SimpleNamespace(vocab_size=16384, tokens=tokens)
+    text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
+    return [base.depth_for(BaseConfig(minutes=each, **more), text, chip) for each in minutes]
+
+
+def test_minutes_choose_the_depth(words: Path) -> None:
+    h200, little, much = find("H200"), 50_000_000, 10**10
+    assert depths(words, [3, 10], h200, little, fp8=True) == [12, 20]  # that were tried
+    short, long = depths(words, [1, 600], h200, little)
+    assert base.LEAST_DEPTH <= short < 12
+    shape = base.shape_of(BaseConfig(), 16384, long + 1)
+    assert shape.total_parameters > base.MOST_PARAMETERS * little  # what ends it is the text, not the time
+    found = depths(words, [1, 10, 100, 1000], h200, much)
+    assert found == sorted(set(found))
+    for minutes, depth in zip([1, 10, 100, 1000], found):
+        config = BaseConfig(minutes=minutes)
+        shape = base.shape_of(config, 16384, depth)
+        deeper = base.shape_of(config, 16384, depth + 1)
+        assert base.horizon_of(config, shape) <= base.expected_horizon(config, shape, h200)
+        assert base.horizon_of(config, deeper) > base.expected_horizon(config, deeper, h200)
+    small = replace(h200, memory=2**33)
+    assert depths(words, [10**6], small, much)[0] < depths(words, [10**6], h200, much)[0]
+    assert depths(words, [0.001], this_cpu(), little) == [base.LEAST_DEPTH]
+
+
+@pytest.mark.slow
+def test_a_depth_that_was_chosen_is_said_and_kept(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--max-seq-len", "32"]
+    assert main(["base", *where, "--minutes", "0.01"]) == 0
+    assert "--minutes 0.01: depth 2, the most for which time and text are enough" in capsys.readouterr().out
+    assert (words.parent / "runs" / "d2" / "base" / "latest").is_file()
+    assert main(["base", *where, "--minutes", "1000", "--run", "d2"]) == 0  # whatever the time would allow now
+    assert "the most for which" not in capsys.readouterr().out
+
+
+def test_the_speed_is_measured_on_the_text(words: Path) -> None:
+    corpus = Corpus.open(words)
+    text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
+    learner: Any = SimpleNamespace(place=torch.device("cpu"))
+    batch = base.first_batch(learner, Split(1, 4, 1, 32), text, seed=3)
+    rows = Batches([(TextRows(corpus, 32, 3), 1.0)], 4).batch(0)
+    assert batch.inputs.tolist() == rows.inputs.tolist()
+    assert batch.lengths.tolist() == rows.lengths.tolist()

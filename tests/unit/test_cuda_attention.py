@@ -5,10 +5,12 @@ The package itself needs a Hopper chip: without one a stand-in computes what its
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,14 @@ def scores(q: Tensor, k: Tensor, scale: float, causal: bool, left: int | None, r
     return found.masked_fill(hidden, float("-inf"))
 
 
+def by_document(bounds: Tensor, longest: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Each document as a row of its own."""
+    ends = bounds.tolist()
+    assert ends[0] == 0
+    assert all(0 <= b - a <= longest for a, b in itertools.pairwise(ends))
+    return [tuple(x[a:b].unsqueeze(0) for x in tensors) for a, b in itertools.pairwise(ends) if b > a]
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -43,8 +53,22 @@ def forward(
     causal: bool = False,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor, None, None, None]:
     assert return_lse
+    if cu_seqlens_q is not None:
+        assert cu_seqlens_k is cu_seqlens_q
+        assert max_seqlen_k == max_seqlen_q
+        seen = {"causal": causal, "window_size_left": window_size_left, "window_size_right": window_size_right}
+        parts = [
+            forward(*part, softmax_scale=softmax_scale, return_lse=True, **seen)  # type: ignore[arg-type]
+            for part in by_document(cu_seqlens_q, max_seqlen_q, q, k, v)
+        ]
+        y, logsumexp = torch.cat([p[0][0] for p in parts]), torch.cat([p[1][0] for p in parts], dim=-1)
+        return y, logsumexp, None, None, None
     found = scores(q, k, softmax_scale, causal, window_size_left, window_size_right)
     v = v.repeat_interleave(q.size(2) // v.size(2), dim=2)
     y = torch.einsum("bhqk,bkhd->bqhd", found.softmax(dim=-1), v)
@@ -64,8 +88,21 @@ def backward(
     causal: bool = False,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> tuple[Tensor, ...]:
     assert deterministic == torch.are_deterministic_algorithms_enabled()
+    if cu_seqlens_q is not None:
+        assert cu_seqlens_k is cu_seqlens_q
+        assert max_seqlen_k == max_seqlen_q
+        seen = {"causal": causal, "window_size_left": window_size_left, "window_size_right": window_size_right}
+        parts = [
+            backward(*part, rest.transpose(1, 2), scale, deterministic=deterministic, **seen)  # type: ignore[arg-type]
+            for *part, rest in by_document(cu_seqlens_q, max_seqlen_q, q, k, v, y, grad, lse.t())
+        ]
+        return tuple(torch.cat([part[i][0] for part in parts]) for i in range(3))
     group, sizes = q.size(2) // k.size(2), (*k.shape[:2], k.size(2), -1, k.size(3))
     share = (scores(q, k, scale, causal, window_size_left, window_size_right) - lse.unsqueeze(-1)).exp()
     of_share = torch.einsum("bqhd,bkhd->bhqk", grad, v.repeat_interleave(group, dim=2))
@@ -118,6 +155,31 @@ def test_rows_and_windows_equal_the_reference(packaged: Flash, window: int, kv_h
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("window", "kv_heads"), [(64, 4), (17, 2), (1, 1)])
+def test_documents_equal_the_reference(packaged: Flash, window: int, kv_heads: int, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    there = [
+        torch.randn(2, 64, heads, 16, generator=generator, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+    ]
+    grad, lengths = torch.randn(2, 64, 4, 16, generator=generator), np.array([1, 40, 23, 64], np.int32)
+    known = packaged.bounds(lengths, 2, False, lambda x: x)
+    assert len(known) > len(lengths) + 1  # documents without tokens among them
+    exact = Reference()
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return packaged.packed(*tensors, known, window, 0.2) * 1.0
+
+    torch.compiler.reset()
+    run = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    found = run(*there)
+    wanted = exact.packed(*there, exact.bounds(lengths, 2, False, lambda x: x), window, 0.2)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    both = (torch.autograd.grad(y, there, grad) for y in (found, wanted))
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_only_training_of_small_heads_asks_the_package(packaged: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
     attend = cuda_attention.attend
@@ -142,8 +204,8 @@ def test_without_the_package_or_a_chip_for_it_nothing_changes(monkeypatch: pytes
 def test_gradients_have_the_strides_that_a_compiler_is_told(packaged: Flash) -> None:
     """A model of Hugging Face turns heads and tokens; the package gives the gradients the strides of what it got."""
     there = [torch.randn(2, 4, 64, 16).transpose(1, 2) for _ in "qkv"]
-    y, logsumexp = cuda_attention._forward(*there, 17, 0.2)
-    arguments = (torch.randn_like(y), *there, y, logsumexp, 17, 0.2)
+    y, logsumexp = cuda_attention._forward(*there, None, 64, 17, 0.2)
+    arguments = (torch.randn_like(y), *there, None, y, logsumexp, 64, 17, 0.2)
     torch.library.opcheck(cuda_attention._backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -156,14 +218,14 @@ def test_a_package_that_cannot_be_called_is_left_out_and_said_so(monkeypatch: py
     def said(head_dim: int = 128) -> str | None:
         cuda_attention.fault.cache_clear()
         found = cuda_attention.notice(cuda, head_dim)
-        assert (found == "whole rows are read by the package flash-attn-4") == (
+        assert (found == "rows of training are read by the package flash-attn-4") == (
             cuda_attention.usable(cuda) and head_dim <= 128
         )
         return found
 
     unused = "the package flash-attn-4 4.1 is not used: "
     interface = stand_in(monkeypatch)
-    assert said() == "whole rows are read by the package flash-attn-4"
+    assert said() == "rows of training are read by the package flash-attn-4"
     assert said(256) == unused + "a head of 256 channels is above 128"
     capability[0] = (8, 9)
     assert said() == unused + "it is for compute capability 9.0 and newer, this is 8.9"
@@ -171,11 +233,12 @@ def test_a_package_that_cannot_be_called_is_left_out_and_said_so(monkeypatch: py
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert said() == unused + "its gradient is not deterministic on this chip"
     capability[0] = (10, 0)
-    interface._flash_attn_bwd = lambda q, causal, window_size_left, window_size_right: None
+    taken = ", ".join(sorted(cuda_attention.SEEN | cuda_attention.DOCUMENTS))
+    interface._flash_attn_bwd = eval(f"lambda q, {taken}: None")
     assert said() == unused + "_flash_attn_bwd takes no deterministic"
     del interface._flash_attn_fwd
     assert (said() or "").startswith(unused + "AttributeError: ")
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     assert (said() or "").startswith(unused + "ModuleNotFoundError: ")
     monkeypatch.setattr(cuda_attention, "installed", lambda: False)
     assert said() is None
@@ -192,7 +255,13 @@ def test_the_real_package_equals_the_reference(window: int, heads: int, kv_heads
     there = [torch.randn(size, device=place, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
     exact = [x.detach().float().requires_grad_() for x in there]
     grad = torch.randn_like(there[0])
-    found, wanted = kernel.dense(*there, window, 0.2), Reference().dense(*exact, window, 0.2)
-    both = torch.autograd.grad(found, there, grad), torch.autograd.grad(wanted, exact, grad.float())
-    for one, other in zip((found, *both[0]), (wanted, *both[1]), strict=True):
-        assert (one.float() - other).norm() <= 0.02 * other.norm().clamp_min(1.0)
+    lengths, plain = np.array([1, 300, 211, 512], np.int32), Reference()
+    known = [by.bounds(lengths, 2, False, lambda x: x.to(place)) for by in (kernel, plain)]
+    pairs = [
+        (kernel.dense(*there, window, 0.2), plain.dense(*exact, window, 0.2)),
+        (kernel.packed(*there, known[0], window, 0.2), plain.packed(*exact, known[1], window, 0.2)),
+    ]
+    for found, wanted in pairs:
+        both = torch.autograd.grad(found, there, grad), torch.autograd.grad(wanted, exact, grad.float())
+        for one, other in zip((found, *both[0]), (wanted, *both[1]), strict=True):
+            assert (one.float() - other).norm() <= 0.02 * other.norm().clamp_min(1.0)

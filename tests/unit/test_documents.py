@@ -180,6 +180,8 @@ def test_bounds_for_the_flash_kernel_keep_their_size_until_there_are_more_docume
     assert bounds([8, 8]) == [0, 8, 16, 16, 16, 16, 16, 16, 16]
     assert len(bounds([1] * 8 + [8])) == 32 + 1
     assert len(bounds([8, 8])) == 32 + 1, "it never shrinks: that would be compiled again"
+    whole = Flash().bounds(np.full(16, 2048, np.int32), 16, False, lambda made: made)
+    assert len(whole) == 128 + 1, "room for documents as they usually are, before the first text is seen"
 
 
 @pytest.mark.parametrize("packed", [False, True])
