@@ -12,12 +12,19 @@ from ascendchat.config import home
 F = TypeVar("F")
 
 
+def keep(variable: str, part: str) -> None:
+    """Let `variable`, unless it is set, name a folder where a restart of the machine leaves alone what was compiled:
+    $ASCENDCHAT_HOME/compiled. Not on several nodes: they share that folder, and would wait for each other's locks."""
+    if os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")):
+        os.environ.setdefault(variable, str(home() / "compiled" / part))
+
+
 def compiled(fn: F, **options: Any) -> F:
-    """torch.compile, kept in $ASCENDCHAT_HOME/compiled, where a restart of the machine leaves it alone.
+    """torch.compile, found again by later processes.
 
     torch does not keep the gradients of functions that write theirs out themselves, unless told to: what they compute
     is part of the key. Depth 4 on a CPU, found again: 9 s instead of 24.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / "compiled"))
+    keep("TORCHINDUCTOR_CACHE_DIR", "torch")
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(fn, **options)  # type: ignore[call-overload, no-any-return]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.config import home
+from ascendchat.device.compiling import keep
 
 PACKAGE = "flash-attn-4"
 CHANNELS = 128  # of a head at most; larger ones were not timed
@@ -42,7 +42,7 @@ def installed() -> bool:
 def _package() -> Any:
     """It compiles its kernels when they are first used; they are kept beside what torch.compile makes."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(home() / "compiled" / PACKAGE))
+    keep("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", PACKAGE)
     return import_module("flash_attn.cute.interface")
 
 

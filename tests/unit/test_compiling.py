@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascendchat.device.compiling import compiled
+from ascendchat.device.compiling import compiled, keep
 
 
 class Cubed(torch.autograd.Function):
@@ -26,13 +26,28 @@ class Cubed(torch.autograd.Function):
 
 def test_the_cache_lies_in_the_home_unless_the_user_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
-    for mine, wanted in (("", str(tmp_path / "compiled")), (str(tmp_path), str(tmp_path))):
+    for mine, wanted in ((None, str(tmp_path / "compiled" / "torch")), (str(tmp_path), str(tmp_path))):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         if mine:
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
         compiled(torch.sin)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+
+
+@pytest.mark.parametrize(("world", "local", "kept"), [("8", "8", True), ("16", "8", False), ("2", None, True)])
+def test_nodes_that_share_a_home_do_not_share_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world: str, local: str | None, kept: bool
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("SOME_CACHE", "")
+    monkeypatch.delenv("SOME_CACHE")
+    keep("SOME_CACHE", "part")
+    assert os.environ.pop("SOME_CACHE", None) == (str(tmp_path / "compiled" / "part") if kept else None)
 
 
 @pytest.mark.slow
