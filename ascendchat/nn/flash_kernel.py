@@ -29,8 +29,7 @@ def _limits(left: int, right: int, scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
-@torch.library.custom_op("ascendchat::flash", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
-def _flash(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,6 +44,11 @@ def _flash(
     known = (q_bounds, k_bounds, q_longest, k_longest, 0.0, right == 0, False)  # no dropout, causal?, no debug mask
     result = torch.ops.aten._flash_attention_forward(q, k, v, *known, **_limits(left, right, scale))
     return result[0], result[1]
+
+
+_flash = torch.library.custom_op(
+    "ascendchat::flash", _run, mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)"
+)
 
 
 @torch.library.custom_op(
@@ -98,9 +102,12 @@ _flash.register_autograd(_backward, setup_context=_keep)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int, scale: float) -> Tensor:
-    """Causal attention; a query sees `window` keys, its own among them."""
+    """Causal attention; a query sees `window` keys, its own among them. Where nobody compiles or learns, the operator
+    is left out: its first call imports torch's compiler, for which a chat would wait 2.5 s."""
     left = window - 1 if window < longest else -1
-    return _flash(q, k, v, bounds, bounds, longest, longest, left, 0, scale)[0]
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    attend = _flash if learns or torch.compiler.is_compiling() else _run
+    return attend(q, k, v, bounds, bounds, longest, longest, left, 0, scale)[0]
 
 
 def behind(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int, scale: float) -> Tensor:

@@ -80,40 +80,27 @@ def test_sixty_four_streams_are_answered_together(tmp_path: Path) -> None:
         asyncio.run(test())
 
 
-def first_token(server: real.Server, messages: list[dict[str, str]]) -> tuple[float, int, int]:
-    """Seconds to it, tokens of the prompt, and how many of them were in the cache. The answer is "aaaaaaaa"."""
-    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logit_bias": {"97": 100}, "stream": True}
-    began, seconds, usage = time.monotonic(), 0.0, {}
-    asked = {**body, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{server.url}{real.CHAT}", json=asked, timeout=real.PATIENCE) as answer:
-        for line in answer.iter_lines():
-            seconds = seconds or (time.monotonic() - began if '"content":"a' in line.replace(" ", "") else 0.0)
-            if '"usage":{' in line.replace(" ", ""):
-                usage = json.loads(line.removeprefix("data: "))["usage"]
-    return seconds, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+def read(server: real.Server, messages: list[dict[str, str]]) -> tuple[int, int]:
+    """Tokens of a prompt, and how many of them were in the cache. The answer is "aaaaaaaa"."""
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0, "logit_bias": {"97": 100}}
+    usage = httpx.post(f"{server.url}{real.CHAT}", json=body, timeout=real.PATIENCE).json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_a_turn_of_a_long_conversation_pays_only_for_what_is_new(tmp_path: Path) -> None:
-    turns, conversations, length = 20, 7, 60  # tokens of a question: one per byte
+    turns, length = 20, 60  # tokens of a question: one per byte
     real.save(tmp_path, real.make.model(seq_len=2048, dim=256, head_dim=64))
     with real.serving(tmp_path, "--slots=8") as server:
-        seconds: dict[str, list[float]] = {"turn 2": [], f"turn {turns}": [], "not cached": []}
-        for number in range(conversations):
+        for number in range(2):
             talk: list[dict[str, str]] = []
             for turn in range(1, turns + 1):
                 talk.append({"role": "user", "content": f"{number}.{turn} ".ljust(length, "x")})
-                first, prompt, cached = first_token(server, talk)
+                prompt, cached = read(server, talk)
                 talk.append({"role": "assistant", "content": "a" * 8})
                 assert turn == 1 or prompt - cached < length + 16, "only the question and the ends of turns"
-                seconds.get(f"turn {turn}", []).append(first)
             other = {"role": "user", "content": f"other {talk[0]['content']}"}
-            first, prompt, cached = first_token(server, [other, *talk[1:-1]])
+            prompt, cached = read(server, [other, *talk[1:-1]])
             assert cached < 16 < turns * length < prompt, "nothing of it is known"
-            seconds["not cached"].append(first)
-        median = {name: statistics.median(times) for name, times in seconds.items()}
-        print("first token: " + ", ".join(f"{name} {1000 * time:.0f} ms" for name, time in median.items()))
-        assert median[f"turn {turns}"] < 4 * median["turn 2"]  # 2 on a calm machine
-        assert median[f"turn {turns}"] < median["not cached"] / 2
 
 
 def test_two_hundred_clients_beyond_the_queue_are_told_when_to_come_again(tmp_path: Path) -> None:

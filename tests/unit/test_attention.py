@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -187,3 +190,26 @@ def test_blocks_of_long_rows_take_little_memory() -> None:
     """The mask of every token would be 1 TB."""
     blocks = window_blocks(2**20, 1024, torch.device("meta"))
     assert sum(x.numel() * x.element_size() for x in vars(blocks).values() if isinstance(x, torch.Tensor)) < 2**31
+
+
+def test_prompts_are_read_without_torchs_compiler() -> None:
+    """Importing it takes seconds. Without CUDA a stand-in is called where torch's kernel would be."""
+    program = """if True:
+        import sys, torch
+        from ascendchat.nn import flash_kernel
+
+        calls = []
+        flash_kernel._run = lambda *known: (calls.append(known[5:]), known[0])[1:] * 2
+        q = torch.zeros(1, 8, 2, 16)
+        with torch.no_grad():
+            flash_kernel.flash(q, q, q, None, 8, 4, 0.5)
+        assert calls == [(8, 8, 3, 0, 0.5)], calls
+        assert "torch._dynamo" not in sys.modules
+        try:
+            flash_kernel.flash(q.requires_grad_(), q, q, None, 8, 4, 0.5)
+        except (NotImplementedError, RuntimeError):
+            pass  # the operator, and no kernel of it for a CPU
+        assert len(calls) == 1
+    """
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=300)
