@@ -146,6 +146,17 @@ def test_an_event_recorded_again_on_a_faster_stream_still_holds_those_who_wait_f
     assert "result [10.0, 10.0, 10.0, 10.0]" in rank.output
 
 
+LATE = """import ctypes
+    acl, event, on = ctypes.CDLL("libascendcl.so"), ctypes.c_void_p(), lambda x: ctypes.c_void_p(x.npu_stream)
+    codes = [acl.aclrtCreateEvent(ctypes.byref(event)), acl.aclrtRecordEvent(event, on(a))]
+    print(*codes, acl.aclrtDestroyEvent(event), acl.aclrtStreamWaitEvent(on(b), event), acl.aclrtDestroyEvent(event))"""
+
+
+def test_a_wait_behind_the_end_of_its_event_waits(on_npu):  # torch_npu has a queue for each device, see event.cpp
+    (rank,) = on_npu(DELAYED.format(wait=LATE), CANNSIM_DELAY_US=20000, TASK_QUEUE_ENABLE=0)
+    assert "0 0 0 0 100000\nresult [10.0, 10.0, 10.0, 10.0]" in rank.output
+
+
 def test_tasks_run_after_their_launch(on_npu):
     on_npu(
         """

@@ -1,6 +1,7 @@
 // Events. A record is a task of its stream; a wait blocks the waiting stream (not the host) until
 // the latest record launched before the wait has run. An event never recorded does not block.
 #include <cmath>
+#include <deque>
 
 #include "internal.h"
 
@@ -19,6 +20,16 @@ aclError create(aclrtEvent* handle, uint32_t flags) {
   event->flags = flags;
   *handle = new EventPointer(event);
   return ACL_SUCCESS;
+}
+
+// torch_npu destroys an event in the queue of the device that records it and waits for it in the queue of another
+// device, in no order, so a wait may come behind the end: the last handles stay valid for waits that are on the way,
+// several queues of 4096 tasks.
+constexpr size_t kept_handles = 16384;
+std::mutex ended_mutex;
+std::deque<EventPointer*>& ended() {
+  static auto* all = new std::deque<EventPointer*>;  // never freed: threads of torch_npu outlive the end of main
+  return *all;
 }
 
 using RecordPointer = std::shared_ptr<cannsim::EventRecord>;
@@ -81,7 +92,20 @@ API aclError aclrtCreateEvent(aclrtEvent* event) {
 
 API aclError aclrtDestroyEvent(aclrtEvent event) {
   ENTER();
-  delete static_cast<EventPointer*>(event);
+  if (!event) return ACL_ERROR_INVALID_PARAM;
+  {
+    Event& ending = *event_of(event);
+    std::lock_guard lock(ending.mutex);
+    if (ending.ended) return ACL_ERROR_INVALID_PARAM;
+    ending.ended = true;
+    ending.capture.reset();  // a graph is not kept by an event that is gone
+  }
+  std::lock_guard lock(ended_mutex);
+  ended().push_back(static_cast<EventPointer*>(event));
+  if (ended().size() > kept_handles) {
+    delete ended().front();
+    ended().pop_front();
+  }
   return ACL_SUCCESS;
 }
 

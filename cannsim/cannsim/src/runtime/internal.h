@@ -168,6 +168,7 @@ struct Event {
   std::mutex mutex;
   std::shared_ptr<EventRecord> latest;  // null: never recorded
   uint32_t flags = 0;
+  bool ended = false;               // aclrtDestroyEvent was called; see there
   bool flag = false;                // of an external event: recorded and not reset
   std::condition_variable changed;  // of the flag
   std::shared_ptr<Graph> capture;  // recorded last on a stream that is being captured
