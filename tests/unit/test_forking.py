@@ -67,7 +67,7 @@ print("lost")
     result = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert "lost" not in result.stdout
     assert result.returncode == 1
-    assert "heard\n" in result.stderr  # of the rank, which has no folder, there is a traceback, too
+    assert "heard" in result.stderr  # of the rank, which has no folder, there is a traceback, too, perhaps in between
 
 
 class Told:
