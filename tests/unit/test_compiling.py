@@ -12,7 +12,6 @@ import torch
 
 from ascendchat.device.compiling import compiled, keep
 
-
 PROGRAM = """
 import torch
 from torch._dynamo.utils import counters
