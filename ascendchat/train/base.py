@@ -292,7 +292,7 @@ def run(config: BaseConfig) -> int:
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
             here.say(
                 f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "
-                "to validate worse (so --minutes stops there): more text helps"
+                "to validate worse (so --minutes stops there): more text helps, --dropout 0.1 may"
             )
         stage = BaseStage(learner, split, steps, text, config, core_tasks)
         return train_stage(
