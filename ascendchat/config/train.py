@@ -117,6 +117,8 @@ class BaseConfig(TrainConfig):
     "horizon in tokens per scaling parameter"
     weight_decay: float | None = option(None, least=0, most=1e3)
     "of the matrices, as of a run of depth 12 with its own batch and horizon; by default 0.28, at most 2 % per step"
+    dropout: float = option(0.0, least=0, most=0.9)
+    "share of what each layer adds that is dropped while learning; for a text that is read many times, 0.1"
     eval_tokens: int | None = option(None, least=1, most=1e15)
     "validation tokens of each corpus; by default the whole split up to ten million"
     core_metric_every: int = option(0, least=-1, most=1e9)

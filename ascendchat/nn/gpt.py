@@ -161,6 +161,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int, ops: Ops) -> None:
         super().__init__()
         self.shape, self.layer, self.ops, self.gate_range = shape, layer, ops, shape.constants.gate_range
+        self.dropout = 0.0
         group = shape.heads // shape.kv_heads  # query heads that share one key-value head
         self.qkv = nn.Parameter(torch.empty(group + 2, shape.kv_dim, shape.dim))
         self.shift = nn.Parameter(torch.empty(shape.q_dim + 2 * shape.kv_dim))  # share of the previous token
@@ -180,8 +181,12 @@ class Block(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         attended = self.attention(self.ops.rms_norm(x), value, rope, attend, shift, documents)
-        x, norm = self.ops.add_norm(x, attended)
-        return x + self.ops.mlp(norm, self.up, self.down)
+        x, norm = self.ops.add_norm(x, self.dropped(attended))
+        return x + self.dropped(self.ops.mlp(norm, self.up, self.down))
+
+    def dropped(self, y: Tensor) -> Tensor:
+        """What a layer adds to the stream, while it learns without a random share of its numbers."""
+        return F.dropout(y, self.dropout) if self.dropout and torch.is_grad_enabled() else y
 
     def attention(
         self,
@@ -219,7 +224,9 @@ class GPT(LanguageModel):
     softcap = SOFTCAP
     score = staticmethod(score)
 
-    def __init__(self, shape: Shape, ops: Ops | None = None, *, checkpoint_activations: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, ops: Ops | None = None, *, checkpoint_activations: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.shape: Shape = shape
         self.ops, self.scale = ops or PlainOps(), attention_scale(shape)
@@ -229,6 +236,8 @@ class GPT(LanguageModel):
             {str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers}
         )
         self.blocks = nn.ModuleList(Block(shape, i, self.ops) for i in range(shape.depth))
+        for block in self.blocks:
+            block.dropout = dropout
         self.head: nn.Parameter = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
         self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))
         self.residual = nn.Parameter(torch.empty(shape.depth))  # weight of the stream entering each layer

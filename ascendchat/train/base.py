@@ -55,6 +55,7 @@ EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
 EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
 USUAL_VOCAB = 32768  # ids of a tokenizer for the web
 MOST_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens of one (about)
+MOST_RANKS, MOST_STEPS = 2**14, 2**30  # that seeds of dropout tell apart
 PROMPTS = ("", "The capital of", "北京")
 
 
@@ -72,11 +73,14 @@ class BaseStage(RowStage):
     ) -> None:
         self.text, self.eval_tokens = text, config.eval_tokens
         self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
+        self.dropout = config.dropout
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
+        if self.dropout:  # what is dropped is a function of the step too: a run that goes on drops the same
+            self.learner.device.seed(((self.seed * MOST_RANKS + dist.world().rank) * MOST_STEPS + step) % 2**63)
         return super().micro_batches(step)
 
     def probe(self) -> MicroBatch:
@@ -288,7 +292,7 @@ def run(config: BaseConfig) -> int:
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
             here.say(
                 f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "
-                "to validate worse (so --minutes stops there): more text helps"
+                "to validate worse (so --minutes stops there): more text helps, --dropout 0.1 may"
             )
         stage = BaseStage(learner, split, steps, text, config, core_tasks)
         return train_stage(

@@ -1,0 +1,78 @@
+"""What is dropped while a model learns: only then, and the same again after a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ascendchat.cli import main
+from ascendchat.nn.attention import Reference
+from ascendchat.nn.gpt import GPT, dense
+from ascendchat.plan.shape import Shape
+
+SHAPE = Shape.from_depth(2, vocab=64, dim=32, head_dim=16, seq_len=16)
+
+
+def made(dropout: float, checkpointing: bool = False) -> GPT:
+    model = GPT(SHAPE, dropout=dropout, checkpoint_activations=checkpointing)
+    model.initialise(0)
+    with torch.no_grad():
+        for block in model.blocks:
+            for weight in (block.out, block.down):
+                weight.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def hidden(model: GPT, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return model(torch.arange(16).view(1, 16), dense(model, Reference()))
+
+
+def test_only_a_model_that_learns_drops() -> None:
+    plain, dropping = made(0.0), made(0.5)
+    assert not torch.equal(hidden(plain), hidden(dropping))
+    assert not torch.equal(hidden(dropping, 1), hidden(dropping, 2))
+    assert torch.equal(hidden(dropping, 1), hidden(dropping, 1))
+    with torch.no_grad():
+        assert torch.equal(hidden(plain), hidden(dropping))
+
+
+def test_what_is_computed_again_drops_the_same() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = made(0.3, checkpointing)
+        hidden(model).square().sum().backward()
+        gradients.append(model.blocks[0].up.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_drops_what_it_would_have_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    sizes = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 32 --total-batch-size 256 --device-batch-size 4 --steps 6"
+    told = [*sizes.split(), "--data", "toyworld", "--device-type", "cpu", "--eval-every", "-1", "--sample-every", "0"]
+
+    def losses(run: str) -> dict[int, float]:
+        rows = map(json.loads, (tmp_path / "runs" / run / "base" / "metrics.jsonl").read_text().splitlines())
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+    assert main(["base", *told, "--run", "whole", "--dropout", "0.2", "--save-every", "3"]) == 0
+    assert main(["base", *told, "--run", "plain"]) == 0
+    part = tmp_path / "runs" / "part" / "base"
+    part.parent.mkdir(parents=True)
+    (tmp_path / "runs" / "whole" / "base").rename(part)
+    whole = losses("part")
+    for name in ("step_000006", "latest", "best"):
+        path = part / name
+        if path.is_dir():
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+        elif path.exists():
+            path.write_text("step_000003")
+    assert main(["base", *told, "--run", "part", "--dropout", "0.2", "--save-every", "3"]) == 0
+    assert losses("part") == whole
+    assert losses("plain") != whole
