@@ -158,10 +158,10 @@ def rope_tables(length: int, head_dim: int, sin_sign: float = -1.0, base: float 
 class Block(nn.Module):
     """Attention and MLP of one layer. Every weight is a stack of equal matrices, which is how Muon updates them."""
 
-    def __init__(self, shape: Shape, layer: int, ops: Ops) -> None:
+    def __init__(self, shape: Shape, layer: int, ops: Ops, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.layer, self.ops, self.gate_range = shape, layer, ops, shape.constants.gate_range
-        self.dropout = 0.0
+        self.dropout = dropout
         group = shape.heads // shape.kv_heads  # query heads that share one key-value head
         self.qkv = nn.Parameter(torch.empty(group + 2, shape.kv_dim, shape.dim))
         self.shift = nn.Parameter(torch.empty(shape.q_dim + 2 * shape.kv_dim))  # share of the previous token
@@ -235,9 +235,7 @@ class GPT(LanguageModel):
         self.values = nn.ModuleDict(
             {str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers}
         )
-        self.blocks = nn.ModuleList(Block(shape, i, self.ops) for i in range(shape.depth))
-        for block in self.blocks:
-            block.dropout = dropout
+        self.blocks = nn.ModuleList(Block(shape, i, self.ops, dropout) for i in range(shape.depth))
         self.head: nn.Parameter = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
         self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))
         self.residual = nn.Parameter(torch.empty(shape.depth))  # weight of the stream entering each layer

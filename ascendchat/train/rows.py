@@ -201,8 +201,8 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
             "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
-    kept = {"checkpoint_activations": config.activation_checkpointing, "dropout": getattr(config, "dropout", 0.0)}
-    model = GPT(shape, operators(config, shape, here), **kept)
+    ops, dropout = operators(config, shape, here), getattr(config, "dropout", 0.0)
+    model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place
     learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
