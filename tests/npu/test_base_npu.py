@@ -161,7 +161,8 @@ def test_a_profile_of_an_npu_run_has_the_launches_and_says_what_is_missing(home:
 def test_what_is_dropped_on_an_npu_follows_from_the_step(home: Path) -> None:
     found = {}
     for name, share in (("drops", "0.2"), ("again", "0.2"), ("plain", "0")):
-        run(home, base(home, name, 4, "--device-type", "npu", "--dropout", share), npu=True)
+        told = base(home, name, 4, "--device-type", "npu", "--dropout", share)
+        run(home, [sys.executable, "-m", "ascendchat", *told], npu=True)
         found[name] = [row["loss"] for row in read_metrics(home / "runs" / name / "base") if "loss" in row]
     assert found["drops"] == found["again"]
     assert found["drops"][-1] != found["plain"][-1]
