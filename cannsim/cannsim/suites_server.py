@@ -45,7 +45,9 @@ class Reporter(unittest.TestResult):
 
     def startTest(self, test: Any) -> None:
         super().startTest(test)
-        self.tell("start", test)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.tell("start", test, str(os.fstat(2).st_size))  # where in the log it begins, before it prints anything
 
     def addSuccess(self, test: Any) -> None:
         self.tell("passed", test)
@@ -167,7 +169,7 @@ class File:
                 if event == "end":
                     self.ended = True
                 elif event == "start":
-                    self.running, self.offset = test, log.stat().st_size
+                    self.running, self.offset = test, int(text)
                 elif event == "failed":
                     printed = log.read_bytes()[self.offset :].decode(errors="replace")
                     failed = assertion or "AssertionError" in text  # of another process, too
