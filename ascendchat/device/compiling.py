@@ -10,6 +10,7 @@ import torch._functorch.config
 from ascendchat.config import home
 
 F = TypeVar("F")
+SETTING = "autograd_cache_allow_custom_autograd_functions"  # older versions of torch do not have it
 
 
 def keep(variable: str, part: str) -> None:
@@ -26,5 +27,6 @@ def compiled(fn: F, **options: Any) -> F:
     is part of the key. Depth 4 on a CPU, found again: 9 s instead of 24.
     """
     keep("TORCHINDUCTOR_CACHE_DIR", "torch")
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if hasattr(torch._functorch.config, SETTING):
+        setattr(torch._functorch.config, SETTING, True)
     return torch.compile(fn, **options)  # type: ignore[call-overload, no-any-return]

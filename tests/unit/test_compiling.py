@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ascendchat.device import compiling
 from ascendchat.device.compiling import compiled, keep
 
 PROGRAM = """
@@ -63,6 +64,15 @@ def test_nodes_that_share_a_home_do_not_share_a_cache(
     monkeypatch.delenv("SOME_CACHE")
     keep("SOME_CACHE", "part")
     assert os.environ.pop("SOME_CACHE", None) == (str(tmp_path / "compiled" / "part") if kept else None)
+
+
+def test_a_torch_without_the_setting_compiles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its module of settings refuses names that it does not have."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(AttributeError):
+        torch._functorch.config.no_such_setting = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(compiling, "SETTING", "no_such_setting")
+    assert callable(compiled(torch.sin))
 
 
 @pytest.mark.slow
