@@ -40,7 +40,7 @@ from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights, check_fit
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
-from ascendchat.infer.job import Job, PendingPass, read_some, together
+from ascendchat.infer.job import Crew, Job, PendingPass, allowed_next, together
 from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Prefixes, rounds
 from ascendchat.infer.reading import Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
@@ -104,6 +104,7 @@ class Engine:
         self.forgotten: list[Job] = []  # whose streams nobody holds any more
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
         self._group = 1  # requests that enter together at least, while others run
+        self._crew: Crew | None = None  # of the last step, if the next has the same
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Engine:
         allowed = np.isin(np.arange(self.vocab), sampling.allowed_tokens) if sampling.allowed_tokens else None
         matcher = grammars(self.tokenizer).matcher(sampling.grammar) if sampling.grammar else None
         job = Job(request, self.tokenizer, self.context, self.version, allowed, matcher)
-        if matcher is not None and not self._allowed([job]).any():
+        if matcher is not None and not allowed_next([job], self.tokenizer, self.vocab).any():
             raise ValueError("allowed_tokens has none with which the grammar can begin")
         return job
 
@@ -275,6 +276,16 @@ class Engine:
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
+        if (crew := self._crew or self._muster()) is None:
+            return False
+        self._dismiss()  # also who ended just now: a step must not write behind what its slot keeps
+        result = self.decoder.step(crew.rows, crew.longest, crew.mode)
+        self._await(crew.jobs, crew.slots, result, crew)
+        self._crew = crew if crew.stepped() else None
+        return True
+
+    def _muster(self) -> Crew | None:
+        """The rows of the next step, if there are any; results of tools are put in, grammars asked."""
         if any(job is not None and job.matcher is not None for job in self.running):
             self._collect(0)
         forced = {}
@@ -289,63 +300,45 @@ class Engine:
         if bound := [job for job in jobs if job.matcher is not None]:
             self._restrict(bound)
             jobs = [job for job in jobs if not job.done]
-        if not jobs:
-            return False
-        self._dismiss()  # also who ended just now: a step must not write behind what its slot keeps
-        longest = max(len(job.request.prompt) + job.launched for job in jobs)
-        result = self.decoder.step(max(job.slot for job in jobs) + 1, longest, together(jobs))
-        self._await(jobs, [job.slot for job in jobs], result)
-        return True
-
-    def _allowed(self, jobs: Sequence[Job]) -> np.ndarray:
-        """(jobs, V) bool: what each may choose next, by its grammar and its allowed_tokens."""
-        if any(job.matcher is not None for job in jobs):
-            left = [job.limit - len(job.completion.ids) for job in jobs]
-            allowed = grammars(self.tokenizer).allowed([job.matcher for job in jobs], left)
-        else:
-            allowed = np.ones((len(jobs), self.vocab), dtype=np.bool_)
-        for row, job in zip(allowed, jobs):
-            if job.allowed is not None:
-                row &= job.allowed
-        return allowed
+        return Crew(jobs) if jobs else None
 
     def _restrict(self, jobs: Sequence[Job]) -> None:
         """Tell the decoder what these rows must not choose next, in one copy. A row that can choose nothing is over."""
-        allowed = self._allowed(jobs)
+        allowed = allowed_next(jobs, self.tokenizer, self.vocab)
         for job, row in zip(jobs, allowed):
             if not row.any():
                 self._finish(job, "length")
         self.decoder.restrict([job.slot for job in jobs], ~allowed)
 
-    def _await(self, jobs: Sequence[Job], columns: Sequence[int], result: Tensor) -> None:
+    def _await(self, jobs: Sequence[Job], columns: Sequence[int], result: Tensor, crew: Crew | None = None) -> None:
         """Start the copy of a pass's result to the host; `_collect` will look at it."""
-        rows = [(job, job.launched, column) for job, column in zip(jobs, columns)]
-        for job in jobs:
-            if not job.launched:
+        numbers = [job.launched for job in jobs]
+        if crew is None:  # prompts, behind which these rows run with the others
+            self._crew = None
+            for job in jobs:
                 job.completion.version = self.version  # weights may have come while it waited
+        for job in jobs:
             job.launched += 1
-        self._pending.append(PendingPass(rows, self.device.fetch(result), self.version))
+        self._pending.append(PendingPass(jobs, numbers, columns, self.device.fetch(result), self.version, crew))
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
         while len(self._pending) > leave:
-            rows, fetched, version = self._pending.popleft()
-            read_some(rows)
-            result = fetched()  # waits for this pass, not for the one behind it
-            ids, logprobs, tops = result[0].long().tolist(), result[1].tolist(), result[2:].t().tolist()
-            for job, number, column in rows:
+            waited = self._pending.popleft()
+            crew = waited.crew if waited.crew is self._crew else None  # as it was
+            waited.read_some(crew is None)
+            result, version = waited.result(), waited.version  # waits for this pass, not for the one behind it
+            ids, logprobs = result[0].long().tolist(), result[1].tolist()
+            if crew is not None and crew.take(ids, logprobs, version):
+                continue
+            tops = result[2:].t().tolist()
+            for job, number, column in zip(waited.jobs, waited.numbers, waited.columns):
                 if job.done:
                     continue
                 if job.discard:
                     job.discard -= 1
-                    continue
-                token, answer = ids[column], job.completion
-                if job.plain and token not in job.watched and len(answer.ids) + 1 < job.limit:  # the usual case, fast
-                    answer.add(token, version)
-                    if job.request.sampling.logprobs:
-                        answer.logprobs.append(logprobs[column])
-                    continue
-                self._accept(job, token, logprobs[column], number, version, tops[column])
+                elif not job.add(ids[column], logprobs[column], version):
+                    self._accept(job, ids[column], logprobs[column], number, version, tops[column])
 
     # ---- what a token means --------------------------------------------------------------------
 
@@ -388,11 +381,12 @@ class Engine:
         if call:
             job.forced.extend([self.output[0], *self.tokenizer.encode(calculate(call)), self.output[1]])
             job.discard, job.force_from = len(job.forced), number + 2  # pass number + 1 has <|tool_end|> as its input
+            self._crew = None
 
     def _finish(self, job: Job, reason: Literal["stop", "length", "cancelled"]) -> None:
         job.finish(reason)
         if job.slot >= 0 and self.running[job.slot] is job:
-            self.running[job.slot] = None
+            self.running[job.slot] = self._crew = None
             self._left.append(job.slot)
             self.reading.leave(job)
             if job.launched:  # what was read and chosen stays, for prompts that begin with it

@@ -58,6 +58,8 @@ class TextStream:
         """Many at once, in as few pieces as there are spans."""
         pieces: list[Piece] = []
         start, ordinary = 0, len(self.tokens)
+        if tokens and max(tokens) < ordinary:
+            return self._add(self._decoder.decode(b"".join(map(self.tokens.__getitem__, tokens))))
         for at in [*(i for i, token in enumerate(tokens) if token >= ordinary), len(tokens)]:
             if start < at:
                 pieces += self._add(self._decoder.decode(b"".join([self.tokens[token] for token in tokens[start:at]])))
