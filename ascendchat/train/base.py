@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.train.dry_run import until_it_fits
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
@@ -216,17 +217,22 @@ def depth_for(config: BaseConfig, text: Text, chip: Chip) -> int:
     worth, if that is less. Small models on 4.8 M tokens, two passes each: the larger, the fewer bits per byte, up to
     14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
     vocab, whole = text.corpora[0][0].vocab_size, int(MOST_PASSES / passes(text.corpora, 1))
-    best = LEAST_DEPTH
-    for depth in range(LEAST_DEPTH + 1, MOST_DEPTH + 1):
-        shape = shape_of(config, vocab, depth)
+    best = 0
+    for depth in range(LEAST_DEPTH, MOST_DEPTH + 1):
+        try:
+            shape = shape_of(config, vocab, depth)
+        except UserError:  # --head-dim or --kv-heads are for other widths
+            continue
         needed = min(horizon_of(config, shape), whole)
         large = shape.total_parameters > MOST_PARAMETERS * whole / MOST_PASSES
         held = training(shape, chip, dist.world().size, 1, config.activation_checkpointing)
         fits = sum(held.values()) <= usable(chip)
-        if large or not fits or needed > expected_horizon(config, shape, chip):
+        if best and (large or not fits or needed > expected_horizon(config, shape, chip)):
             break
         best = depth
-    return best
+    agreed = torch.tensor([float(best or LEAST_DEPTH)], device=dist.place())
+    dist.all_reduce(agreed, "min")  # chips of several kinds
+    return int(agreed.item())
 
 
 def first_batch(learner: Learner, split: Split, text: Text, seed: int) -> MicroBatch:
@@ -238,8 +244,8 @@ def first_batch(learner: Learner, split: Split, text: Text, seed: int) -> MicroB
     return MicroBatch(inputs, targets, batch.lengths, split.total)
 
 
-def measured_horizon(learner: Learner, batch: MicroBatch, minutes: float) -> int:
-    """Tokens that fit in the time, from the speed of one micro-batch, again and again; alike on all ranks."""
+def measured_speed(learner: Learner, batch: MicroBatch) -> float:
+    """Tokens a second of this rank, over one micro-batch again and again."""
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
     learner.mean_over(tokens)
@@ -250,11 +256,29 @@ def measured_horizon(learner: Learner, batch: MicroBatch, minutes: float) -> int
         learner.device.synchronize()
         done = done + tokens if started else 0  # the first one compiles
         started = started or time.perf_counter()
-    pace = dist.metrics({"pace": done / (time.perf_counter() - started)})["pace"] * dist.world().size
-    return max(1, int(pace * minutes * 60 * KEPT_SPEED))
+    return done / (time.perf_counter() - started)
 
 
-def plan_run(config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint | None) -> tuple[Split, int]:
+def measured_horizon(config: BaseConfig, learner: Learner, text: Text, split: Split, say: Callable[[str], None]) -> int:
+    """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
+    tried, found = [split], [0.0]
+
+    def trial() -> None:
+        found.append(measured_speed(learner, first_batch(learner, tried[-1], text, config.seed)))
+
+    def smaller() -> bool:
+        less = tried[-1].smaller()
+        tried.append(less or split)
+        return less is not None
+
+    until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
+    pace = dist.metrics({"pace": found[-1]})["pace"] * dist.world().size
+    return max(1, int(pace * (config.minutes or 0.0) * 60 * KEPT_SPEED))
+
+
+def plan_run(
+    config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint | None, say: Callable[[str], None]
+) -> tuple[Split, int]:
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device
     tokens = horizon_of(config, shape)
@@ -267,8 +291,7 @@ def plan_run(config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint
     else:
         tokens, total = timed(expected_horizon(config, shape, device.chip), text.corpora, shape.seq_len)
         split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        batch = first_batch(learner, split, text, config.seed)
-        tokens, total = timed(measured_horizon(learner, batch, config.minutes), text.corpora, shape.seq_len)
+        tokens, total = timed(measured_horizon(config, learner, text, split, say), text.corpora, shape.seq_len)
     return steps_of(config, shape, device, tokens, total)
 
 
@@ -288,7 +311,7 @@ def run(config: BaseConfig) -> int:
         config = with_attend(replace(config, depth=depth), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
-        split, steps = plan_run(config, learner, text, saved)
+        split, steps = plan_run(config, learner, text, saved, here.say)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
             here.say(
                 f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "
@@ -347,10 +370,12 @@ def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
 
 def check_embedded(config: BaseConfig) -> None:
     """The embedded corpus is for tiny models: a longer run, unless it asks for it by name, is told how to get text."""
+    if config.minutes is not None:
+        return
     tokens = horizon_of(config, shape_of(config, EMBEDDED_VOCAB))
     if config.num_iterations is not None:
         tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len))
-    if config.minutes is not None or tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
+    if tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
         return
     shards = min(MOST_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
     raise UserError(
