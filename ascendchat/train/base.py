@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ascendchat import dist
@@ -56,7 +57,6 @@ EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
 EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
 USUAL_VOCAB = 32768  # ids of a tokenizer for the web
 MOST_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens of one (about)
-MOST_RANKS, MOST_STEPS = 2**14, 2**30  # that seeds of dropout tell apart
 PROMPTS = ("", "The capital of", "北京")
 
 
@@ -81,7 +81,7 @@ class BaseStage(RowStage):
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
         if self.dropout:  # what is dropped is a function of the step too: a run that goes on drops the same
-            self.learner.device.seed(((self.seed * MOST_RANKS + dist.world().rank) * MOST_STEPS + step) % 2**63)
+            self.learner.device.seed(mixed(self.seed, dist.world().rank, step))
         return super().micro_batches(step)
 
     def probe(self) -> MicroBatch:
@@ -130,6 +130,11 @@ class BaseStage(RowStage):
     def identity(self) -> dict[str, Any]:
         data = [[corpus.fingerprint, weight] for corpus, weight in self.text.corpora]
         return {"stage": "base", **super().identity(), "data": data}
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 63 bits for each list of numbers, different in the last 32 too, which is all that a CPU takes."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
 
 
 class Text(NamedTuple):
