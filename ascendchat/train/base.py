@@ -290,7 +290,7 @@ def plan_run(
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
-    if saved:
+    if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
