@@ -32,6 +32,7 @@ from ascendchat.dist.context import Context
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.load import settings_of
 from ascendchat.infer.request import Sampling
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
@@ -310,6 +311,12 @@ def run(config: BaseConfig) -> int:
         folder = run_folder(config.run or f"d{depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
         if config.depth is None and saved:
+            before = settings_of(saved).get("minutes")
+            if config.minutes not in (None, before) and not config.run:
+                raise UserError(
+                    f"depth {depth} was chosen, and {folder} holds another run, with --minutes {before}; name this one "
+                    "(--run NAME), or begin it there: --resume never"
+                )
             depth = saved.state["shape"]["depth"]
         elif config.depth is None and config.minutes is not None:
             here.say(f"--minutes {config.minutes:g}: depth {depth}, the most for which time and text are enough")

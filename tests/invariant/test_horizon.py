@@ -175,6 +175,17 @@ def test_a_depth_that_was_chosen_is_said_and_kept(words: Path, capsys: pytest.Ca
     assert "the most for which" not in capsys.readouterr().out
 
 
+def test_a_run_of_the_depth_that_was_chosen_is_not_taken_over(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the name d2 because nobody named it, and may have days to go."""
+    where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--max-seq-len", "32"]
+    assert main(["base", *where, "--depth", "2", "--steps", "2", "--total-batch-size", "32"]) == 0
+    assert main(["base", *where, "--minutes", "0.001"]) == 2
+    assert "holds another run, with --minutes None; name this one (--run NAME)" in capsys.readouterr().err
+    assert main(["base", *where, "--minutes", "0.001", "--resume", "never"]) == 0
+    assert main(["base", *where, "--minutes", "0.001"]) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
 def test_the_speed_is_measured_on_the_text(words: Path) -> None:
     corpus = Corpus.open(words)
     text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
