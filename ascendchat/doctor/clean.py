@@ -205,10 +205,11 @@ def stale_shared_memory(folder: Path, busy: set[str], now: float) -> list[Leftov
 
 
 def walk_files(folder: Path) -> Iterator[Path]:
-    """Files and folders below, never through links; a partial folder is one thing and not entered."""
+    """Files and folders below, never through links; a partial folder is one thing and not entered. What compilers keep
+    (device/compiling.py) is left alone: hundreds of locks that are theirs to take again."""
     for parent, names, files in os.walk(folder):
         partial = [n for n in names if PARTIAL.search(n)]
-        names[:] = [n for n in names if n not in partial]
+        names[:] = [n for n in names if n not in partial and Path(parent, n) != home() / "compiled"]
         yield from (Path(parent) / name for name in sorted(files + partial))
 
 

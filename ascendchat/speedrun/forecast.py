@@ -159,6 +159,8 @@ class Forecaster:
 
     def base(self, settings: Settings) -> Forecast:
         if settings.get("minutes"):
+            if self.model is None:
+                return Forecast(settings["minutes"] * 60, None, None, 0.0, "at most")
             found = self.trained(settings, self.recipe.tokens())
             return Forecast(settings["minutes"] * 60, found.memory, found.disk, 0.0, "at most")
         steps, total = settings.get("num_iterations"), settings.get("total_batch_size")

@@ -78,14 +78,14 @@ class Recipe:
         return next((settings for name, settings in self.stages if name == command), None)
 
     def shape(self) -> Shape | None:
-        """Of the model that `base` makes."""
+        """Of the model that `base` makes; None where it chooses the depth itself."""
         base = self.settings_of("base")
-        if base is None:
+        if base is None or (base.get("minutes") and not base.get("depth")):
             return None
         vocab = (self.settings_of("tokenizer train") or {}).get("vocab_size") or 32768
         own = {name: base[name] for name in SHAPE if base.get(name)}
         seq_len = base.get("max_seq_len", BaseConfig.max_seq_len)
-        return Shape.from_depth(base.get("depth", USUAL_DEPTH), vocab=vocab, seq_len=seq_len, **own)
+        return Shape.from_depth(base.get("depth") or USUAL_DEPTH, vocab=vocab, seq_len=seq_len, **own)
 
     def tokens(self) -> int:
         """Horizon of `base`; 0 without such a stage."""

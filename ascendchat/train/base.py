@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ascendchat import dist
@@ -31,6 +32,7 @@ from ascendchat.dist.context import Context
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.infer.generator import prompt_room
+from ascendchat.infer.load import settings_of
 from ascendchat.infer.request import Sampling
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
@@ -38,6 +40,7 @@ from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.train.dry_run import until_it_fits
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
@@ -55,7 +58,6 @@ EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
 EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
 USUAL_VOCAB = 32768  # ids of a tokenizer for the web
 MOST_SHARDS, SHARD_TOKENS = 6542, 55_000_000  # files of climbmix, and the tokens of one (about)
-MOST_RANKS, MOST_STEPS = 2**14, 2**30  # that seeds of dropout tell apart
 PROMPTS = ("", "The capital of", "北京")
 
 
@@ -80,7 +82,7 @@ class BaseStage(RowStage):
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
         if self.dropout:  # what is dropped is a function of the step too: a run that goes on drops the same
-            self.learner.device.seed(((self.seed * MOST_RANKS + dist.world().rank) * MOST_STEPS + step) % 2**63)
+            self.learner.device.seed(mixed(self.seed, dist.world().rank, step))
         return super().micro_batches(step)
 
     def probe(self) -> MicroBatch:
@@ -129,6 +131,11 @@ class BaseStage(RowStage):
     def identity(self) -> dict[str, Any]:
         data = [[corpus.fingerprint, weight] for corpus, weight in self.text.corpora]
         return {"stage": "base", **super().identity(), "data": data}
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 63 bits for each list of numbers, different in the last 32 too, which is all that a CPU takes."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
 
 
 class Text(NamedTuple):
@@ -216,17 +223,22 @@ def depth_for(config: BaseConfig, text: Text, chip: Chip) -> int:
     worth, if that is less. Small models on 4.8 M tokens, two passes each: the larger, the fewer bits per byte, up to
     14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
     vocab, whole = text.corpora[0][0].vocab_size, int(MOST_PASSES / passes(text.corpora, 1))
-    best = LEAST_DEPTH
-    for depth in range(LEAST_DEPTH + 1, MOST_DEPTH + 1):
-        shape = shape_of(config, vocab, depth)
+    best = 0
+    for depth in range(LEAST_DEPTH, MOST_DEPTH + 1):
+        try:
+            shape = shape_of(config, vocab, depth)
+        except UserError:  # --head-dim or --kv-heads are for other widths
+            continue
         needed = min(horizon_of(config, shape), whole)
         large = shape.total_parameters > MOST_PARAMETERS * whole / MOST_PASSES
         held = training(shape, chip, dist.world().size, 1, config.activation_checkpointing)
         fits = sum(held.values()) <= usable(chip)
-        if large or not fits or needed > expected_horizon(config, shape, chip):
+        if best and (large or not fits or needed > expected_horizon(config, shape, chip)):
             break
         best = depth
-    return best
+    agreed = torch.tensor([float(best or LEAST_DEPTH)], device=dist.place())
+    dist.all_reduce(agreed, "min")  # chips of several kinds
+    return int(agreed.item())
 
 
 def first_batch(learner: Learner, split: Split, text: Text, seed: int) -> MicroBatch:
@@ -238,8 +250,8 @@ def first_batch(learner: Learner, split: Split, text: Text, seed: int) -> MicroB
     return MicroBatch(inputs, targets, batch.lengths, split.total)
 
 
-def measured_horizon(learner: Learner, batch: MicroBatch, minutes: float) -> int:
-    """Tokens that fit in the time, from the speed of one micro-batch, again and again; alike on all ranks."""
+def measured_speed(learner: Learner, batch: MicroBatch) -> float:
+    """Tokens a second of this rank, over one micro-batch again and again."""
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
     learner.mean_over(tokens)
@@ -250,25 +262,42 @@ def measured_horizon(learner: Learner, batch: MicroBatch, minutes: float) -> int
         learner.device.synchronize()
         done = done + tokens if started else 0  # the first one compiles
         started = started or time.perf_counter()
-    pace = dist.metrics({"pace": done / (time.perf_counter() - started)})["pace"] * dist.world().size
-    return max(1, int(pace * minutes * 60 * KEPT_SPEED))
+    return done / (time.perf_counter() - started)
 
 
-def plan_run(config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint | None) -> tuple[Split, int]:
+def measured_horizon(config: BaseConfig, learner: Learner, text: Text, split: Split, say: Callable[[str], None]) -> int:
+    """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
+    tried, found = [split], [0.0]
+
+    def trial() -> None:
+        found.append(measured_speed(learner, first_batch(learner, tried[-1], text, config.seed)))
+
+    def smaller() -> bool:
+        less = tried[-1].smaller()
+        tried.append(less or split)
+        return less is not None
+
+    until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
+    pace = dist.metrics({"pace": found[-1]})["pace"] * dist.world().size
+    return max(1, int(pace * (config.minutes or 0.0) * 60 * KEPT_SPEED))
+
+
+def plan_run(
+    config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint | None, say: Callable[[str], None]
+) -> tuple[Split, int]:
     """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
     shape, device = learner.model.shape, learner.device
     tokens = horizon_of(config, shape)
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
-    if saved:
+    if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
         tokens, total = timed(expected_horizon(config, shape, device.chip), text.corpora, shape.seq_len)
         split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        batch = first_batch(learner, split, text, config.seed)
-        tokens, total = timed(measured_horizon(learner, batch, config.minutes), text.corpora, shape.seq_len)
+        tokens, total = timed(measured_horizon(config, learner, text, split, say), text.corpora, shape.seq_len)
     return steps_of(config, shape, device, tokens, total)
 
 
@@ -282,13 +311,19 @@ def run(config: BaseConfig) -> int:
         folder = run_folder(config.run or f"d{depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
         if config.depth is None and saved:
+            before = settings_of(saved).get("minutes")
+            if config.minutes not in (None, before) and not config.run:
+                raise UserError(
+                    f"depth {depth} was chosen, and {folder} holds another run, with --minutes {before}; name this one "
+                    "(--run NAME), or begin it there: --resume never"
+                )
             depth = saved.state["shape"]["depth"]
         elif config.depth is None and config.minutes is not None:
             here.say(f"--minutes {config.minutes:g}: depth {depth}, the most for which time and text are enough")
         config = with_attend(replace(config, depth=depth), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
-        split, steps = plan_run(config, learner, text, saved)
+        split, steps = plan_run(config, learner, text, saved, here.say)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
             here.say(
                 f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "
@@ -347,10 +382,12 @@ def _embedded_is_ready(corpus: Path, tokenizer: Path) -> bool:
 
 def check_embedded(config: BaseConfig) -> None:
     """The embedded corpus is for tiny models: a longer run, unless it asks for it by name, is told how to get text."""
+    if config.minutes is not None:
+        return
     tokens = horizon_of(config, shape_of(config, EMBEDDED_VOCAB))
     if config.num_iterations is not None:
         tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len))
-    if config.minutes is not None or tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
+    if tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
         return
     shards = min(MOST_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))
     raise UserError(

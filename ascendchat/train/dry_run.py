@@ -1,5 +1,5 @@
 """One micro-batch, forward and backward, before the first step, so that running out of memory shows now and not after
-an hour. `fit` (loop.py) calls it.
+an hour. `fit` (loop.py) calls it; what measures the speed before there is a stage (base.py) uses `until_it_fits`.
 
 On NPUs with TASK_QUEUE_ENABLE=2, which training uses, an operator whose workspace does not fit raises once; from then
 on torch_npu drops every operation without an error, and reads return what the memory held before. Nothing mends that
@@ -26,18 +26,35 @@ from ascendchat.train.stage import Stage
 
 def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
     """Take smaller device batches until one fits on all ranks."""
-    place = next(stage.model.parameters()).device
+
+    def trial() -> None:
+        stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
+        device.synchronize()
+
+    until_it_fits(trial, stage.smaller, stage.optimizer.zero_grad, stage.model, device, say)
+
+
+def until_it_fits(
+    trial: Callable[[], None],
+    smaller: Callable[[], bool],
+    clear: Callable[[], None],
+    model: torch.nn.Module,
+    device: Device,
+    say: Callable[[str], None],
+) -> None:
+    """`trial` again and again, with `smaller` batches, until it fits on all ranks; it calls no other rank. `clear`
+    frees the gradients."""
+    place = next(model.parameters()).device
     for _ in range(_agreed(int(os.environ.get(SMALLER, "0")), place)):  # what processes before this one have found
-        _shrink(stage, say)
+        _shrink(smaller, say)
     while True:
         short = False
         try:
-            stage.loss(stage.probe()).value.backward()  # type: ignore[no-untyped-call]
-            device.synchronize()
+            trial()
         except torch.OutOfMemoryError:
             short = True
         dead = not device.responds()
-        if dead or (short and _shared_out(stage)):
+        if dead or (short and _shared_out(model)):
             why = "the device does nothing any more" if dead else "the other devices wait for its share of the weights"
             dist.abandon()
             raise OutOfMemory(
@@ -45,18 +62,18 @@ def dry_run(stage: Stage, device: Device, say: Callable[[str], None]) -> None:
                 "again with a smaller batch by itself, without it give a smaller --device-batch-size"
             )
         short = bool(_agreed(int(short), place))
-        stage.optimizer.zero_grad()
+        clear()
         if not short:
             return
         gc.collect()
         device.release()
-        _shrink(stage, say)
+        _shrink(smaller, say)
 
 
-def _shared_out(stage: Stage) -> bool:
+def _shared_out(model: torch.nn.Module) -> bool:
     """Whether other ranks hold parts of the weights. Such parameters are DTensors, which are told by what they have,
     since importing that class takes a second."""
-    return any(hasattr(parameter, "device_mesh") for parameter in stage.model.parameters())
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def _agreed(number: int, place: torch.device) -> int:
@@ -66,7 +83,7 @@ def _agreed(number: int, place: torch.device) -> int:
     return int(flag.item())
 
 
-def _shrink(stage: Stage, say: Callable[[str], None]) -> None:
-    if not stage.smaller():
+def _shrink(smaller: Callable[[], bool], say: Callable[[str], None]) -> None:
+    if not smaller():
         raise UserError("one row per device does not fit in memory; `ascendchat plan` shows what would")
     say("out of memory in the dry run: trying the next smaller device batch with the same total")

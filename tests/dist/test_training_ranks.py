@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from ranks import Host, run_ranks
 
 from ascendchat import dist
 from ascendchat.checkpoint import Writer, newest
+from ascendchat.chips import find
+from ascendchat.config.train import BaseConfig
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT, dense
@@ -20,6 +25,7 @@ from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.plan.shape import Shape
+from ascendchat.train.base import depth_for
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
@@ -68,6 +74,22 @@ def rank_main(rank: int, *arguments: object) -> Trained:
         return train(*arguments)  # type: ignore[arg-type]
     finally:
         dist.teardown()
+
+
+def chosen_depth(rank: int) -> int:
+    """With --minutes, where the second rank has a chip with less memory."""
+    dist.init(Host())
+    chip, corpus = find("H200"), SimpleNamespace(vocab_size=16384, tokens=10**10)
+    text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
+    try:
+        return depth_for(BaseConfig(minutes=1000), text, replace(chip, memory=chip.memory // (1 + 7 * rank)))
+    finally:
+        dist.teardown()
+
+
+def test_ranks_with_different_chips_choose_one_depth() -> None:
+    first, second = run_ranks(chosen_depth, 2)
+    assert first == second
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,37 @@ def test_minutes_choose_the_depth(words: Path) -> None:
     assert depths(words, [0.001], this_cpu(), little) == [base.LEAST_DEPTH]
 
 
+def test_depths_that_other_flags_do_not_allow_are_passed_over(words: Path) -> None:
+    """Depth 5 has 3 heads of 128, which two key-value heads cannot divide among them; depth 2 has one."""
+    h200 = find("H200")
+    (found,) = depths(words, [10], h200, 10**10, kv_heads=2)
+    assert found > 5
+    assert base.shape_of(BaseConfig(kv_heads=2), 16384, found).kv_heads == 2
+    assert depths(words, [0.001], this_cpu(), 10**10, kv_heads=2) == [3]
+    assert depths(words, [0.001], this_cpu(), 10**10, head_dim=96) == [5]
+    base.check_embedded(BaseConfig(minutes=1, head_dim=96))  # which the usual depth does not allow
+
+
+def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def speed(learner: Any, batch: Any) -> float:
+        tried.append(len(batch.inputs))
+        if tried[-1] > 2:
+            raise torch.OutOfMemoryError
+        return 100.0
+
+    monkeypatch.setattr(base, "measured_speed", speed)
+    device: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
+    learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
+    text: Any = SimpleNamespace(corpora=[(Corpus.open(words), 1.0)])
+    split, said = Split(1, 8, 1, 32), list[str]()
+    tokens = base.measured_horizon(BaseConfig(minutes=0.5), learner, text, split, said.append)
+    assert tried == [8, 4, 2]
+    assert tokens == int(100 * 30 * base.KEPT_SPEED)
+    assert len(said) == 2
+
+
 @pytest.mark.slow
 def test_a_depth_that_was_chosen_is_said_and_kept(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--max-seq-len", "32"]
@@ -142,6 +173,17 @@ def test_a_depth_that_was_chosen_is_said_and_kept(words: Path, capsys: pytest.Ca
     assert (words.parent / "runs" / "d2" / "base" / "latest").is_file()
     assert main(["base", *where, "--minutes", "1000", "--run", "d2"]) == 0  # whatever the time would allow now
     assert "the most for which" not in capsys.readouterr().out
+
+
+def test_a_run_of_the_depth_that_was_chosen_is_not_taken_over(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the name d2 because nobody named it, and may have days to go."""
+    where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--max-seq-len", "32"]
+    assert main(["base", *where, "--depth", "2", "--steps", "2", "--total-batch-size", "32"]) == 0
+    assert main(["base", *where, "--minutes", "0.001"]) == 2
+    assert "holds another run, with --minutes None; name this one (--run NAME)" in capsys.readouterr().err
+    assert main(["base", *where, "--minutes", "0.001", "--resume", "never"]) == 0
+    assert main(["base", *where, "--minutes", "0.001"]) == 0
+    assert "is finished" in capsys.readouterr().out
 
 
 def test_the_speed_is_measured_on_the_text(words: Path) -> None:

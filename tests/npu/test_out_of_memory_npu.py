@@ -51,12 +51,12 @@ def test_a_workspace_that_does_not_fit_kills_the_queue_in_mode_2_only(
     assert ("sum 4096.0" in rank.output) == alive
 
 
-def launch(home: Path, name: str, *, factor: int, devices: int = 1) -> tuple[int, str]:
+def launch(home: Path, name: str, *more: str, factor: int, devices: int = 1) -> tuple[int, str]:
     """base with 8 rows, where the gradient of a norm wants `factor` times its arguments as workspace."""
     environment = cannsim.environment(devices=devices, memory_gb=0.25, state=str(home / f"state-{name}"))
     environment |= {"ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"CANNSIM_WORKSPACE": f"aclnnRmsNormGrad:{factor}x", "HCCL_BUFFSIZE": "1"}
-    command = base(home, name, 2, "--device-type=npu", f"--device-batch-size={8 // devices}")
+    command = base(home, name, 2, "--device-type=npu", f"--device-batch-size={8 // devices}", *more)
     started = ["launch", f"--devices={devices}", "--max-restarts=0", *command]
     result = run(
         [sys.executable, "-m", "ascendchat", *started],
@@ -77,3 +77,11 @@ def test_a_dead_queue_is_started_again_with_the_next_smaller_batch(home: Path) -
     assert "trying the next smaller device batch with the same total" in output
     assert output.count("trying the next smaller") == 1, "once: the process before had found that 8 rows do not fit"
     assert len([row for row in read_metrics(home / "runs" / "smaller" / "base") if "loss" in row]) == 2
+
+
+@pytest.mark.slow
+def test_so_is_one_that_died_while_the_speed_was_measured(home: Path) -> None:
+    status, output = launch(home, "timed", "--minutes=1", factor=1000)
+    assert status == 0, output
+    assert "starting again with the next smaller device batch" in output
+    assert len([row for row in read_metrics(home / "runs" / "timed" / "base") if "loss" in row]) == 2

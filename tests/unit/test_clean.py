@@ -352,6 +352,14 @@ def test_lock_that_is_held_is_kept_and_one_that_nobody_holds_goes(dead_pid: int,
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ours did not take it
 
 
+def test_what_compilers_keep_is_left_alone() -> None:
+    for folder in ("compiled/torch/locks", "data/locks"):
+        (home() / folder).mkdir(parents=True)
+        (home() / folder / "kernel.lock").write_text("")
+        old(home() / folder / "kernel.lock", 5)
+    assert [item.path for item in clean.find_leftovers()] == [str(home() / "data/locks/kernel.lock")]
+
+
 def test_json_lists_sizes_and_frees_nothing_even_with_yes(nvidia_smi, start, cli) -> None:
     child = start()
     nvidia_smi([(child.pid, name_of(child))])

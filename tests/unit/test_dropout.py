@@ -12,6 +12,7 @@ from ascendchat.cli import main
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.plan.shape import Shape
+from ascendchat.train.base import mixed
 
 SHAPE = Shape.from_depth(2, vocab=64, dim=32, head_dim=16, seq_len=16)
 
@@ -47,6 +48,17 @@ def test_what_is_computed_again_drops_the_same() -> None:
         hidden(model).square().sum().backward()
         gradients.append(model.blocks[0].up.grad)
     assert torch.equal(*gradients)
+
+
+def test_every_seed_rank_and_step_drops_something_else() -> None:
+    """On a CPU too, whose generator takes 32 bits of a seed."""
+    places = [(seed, rank, step) for seed in (0, 7, 10**18) for rank in (0, 1, 4, 8) for step in (0, 1, 2**30 - 1)]
+    found = set()
+    for place in places:
+        torch.manual_seed(mixed(*place))
+        found.add(tuple(torch.rand(4).tolist()))
+    assert len(found) == len(places)
+    assert mixed(3, 2, 1) == mixed(3, 2, 1)
 
 
 @pytest.mark.slow

@@ -254,6 +254,15 @@ def test_stages_and_windows_are_taken_as_named(made: dict[str, Path], tmp_path: 
 
 
 @pytest.mark.slow
+def test_pretraining_does_not_go_on_from_it(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "nanochat", str(made["2025-10"]), "--run", "theirs"]) == 0
+    asked = ["base", "--run", "theirs", "--data", "toyworld", "--device-type", "cpu", "--max-seq-len", "16"]
+    for horizon in (["--minutes", "0.01"], ["--steps", "1"]):
+        assert main([*asked, *horizon]) == 2
+        assert "or --resume never" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("era", ["2025-10", "2026-03-14"])
 def test_sft_goes_on_from_it_and_chat_answers(
     era: str, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

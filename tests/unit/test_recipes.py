@@ -24,7 +24,7 @@ from ascendchat.plan.goals import train_plan
 from ascendchat.plan.show import span
 from ascendchat.record import run_folder
 from ascendchat.speedrun.forecast import forecasts
-from ascendchat.speedrun.recipe import recipe_files
+from ascendchat.speedrun.recipe import Recipe, recipe_files
 from ascendchat.speedrun.screen import Screen, seconds_left
 
 WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d12-h200-1 zh-d20-910b-8
@@ -92,6 +92,15 @@ def test_a_plan_agrees_with_the_planner() -> None:
     plan = train_plan(PlanConfig(depth=20, devices=8), chip)
     assert base.seconds == pytest.approx(plan["time"]["hours"] * 3600)
     assert base.memory == plan["memory"]["total"]
+
+
+def test_a_model_whose_depth_is_not_chosen_yet_is_not_said_to_be_too_large() -> None:
+    """The usual depth of `base` needs 20 GiB; with `minutes` alone it takes one that fits."""
+    recipe = Recipe("", (("base", {"minutes": 5}), ("sft", {"data": ["toyworld"]}), ("serve", {})))
+    base, *_ = forecasts(recipe, find("T4"), "")
+    assert (base.seconds, base.memory, base.disk) == (300, None, None)
+    named = Recipe("", (("base", {"minutes": 5, "depth": 4}),))
+    assert forecasts(named, find("T4"), "")[0].memory
 
 
 def test_as_much_text_is_fetched_as_the_depth_needs() -> None:
