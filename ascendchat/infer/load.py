@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
 from ascendchat.config import UserError, home, load_yaml
 from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
@@ -114,7 +116,9 @@ def _ours(saved: Checkpoint | HFSource, here: Context, config: ModelConfig | Eva
         raise UserError(f"{saved.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(saved.state["shape"])
     text = open_tokenizer(tokenizer_folder(config.tokenizer, saved), saved, shape)
-    model = GPT(shape, device.operators())
+    operators = device.operators()
+    with torch.device("meta"):  # no memory yet: weights go from the file to their place, without a copy in between
+        model = GPT(shape, operators).requires_grad_(False).eval().to_compute(device.dtype)
     weights = saved.model() if isinstance(saved, Checkpoint) else exported_weights(saved.model)
     expected = dict(model.state_dict())
     odd = sorted(set(weights) ^ set(expected))
@@ -129,8 +133,8 @@ def _ours(saved: Checkpoint | HFSource, here: Context, config: ModelConfig | Eva
         raise UserError(
             f"{saved.folder}: the weight {wrong[0]} does not fit its own state.json; name another --checkpoint"
         )
-    model.load_state_dict(weights)
-    model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
+    placed = {name: weights[name].to(here.place, tensor.dtype, copy=True) for name, tensor in expected.items()}
+    model.load_state_dict(placed, assign=True)
     kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention, decodes=True)
     settings = settings_of(saved) if isinstance(saved, Checkpoint) else {}
     return Opened(model, kernel, text, saved, settings, why, here)

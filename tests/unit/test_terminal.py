@@ -34,14 +34,21 @@ SPECIAL = make.tokenizer().specials
 ENDLESS = make.script([SPECIAL["<|assistant_start|>"], ord("a"), ord("b"), ord("a")])
 
 
-def save(run: str = "tiny", stage: str = "sft", follows: dict[int, int] | None = None, seq_len: int = 256) -> Path:
+def save(
+    run: str = "tiny",
+    stage: str = "sft",
+    follows: dict[int, int] | None = None,
+    seq_len: int = 256,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A run whose model follows a script, and the tokenizer it was trained with."""
     if follows is None:
         follows = make.calculator_script()[0]
     model = make.scripted(follows, seq_len)
     state = {"stage": stage, "shape": model.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
     writer = Writer(run_folder(run, stage))
-    writer.save(1, model=dict(model.state_dict()), shards={}, state=state)
+    weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    writer.save(1, model=weights, shards={}, state=state)
     writer.wait()
     make.tokenizer().save(home() / "tokenizer")
     return run_folder(run, stage) / "step_000001"
@@ -125,6 +132,20 @@ def test_a_base_model_continues_the_text_with_a_notice(
 def opened(**names: str) -> Opened:
     device, config = pick("cpu"), ChatConfig(**names)  # type: ignore[arg-type]
     return open_model(Context(device, World(), device.bind(0), lambda text: None), config, config.stage)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_take_the_compute_dtype_and_do_not_follow_the_file(dtype: torch.dtype) -> None:
+    """Who writes over the file of a model that is in use does not change its answers."""
+    file = save(dtype=dtype) / "model.safetensors"
+    wanted = make.scripted(make.calculator_script()[0], 256).state_dict()
+    model = opened().model
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert not parameter.requires_grad
+        assert torch.equal(parameter, wanted[name].to(dtype).float()), name
 
 
 def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
