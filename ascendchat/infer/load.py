@@ -25,6 +25,7 @@ from ascendchat.config.infer import ModelConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
+from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
 from ascendchat.hf.folder import OpenedFolder, is_ours
 from ascendchat.hf.folder import find as find_hf
@@ -90,6 +91,8 @@ class Opened:
         """An engine for `slots` rows of up to `context` tokens, by default as many as in training."""
         device, context = self.here.device, context or self.model.shape.seq_len
         place = self.here.place
+        if device.type == "cpu" and device.dtype == torch.float32:
+            prefer_plain_products()
         return Engine(
             self.model, self.kernel, self.tokenizer, device, place, slots=slots, context=context, compiled=compiled
         )
