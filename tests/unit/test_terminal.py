@@ -134,6 +134,28 @@ def opened(**names: str) -> Opened:
     return open_model(Context(device, World(), device.bind(0), lambda text: None), config, config.stage)
 
 
+UNNEEDED = "torch._dynamo", "torch._inductor", "transformers", "ascendchat.data.fetch"
+
+
+def test_an_answer_needs_no_compiler_and_no_other_library() -> None:
+    save()
+    code = f"import sys; from ascendchat import cli; cli.main(); print([m for m in {UNNEEDED} if m in sys.modules])"
+    command = [sys.executable, "-c", code, "chat", "--device-type", "cpu", "-t", "0", "-p", "What is 17 + 25?"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "你好!\n[]\n"
+
+
+def test_an_engine_on_arm_multiplies_few_rows_without_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    save()
+    before = torch.backends.mkldnn.set_flags(_enabled=True)
+    try:
+        opened().engine(1)
+        assert not torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.set_flags(*before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_take_the_compute_dtype_and_do_not_follow_the_file(dtype: torch.dtype) -> None:
     """Who writes over the file of a model that is in use does not change its answers."""
