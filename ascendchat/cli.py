@@ -146,8 +146,12 @@ def _main(argv: list[str]) -> int:
 def _computing(config: Any, function: str) -> Any:
     """Commands that import torch first get the environment of their device."""
     from ascendchat.device.env import announce, prepare_environment
+    from ascendchat.record.saved import read_ahead
 
     announce(prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates))
+    opens = hasattr(config, "checkpoint") and function != "serve.command:run"  # whose workers open the model
+    if opens and os.environ.get("RANK", "0") == "0":
+        read_ahead(config.run, getattr(config, "stage", "base"), config.checkpoint)
     return _load_with_torch(function)
 
 

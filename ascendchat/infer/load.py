@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
+from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home, load_yaml
 from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
 from ascendchat.config.infer import ModelConfig
@@ -46,6 +46,7 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.nn.model import LanguageModel
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.record.saved import NAME, named_folder
 
 
 @dataclass(frozen=True)
@@ -155,42 +156,16 @@ def _opened(
 
 def find_checkpoint(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that was named; else the newest of the run and stage; else of whatever was written last."""
-    if checkpoint:
-        folder = Path(checkpoint)
-        if NAME.fullmatch(folder.name):
-            try:
-                return verify(folder, optimizer=False)
-            except Damaged as damage:
-                raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
-    else:
-        run = run or last_run(stage)
-        folder = run_folder(run, stage or last_stage(run))
+    folder = named_folder(run, stage, checkpoint)
+    if checkpoint and NAME.fullmatch(folder.name):
+        try:
+            return verify(folder, optimizer=False)
+        except Damaged as damage:
+            raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
     saved = newest(folder, optimizer=False, say=say)
     if saved is None:
         raise UserError(f"no checkpoint in {folder}; train one first, or name another: --run, --stage or --checkpoint")
     return saved
-
-
-def last_run(stage: str | None = None) -> str:
-    """The run that saved a checkpoint last."""
-    saved = sorted((home() / "runs").glob(f"*/{stage or '*'}/latest"), key=lambda path: path.stat().st_mtime)
-    saved = [path for path in saved if path.parent.name in STAGES]
-    if not saved:
-        raise UserError(
-            f"no {f'{stage} model' if stage else 'model'} in {home() / 'runs'}; "
-            "make one: ascendchat speedrun --recipe tiny-cpu"
-        )
-    return saved[-1].parent.parent.name
-
-
-def last_stage(run: str) -> str:
-    """The latest stage of a run that has a checkpoint."""
-    there = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
-    if not there:
-        saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
-        known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
-        raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
-    return there[-1]
 
 
 def settings_of(saved: Checkpoint) -> dict[str, Any]:

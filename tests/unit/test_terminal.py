@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import engine_models as make
 import pytest
 import torch
 
+from ascendchat import cli, files
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.infer import ChatConfig
@@ -143,6 +145,30 @@ def test_an_answer_needs_no_compiler_and_no_other_library() -> None:
     command = [sys.executable, "-c", code, "chat", "--device-type", "cpu", "-t", "0", "-p", "What is 17 + 25?"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "你好!\n[]\n"
+
+
+@pytest.mark.parametrize("named", ["run", "stage", "checkpoint"])
+def test_the_weights_are_read_for_their_checksum_once_while_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    folder, read, plain = save(), list[tuple[str, bool]](), files._sha256
+    monkeypatch.setattr(
+        files, "_sha256", lambda path: read.append((path.name, current_thread() is main_thread())) or plain(path)
+    )
+    monkeypatch.setattr(cli, "_load_with_torch", lambda function: read.append((function, True)) or terminal.run)
+    flags = {"run": ["--run", "tiny"], "stage": [], "checkpoint": ["--checkpoint", str(folder)]}[named]
+    command = ["chat", "--device-type", "cpu", "-t", "0", "-p", "What is 17 + 25?", *flags]
+    assert cli.main(command) == 0
+    wanted = [("model.safetensors", False), ("serve.terminal:run", True), ("state.json", True)]
+    assert sorted(read) == sorted(wanted)
+    assert capsys.readouterr().out == "你好!\n"
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert cli.main(command) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "model.safetensors does not match its checksum" in found.err
 
 
 def test_an_engine_on_arm_multiplies_few_rows_without_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
