@@ -34,10 +34,10 @@ from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.launch.rank import ended
 from ascendchat.nn.optim import Shard
 from ascendchat.record.earlier import begun_by_this_launch, earlier
+from ascendchat.record.saved import checkpoints
 
 WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
-NAME = re.compile(r"step_(\d{6,})")
 
 
 class Damaged(Exception):
@@ -213,13 +213,6 @@ class Writer:
             if path not in self._stuck:
                 self.say(f"{gone if gone.exists() else path} could not be deleted ({error.strerror}); training goes on")
             self._stuck.add(path)
-
-
-def checkpoints(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(m[1]) for path in folder.iterdir() if (m := NAME.fullmatch(path.name)))
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,45 @@ def usual_mode(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Checksum of a file, read in pieces (hashing leaves the interpreter free, so threads run in parallel)."""
+    """Checksum of a file: the one that was begun, unless the file has changed since."""
+    begun = _begun.pop(path, None)
+    if begun is not None:
+        begun.join()
+        if begun.digest and begun.file == _identity(path):
+            return begun.digest
+    return _sha256(path)
+
+
+def begin_sha256(path: Path) -> None:
+    """Let a thread begin the checksum that `sha256` will be asked for."""
+    _begun[path] = _Begun(path)
+    _begun[path].start()
+
+
+def _sha256(path: Path) -> str:
+    """Read in pieces (hashing leaves the interpreter free, so threads run in parallel)."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while piece := stream.read(4 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    facts = path.stat()
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+class _Begun(threading.Thread):
+    """A checksum under way; `file` is what the file was when it began."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(daemon=True)  # a command that ends does not wait for it
+        self.path, self.file, self.digest = path, _identity(path), ""
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):  # who asks for it reads the file again, and says what is wrong
+            self.digest = _sha256(self.path)
+
+
+_begun: dict[Path, _Begun] = {}

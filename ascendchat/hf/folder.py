@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError
 
 from ascendchat.config import UserError
-from ascendchat.data.fetch import folder_of
 from ascendchat.hf import library
 from ascendchat.hf.model import ATTENTION, CausalLM, check, register
 from ascendchat.hf.tokenizer import HFTokenizer
@@ -87,6 +86,8 @@ def find(named: str | Path) -> Folder | None:
         hub = HUB_ID.fullmatch(str(named))
         if not hub or path.exists():
             return None
+        from ascendchat.data.fetch import folder_of  # reads its table of sets: 0.1 s that other models do not wait for
+
         path = folder_of(f"models/{hub['id']}")
         if not path.is_dir():
             raise UserError(

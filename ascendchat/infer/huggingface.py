@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ascendchat.checkpoint import NAME as STEP
 from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config import UserError
 from ascendchat.files import write_atomic
 from ascendchat.hf.folder import Folder, OpenedFolder, at, empty_model, find, load_tokenizer, open_folder, read_json
 from ascendchat.hf.lora import load_adapter, merge
+from ascendchat.record.saved import NAME as STEP
 
 BESIDE = "huggingface"  # folder beside the checkpoints: config.json, tokenizer, chat template
 BASE = "base.json"  # in it, with adapters: the path and the fingerprint of the model that they are for

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ascendchat.checkpoint import NAME, Checkpoint, Damaged, checkpoints, newest, verify
+import torch
+
+from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home, load_yaml
 from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
 from ascendchat.config.infer import ModelConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
+from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
 from ascendchat.hf.folder import OpenedFolder, is_ours
 from ascendchat.hf.folder import find as find_hf
@@ -43,6 +46,7 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.nn.model import LanguageModel
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
+from ascendchat.record.saved import NAME, named_folder
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class Opened:
         """An engine for `slots` rows of up to `context` tokens, by default as many as in training."""
         device, context = self.here.device, context or self.model.shape.seq_len
         place = self.here.place
+        if device.type == "cpu" and device.dtype == torch.float32:
+            prefer_plain_products()
         return Engine(
             self.model, self.kernel, self.tokenizer, device, place, slots=slots, context=context, compiled=compiled
         )
@@ -114,7 +120,9 @@ def _ours(saved: Checkpoint | HFSource, here: Context, config: ModelConfig | Eva
         raise UserError(f"{saved.folder / 'state.json'} names no model shape; name another --checkpoint")
     shape = Shape.from_dict(saved.state["shape"])
     text = open_tokenizer(tokenizer_folder(config.tokenizer, saved), saved, shape)
-    model = GPT(shape, device.operators())
+    operators = device.operators()
+    with torch.device("meta"):  # no memory yet: weights go from the file to their place, without a copy in between
+        model = GPT(shape, operators).requires_grad_(False).eval().to_compute(device.dtype)
     weights = saved.model() if isinstance(saved, Checkpoint) else exported_weights(saved.model)
     expected = dict(model.state_dict())
     odd = sorted(set(weights) ^ set(expected))
@@ -129,8 +137,8 @@ def _ours(saved: Checkpoint | HFSource, here: Context, config: ModelConfig | Eva
         raise UserError(
             f"{saved.folder}: the weight {wrong[0]} does not fit its own state.json; name another --checkpoint"
         )
-    model.load_state_dict(weights)
-    model = model.requires_grad_(False).eval().to_compute(device.dtype).to(here.place)
+    placed = {name: weights[name].to(here.place, tensor.dtype, copy=True) for name, tensor in expected.items()}
+    model.load_state_dict(placed, assign=True)
     kernel, why = choose(device.type, device.dtype, shape.head_dim, config.attention, decodes=True)
     settings = settings_of(saved) if isinstance(saved, Checkpoint) else {}
     return Opened(model, kernel, text, saved, settings, why, here)
@@ -148,42 +156,16 @@ def _opened(
 
 def find_checkpoint(run: str, stage: str | None, checkpoint: str, say: Callable[[str], None]) -> Checkpoint:
     """The checkpoint that was named; else the newest of the run and stage; else of whatever was written last."""
-    if checkpoint:
-        folder = Path(checkpoint)
-        if NAME.fullmatch(folder.name):
-            try:
-                return verify(folder, optimizer=False)
-            except Damaged as damage:
-                raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
-    else:
-        run = run or last_run(stage)
-        folder = run_folder(run, stage or last_stage(run))
+    folder = named_folder(run, stage, checkpoint)
+    if checkpoint and NAME.fullmatch(folder.name):
+        try:
+            return verify(folder, optimizer=False)
+        except Damaged as damage:
+            raise UserError(f"{damage}; name another checkpoint: --checkpoint {folder.parent}") from None
     saved = newest(folder, optimizer=False, say=say)
     if saved is None:
         raise UserError(f"no checkpoint in {folder}; train one first, or name another: --run, --stage or --checkpoint")
     return saved
-
-
-def last_run(stage: str | None = None) -> str:
-    """The run that saved a checkpoint last."""
-    saved = sorted((home() / "runs").glob(f"*/{stage or '*'}/latest"), key=lambda path: path.stat().st_mtime)
-    saved = [path for path in saved if path.parent.name in STAGES]
-    if not saved:
-        raise UserError(
-            f"no {f'{stage} model' if stage else 'model'} in {home() / 'runs'}; "
-            "make one: ascendchat speedrun --recipe tiny-cpu"
-        )
-    return saved[-1].parent.parent.name
-
-
-def last_stage(run: str) -> str:
-    """The latest stage of a run that has a checkpoint."""
-    there = [stage for stage in STAGES if checkpoints(run_folder(run, stage))]
-    if not there:
-        saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
-        known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
-        raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
-    return there[-1]
 
 
 def settings_of(saved: Checkpoint) -> dict[str, Any]:

@@ -217,6 +217,11 @@ class Block(nn.Module):
         return self.ops.linear(y.flatten(-2), self.out)
 
 
+def table(rows: int, width: int) -> nn.Embedding:
+    """A table not filled yet, as all weights here: torch's own draw took two seconds at depth 12."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class GPT(LanguageModel):
     """Our own model; its methods are explained in model.py."""
 
@@ -231,10 +236,8 @@ class GPT(LanguageModel):
         self.shape: Shape = shape
         self.ops, self.scale = ops or PlainOps(), attention_scale(shape)
         self.checkpoint_activations = checkpoint_activations
-        self.embed = nn.Embedding(shape.padded_vocab, shape.dim)
-        self.values = nn.ModuleDict(
-            {str(i): nn.Embedding(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers}
-        )
+        self.embed = table(shape.padded_vocab, shape.dim)
+        self.values = nn.ModuleDict({str(i): table(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers})
         self.blocks = nn.ModuleList(Block(shape, i, self.ops, dropout) for i in range(shape.depth))
         self.head: nn.Parameter = nn.Parameter(torch.empty(shape.padded_vocab, shape.dim))
         self.smear_gate = nn.Parameter(torch.empty(1, min(SMEAR_GATE_CHANNELS, shape.dim)))

@@ -27,7 +27,6 @@ from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.device import describe, pick
-from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
 from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
@@ -124,8 +123,6 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
         raise UserError(f"--compile: nothing is compiled on {device.chip.name}; leave it out")
     if device.type == "cpu":
         torch.set_num_threads(threads(torch.get_num_threads(), config.devices, "OMP_NUM_THREADS" in os.environ))
-        if device.dtype == torch.float32:
-            prefer_plain_products()
     elif config.devices > device.count():
         raise UserError(f"--devices {config.devices}: this machine has {device.count()}")
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))

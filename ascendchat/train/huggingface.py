@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ascendchat.checkpoint import Checkpoint, Damaged, checkpoints, newest, verify
+from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
 from ascendchat.config.train import ChatTrainConfig, StepConfig
@@ -31,6 +31,7 @@ from ascendchat.plan.batch import largest_rows
 from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config, packing_saves
 from ascendchat.plan.memory import usable
 from ascendchat.record import run_folder
+from ascendchat.record.saved import checkpoints
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

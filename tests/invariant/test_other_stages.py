@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load_file
 from warm_process import run
 
-from ascendchat.checkpoint import checkpoints
 from ascendchat.record import read_metrics
+from ascendchat.record.saved import checkpoints
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("other_stages.py")

@@ -22,10 +22,10 @@ import hf_models
 from preference_runs import STEPS, config_of, train, write_pairs
 from ranks import run_ranks
 
-from ascendchat.checkpoint import checkpoints
 from ascendchat.config import UserError
 from ascendchat.nn.preference import Pairs, preference
 from ascendchat.record import read_metrics
+from ascendchat.record.saved import checkpoints
 from ascendchat.tasks.pairs import open_pair_mixture
 from ascendchat.train.beginning import begin_with_theirs
 from ascendchat.train.finetune import run as finetune_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import random
 import shutil
@@ -13,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ascendchat.checkpoint import Damaged, Writer, checkpoints, newest, verify
+from ascendchat.checkpoint import Damaged, Writer, newest, verify
 from ascendchat.config import UserError
+from ascendchat.files import begin_sha256, sha256, write_atomic
 from ascendchat.nn.optim import Shard
 from ascendchat.record.earlier import earlier, notice, set_aside
+from ascendchat.record.saved import checkpoints
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -219,3 +222,15 @@ def test_a_rank_that_is_ahead_keeps_its_draft(tmp_path: Path) -> None:
     writer.save(1, model=model, shards=shards, state={})
     writer.wait()
     assert (tmp_path / ".step_000009.writing").is_dir()
+
+
+def test_a_checksum_that_was_begun_is_not_believed_when_the_file_has_changed_since(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"old")
+    begin_sha256(path)
+    write_atomic(path, "new")
+    assert sha256(path) == hashlib.sha256(b"new").hexdigest()
+    begin_sha256(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        sha256(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import re
 import resource
@@ -227,3 +228,16 @@ def test_the_commands_and_flags_that_the_code_speaks_of_exist() -> None:
             wrong += [f"{path}: {said}: {flag}" for flag in flags if flag.removeprefix("no_") not in known]
     assert seen > 150
     assert wrong == []
+
+
+def test_torch_is_imported_without_searching_its_objects_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(cli, "_load", lambda prefix, target: seen.append(gc.isenabled()))
+    monkeypatch.setattr(gc, "freeze", lambda: seen.append("frozen"))
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    cli._load_with_torch("a:b")
+    assert seen == [False]  # frozen once: garbage of an earlier command in this process must go
+    monkeypatch.delitem(sys.modules, "torch")
+    cli._load_with_torch("a:b")
+    assert seen == [False, False, "frozen"]
+    assert gc.isenabled()

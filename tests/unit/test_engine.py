@@ -19,6 +19,7 @@ from ascendchat.nn.attention import Attention, Flash, Reference, Sdpa
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
 from ascendchat.nn.products import products
+from ascendchat.plan.shape import Shape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,6 +84,16 @@ def test_recomputing_every_token_gives_the_same_answer(device: Device) -> None:
     requests = greedy_requests(random.Random(1), model.shape.vocab, 6)
     for request, answer in zip(requests, engine.generate(requests)):
         assert answer.ids == make.greedy(model, request.prompt, request.sampling.max_tokens, CONTEXT)
+
+
+def test_a_cache_on_the_host_takes_memory_where_it_is_used() -> None:
+    device = pick("cpu")
+    before = device.memory().used
+    cache = Cache(Shape.from_depth(4, vocab=64), 8, 8192, torch.bfloat16, device.bind(0))
+    assert cache.bytes > 256 << 20
+    assert device.memory().used - before < 16 << 20
+    cache.keys[3][8, 100] = 1
+    assert [float(tensor.sum()) for tensor in cache.keys] == [0, 0, 0, cache.keys[3][0, 0].numel()]
 
 
 def test_long_contexts_are_read_in_slices_that_grow(device: Device) -> None:

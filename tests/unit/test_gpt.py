@@ -160,6 +160,12 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
     assert not torch.equal(a.blocks[0].qkv, c.blocks[0].qkv)
 
 
+def test_building_a_model_draws_no_random_values() -> None:
+    before = torch.get_rng_state()
+    GPT(Shape.from_depth(2, vocab=64))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_recomputed_activations_give_the_same_gradients() -> None:
     plain, again = build(), build()
     again.checkpoint_activations = True

@@ -16,13 +16,13 @@ import pytest
 import torch
 from warm_process import Popen
 
-from ascendchat.checkpoint import checkpoints
 from ascendchat.config import UserError
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device, pick
 from ascendchat.dist import World
 from ascendchat.nn.optim import Group, MuonAdamW
 from ascendchat.record import Run, open_run, read_metrics
+from ascendchat.record.saved import checkpoints
 from ascendchat.train.loop import GRADIENT, Diverged, LossScale, Options, fit, train_step
 from ascendchat.train.signals import Interrupted, StopSignals
 from ascendchat.train.stage import Correction, Loss, Stage

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import engine_models as make
 import pytest
 import torch
 
+from ascendchat import cli, files
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.infer import ChatConfig
@@ -34,14 +36,21 @@ SPECIAL = make.tokenizer().specials
 ENDLESS = make.script([SPECIAL["<|assistant_start|>"], ord("a"), ord("b"), ord("a")])
 
 
-def save(run: str = "tiny", stage: str = "sft", follows: dict[int, int] | None = None, seq_len: int = 256) -> Path:
+def save(
+    run: str = "tiny",
+    stage: str = "sft",
+    follows: dict[int, int] | None = None,
+    seq_len: int = 256,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     """A run whose model follows a script, and the tokenizer it was trained with."""
     if follows is None:
         follows = make.calculator_script()[0]
     model = make.scripted(follows, seq_len)
     state = {"stage": stage, "shape": model.shape.to_dict(), "tokenizer": make.tokenizer().fingerprint}
     writer = Writer(run_folder(run, stage))
-    writer.save(1, model=dict(model.state_dict()), shards={}, state=state)
+    weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    writer.save(1, model=weights, shards={}, state=state)
     writer.wait()
     make.tokenizer().save(home() / "tokenizer")
     return run_folder(run, stage) / "step_000001"
@@ -125,6 +134,66 @@ def test_a_base_model_continues_the_text_with_a_notice(
 def opened(**names: str) -> Opened:
     device, config = pick("cpu"), ChatConfig(**names)  # type: ignore[arg-type]
     return open_model(Context(device, World(), device.bind(0), lambda text: None), config, config.stage)
+
+
+UNNEEDED = "torch._dynamo", "torch._inductor", "transformers", "ascendchat.data.fetch"
+
+
+def test_an_answer_needs_no_compiler_and_no_other_library() -> None:
+    save()
+    code = f"import sys; from ascendchat import cli; cli.main(); print([m for m in {UNNEEDED} if m in sys.modules])"
+    command = [sys.executable, "-c", code, "chat", "--device-type", "cpu", "-t", "0", "-p", "What is 17 + 25?"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "你好!\n[]\n"
+
+
+@pytest.mark.parametrize("named", ["run", "stage", "checkpoint"])
+def test_the_weights_are_read_for_their_checksum_once_while_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    folder, read, plain = save(), list[tuple[str, bool]](), files._sha256
+    monkeypatch.setattr(
+        files, "_sha256", lambda path: read.append((path.name, current_thread() is main_thread())) or plain(path)
+    )
+    monkeypatch.setattr(cli, "_load_with_torch", lambda function: read.append((function, True)) or terminal.run)
+    flags = {"run": ["--run", "tiny"], "stage": [], "checkpoint": ["--checkpoint", str(folder)]}[named]
+    command = ["chat", "--device-type", "cpu", "-t", "0", "-p", "What is 17 + 25?", *flags]
+    assert cli.main(command) == 0
+    wanted = [("model.safetensors", False), ("serve.terminal:run", True), ("state.json", True)]
+    assert sorted(read) == sorted(wanted)
+    assert capsys.readouterr().out == "你好!\n"
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert cli.main(command) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "model.safetensors does not match its checksum" in found.err
+
+
+def test_an_engine_on_arm_multiplies_few_rows_without_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    save()
+    before = torch.backends.mkldnn.set_flags(_enabled=True)
+    try:
+        opened().engine(1)
+        assert not torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.set_flags(*before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_take_the_compute_dtype_and_do_not_follow_the_file(dtype: torch.dtype) -> None:
+    """Who writes over the file of a model that is in use does not change its answers."""
+    file = save(dtype=dtype) / "model.safetensors"
+    wanted = make.scripted(make.calculator_script()[0], 256).state_dict()
+    model = opened().model
+    with file.open("r+b") as stream:
+        stream.write(bytes(file.stat().st_size))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert not parameter.requires_grad
+        assert torch.equal(parameter, wanted[name].to(dtype).float()), name
 
 
 def test_the_last_stage_of_the_run_written_last_is_loaded() -> None:
