@@ -9,6 +9,7 @@ cache. So every architecture that transformers writes that way trains, scores an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ascendchat.config import UserError
 from ascendchat.hf import library
+from ascendchat.hf.compiled import CompiledLayers
 from ascendchat.hf.shape import HFShape
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.documents import Documents
@@ -37,16 +39,17 @@ def attention(
     dropout: float = 0.0,
     attend: Any = None,
     scale: float = 0.0,
+    alike: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (B, H, T, D), (B, K, T, D) -> (B, T, H, D). `attend` and `scale` are those of
-    CausalLM; the mask is none of ours, since `attend` knows what each token sees."""
+    CausalLM, `alike` that of compiled.py; the mask is none of ours, since `attend` knows what each token sees."""
     if attend is None:
         raise RuntimeError("a model opened by ascendchat is called through CausalLM, not by itself")
     if scaling is not None and scaling != scale:
         query = query * (scaling / scale)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return attend(module.layer_idx, q, k, v), None
+    return attend(module.first_alike if alike else module.layer_idx, q, k, v), None
 
 
 class CausalLM(LanguageModel):
@@ -54,7 +57,7 @@ class CausalLM(LanguageModel):
 
     restarts = True
     score = staticmethod(uncapped_score)
-    compiles_whole = False  # transformers' own wrappers may break the graph
+    compiles_layers = True  # where anything is compiled
 
     def __init__(self, inner: Any, seq_len: int | None = None) -> None:
         super().__init__()
@@ -87,16 +90,18 @@ class CausalLM(LanguageModel):
         rope: Any = None,
         shift: Shift | None = None,
         documents: Documents | None = None,
+        **how: Any,
     ) -> Tensor:
+        """`how`: that of compiled.py."""
         if documents is None:
-            return self._run(tokens, torch.arange(tokens.size(1), device=tokens.device)[None], attend)
+            return self._run(tokens, torch.arange(tokens.size(1), device=tokens.device)[None], attend, **how)
         bounds, positions = documents.bounds, documents.positions
         assert positions is not None, "documents(..., restarts=model.restarts)"
 
         def within(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, q, k, v, bounds)  # type: ignore[call-arg]  # that of `dense` takes them
 
-        return self._run(tokens, positions, within)
+        return self._run(tokens, positions, within, **how)
 
     def extend(
         self,
@@ -111,11 +116,19 @@ class CausalLM(LanguageModel):
     ) -> Tensor:
         return self._run(tokens, positions if positions.dim() == 2 else positions[None], attend)
 
-    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend, **how: Any) -> Tensor:
         found: Tensor = self.inner.base_model(
-            input_ids=tokens, position_ids=positions, use_cache=False, attend=attend, scale=self.scale
+            input_ids=tokens, position_ids=positions, use_cache=False, attend=attend, scale=self.scale, **how
         ).last_hidden_state
         return found
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """Those that attend, one after the other; none of a model that calls them something else."""
+        return list(getattr(self.inner.base_model, "layers", ()))
+
+    def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
+        return CompiledLayers(self, compile, say) if self.compiles_layers and self.layers else self
 
     def rope(self, length: int, dtype: Any, device: Any) -> None:
         """transformers makes its own, from the positions."""

@@ -78,7 +78,6 @@ class LanguageModel(nn.Module):
     dtype: Any  # of computation
     mixes_neighbours = False  # takes a share of the token before: the cache then keeps that of some tokens
     restarts = False  # positions count from the beginning of a document, not of its row
-    compiles_whole = True  # `forward` is one graph
     softcap = math.inf  # bound of the logits
     score: Scorer  # of raw logits, for the loss
 
@@ -107,6 +106,11 @@ class LanguageModel(nn.Module):
         """Tokens (B, T) at `positions` (T,) or (B, T), all below `room` -> (B, T, C). `before` (B,): the tokens before
         the first ones, but in rows that begin, (B, 1) bool; without it all rows begin."""
         raise NotImplementedError
+
+    def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
+        """`forward` for training, where all rows have one length; `compile` as torch.compile."""
+        found: Callable[..., Tensor] = compile(self, dynamic=False, fullgraph=True)
+        return found
 
     def rope(self, length: int, dtype: Any, device: Any) -> Any:
         """What rows of `length` tokens need to know of their positions, made once."""

@@ -125,6 +125,7 @@ def _on_device(
     opened: OpenedFolder, config: StepConfig, here: Context, lora: LoraSettings | None
 ) -> tuple[CausalLM, DeviceMesh | None]:
     model = opened.model.to_compute(here.device.dtype)
+    model.train()  # it comes ready to answer, and then recomputes no activations
     if getattr(config, "bits", None):
         here.say(pack(model, here.place))
     if lora:
@@ -136,6 +137,7 @@ def _on_device(
     if config.fp8:
         here.say("--fp8 is ignored: it is for our own models")
     together = getattr(config, "shard", 0)
+    model.compiles_layers = not (names or together or getattr(config, "bits", None))
     if not together:
         return model.to(here.place), None
     from ascendchat.nn.sharded import mesh_over, share_out_weights  # FSDP2 takes most of a second to import

@@ -94,6 +94,12 @@ def learning_rates(config: TrainConfig, shape: Sizes, total: int) -> dict[str, f
     return {name: rate * config.lr_multiplier for name, rate in rates.items()}
 
 
+def say(sentence: str) -> None:
+    """To people, once."""
+    if dist.world().rank == 0:
+        print(sentence)
+
+
 class Learner(Generic[_Model]):
     """A model on its device, with the kernel chosen for it, compiled where that is sound."""
 
@@ -110,7 +116,8 @@ class Learner(Generic[_Model]):
         self.by_document = by_document  # a token sees nothing of the other documents in its row
         self.attend = dense(model, kernel)
         self._rope = model.rope(model.shape.seq_len, device.dtype, place)
-        self._forward = device.compile(model, dynamic=False, fullgraph=True) if model.compiles_whole else model
+        sound = device.compiles and (kernel.compiles_packed or not by_document)
+        self._forward = model.compiled(device.compile, say) if sound else model
         self.score = device.compile(model.score, dynamic=False)
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
@@ -122,8 +129,7 @@ class Learner(Generic[_Model]):
         if self.kernel.refusal(*asked, decodes=True) is None:
             return self.kernel
         kernel, why = choose(*asked, decodes=True)
-        if dist.world().rank == 0:
-            print(f"samples and scores use another kernel, {why}")
+        say(f"samples and scores use another kernel, {why}")
         return kernel
 
     def mean_over(self, tokens: int) -> None:

@@ -113,6 +113,20 @@ def test_full_fine_tuning_takes_the_steps_of_a_plain_loop(place: Path, capsys: p
     assert (home() / "runs" / "full" / "hf" / "best").is_file()
 
 
+@pytest.mark.parametrize("fused", [[], ["RMSNorm x 6"]], ids=["plain", "fused"])
+def test_a_model_is_in_training_mode_from_the_first_step_and_compiled_unless_it_has_fused_operators(
+    fused: list[str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(stage: Any, *_: Any, **__: Any) -> int:
+        assert all(module.training for module in stage.model.modules()), "activations are recomputed in this mode only"
+        assert stage.model.compiles_layers is not bool(fused)
+        return 0
+
+    monkeypatch.setattr("ascendchat.train.huggingface.fuse", lambda *_: fused)
+    monkeypatch.setattr("ascendchat.train.finetune.train_stage", begin)
+    assert main([*words(place, "modes"), "--val-size", "0"]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--use-dora", "--use-rslora")], ids=["lora", "dora"])
 def test_lora_takes_the_steps_of_a_plain_loop_of_peft_and_goes_back_to_it(

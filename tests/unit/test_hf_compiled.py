@@ -1,0 +1,239 @@
+"""The layers of a Hugging Face model, compiled for training: one graph for all, and the numbers of the eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import pick
+from ascendchat.hf.compiled import run
+from ascendchat.hf.folder import OpenedFolder
+from ascendchat.hf.lora import LoraSettings, add_lora
+from ascendchat.infer.engine import Engine
+from ascendchat.infer.request import Request, Sampling
+from ascendchat.nn.attention import KERNELS, Attention, Sdpa
+from ascendchat.train.rows import Learner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+LENGTH, STEPS = 64, 3
+GRAPHS = {"llama": 1, "qwen3": 1, "mistral": 1, "qwen2": 2}  # that Qwen2 has layers with and without a window
+LENGTHS = [[7, 25, 1, 31, 64], [64, 64], [64, 3, 3, 3, 55]]  # documents of the two rows of each step
+
+
+class Compiler:
+    """torch.compile for the layers only, which counts graphs; gradients as a compiler sees them, but no kernels."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, fn: Any, **options: Any) -> Any:
+        return torch.compile(fn, backend=self.backend, **options) if fn is run else fn
+
+    def backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
+
+
+class Broken(Compiler):
+    def backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        raise RuntimeError("no such instruction\nand a page of it")
+
+
+class Breaking(Sdpa):
+    """Attention that no graph can go through."""
+
+    def _rows(self, *args: Any) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super()._rows(*args)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    return installed(Compiler(), monkeypatch)
+
+
+def installed(made: Compiler, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    torch.compiler.reset()
+    monkeypatch.setattr("ascendchat.device.cpu.compiled", made)
+    return made
+
+
+def opened(folder: Path, kind: str, **sizes: Any) -> OpenedFolder:
+    if not folder.exists():
+        hf_models.save(folder, kind, **sizes)
+    found = hf_models.opened(folder, LENGTH)
+    found.model.train()
+    return found
+
+
+def learner(model: Any, *, compiled: bool, by_document: bool = True, kernel: Attention = KERNELS["sdpa"]) -> Learner:
+    device = pick("cpu", dtype="fp32", compiled=compiled)
+    return Learner(model, kernel, device, CPU, by_document=by_document)
+
+
+def batch(step: int, vocab: int = 300) -> MicroBatch:
+    rows = torch.randint(0, vocab, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return MicroBatch(inputs, targets, np.array(LENGTHS[step % 3], np.int32), targets.numel())
+
+
+def trained(taught: Learner, steps: int = STEPS) -> tuple[list[float], list[torch.Tensor]]:
+    """The loss of each step, and all its gradients, of plain gradient descent; two micro-batches a step."""
+    losses, gradients = [], []
+    learns = [parameter for parameter in taught.model.parameters() if parameter.requires_grad]
+    for step in range(steps):
+        for part in range(2):
+            loss = taught.loss(batch(2 * step + part), torch.tensor(1 / 256))
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        for parameter in learns:
+            assert parameter.grad is not None
+            gradients.append(parameter.grad.clone())
+            parameter.data.sub_(parameter.grad, alpha=1e-3)
+            parameter.grad = None
+    return losses, gradients
+
+
+def agree(found: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    for mine, theirs in zip(found[1], wanted[1], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("by_document", [True, False], ids=["documents", "rows"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "mistral"))]
+)
+def test_equal_layers_are_one_graph_and_losses_and_gradients_stay(
+    kind: str, by_document: bool, compiler: Compiler, tmp_path: Path
+) -> None:
+    eager, fast = (opened(tmp_path / "model", kind).model for _ in range(2))
+    wanted = trained(learner(eager, compiled=False, by_document=by_document))
+    assert not compiler.graphs
+    names = list(fast.state_dict())
+    agree(trained(learner(fast, compiled=True, by_document=by_document)), wanted)
+    assert compiler.graphs == GRAPHS[kind]
+    assert list(fast.state_dict()) == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_kernels_of_the_compiler_give_the_numbers_of_eager_layers(kind: str, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    eager, fast = (opened(tmp_path / "model", kind).model for _ in range(2))
+    agree(trained(learner(fast, compiled=True)), trained(learner(eager, compiled=False)))
+
+
+@pytest.mark.parametrize("change", ["checkpointing", pytest.param("adapters", marks=pytest.mark.slow)])
+def test_recomputed_activations_and_adapters_are_compiled_too(change: str, compiler: Compiler, tmp_path: Path) -> None:
+    models = [opened(tmp_path / "model", "llama").model for _ in range(2)]
+    for model in models:
+        if change == "adapters":
+            add_lora(model, LoraSettings(rank=4, alpha=8.0))
+            model.train()
+        else:
+            model.checkpoint_activations()
+    wanted = trained(learner(models[0], compiled=False))
+    agree(trained(learner(models[1], compiled=True)), wanted)
+    assert compiler.graphs == (2 if change == "adapters" else 1)  # what comes into the first layer learns nothing
+
+
+def test_answers_and_scores_between_steps_compile_nothing(compiler: Compiler, tmp_path: Path) -> None:
+    found = opened(tmp_path / "model", "llama")
+    taught = learner(found.model, compiled=True)
+    trained(taught, 1)
+    prompts = [[5, 6, 7], [9] * 30, list(range(40, 61))]
+    engine = Engine(found.model, KERNELS["sdpa"], found.tokenizer, pick("cpu", dtype="fp32"), CPU, slots=2, context=64)
+    found.model.eval()
+    sampling = Sampling(max_tokens=4, temperature=0.0, stop_tokens=())
+    answers = engine.generate([Request(prompt, sampling) for prompt in prompts])
+    with torch.no_grad():
+        rows = batch(0)
+        taught.nats(MicroBatch(rows.inputs.numpy(), rows.targets.numpy(), rows.lengths, 1))  # type: ignore[arg-type]
+    found.model.train()
+    trained(taught, 1)
+    assert compiler.graphs == 1
+    plain = opened(tmp_path / "model", "llama")
+    trained(learner(plain.model, compiled=False), 1)
+    engine = Engine(plain.model, KERNELS["sdpa"], plain.tokenizer, pick("cpu", dtype="fp32"), CPU, slots=2, context=64)
+    plain.model.eval()
+    wanted = engine.generate([Request(prompt, sampling) for prompt in prompts])
+    assert [answer.ids for answer in answers] == [answer.ids for answer in wanted]
+
+
+def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: Compiler, tmp_path: Path) -> None:
+    taught = learner(opened(tmp_path / "model", "llama").model, compiled=True, by_document=False)
+    rows = batch(0).inputs
+    with torch.no_grad():
+        whole = taught.hidden(rows, None)
+        last = taught.hidden(rows[:1], None)
+    assert compiler.graphs == 1
+    torch.testing.assert_close(last, whole[:1])
+    taught.hidden(rows[:1], None)  # steps of fewer rows, after memory ran out
+    assert compiler.graphs == 2
+    with torch.no_grad():
+        taught.hidden(rows[:1], None)
+    assert compiler.graphs == 3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiler_that_fails_is_named_once_and_training_goes_on(
+    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = installed(Broken(), monkeypatch)
+    eager, fast = (opened(tmp_path / "model", "llama").model for _ in range(2))
+    if checkpointing:
+        fast.checkpoint_activations()
+    agree(trained(learner(fast, compiled=True)), trained(learner(eager, compiled=False)))
+    assert broken.graphs == 1
+    said = capsys.readouterr().out
+    assert said == "the layers of the model are not compiled: RuntimeError: no such instruction\n"
+
+
+def test_a_layer_that_is_no_single_graph_runs_as_it_is(
+    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eager, fast = (opened(tmp_path / "model", "llama").model for _ in range(2))
+    agree(trained(learner(fast, compiled=True, kernel=Breaking())), trained(learner(eager, compiled=False)))
+    assert not compiler.graphs
+    assert capsys.readouterr().out.startswith("the layers of the model are not compiled: Unsupported: ")
+
+
+def test_nothing_is_compiled_where_it_is_not_sound(compiler: Compiler, tmp_path: Path) -> None:
+    class Unpacked(Sdpa):
+        compiles_packed = False
+
+    model = opened(tmp_path / "model", "llama").model
+    trained(learner(model, compiled=True, kernel=Unpacked()), 1)
+    trained(learner(model, compiled=False), 1)
+    model.compiles_layers = False  # 4 bits, shared out weights, fused operators: train/huggingface.py
+    trained(learner(model, compiled=True), 1)
+    assert not compiler.graphs
+
+
+def test_a_copy_of_a_compiled_model_runs_its_own_weights(compiler: Compiler, tmp_path: Path) -> None:
+    model = opened(tmp_path / "model", "llama", num_hidden_layers=2).model
+    taught = learner(model, compiled=True)
+    copied = deepcopy(taught.model).requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    known = taught.documents(batch(0).inputs, batch(0).lengths)
+    assert not taught.hidden(batch(0).inputs, known).any()
+    plain = opened(tmp_path / "model", "llama").model
+    wanted = learner(plain, compiled=False).hidden(batch(0).inputs, known)
+    for found in (
+        learner(copied, compiled=True).hidden(batch(0).inputs, known),
+        copied(batch(0).inputs, taught.attend, documents=known),
+    ):
+        torch.testing.assert_close(found, wanted.detach(), atol=1e-5, rtol=1e-5)
