@@ -120,7 +120,7 @@ class CPU:
             clear.write_text("5")  # resets VmHWM, see proc(5)
 
     def release(self) -> None:
-        """Give freed memory back to the kernel."""
+        """Give freed memory back to the kernel, as far as glibc has it: torch for ARM has another allocator."""
         gc.collect()
         if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)
