@@ -176,9 +176,12 @@ class Bucket:
                 fused=fused,
             )
 
-    def mean(self) -> Tensor:
-        """The mean of some weights of this rank's share, made when first asked for; then part of the state."""
-        return self.state.setdefault("mean", torch.zeros(self.weight.shape))
+    def mean(self, near: bool) -> Tensor:
+        """The mean of some weights of this rank's share, made when first asked for; then part of the state. `near`: on
+        the device, where it takes four bytes a parameter; else on the host."""
+        if "mean" not in self.state:
+            self.state["mean"] = torch.zeros_like(self.weight, device=self.weight.device if near else "cpu")
+        return self.state["mean"]
 
     def publish(self) -> None:
         """Round the float32 weights into this rank's part of the parameters."""

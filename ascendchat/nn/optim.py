@@ -217,13 +217,12 @@ class MuonAdamW:
         torch._foreach_mul_([b.own_grad for b in self.buckets], (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0))
 
     @torch.no_grad()
-    def average(self, count: int, *, last: bool) -> None:
-        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean.
-
-        It lies in the memory of the host, which has room.
-        """
+    def average(self, count: int, *, last: bool, near: bool) -> None:
+        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean. `near`:
+        it lies on the device."""
         for bucket in self.buckets:
-            mean = bucket.mean().lerp_(bucket.weight.cpu(), 1.0 / count)
+            mean = bucket.mean(near)
+            mean.lerp_(bucket.weight.to(mean.device), 1.0 / count)
             if last:
                 bucket.weight.copy_(mean)
                 bucket.publish()
@@ -235,12 +234,14 @@ class MuonAdamW:
         return {shard.key(): tensor for bucket in mine for shard, tensor in bucket.shards()}
 
     @torch.no_grad()
-    def load(self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False) -> None:
+    def load(
+        self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False, near: bool = False
+    ) -> None:
         """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it; `averaging`:
-        the mean of the weights is already part of the state."""
+        the mean of the weights is already part of the state, and lies `near` or not."""
         for bucket in self.buckets:
             if averaging:
-                bucket.mean()
+                bucket.mean(near)
             for shard, tensor in bucket.shards():
                 tensor.copy_(read(shard))
             bucket.publish()

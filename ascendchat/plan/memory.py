@@ -177,6 +177,13 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
     }
 
 
+def mean_fits(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool) -> bool:
+    """Whether there is room for the mean of the last weights of `base` as well. It is in no plan: without room it lies
+    on the host, where it costs a few hundredths of the time. A run that goes on finds it in the same place."""
+    held = training(shape, chip, devices, rows, checkpointing)
+    return sum(held.values()) + FP32 * shape.total_parameters / devices <= usable(chip)
+
+
 def allocated(parts: dict[str, int]) -> int:
     """The part of a total that the framework's peak counter measures."""
     return sum(size for part, size in parts.items() if part not in UNSEEN)

@@ -37,7 +37,7 @@ from ascendchat.infer.request import Sampling
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon
-from ascendchat.plan.memory import training, usable
+from ascendchat.plan.memory import mean_fits, training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.train.dry_run import until_it_fits
@@ -78,6 +78,8 @@ class BaseStage(RowStage):
         self.dropout = config.dropout
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
+        held = learner.model.shape, learner.device.chip, dist.world().size, split.rows, config.activation_checkpointing
+        self.mean_is_near = mean_fits(*held)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
@@ -98,11 +100,11 @@ class BaseStage(RowStage):
         """The model is a mean of weights of the last part of the run."""
         count = schedule.averaged(step, self.steps)
         if count > schedule.averaged(step - 1, self.steps):
-            self.averaging.average(count, last=step + 1 == self.steps)
+            self.averaging.average(count, last=step + 1 == self.steps, near=self.mean_is_near)
 
     def load(self, saved: Checkpoint) -> None:
         averaging = schedule.averaged(saved.step - 1, self.steps) > 0
-        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
+        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging, near=self.mean_is_near)
 
     def batches(self, rows_per_step: int) -> Batches:
         seq_len, seed = self.split.seq_len, self.seed

@@ -58,7 +58,7 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
         dist.all_reduce(total, "mean")
         optimizer.step(lr_scale=0.25 * lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
         if step >= 8:
-            optimizer.average(step - 7, last=step == 9)
+            optimizer.average(step - 7, last=step == 9, near=False)
         losses.append(total.item())
     if save:
         writer = Writer(Path(save))

@@ -18,6 +18,8 @@ from ascendchat.nn.attention import KERNELS, NpuFusion, Reference, choose
 from ascendchat.nn.documents import documents
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
+from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.schedule import rates
 from ascendchat.plan.shape import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
@@ -49,6 +51,22 @@ def test_fifty_steps_have_the_losses_of_the_cpu(device: Device, sizes: dict[str,
     expected = losses(shape, torch.device("cpu"), Reference(), None, steps)
     assert found == pytest.approx(expected, abs=5e-4)
     assert found[-1] < found[0] - 0.01 * steps / 10, "it learns, so the updates are compared too"
+
+
+def test_the_mean_of_the_last_weights_is_the_same_on_the_device_and_on_the_host(device: Device) -> None:
+    shape = Shape.from_depth(2, vocab=60, seq_len=16, dim=32, head_dim=16)
+    found = []
+    for near in (True, False):
+        model = GPT(shape)
+        model.initialise(0)
+        optimizer = MuonAdamW(groups(model.to("npu:0"), rates(shape.dim, 4096)), compute_dtype=torch.float32)
+        for count in (1, 2, 3):
+            for bucket in optimizer.buckets:
+                bucket.weight.add_(count / 8)
+            optimizer.average(count, last=count == 3, near=near)
+        assert {bucket.state["mean"].device.type for bucket in optimizer.buckets} == {"npu" if near else "cpu"}
+        found.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
 def test_a_step_of_twelve_layers_keeps_to_its_launch_budget(device: Device) -> None:

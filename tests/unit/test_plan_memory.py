@@ -20,6 +20,7 @@ from ascendchat.plan.memory import (
     kv_bytes,
     layer_bytes,
     logits_of_chunk,
+    mean_fits,
     most_sequences,
     optimizer_state,
     training,
@@ -185,3 +186,13 @@ def test_bench_train_compares_what_it_measured_with_the_plan_for_its_own_flags(
     expected = [allocated(training(model, find("cpu"), 1, 8, saves)) / GIB for saves in (False, True)]
     assert planned == pytest.approx(expected, abs=0.001)
     assert planned[1] < planned[0]
+
+
+def test_the_mean_of_the_last_weights_lies_on_the_device_only_if_there_is_room() -> None:
+    shape, chip = Shape.from_depth(12), find("NVIDIA H200")
+    needed = sum(training(shape, chip, 1, 16).values())
+    held = needed + 4 * shape.total_parameters
+    for memory, fits in ((held, True), (held - 2**20, False)):
+        sized = dataclasses.replace(chip, memory=int(memory / 0.95) + 1)
+        assert mean_fits(shape, sized, 1, 16, False) is fits
+    assert mean_fits(shape, chip, 1, 16, False)
