@@ -40,11 +40,12 @@ from ascendchat.infer.decode import Decoder
 from ascendchat.infer.generator import Weights, check_fit
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
-from ascendchat.infer.job import Crew, Job, PendingPass, allowed_next, together
+from ascendchat.infer.job import Job, PendingPass, allowed_next, together
 from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Prefixes, rounds
 from ascendchat.infer.reading import Reading
 from ascendchat.infer.request import Completion, Piece, Request, Sampling
-from ascendchat.infer.sampling import ranked
+from ascendchat.infer.sampling import Mode, ranked
+from ascendchat.infer.sheet import Ints, Sheet
 from ascendchat.infer.stream import EngineStream
 from ascendchat.infer.tools import calculate
 from ascendchat.nn.attention import Attention
@@ -104,7 +105,7 @@ class Engine:
         self.forgotten: list[Job] = []  # whose streams nobody holds any more
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
         self._group = 1  # requests that enter together at least, while others run
-        self._crew: Crew | None = None  # of the last step, if the next has the same
+        self.sheet = Sheet(slots, context, self.vocab)
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -225,9 +226,10 @@ class Engine:
             self.reading.enter(job, free, top)
             free.remove(job.slot)
             self.running[job.slot], top = job, max(top, job.slot)
+            job.enter(self.sheet)
 
     def _free(self) -> list[int]:
-        return [slot for slot, job in enumerate(self.running) if job is None]
+        return self.sheet.free()
 
     def _written_in(self, slot: int) -> int | None:
         job = self.running[slot]
@@ -260,8 +262,10 @@ class Engine:
                 self._restrict(jobs)
             result = self.decoder.prefill(requests, slots, mode, starts, ends)
             whole = [column for column, part in enumerate(parts) if self.reading.done(part)]
+            for column in whole:
+                jobs[column].completion.version = self.version  # weights may have come while it waited
             if whole:
-                self._await([jobs[column] for column in whole], whole, result)
+                self._await(np.array([slots[column] for column in whole]), result, np.array(whole))
                 self._collect(self.ahead)
 
     def _dismiss(self) -> None:
@@ -276,18 +280,24 @@ class Engine:
 
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
-        if (crew := self._crew or self._muster()) is None:
+        sheet = self.sheet
+        if sheet.bound.any():
+            self._collect(0)
+        if sheet.forced.any():
+            self._force()
+        slots = sheet.runs()
+        if bound := [job for slot in slots[sheet.bound[slots]] if (job := self.running[slot]) is not None]:
+            self._restrict(bound)
+            slots = sheet.runs()  # without those that can choose nothing
+        if not len(slots):
             return False
         self._dismiss()  # also who ended just now: a step must not write behind what its slot keeps
-        result = self.decoder.step(crew.rows, crew.longest, crew.mode)
-        self._await(crew.jobs, crew.slots, result, crew)
-        self._crew = crew if crew.stepped() else None
+        mode = Mode.of(sheet.modes(slots))
+        self._await(slots, self.decoder.step(int(slots[-1]) + 1, sheet.longest(slots), mode))
         return True
 
-    def _muster(self) -> Crew | None:
-        """The rows of the next step, if there are any; results of tools are put in, grammars asked."""
-        if any(job is not None and job.matcher is not None for job in self.running):
-            self._collect(0)
+    def _force(self) -> None:
+        """Put in the next token of each tool's result."""
         forced = {}
         for job in [job for job in self.running if job is not None and job.forced]:
             while job.forced and job.launched == job.limit and not job.done:  # no room to go on behind the result
@@ -295,12 +305,8 @@ class Engine:
             if job.forced and job.launched >= job.force_from and not job.done:
                 forced[job.slot] = job.forced[0]
                 self._accept(job, job.forced.popleft(), None)
+            job.mark()
         self.decoder.force(forced)
-        jobs = [job for job in self.running if job is not None and 0 < job.launched < job.limit]
-        if bound := [job for job in jobs if job.matcher is not None]:
-            self._restrict(bound)
-            jobs = [job for job in jobs if not job.done]
-        return Crew(jobs) if jobs else None
 
     def _restrict(self, jobs: Sequence[Job]) -> None:
         """Tell the decoder what these rows must not choose next, in one copy. A row that can choose nothing is over."""
@@ -310,35 +316,32 @@ class Engine:
                 self._finish(job, "length")
         self.decoder.restrict([job.slot for job in jobs], ~allowed)
 
-    def _await(self, jobs: Sequence[Job], columns: Sequence[int], result: Tensor, crew: Crew | None = None) -> None:
+    def _await(self, slots: Ints, result: Tensor, columns: Ints | None = None) -> None:
         """Start the copy of a pass's result to the host; `_collect` will look at it."""
-        numbers = [job.launched for job in jobs]
-        if crew is None:  # prompts, behind which these rows run with the others
-            self._crew = None
-            for job in jobs:
-                job.completion.version = self.version  # weights may have come while it waited
-        for job in jobs:
-            job.launched += 1
-        self._pending.append(PendingPass(jobs, numbers, columns, self.device.fetch(result), self.version, crew))
+        rows = self.sheet.launch(slots)
+        self._pending.append(PendingPass(rows, columns, self.device.fetch(result), self.version))
 
     def _collect(self, leave: int) -> None:
         """Look at results, oldest first, until only `leave` are pending."""
         while len(self._pending) > leave:
             waited = self._pending.popleft()
-            crew = waited.crew if waited.crew is self._crew else None  # as it was
-            waited.read_some(crew is None)
-            result, version = waited.result(), waited.version  # waits for this pass, not for the one behind it
-            ids, logprobs = result[0].long().tolist(), result[1].tolist()
-            if crew is not None and crew.take(ids, logprobs, version):
-                continue
-            tops = result[2:].t().tolist()
-            for job, number, column in zip(waited.jobs, waited.numbers, waited.columns):
-                if job.done:
+            rows, version = waited.rows, waited.version
+            for slot in self.sheet.to_read(rows):  # the device works meanwhile
+                if (job := self.running[slot]) is not None:
+                    job.read()
+            result = waited.result().numpy()  # waits for this pass, not for the one behind it
+            result = result[:, rows.slots if waited.columns is None else waited.columns]
+            ids = result[0].astype(np.int64)
+            for number in self.sheet.take(rows, ids, result[1], version):
+                job = self.running[rows.slots[number]]
+                if job is None or job.done:
                     continue
                 if job.discard:
                     job.discard -= 1
-                elif not job.add(ids[column], logprobs[column], version):
-                    self._accept(job, ids[column], logprobs[column], number, version, tops[column])
+                else:
+                    told = int(rows.numbers[number]), version, result[2:, number].tolist()
+                    self._accept(job, int(ids[number]), float(result[1, number]), *told)
+                job.mark()
 
     # ---- what a token means --------------------------------------------------------------------
 
@@ -355,7 +358,7 @@ class Engine:
         forced, answer, sampling = logprob is None, job.completion, job.request.sampling
         stops = token in job.stops and not forced
         if not stops or sampling.keep_stop:
-            answer.add(token, self.version if version is None else version, forced)
+            job.add(token, self.version if version is None else version, forced)
             if sampling.logprobs:
                 answer.logprobs.append(logprob)
             if sampling.top_logprobs:
@@ -381,14 +384,13 @@ class Engine:
         if call:
             job.forced.extend([self.output[0], *self.tokenizer.encode(calculate(call)), self.output[1]])
             job.discard, job.force_from = len(job.forced), number + 2  # pass number + 1 has <|tool_end|> as its input
-            self._crew = None
 
     def _finish(self, job: Job, reason: Literal["stop", "length", "cancelled"]) -> None:
         job.finish(reason)
         if job.slot >= 0 and self.running[job.slot] is job:
-            self.running[job.slot] = self._crew = None
+            self.running[job.slot] = None
             self._left.append(job.slot)
             self.reading.leave(job)
             if job.launched:  # what was read and chosen stays, for prompts that begin with it
-                there = [*job.request.prompt, *job.completion.ids][: len(job.tokens) + job.launched - 1]
-                self.prefixes.keep(job.slot, there, self._written(job))
+                answer = self.sheet.ids[job.slot, : min(len(job.completion.ids), job.launched - 1)]
+                self.prefixes.keep(job.slot, np.concatenate((job.tokens, answer)), self._written(job))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,9 +15,8 @@ from ascendchat.infer.prefix import as_tokens, head_of
 from ascendchat.infer.reading import UNDECIDED
 from ascendchat.infer.request import Completion, Piece, Request
 from ascendchat.infer.sampling import Mode, mode_of
+from ascendchat.infer.sheet import Ints, Rows, Sheet
 from ascendchat.infer.text import TextStream
-
-READ_EVERY = 16  # passes
 
 
 class Job:
@@ -34,7 +32,7 @@ class Job:
         matcher: Matcher | None = None,
     ) -> None:
         sampling, special = request.sampling, tokenizer.specials
-        self.request, self.completion = request, Completion(version=version)
+        self.request, self._answer = request, Completion(version=version)
         self.text = TextStream(tokenizer, sampling.stop)
         self.limit = min(sampling.max_tokens, context - len(request.prompt))  # tokens to generate at most
         self.mode = mode_of(sampling)
@@ -46,10 +44,11 @@ class Job:
         self.watched = self.stops | {special["<|tool_end|>"]}  # tokens that mean something
         self.plain = not sampling.stop and not sampling.top_logprobs and matcher is None  # all others need no look
         self.slot = -1
+        self.sheet: Sheet | None = None  # while it has a slot
         self.tokens = as_tokens(request.prompt)
         self.head = head_of(self.tokens)
         self.cached = UNDECIDED  # tokens of the prompt that are in its slot
-        self.launched = 0  # passes that will bring a token of this row: the prompt's is the first
+        self._launched = 0  # when it is over
         self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in
         self.force_from = 0  # pass whose input is the first of them
         self.discard = 0  # coming results that forced tokens replace
@@ -59,7 +58,7 @@ class Job:
 
     def begin(self, cached: int) -> None:
         """Its prompt will be read behind so many tokens that the cache has."""
-        self.cached = self.completion.cached_tokens = cached
+        self.cached = self._answer.cached_tokens = cached
 
     def take(self) -> list[Piece]:
         """The text that came since the last call."""
@@ -67,25 +66,57 @@ class Job:
         fresh, self._fresh = self._fresh, []
         return fresh
 
-    def read(self) -> None:
-        """Turn new ids into text; put off, for a batch of hundreds has microseconds per token: see PendingPass."""
-        self._fresh += self.text.feed_all(self.completion.ids[self._read :])
-        self._read = len(self.completion.ids)
+    def enter(self, sheet: Sheet) -> None:
+        """It has a slot."""
+        self.sheet, bound = sheet, self.matcher is not None
+        sheet.enter(self.slot, len(self.tokens), self.limit, self.mode.bits, list(self.watched), bound=bound)
+        self.mark()
 
-    def add(self, token: int, logprob: float, version: int) -> bool:
-        """A token of the model that means nothing but text, the usual case; or False, and nothing has happened."""
-        answer = self.completion
-        if not self.plain or token in self.watched or len(answer.ids) + 1 >= self.limit:
-            return False
-        answer.add(token, version)
-        if self.request.sampling.logprobs:
-            answer.logprobs.append(logprob)
-        return True
+    def mark(self) -> None:
+        """Say whether its coming tokens need a look."""
+        if self.sheet is not None:
+            self.sheet.forced[self.slot] = bool(self.forced)
+            self.sheet.plain[self.slot] = self.plain and not self.forced and not self.discard
+
+    @property
+    def launched(self) -> int:
+        """Passes that will bring a token of this row: the prompt's is the first."""
+        return self._launched if self.sheet is None else int(self.sheet.launched[self.slot])
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, with all tokens that are known."""
+        answer, sheet, slot = self._answer, self.sheet, self.slot
+        if sheet is not None and (have := len(answer.ids)) < (known := int(sheet.written[slot])):
+            answer.ids += sheet.ids[slot, have:known].tolist()
+            answer.versions += sheet.versions[slot, have:known].tolist()
+            answer.forced += [False] * (known - have)
+            if self.request.sampling.logprobs:
+                answer.logprobs += sheet.logprobs[slot, have:known].tolist()
+        return answer
+
+    def add(self, token: int, version: int, forced: bool) -> None:
+        """The next token of the answer."""
+        answer, sheet = self.completion, self.sheet
+        if sheet is not None:
+            sheet.ids[self.slot, len(answer.ids)] = token
+            sheet.written[self.slot] = len(answer.ids) + 1
+        answer.add(token, version, forced)
+
+    def read(self) -> None:
+        """Turn new ids into text; put off, for a batch of hundreds has microseconds per token: see Sheet.to_read."""
+        ids = self.completion.ids
+        self._fresh += self.text.feed_all(ids[self._read :])
+        self._read = len(ids)
 
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
         self.read()
         self._fresh += self.text.close()
-        self.completion.text, self.completion.finish_reason, self.done = self.text.text, reason, True
+        self._answer.text, self._answer.finish_reason, self.done = self.text.text, reason, True
+        if self.sheet is not None:
+            self._launched = self.launched
+            self.sheet.leave(self.slot)
+            self.sheet = None
 
 
 def together(jobs: Sequence[Job]) -> Mode:
@@ -106,63 +137,10 @@ def allowed_next(jobs: Sequence[Job], tokenizer: Tokenizer, vocab: int) -> np.nd
     return allowed
 
 
-class Crew:
-    """Rows that run on, step after step, until one comes to its limit, ends, enters or calls a tool. What steps need to
-    know of all of them is found once: with 256 rows, a look at each takes as long as the device's step."""
-
-    def __init__(self, jobs: list[Job]) -> None:
-        self.jobs, self.slots = jobs, [job.slot for job in jobs]
-        self.rows, self.mode = max(self.slots) + 1, together(jobs)
-        self.longest = max(len(job.request.prompt) + job.launched for job in jobs)  # tokens of a row at the next step
-        self.left = min(job.limit - job.launched for job in jobs)  # steps until the first row has its last token
-        self.steady = not any(job.forced or job.matcher is not None for job in jobs)
-
-    @cached_property
-    def plain(self) -> bool:
-        """Whether no row wants more of a token than its text and probability."""
-        return all(job.plain and not job.discard for job in self.jobs)
-
-    @cached_property
-    def watched(self) -> frozenset[int]:
-        """Tokens that mean something in one of the rows."""
-        return frozenset().union(*(job.watched for job in self.jobs))
-
-    @cached_property
-    def answers(self) -> list[tuple[Completion, int, bool]]:
-        """The answer of each row, its slot, and whether it wants probabilities."""
-        return [(job.completion, job.slot, job.request.sampling.logprobs) for job in self.jobs]
-
-    def stepped(self) -> bool:
-        """A step was launched; whether the next can be launched without a new look at the rows."""
-        self.longest, self.left = self.longest + 1, self.left - 1
-        return self.steady and self.left > 0
-
-    def take(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
-        """The tokens of a step, by slot, if none of them means more than text."""
-        if not self.plain or not self.watched.isdisjoint(ids[: self.rows]):
-            return False
-        for answer, slot, logged in self.answers:
-            answer.add(ids[slot], version)
-            if logged:
-                answer.logprobs.append(logprobs[slot])
-        return True
-
-
 class PendingPass(NamedTuple):
     """A pass whose result has not been looked at."""
 
-    jobs: Sequence[Job]
-    numbers: Sequence[int]  # which pass of each job it is
-    columns: Sequence[int]  # of the result
+    rows: Rows
+    columns: Ints | None  # of the result; None: the slots
     result: Callable[[], Tensor]  # waits for it: on the host, what Decoder.step returned
     version: int  # of the weights that it ran with
-    crew: Crew | None  # of a decoding step
-
-    def read_some(self, all_last: bool) -> None:
-        """Text of the rows, of each at every READ_EVERYth pass, and of `all` whose last pass is launched: the device
-        works meanwhile, and where many answers end at once it does not wait for all their text."""
-        for job in self.jobs[self.numbers[0] % READ_EVERY :: READ_EVERY]:
-            job.read()
-        for job in self.jobs if all_last else ():
-            if job.launched == job.limit:
-                job.read()

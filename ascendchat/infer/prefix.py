@@ -160,8 +160,8 @@ class Prefixes:
         """The slot that saves the most; of equals the one used last."""
         best: tuple[int, int, Hit] | None = None
         head = head_of(prompt) if self.may_share(prompt) else b""
-        for slot, held in enumerate(self.held):
-            if held is not None and head and held.head == head:
+        for slot, held in enumerate(self.held) if head else ():
+            if held is not None and held.head == head:
                 held = self._wrote(slot, held)
                 length, place = held.usable(prompt, self.ring)
                 if length >= self.least and (best is None or (length, held.used) > best[:2]):
@@ -199,10 +199,9 @@ class Prefixes:
                 self.held[hit.slot] = None  # nearly all of it lives on
             elif hit.slot != slot:
                 self.held[hit.slot] = replace(source, used=self._clock)
-        others = [other for other in free if other != slot]
-        if old is not None and len(old.tokens) - spent >= (BLOCK if spent else self.least) and others:
-            spare = min(others, key=self._used)
-            if self._used(spare)[0] < old.used:
+        if old is not None and len(old.tokens) - spent >= (BLOCK if spent else self.least):
+            spare = min((other for other in free if other != slot), key=self._used, default=None)
+            if spare is not None and self._used(spare)[0] < old.used:
                 copies.append(Copy(slot, spare, len(old.tokens), (len(old.tokens) - 1) % 2))
                 self.held[spare] = old
         self.held[slot] = new
@@ -227,12 +226,12 @@ class Prefixes:
             self.held[slot] = held = held.extended(now)
         return held
 
-    def keep(self, slot: int, tokens: Sequence[int], written: int) -> None:
+    def keep(self, slot: int, tokens: Tokens, written: int) -> None:
         """A request is over: these tokens of it are in the cache."""
         held = self.held[slot]
         if held is not None:
             self._clock += 1
-            self.held[slot] = replace(held.extended(written), tokens=as_tokens(tokens), used=self._clock)
+            self.held[slot] = replace(held.extended(written), tokens=tokens, used=self._clock)
 
     def clear(self) -> None:
         """The weights have changed: nothing that was computed before may be used for a new request."""

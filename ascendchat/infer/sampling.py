@@ -35,6 +35,15 @@ class Mode(NamedTuple):
     tops: bool = False  # some row reports the likeliest tokens
     processed: bool = False  # some row reports the probability of the draw
 
+    @property
+    def bits(self) -> int:
+        """As a number: what several rows need is the `or` of theirs."""
+        return sum(flag << number for number, flag in enumerate(self))
+
+    @classmethod
+    def of(cls, bits: int) -> Mode:
+        return cls(*(bool(bits >> number & 1) for number in range(len(cls._fields))))
+
 
 class Settings(NamedTuple):
     """Per row (B,): what request.Sampling says, on the device."""

@@ -1,0 +1,106 @@
+"""What the host knows of the rows that run, as arrays by slot: what a step of hundreds of rows brings is taken in with
+a dozen operations, not with some for every row.
+
+    sheet.enter(slot, ...); sheet.leave(slot)
+    rows = sheet.launch(sheet.runs())                        # one more step is under way for these slots
+    for number in sheet.take(rows, ids, logprobs, version):  # those of the rows whose token means more than text
+
+A token that is only text is written down here; an answer's own lists get it when somebody reads them (job.py). On an
+H200, 512 rows whose answers end at any time: looking at each of them took 2 us a token, twice the device's time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+READ_EVERY, LAST_READS = 64, 16  # passes
+
+
+class Rows(NamedTuple):
+    """The rows of a pass, (R,) each."""
+
+    slots: Ints
+    owners: Ints  # who had the slots then
+    numbers: Ints  # which pass of its request it is for each row, from 0 on
+
+
+class Sheet:
+    """By slot, (slots,) each. `context`: tokens of a row at most."""
+
+    def __init__(self, slots: int, context: int, vocab: int) -> None:
+        def numbers() -> Ints:
+            return np.zeros(slots, np.int64)
+
+        self.owner, self.entered = numbers(), 0  # the number of the request in it, from 1 on; 0: nobody's
+        self.ids, self.versions = np.zeros((2, slots, context), np.int32)  # of the answer: tokens, their weights
+        self.logprobs = np.zeros((slots, context), np.float32)
+        self.written = numbers()  # tokens of the answer
+        self.launched = numbers()  # passes that will bring a token of this row: the prompt's is the first
+        self.limit = numbers()  # tokens of the answer at most
+        self.prompt = numbers()  # tokens of the prompt
+        self.mode = numbers()  # see sampling.Mode.bits
+        self.plain = np.zeros(slots, np.bool_)  # tokens that are not watched need no look
+        self.bound = np.zeros(slots, np.bool_)  # the row has a grammar
+        self.forced = np.zeros(slots, np.bool_)  # a tool's result is to be put in
+        self.watched = np.zeros(vocab, np.bool_)  # tokens that mean something in some request
+
+    def enter(self, slot: int, prompt: int, limit: int, mode: int, watched: list[int], *, bound: bool) -> None:
+        """A request takes a slot."""
+        self.entered += 1
+        self.owner[slot], self.prompt[slot], self.limit[slot], self.mode[slot] = self.entered, prompt, limit, mode
+        self.written[slot] = self.launched[slot] = 0
+        self.bound[slot], self.forced[slot] = bound, False
+        self.watched[[token for token in watched if 0 <= token < len(self.watched)]] = True
+
+    def leave(self, slot: int) -> None:
+        self.owner[slot] = 0
+        self.bound[slot] = self.forced[slot] = False
+
+    def free(self) -> list[int]:
+        """Slots that nobody has."""
+        found: list[int] = np.flatnonzero(self.owner == 0).tolist()
+        return found
+
+    def runs(self) -> Ints:
+        """Slots whose prompts are read and whose last token is not under way."""
+        return np.flatnonzero((self.owner > 0) & (self.launched > 0) & (self.launched < self.limit))
+
+    def longest(self, slots: Ints) -> int:
+        """Tokens of the longest of these rows behind the next step."""
+        return int((self.prompt[slots] + self.launched[slots]).max())
+
+    def modes(self, slots: Ints) -> int:
+        """What at least one of these rows needs."""
+        return int(np.bitwise_or.reduce(self.mode[slots]))
+
+    def launch(self, slots: Ints) -> Rows:
+        """A pass that brings each of these rows a token is under way."""
+        rows = Rows(slots, self.owner[slots], self.launched[slots])
+        self.launched[slots] += 1
+        return rows
+
+    def there(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these are still the rows that they were."""
+        return self.owner[rows.slots] == rows.owners
+
+    def to_read(self, rows: Rows) -> list[int]:
+        """Slots whose text is to be made now: of each row at every READ_EVERYth pass, and once in the last passes
+        before its limit, each in another one: so where many answers end at once nobody waits for all their text."""
+        slots, left = rows.slots, self.limit[rows.slots] - rows.numbers
+        due = ((rows.numbers + slots) % READ_EVERY == 0) | (left == 2 + slots % LAST_READS)
+        found: list[int] = slots[due & self.there(rows)].tolist()
+        return found
+
+    def take(self, rows: Rows, ids: Ints, logprobs: NDArray[np.float32], version: int) -> list[int]:
+        """Write down what a pass brought, (R,) each; the numbers of the rows that somebody must look at."""
+        slots, at, there = rows.slots, self.written[rows.slots], self.there(rows)
+        text = there & self.plain[slots] & ~self.watched[ids] & (at + 1 < self.limit[slots])
+        to, place = slots[text], at[text]
+        self.ids[to, place], self.logprobs[to, place], self.versions[to, place] = ids[text], logprobs[text], version
+        self.written[to] = place + 1
+        found: list[int] = np.flatnonzero(there & ~text).tolist()
+        return found
