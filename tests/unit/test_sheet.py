@@ -1,4 +1,4 @@
-"""The host's notes on the rows that run: only tokens that mean something are looked at, and no answer gets another's."""
+"""The host's notes on the rows that run: only tokens that mean something are looked at; no answer gets another's."""
 
 from __future__ import annotations
 
