@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -26,6 +27,10 @@ for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
 # A suite that was started in the background of a shell may have inherited an ignored Ctrl-C, and pass it on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# torch's compiler imports it on CPUs, and it refuses to be imported behind what else a process of tests has imported.
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 
