@@ -332,7 +332,11 @@ class Engine:
             result = waited.result().numpy()  # waits for this pass, not for the one behind it
             result = result[:, rows.slots if waited.columns is None else waited.columns]
             ids = result[0].astype(np.int64)
-            for number in self.sheet.take(rows, ids, result[1], version):
+            looked_at, ended = self.sheet.take(rows, ids, result[1], version)
+            for number in ended:
+                if (job := self.running[rows.slots[number]]) is not None:
+                    self._finish(job, "length")
+            for number in looked_at:
                 job = self.running[rows.slots[number]]
                 if job is None or job.done:
                     continue
@@ -391,6 +395,6 @@ class Engine:
             self.running[job.slot] = None
             self._left.append(job.slot)
             self.reading.leave(job)
-            if job.launched:  # what was read and chosen stays, for prompts that begin with it
-                answer = self.sheet.ids[job.slot, : min(len(job.completion.ids), job.launched - 1)]
+            if self.prefixes.held[job.slot] is not None and (launched := job.launched):  # stays, for the next prompts
+                answer = self.sheet.ids[job.slot, : min(len(job.completion.ids), launched - 1)]
                 self.prefixes.keep(job.slot, np.concatenate((job.tokens, answer)), self._written(job))

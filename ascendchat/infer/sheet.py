@@ -3,7 +3,7 @@ a dozen operations, not with some for every row.
 
     sheet.enter(slot, ...); sheet.leave(slot)
     rows = sheet.launch(sheet.runs())                        # one more step is under way for these slots
-    for number in sheet.take(rows, ids, logprobs, version):  # those of the rows whose token means more than text
+    looked_at, ended = sheet.take(rows, ids, logprobs, version)   # the rows whose token means more than text
 
 A token that is only text is written down here; an answer's own lists get it when somebody reads them (job.py). On an
 H200, 512 rows whose answers end at any time: looking at each of them took 2 us a token, twice the device's time.
@@ -95,12 +95,13 @@ class Sheet:
         found: list[int] = slots[due & self.there(rows)].tolist()
         return found
 
-    def take(self, rows: Rows, ids: Ints, logprobs: NDArray[np.float32], version: int) -> list[int]:
-        """Write down what a pass brought, (R,) each; the numbers of the rows that somebody must look at."""
+    def take(self, rows: Rows, ids: Ints, logprobs: NDArray[np.float32], version: int) -> tuple[list[int], list[int]]:
+        """Write down what a pass brought, (R,) each. Numbers of the rows that somebody must look at; of those that are
+        at their limit with it, and over."""
         slots, at, there = rows.slots, self.written[rows.slots], self.there(rows)
-        text = there & self.plain[slots] & ~self.watched[ids] & (at + 1 < self.limit[slots])
+        text = there & self.plain[slots] & ~self.watched[ids]
         to, place = slots[text], at[text]
         self.ids[to, place], self.logprobs[to, place], self.versions[to, place] = ids[text], logprobs[text], version
         self.written[to] = place + 1
-        found: list[int] = np.flatnonzero(there & ~text).tolist()
-        return found
+        ended = text & (at + 1 >= self.limit[slots])
+        return np.flatnonzero(there & ~text).tolist(), np.flatnonzero(ended).tolist()

@@ -31,17 +31,19 @@ def numbers(*values: int) -> np.ndarray:
 def test_text_is_written_down_and_the_rest_is_named(sheet: Sheet) -> None:
     sheet.plain[3] = False
     rows = sheet.launch(numbers(0, 1, 3))
-    looked_at = sheet.take(rows, numbers(2, END, 4), np.array([-1.0, -2.0, -3.0], np.float32), version=6)
+    looked_at, ended = sheet.take(rows, numbers(2, END, 4), np.array([-1.0, -2.0, -3.0], np.float32), version=6)
     assert looked_at == [1, 2], "a token that is watched, and a row that wants a look at every token"
+    assert not ended
     assert sheet.written.tolist() == [1, 0, 0, 0]
     assert (sheet.ids[0, 0], sheet.logprobs[0, 0], sheet.versions[0, 0]) == (2, -1.0, 6)
 
 
-def test_the_last_token_of_an_answer_is_looked_at(sheet: Sheet) -> None:
+def test_rows_that_are_at_their_limit_are_over(sheet: Sheet) -> None:
     sheet.limit[:] = 2
-    for expected in ([], [0, 1, 2]):
+    for expected in (([], []), ([2], [0, 1])):
         rows = sheet.launch(numbers(0, 1, 3))
-        assert sheet.take(rows, numbers(1, 2, 3), np.zeros(3, np.float32), 0) == expected
+        assert sheet.take(rows, numbers(1, 2, END if expected[0] else 3), np.zeros(3, np.float32), 0) == expected
+    assert sheet.written.tolist() == [2, 2, 0, 1]
 
 
 def test_what_comes_late_for_a_slot_that_has_another_request_is_nobodys(sheet: Sheet) -> None:
@@ -49,7 +51,7 @@ def test_what_comes_late_for_a_slot_that_has_another_request_is_nobodys(sheet: S
     sheet.leave(1)
     enter(sheet, 1)
     sheet.launch(numbers(1))
-    assert sheet.take(late, numbers(2, END), np.zeros(2, np.float32), 0) == []
+    assert sheet.take(late, numbers(2, END), np.zeros(2, np.float32), 0) == ([], [])
     assert sheet.written.tolist() == [1, 0, 0, 0]
     assert sheet.free() == [2]
 
