@@ -81,8 +81,9 @@ def sha256(path: Path) -> str:
 
 def begin_sha256(path: Path) -> None:
     """Let a thread begin the checksum that `sha256` will be asked for."""
-    _begun[path] = _Begun(path)
-    _begun[path].start()
+    begun = _Begun(path)
+    begun.start()
+    _begun[path] = begun
 
 
 def _sha256(path: Path) -> str:

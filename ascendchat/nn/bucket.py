@@ -6,6 +6,7 @@ bucket.update(...); bucket.publish()
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -178,9 +179,13 @@ class Bucket:
 
     def mean(self, near: bool) -> Tensor:
         """The mean of some weights of this rank's share, made when first asked for; then part of the state. `near`: on
-        the device, where it takes four bytes a parameter; else on the host."""
+        the device, where it takes four bytes a parameter; else on the host, as where the device has no room after all:
+        that shows when most of a run is over."""
+        if near and "mean" not in self.state:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self.state["mean"] = torch.zeros_like(self.weight)
         if "mean" not in self.state:
-            self.state["mean"] = torch.zeros_like(self.weight, device=self.weight.device if near else "cpu")
+            self.state["mean"] = torch.zeros_like(self.weight, device="cpu")
         return self.state["mean"]
 
     def publish(self) -> None:

@@ -58,8 +58,9 @@ def last_stage(run: str) -> str:
 
 def read_ahead(run: str, stage: str | None, checkpoint: str) -> None:
     """Begin the checksum of the weights that will be asked for; what is wrong is said by who asks for them."""
-    with contextlib.suppress(UserError, OSError):
+    with contextlib.suppress(UserError, OSError, RuntimeError):  # the last: no thread more is allowed
         folder = named_folder(run, stage, checkpoint)
         if not NAME.fullmatch(folder.name) and (steps := checkpoints(folder)):
             folder /= f"step_{steps[-1]:06d}"
-        begin_sha256(folder / WEIGHTS)
+        if NAME.fullmatch(folder.name):  # nobody asks for that of a Hugging Face model
+            begin_sha256(folder / WEIGHTS)

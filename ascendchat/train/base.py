@@ -79,7 +79,7 @@ class BaseStage(RowStage):
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
         held = learner.model.shape, learner.device.chip, dist.world().size, split.rows, config.activation_checkpointing
-        self.mean_is_near = mean_fits(*held)
+        self.roomy = split if mean_fits(*held) else None  # not after a smaller one: then the plan counted too little
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
@@ -100,11 +100,11 @@ class BaseStage(RowStage):
         """The model is a mean of weights of the last part of the run."""
         count = schedule.averaged(step, self.steps)
         if count > schedule.averaged(step - 1, self.steps):
-            self.averaging.average(count, last=step + 1 == self.steps, near=self.mean_is_near)
+            self.averaging.average(count, last=step + 1 == self.steps, near=self.split is self.roomy)
 
     def load(self, saved: Checkpoint) -> None:
         averaging = schedule.averaged(saved.step - 1, self.steps) > 0
-        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging, near=self.mean_is_near)
+        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging, near=self.split is self.roomy)
 
     def batches(self, rows_per_step: int) -> Batches:
         seq_len, seed = self.split.seq_len, self.seed

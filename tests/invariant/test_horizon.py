@@ -165,6 +165,30 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
     assert len(said) == 2
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
+    words: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """A batch that did not fit was planned with too little: there may be no room for the mean either, hours later."""
+    places, plain, left = list[bool](), base.MuonAdamW.average, [] if fits else [1]
+
+    def average(optimizer: Any, count: int, *, last: bool, near: bool) -> None:
+        places.append(near)
+        plain(optimizer, count, last=last, near=near)
+
+    def probe(stage: Any) -> Any:
+        if left:
+            raise torch.OutOfMemoryError(left.pop())
+        return planned(stage)
+
+    planned = base.BaseStage.probe
+    monkeypatch.setattr(base.MuonAdamW, "average", average)
+    monkeypatch.setattr(base.BaseStage, "probe", probe)
+    run(words, "--num-iterations", "20")
+    assert places
+    assert set(places) == {fits}
+
+
 @pytest.mark.slow
 def test_a_depth_that_was_chosen_is_said_and_kept(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--max-seq-len", "32"]

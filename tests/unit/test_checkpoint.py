@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from ascendchat.config import UserError
 from ascendchat.files import begin_sha256, sha256, write_atomic
 from ascendchat.nn.optim import Shard
 from ascendchat.record.earlier import earlier, notice, set_aside
-from ascendchat.record.saved import checkpoints
+from ascendchat.record.saved import checkpoints, read_ahead
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -234,3 +235,27 @@ def test_a_checksum_that_was_begun_is_not_believed_when_the_file_has_changed_sin
     path.unlink()
     with pytest.raises(FileNotFoundError):
         sha256(path)
+
+
+def test_a_checksum_is_begun_of_checkpoints_only_and_where_a_thread_can_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a Hugging Face model nobody asks for: to read gigabytes for it would only slow the load."""
+    begun: dict[Path, object] = {}
+    monkeypatch.setattr("ascendchat.files._begun", begun)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"weights")
+    save(tmp_path / "base", 3)
+    read_ahead("", None, str(tmp_path / "hf"))
+    assert not begun
+    read_ahead("", None, str(tmp_path / "base"))
+    weights = tmp_path / "base" / "step_000003" / "model.safetensors"
+    assert list(begun) == [weights]
+    digest = sha256(weights)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refused)
+    read_ahead("", None, str(tmp_path / "base"))
+    assert sha256(weights) == digest

@@ -220,6 +220,30 @@ def test_state_saved_and_loaded_continues_exactly() -> None:
         assert torch.equal(a, b)
 
 
+def test_the_mean_of_the_last_weights_lies_on_the_host_where_the_device_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most of the run is over by then: it must not end for want of memory."""
+    model, optimizer = model_and_optimizer()
+    plain, asked = torch.zeros_like, list[object]()
+
+    def full(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+        asked.append(device)
+        if device is None:
+            raise torch.OutOfMemoryError
+        return plain(tensor, device=device)
+
+    monkeypatch.setattr("torch.zeros_like", full)
+    first = [parameter.detach().clone() for parameter in model.parameters()]
+    for count in (1, 2):
+        for bucket in optimizer.buckets:
+            bucket.weight.add_(count - 1)
+        optimizer.average(count, last=count == 2, near=True)
+    assert asked == [None, "cpu"] * len(optimizer.buckets)
+    for before, after in zip(first, model.parameters()):
+        torch.testing.assert_close(after.detach(), before + 0.5)
+
+
 def test_a_matrix_is_never_cut_in_two_by_sharding() -> None:
     from ascendchat import dist
     from ascendchat.nn.bucket import Bucket
