@@ -51,7 +51,7 @@ class CompiledLayers:
         if self.compiled is not None and self._usual(len(tokens)):
             try:
                 return self.model(tokens, *args, **named, compiled=self.compiled)  # type: ignore[no-any-return]
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
                 self.compiled = None
                 self.say(f"the layers of the model are not compiled: {reason(error)}")
         return self.model(tokens, *args, **named)  # type: ignore[no-any-return]
