@@ -36,7 +36,8 @@ class Sheet:
             return np.zeros(slots, np.int64)
 
         self.owner, self.entered = numbers(), 0  # the number of the request in it, from 1 on; 0: nobody's
-        self.ids, self.versions = np.zeros((2, slots, context), np.int32)  # of the answer: tokens, their weights
+        self.ids = np.zeros((slots, context), np.int32)  # of the answer: its tokens,
+        self.versions = np.zeros((slots, context), np.int64)  # the weights of each; some count them by the clock
         self.logprobs = np.zeros((slots, context), np.float32)
         self.written = numbers()  # tokens of the answer
         self.launched = numbers()  # passes that will bring a token of this row: the prompt's is the first

@@ -127,8 +127,8 @@ def version_of(value: Any) -> int:
         number = int(value)
     except (TypeError, ValueError):
         number = -1
-    if number < 0 or isinstance(value, (bool, float)):
-        raise UserError(f"version must be a whole number from 0 on, found {value!r}")
+    if not 0 <= number < 2**63 or isinstance(value, (bool, float)):  # engines keep them in 64 bits
+        raise UserError(f"version must be a whole number from 0 to 2^63 - 1, found {value!r}")
     return number
 
 

@@ -290,6 +290,7 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         for path, body, says in [
             ("/update_weights", {"folder": source, "version": 9}, "no checkpoint folder on the server"),
             ("/update_weights", {"folder": source}, "version must be a whole number"),
+            ("/update_weights", {"folder": source, "version": 2**63}, "version must be a whole number"),
             ("/update_weights", {"version": 9}, "send {"),
             ("/update_weights?version=9", b"no weights", "not a whole safetensors file"),
             ("/update_weights?version=x", b"", "version must be a whole number"),

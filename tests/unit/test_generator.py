@@ -286,6 +286,14 @@ def test_new_weights_answer_like_an_engine_built_with_them(opened: Open) -> None
     assert generator.generate(requests) == after
 
 
+def test_weights_may_be_numbered_by_the_clock() -> None:
+    """POST /update_weights takes any version; one that an engine cannot write down would end its worker."""
+    engine = make.engine(make.model(), pick("cpu", compiled=False))
+    engine.renew(20261117230000)
+    (answer,) = engine.generate([Request([1, 2, 3], Sampling(max_tokens=4, stop_tokens=()))])
+    assert answer.versions == [20261117230000] * 4
+
+
 def test_answers_under_way_are_finished_by_the_old_weights_and_waiting_ones_written_by_the_new(opened: Open) -> None:
     first, second = greedy_requests(2, tokens=20)
     old, new = make.model(5), make.model(6)
