@@ -187,12 +187,12 @@ def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: C
 
 
 def test_more_sizes_than_the_compiler_keeps_do_not_end_training(
-    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taught = learner(opened(tmp_path / "model", "llama").model, compiled=True, by_document=False)
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 2)
-    for rows in range(1, 5):
-        taught.hidden(batch(0).inputs[:1].expand(rows, -1).contiguous(), None).sum().backward()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in range(1, 5):
+            taught.hidden(batch(0).inputs[:1].expand(rows, -1).contiguous(), None).sum().backward()
     assert compiler.graphs == 2
     said = capsys.readouterr().out
     assert said.startswith("the layers of the model are not compiled: FailOnRecompileLimitHit: ")
