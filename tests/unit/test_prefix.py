@@ -63,7 +63,7 @@ def test_a_copy_of_a_part_of_a_longer_slot_can_be_continued_at_its_own_end() -> 
     prefixes = filled(range(200), None)
     assert prefixes.take(1, Hit(0, 128, mark_place(128)), [1]) == [Copy(0, 1, 128, mark_place(128))]
     prefixes.read(1, as_tokens([*range(128), *range(900, 910)]), 128, 138)
-    prefixes.keep(1, [*range(128), *range(900, 914)], 143)
+    prefixes.keep(1, as_tokens([*range(128), *range(900, 914)]), 143)
     assert prefixes.find(as_tokens([*range(128), *range(900, 920)])) == Hit(1, 142, 1)
 
 
@@ -87,7 +87,7 @@ def test_old_weights_leave_nothing_and_rows_that_go_on_under_new_ones_are_not_ma
     prefixes.read(0, prompt, 0, 100)
     assert prefixes.find(as_tokens(range(120))) == Hit(0, 100, 1)
     prefixes.clear()
-    prefixes.keep(0, [*range(105)], 105)  # a row that was kept running ends
+    prefixes.keep(0, as_tokens(range(105)), 105)  # a row that was kept running ends
     prefixes.read(1, prompt, 64, 100)  # the second half of a prompt whose first half is of the old weights
     assert prefixes.find(as_tokens(range(120))) is None
     prefixes.read(1, prompt, 0, 100)
@@ -129,7 +129,7 @@ def test_a_hit_runs_where_it_lies_if_steps_get_no_longer() -> None:
 
 def test_the_least_recently_used_contents_are_overwritten() -> None:
     prefixes = filled(range(100), range(200, 300), range(400, 500))
-    prefixes.keep(0, range(100), 100)  # used again
+    prefixes.keep(0, as_tokens(range(100)), 100)  # used again
     slot = prefixes.choose(None, [0, 1, 2], top=5)
     assert slot == 1
     assert prefixes.take(slot, None, [0, 1, 2]) == []
