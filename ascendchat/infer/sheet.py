@@ -6,7 +6,7 @@ a dozen operations, not with some for every row.
     looked_at, ended = sheet.take(rows, ids, logprobs, version)   # the rows whose token means more than text
 
 A token that is only text is written down here; an answer's own lists get it when somebody reads them (job.py). On an
-H200, 512 rows whose answers end at any time: looking at each of them took 2 us a token, twice the device's time.
+H200, 512 rows whose answers end at any time: looking at each took 2 us a token, and the device waited for the host.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Sheet:
         self.plain = np.zeros(slots, np.bool_)  # tokens that are not watched need no look
         self.bound = np.zeros(slots, np.bool_)  # the row has a grammar
         self.forced = np.zeros(slots, np.bool_)  # a tool's result is to be put in
-        self.watched = np.zeros(vocab, np.bool_)  # tokens that mean something in some request
+        self.watched = np.zeros(vocab, np.int64)  # by token: requests that have a slot and to which it means something
+        self._watched: list[list[int]] = [[] for _ in range(slots)]  # those tokens, by slot
 
     def enter(self, slot: int, prompt: int, limit: int, mode: int, watched: list[int], *, bound: bool) -> None:
         """A request takes a slot."""
@@ -55,10 +56,12 @@ class Sheet:
         self.owner[slot], self.prompt[slot], self.limit[slot], self.mode[slot] = self.entered, prompt, limit, mode
         self.written[slot] = self.launched[slot] = 0
         self.bound[slot], self.forced[slot] = bound, False
-        self.watched[[token for token in watched if 0 <= token < len(self.watched)]] = True
+        self._watched[slot] = [token for token in watched if 0 <= token < len(self.watched)]
+        self.watched[self._watched[slot]] += 1
 
     def leave(self, slot: int) -> None:
         self.owner[slot] = 0
+        self.watched[self._watched[slot]] -= 1
         self.bound[slot] = self.forced[slot] = False
 
     def free(self) -> list[int]:
@@ -100,7 +103,7 @@ class Sheet:
         """Write down what a pass brought, (R,) each. Numbers of the rows that somebody must look at; of those that are
         at their limit with it, and over."""
         slots, at, there = rows.slots, self.written[rows.slots], self.there(rows)
-        text = there & self.plain[slots] & ~self.watched[ids]
+        text = there & self.plain[slots] & (self.watched[ids] == 0)
         to, place = slots[text], at[text]
         self.ids[to, place], self.logprobs[to, place], self.versions[to, place] = ids[text], logprobs[text], version
         self.written[to] = place + 1

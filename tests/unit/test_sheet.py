@@ -38,6 +38,15 @@ def test_text_is_written_down_and_the_rest_is_named(sheet: Sheet) -> None:
     assert (sheet.ids[0, 0], sheet.logprobs[0, 0], sheet.versions[0, 0]) == (2, -1.0, 6)
 
 
+def test_what_a_request_watched_is_text_again_when_it_is_over(sheet: Sheet) -> None:
+    """Else one with a thousand stop tokens would make every later one slow."""
+    sheet.enter(2, 5, 100, Mode().bits, [2, 3], bound=False)
+    assert sheet.take(sheet.launch(numbers(0)), numbers(2), np.zeros(1, np.float32), 0) == ([0], [])
+    sheet.leave(2)
+    assert sheet.take(sheet.launch(numbers(0)), numbers(2), np.zeros(1, np.float32), 0) == ([], [])
+    assert sheet.take(sheet.launch(numbers(0)), numbers(END), np.zeros(1, np.float32), 0) == ([0], [])
+
+
 def test_rows_that_are_at_their_limit_are_over(sheet: Sheet) -> None:
     sheet.limit[:] = 2
     for expected in (([], []), ([2], [0, 1])):
