@@ -69,7 +69,7 @@ class Job:
     def enter(self, sheet: Sheet) -> None:
         """It has a slot."""
         self.sheet, bound = sheet, self.matcher is not None
-        sheet.enter(self.slot, len(self.tokens), self.limit, self.mode.bits, list(self.watched), bound=bound)
+        sheet.enter(self.slot, len(self.tokens), self.limit, self.mode.bits, self.watched, bound=bound)
         self.mark()
 
     def mark(self) -> None:
@@ -106,8 +106,9 @@ class Job:
     def read(self) -> None:
         """Turn new ids into text; put off, for a batch of hundreds has microseconds per token: see Sheet.to_read."""
         ids = self.completion.ids
-        self._fresh += self.text.feed_all(ids[self._read :])
-        self._read = len(ids)
+        if self._read < len(ids):
+            self._fresh += self.text.feed_all(ids[self._read :])
+            self._read = len(ids)
 
     def finish(self, reason: Literal["stop", "length", "cancelled"]) -> None:
         self.read()

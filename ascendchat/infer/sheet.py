@@ -11,6 +11,7 @@ H200, 512 rows whose answers end at any time: looking at each took 2 us a token,
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -47,22 +48,31 @@ class Sheet:
         self.plain = np.zeros(slots, np.bool_)  # tokens that are not watched need no look
         self.bound = np.zeros(slots, np.bool_)  # the row has a grammar
         self.forced = np.zeros(slots, np.bool_)  # a tool's result is to be put in
-        self.watched = np.zeros(vocab, np.int64)  # by token: requests that have a slot and to which it means something
-        self._watched: list[list[int]] = [[] for _ in range(slots)]  # those tokens, by slot
+        self.watched = np.zeros(vocab, np.int64)  # by token: how many of the sets below have it
+        self._watchers: Counter[frozenset[int]] = Counter()  # requests with a slot, by the tokens that mean something
+        self._watched: list[frozenset[int]] = [frozenset()] * slots  # those tokens, by slot
 
-    def enter(self, slot: int, prompt: int, limit: int, mode: int, watched: list[int], *, bound: bool) -> None:
+    def enter(self, slot: int, prompt: int, limit: int, mode: int, watched: frozenset[int], *, bound: bool) -> None:
         """A request takes a slot."""
         self.entered += 1
         self.owner[slot], self.prompt[slot], self.limit[slot], self.mode[slot] = self.entered, prompt, limit, mode
         self.written[slot] = self.launched[slot] = 0
         self.bound[slot], self.forced[slot] = bound, False
-        self._watched[slot] = [token for token in watched if 0 <= token < len(self.watched)]
-        self.watched[self._watched[slot]] += 1
+        self._watched[slot] = watched
+        self._watchers[watched] += 1
+        if self._watchers[watched] == 1:
+            self._watch(watched, 1)
 
     def leave(self, slot: int) -> None:
-        self.owner[slot] = 0
-        self.watched[self._watched[slot]] -= 1
+        self.owner[slot], watched = 0, self._watched[slot]
         self.bound[slot] = self.forced[slot] = False
+        self._watchers[watched] -= 1
+        if not self._watchers[watched]:
+            del self._watchers[watched]
+            self._watch(watched, -1)
+
+    def _watch(self, tokens: frozenset[int], more: int) -> None:
+        self.watched[[token for token in tokens if 0 <= token < len(self.watched)]] += more
 
     def free(self) -> list[int]:
         """Slots that nobody has."""
