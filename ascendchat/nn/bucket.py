@@ -6,7 +6,6 @@ bucket.update(...); bucket.publish()
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -100,6 +99,7 @@ class Bucket:
             self.weight = room.weight.copy_(self.own_flat)
         else:
             self.weight = self.own_flat if first.dtype == torch.float32 else self.own_flat.float()
+        self.spare: Tensor | None = None
         self.state = {"first": torch.zeros_like(self.weight)}
         if group.matrix:
             rows = self.share // self.unit[1]
@@ -177,15 +177,11 @@ class Bucket:
                 fused=fused,
             )
 
-    def mean(self, near: bool) -> Tensor:
-        """The mean of some weights of this rank's share, made when first asked for; then part of the state. `near`: on
-        the device, where it takes four bytes a parameter; else on the host, as where the device has no room after all:
-        that shows when most of a run is over."""
-        if near and "mean" not in self.state:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                self.state["mean"] = torch.zeros_like(self.weight)
+    def mean(self) -> Tensor:
+        """The mean of some weights of this rank's share, from the first call on part of the state: in `spare`, if that
+        was made (MuonAdamW.reserve_mean), else on the host."""
         if "mean" not in self.state:
-            self.state["mean"] = torch.zeros_like(self.weight, device="cpu")
+            self.state["mean"] = torch.zeros_like(self.weight, device="cpu") if self.spare is None else self.spare
         return self.state["mean"]
 
     def publish(self) -> None:

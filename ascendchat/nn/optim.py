@@ -216,12 +216,18 @@ class MuonAdamW:
         dist.all_reduce(squares, "sum")
         torch._foreach_mul_([b.own_grad for b in self.buckets], (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0))
 
-    @torch.no_grad()
-    def average(self, count: int, *, last: bool, near: bool) -> None:
-        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean. `near`:
-        it lies on the device."""
+    def reserve_mean(self, wanted: bool) -> None:
+        """Have room on the device, four bytes a parameter, for the mean of the last weights, which is else on the host.
+        Asked for in the dry run, so that a want of memory shows there and not when most of a run is over."""
         for bucket in self.buckets:
-            mean = bucket.mean(near)
+            if wanted != (bucket.spare is not None):
+                bucket.spare = torch.zeros_like(bucket.weight) if wanted else None
+
+    @torch.no_grad()
+    def average(self, count: int, *, last: bool) -> None:
+        """Take the weights into their mean as the `count`-th, from 1 on; the last time they become that mean."""
+        for bucket in self.buckets:
+            mean = bucket.mean()
             mean.lerp_(bucket.weight.to(mean.device), 1.0 / count)
             if last:
                 bucket.weight.copy_(mean)
@@ -234,14 +240,12 @@ class MuonAdamW:
         return {shard.key(): tensor for bucket in mine for shard, tensor in bucket.shards()}
 
     @torch.no_grad()
-    def load(
-        self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False, near: bool = False
-    ) -> None:
+    def load(self, read: Callable[[Shard], Tensor], steps_done: int, *, averaging: bool = False) -> None:
         """Fill this rank's state from whatever ranks saved it, and the parameters of all ranks with it; `averaging`:
-        the mean of the weights is already part of the state, and lies `near` or not."""
+        the mean of the weights is already part of the state."""
         for bucket in self.buckets:
             if averaging:
-                bucket.mean(near)
+                bucket.mean()
             for shard, tensor in bucket.shards():
                 tensor.copy_(read(shard))
             bucket.publish()

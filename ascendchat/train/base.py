@@ -6,8 +6,7 @@ Reads top to bottom: device, data, shape, batch and horizon, model and optimizer
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ import torch
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
-from ascendchat.chips import Chip
 from ascendchat.config import UserError, home
 from ascendchat.config.train import USUAL_DEPTH, BaseConfig
 from ascendchat.data import toyworld
@@ -27,7 +25,6 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.prepare import TOYWORLD, prepare
 from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.data.verify import MANIFEST
-from ascendchat.device import Device
 from ascendchat.dist.context import Context
 from ascendchat.eval import core
 from ascendchat.eval.bundle import load_bundle
@@ -36,23 +33,15 @@ from ascendchat.infer.load import settings_of
 from ascendchat.infer.request import Sampling
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
-from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon
-from ascendchat.plan.memory import mean_fits, training, usable
-from ascendchat.plan.shape import Shape
+from ascendchat.plan.batch import Split, batch_for
+from ascendchat.plan.memory import mean_fits
 from ascendchat.record import run_folder
-from ascendchat.train.dry_run import until_it_fits
-from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
+from ascendchat.train.horizon import MOST_PASSES, depth_for, horizon_of, passes, plan_run, shape_of
+from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
 
 MOST_EVAL_TOKENS = 10_000_000
-SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
-KEPT_SPEED = 0.88  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
-MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
-LEAST_DEPTH, MOST_DEPTH = 2, 64  # that --minutes chooses
-MOST_PARAMETERS = 14  # of such a model for a token of text
-FP8_GAIN = 1.15  # what 8-bit products add to the speed
-TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
 EMBEDDED_TOKENS = 826_000  # and the tokens that the corpus has with it
 EMBEDDED_PASSES = 60  # over the embedded corpus at most, unless it is asked for by name: depth 4 reads it 51 times
@@ -88,6 +77,7 @@ class BaseStage(RowStage):
         return super().micro_batches(step)
 
     def probe(self) -> MicroBatch:
+        self.averaging.reserve_mean(self.split is self.roomy)
         self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
         return super().probe()
 
@@ -100,11 +90,12 @@ class BaseStage(RowStage):
         """The model is a mean of weights of the last part of the run."""
         count = schedule.averaged(step, self.steps)
         if count > schedule.averaged(step - 1, self.steps):
-            self.averaging.average(count, last=step + 1 == self.steps, near=self.split is self.roomy)
+            self.averaging.average(count, last=step + 1 == self.steps)
 
     def load(self, saved: Checkpoint) -> None:
+        self.averaging.reserve_mean(self.split is self.roomy)  # as it was, for the same bits
         averaging = schedule.averaged(saved.step - 1, self.steps) > 0
-        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging, near=self.split is self.roomy)
+        self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
 
     def batches(self, rows_per_step: int) -> Batches:
         seq_len, seed = self.split.seq_len, self.seed
@@ -175,141 +166,13 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
     return tasks
 
 
-def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
-    """The model that the flags describe; `depth` where they say none."""
-    return Shape.from_depth(
-        config.depth or depth or USUAL_DEPTH,
-        vocab=vocab,
-        seq_len=config.max_seq_len,
-        window_pattern=config.window_pattern,
-        dim=config.dim,
-        head_dim=config.head_dim,
-        kv_heads=config.kv_heads,
-    )
-
-
-def horizon_of(config: BaseConfig, shape: Shape) -> int:
-    """Tokens that the flags ask for; --steps and --minutes come on top."""
-    if config.target_flops is not None:
-        return config.tokens or max(1, int(config.target_flops / shape.train_flops_per_token))
-    return config.tokens or horizon(shape, config.target_param_data_ratio)
-
-
-def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, total: int) -> tuple[Split, int]:
-    """How the devices share `total` tokens a step, unless another batch was asked for, and the steps over `tokens`."""
-    split = share_out(config, shape, device, config.total_batch_size or total)
-    return split, config.num_iterations or max(1, round(tokens / split.total))
-
-
-def timed(fits: int, corpora: Sequence[tuple[Corpus, float]], seq_len: int) -> tuple[int, int]:
-    """Tokens and batch of a run with time for `fits` tokens: no more than MOST_PASSES over the text, and the time that
-    is then left over goes into smaller steps."""
-    tokens = max(1, int(fits * min(1.0, MOST_PASSES / passes(corpora, fits))))
-    return tokens, batch_for(tokens, seq_len, MIN_STEPS if fits < TIME_LEFT * tokens else 2 * MIN_STEPS)
-
-
-def passes(corpora: Sequence[tuple[Corpus, float]], tokens: int) -> float:
-    """How often a run of `tokens` reads the corpus that it reads most often."""
-    whole = sum(weight for _, weight in corpora)
-    return max(tokens * weight / whole / corpus.tokens for corpus, weight in corpora)
-
-
-def expected_horizon(config: BaseConfig, shape: Shape, chip: Chip) -> int:
-    """Tokens that fit in --minutes by the chip's data sheet."""
-    speed = chip.flops * MFU[chip.device_type] * (FP8_GAIN if config.fp8 and chip.fp8 else 1.0)
-    return max(1, int(dist.world().size * speed * (config.minutes or 0.0) * 60 / shape.train_flops_per_token))
-
-
-def depth_for(config: BaseConfig, text: Text, chip: Chip) -> int:
-    """The deepest model for which --minutes are enough to read the text MOST_PASSES times, or as many tokens as it is
-    worth, if that is less. Small models on 4.8 M tokens, two passes each: the larger, the fewer bits per byte, up to
-    14 parameters for a token of text (docs/log.md); beyond that nothing was tried."""
-    vocab, whole = text.corpora[0][0].vocab_size, int(MOST_PASSES / passes(text.corpora, 1))
-    best = 0
-    for depth in range(LEAST_DEPTH, MOST_DEPTH + 1):
-        try:
-            shape = shape_of(config, vocab, depth)
-        except UserError:  # --head-dim or --kv-heads are for other widths
-            continue
-        needed = min(horizon_of(config, shape), whole)
-        large = shape.total_parameters > MOST_PARAMETERS * whole / MOST_PASSES
-        held = training(shape, chip, dist.world().size, 1, config.activation_checkpointing)
-        fits = sum(held.values()) <= usable(chip)
-        if best and (large or not fits or needed > expected_horizon(config, shape, chip)):
-            break
-        best = depth
-    agreed = torch.tensor([float(best or LEAST_DEPTH)], device=dist.place())
-    dist.all_reduce(agreed, "min")  # chips of several kinds
-    return int(agreed.item())
-
-
-def first_batch(learner: Learner, split: Split, text: Text, seed: int) -> MicroBatch:
-    """This rank's first micro-batch of the text."""
-    rows, rank, world = split.rows, dist.world().rank, dist.world().size
-    sources = [(TextRows(corpus, split.seq_len, seed), weight) for corpus, weight in text.corpora]
-    batch = Batches(sources, rows * world).batch(0, rank * rows, (rank + 1) * rows)
-    inputs, targets = (torch.from_numpy(array).to(learner.place) for array in (batch.inputs, batch.targets))
-    return MicroBatch(inputs, targets, batch.lengths, split.total)
-
-
-def measured_speed(learner: Learner, batch: MicroBatch) -> float:
-    """Tokens a second of this rank, over one micro-batch again and again."""
-    tokens = batch.inputs.numel()
-    weight = torch.tensor(1.0 / tokens, device=learner.place)
-    learner.mean_over(tokens)
-    started, done = 0.0, 0
-    while not started or time.perf_counter() - started < SPEED_SECONDS:
-        learner.loss(batch, weight, weight).backward()  # type: ignore[no-untyped-call]
-        learner.model.zero_grad()
-        learner.device.synchronize()
-        done = done + tokens if started else 0  # the first one compiles
-        started = started or time.perf_counter()
-    return done / (time.perf_counter() - started)
-
-
-def measured_horizon(config: BaseConfig, learner: Learner, text: Text, split: Split, say: Callable[[str], None]) -> int:
-    """Tokens that fit in --minutes, alike on all ranks: from the speed with the rows of `split`, or as many as fit."""
-    tried, found = [split], [0.0]
-
-    def trial() -> None:
-        found.append(measured_speed(learner, first_batch(learner, tried[-1], text, config.seed)))
-
-    def smaller() -> bool:
-        less = tried[-1].smaller()
-        tried.append(less or split)
-        return less is not None
-
-    until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
-    pace = dist.metrics({"pace": found[-1]})["pace"] * dist.world().size
-    return max(1, int(pace * (config.minutes or 0.0) * 60 * KEPT_SPEED))
-
-
-def plan_run(
-    config: BaseConfig, learner: Learner, text: Text, saved: Checkpoint | None, say: Callable[[str], None]
-) -> tuple[Split, int]:
-    """Batch and steps: from the flags, or from the speed that was measured for --minutes."""
-    shape, device = learner.model.shape, learner.device
-    tokens = horizon_of(config, shape)
-    split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
-    if config.minutes is None:
-        return split, steps
-    if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
-        total = saved.state["total_batch"]
-        tokens = saved.state["steps"] * total
-    else:
-        tokens, total = timed(expected_horizon(config, shape, device.chip), text.corpora, shape.seq_len)
-        split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        tokens, total = timed(measured_horizon(config, learner, text, split, say), text.corpora, shape.seq_len)
-    return steps_of(config, shape, device, tokens, total)
-
-
 def run(config: BaseConfig) -> int:
     """The command."""
     with training_context(config) as here:
         text = open_training_text(config, here)
         config = text.config
-        core_tasks = open_core(config)
-        depth = config.depth or (USUAL_DEPTH if config.minutes is None else depth_for(config, text, here.device.chip))
+        core_tasks, chip = open_core(config), here.device.chip
+        depth = config.depth or (USUAL_DEPTH if config.minutes is None else depth_for(config, text.corpora, chip))
         folder = run_folder(config.run or f"d{depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
         if config.depth is None and saved:
@@ -325,7 +188,7 @@ def run(config: BaseConfig) -> int:
         config = with_attend(replace(config, depth=depth), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
-        split, steps = plan_run(config, learner, text, saved, here.say)
+        split, steps = plan_run(config, learner, text.corpora, saved, here.say)
         if (times := passes(text.corpora, steps * split.total)) > 0.95 * MOST_PASSES:
             here.say(
                 f"the text is read {times:.1f} times; beyond {MOST_PASSES:.0f} a model tends to learn it by heart and "

@@ -16,7 +16,7 @@ from ranks import Host, run_ranks
 
 from ascendchat import dist
 from ascendchat.checkpoint import Writer, newest
-from ascendchat.chips import find
+from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.config.train import BaseConfig
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
@@ -25,7 +25,7 @@ from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.plan.shape import Shape
-from ascendchat.train.base import depth_for
+from ascendchat.train.horizon import depth_for
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
@@ -58,7 +58,7 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
         dist.all_reduce(total, "mean")
         optimizer.step(lr_scale=0.25 * lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
         if step >= 8:
-            optimizer.average(step - 7, last=step == 9, near=False)
+            optimizer.average(step - 7, last=step == 9)
         losses.append(total.item())
     if save:
         writer = Writer(Path(save))
@@ -76,20 +76,29 @@ def rank_main(rank: int, *arguments: object) -> Trained:
         dist.teardown()
 
 
-def chosen_depth(rank: int) -> int:
-    """With --minutes, where the second rank has a chip with less memory."""
+def depth_of(chip: Chip) -> int:
+    """With --minutes, where text does not end."""
+    corpora: Any = [(SimpleNamespace(vocab_size=16384, tokens=10**10), 1.0)]
+    return depth_for(BaseConfig(minutes=1000), corpora, chip)
+
+
+def chosen_depth(rank: int, cpu: bool) -> int:
+    """On two CPU ranks, or where the second rank has a chip with less memory."""
     dist.init(Host())
-    chip, corpus = find("H200"), SimpleNamespace(vocab_size=16384, tokens=10**10)
-    text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
+    h200 = find("H200")
     try:
-        return depth_for(BaseConfig(minutes=1000), text, replace(chip, memory=chip.memory // (1 + 7 * rank)))
+        return depth_of(this_cpu() if cpu else replace(h200, memory=h200.memory // (1 + 7 * rank)))
     finally:
         dist.teardown()
 
 
 def test_ranks_with_different_chips_choose_one_depth() -> None:
-    first, second = run_ranks(chosen_depth, 2)
+    first, second = run_ranks(chosen_depth, 2, False)
     assert first == second
+
+
+def test_ranks_on_one_cpu_are_not_twice_as_fast_as_it() -> None:
+    assert run_ranks(chosen_depth, 2, True) == [depth_of(this_cpu())] * 2
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from ascendchat.data.mixture import Batches
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.plan.batch import Split, batch_for
-from ascendchat.train import base
+from ascendchat.train import base, horizon
 
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 32 --device-batch-size 16 --total-batch-size 512".split()
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
@@ -32,7 +32,7 @@ WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "und
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of about a thousand tokens."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(base, "SPEED_SECONDS", 0.2)
+    monkeypatch.setattr(horizon, "SPEED_SECONDS", 0.2)
     rng = random.Random(0)
     texts = [" ".join(rng.choice(WORDS) for _ in range(40)) for _ in range(60)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
@@ -80,58 +80,58 @@ def test_numbers_that_make_no_sense_are_refused(flag: str, value: str, capsys: p
 
 def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> None:
     corpora = [(Corpus.open(words), 1.0)]
-    text = int(base.MOST_PASSES * corpora[0][0].tokens)
-    assert base.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
-    tokens, total = base.timed(int(1.05 * text), corpora, 1)
+    text = int(horizon.MOST_PASSES * corpora[0][0].tokens)
+    assert horizon.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
+    tokens, total = horizon.timed(int(1.05 * text), corpora, 1)
     assert abs(tokens - text) <= 1
     assert total == batch_for(text)
-    tokens, total = base.timed(3 * text, corpora, 1)
+    tokens, total = horizon.timed(3 * text, corpora, 1)
     assert abs(tokens - text) <= 1
     assert total == batch_for(text, least_steps=2000) < batch_for(text)
 
 
 def test_a_timed_run_goes_on_with_the_batch_it_began_with(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MIN_STEPS", 10)  # else one row would be the batch, by any rule
+    monkeypatch.setattr(horizon, "MIN_STEPS", 10)  # else one row would be the batch, by any rule
     sizes = [*SIZES[:-2], "--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     begun = steps(words)
     assert 20 <= begun < 40
-    monkeypatch.setattr(base, "measured_horizon", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(horizon, "measured_horizon", lambda *_: pytest.fail("measured again"))
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     assert steps(words) == begun
 
 
 def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:
     corpus = Corpus.open(words)
-    assert base.passes([(corpus, 1.0)], 2 * corpus.tokens) == pytest.approx(2.0)
-    assert base.passes([(corpus, 1.0), (corpus, 3.0)], 2 * corpus.tokens) == pytest.approx(1.5)
+    assert horizon.passes([(corpus, 1.0)], 2 * corpus.tokens) == pytest.approx(2.0)
+    assert horizon.passes([(corpus, 1.0), (corpus, 3.0)], 2 * corpus.tokens) == pytest.approx(1.5)
 
 
 def depths(words: Path, minutes: Sequence[float], chip: Chip, tokens: int, **more: Any) -> list[int]:
     """Of the models that --minutes chooses where the text has so many tokens."""
     corpus = SimpleNamespace(vocab_size=16384, tokens=tokens)
-    text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
-    return [base.depth_for(BaseConfig(minutes=each, **more), text, chip) for each in minutes]
+    corpora: Any = [(corpus, 1.0)]
+    return [horizon.depth_for(BaseConfig(minutes=each, **more), corpora, chip) for each in minutes]
 
 
 def test_minutes_choose_the_depth(words: Path) -> None:
     h200, little, much = find("H200"), 50_000_000, 10**10
     assert depths(words, [3, 10], h200, little, fp8=True) == [12, 20]  # that were tried
     short, long = depths(words, [1, 600], h200, little)
-    assert base.LEAST_DEPTH <= short < 12
-    shape = base.shape_of(BaseConfig(), 16384, long + 1)
-    assert shape.total_parameters > base.MOST_PARAMETERS * little  # what ends it is the text, not the time
+    assert horizon.LEAST_DEPTH <= short < 12
+    shape = horizon.shape_of(BaseConfig(), 16384, long + 1)
+    assert shape.total_parameters > horizon.MOST_PARAMETERS * little  # what ends it is the text, not the time
     found = depths(words, [1, 10, 100, 1000], h200, much)
     assert found == sorted(set(found))
     for minutes, depth in zip([1, 10, 100, 1000], found):
         config = BaseConfig(minutes=minutes)
-        shape = base.shape_of(config, 16384, depth)
-        deeper = base.shape_of(config, 16384, depth + 1)
-        assert base.horizon_of(config, shape) <= base.expected_horizon(config, shape, h200)
-        assert base.horizon_of(config, deeper) > base.expected_horizon(config, deeper, h200)
+        shape = horizon.shape_of(config, 16384, depth)
+        deeper = horizon.shape_of(config, 16384, depth + 1)
+        assert horizon.horizon_of(config, shape) <= horizon.expected_horizon(config, shape, h200)
+        assert horizon.horizon_of(config, deeper) > horizon.expected_horizon(config, deeper, h200)
     small = replace(h200, memory=2**33)
     assert depths(words, [10**6], small, much)[0] < depths(words, [10**6], h200, much)[0]
-    assert depths(words, [0.001], this_cpu(), little) == [base.LEAST_DEPTH]
+    assert depths(words, [0.001], this_cpu(), little) == [horizon.LEAST_DEPTH]
 
 
 def test_depths_that_other_flags_do_not_allow_are_passed_over(words: Path) -> None:
@@ -139,7 +139,7 @@ def test_depths_that_other_flags_do_not_allow_are_passed_over(words: Path) -> No
     h200 = find("H200")
     (found,) = depths(words, [10], h200, 10**10, kv_heads=2)
     assert found > 5
-    assert base.shape_of(BaseConfig(kv_heads=2), 16384, found).kv_heads == 2
+    assert horizon.shape_of(BaseConfig(kv_heads=2), 16384, found).kv_heads == 2
     assert depths(words, [0.001], this_cpu(), 10**10, kv_heads=2) == [3]
     assert depths(words, [0.001], this_cpu(), 10**10, head_dim=96) == [5]
     base.check_embedded(BaseConfig(minutes=1, head_dim=96))  # which the usual depth does not allow
@@ -154,14 +154,13 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
             raise torch.OutOfMemoryError
         return 100.0
 
-    monkeypatch.setattr(base, "measured_speed", speed)
+    monkeypatch.setattr(horizon, "measured_speed", speed)
     device: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
     learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
-    text: Any = SimpleNamespace(corpora=[(Corpus.open(words), 1.0)])
     split, said = Split(1, 8, 1, 32), list[str]()
-    tokens = base.measured_horizon(BaseConfig(minutes=0.5), learner, text, split, said.append)
+    tokens = horizon.measured_horizon(BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append)
     assert tried == [8, 4, 2]
-    assert tokens == int(100 * 30 * base.KEPT_SPEED)
+    assert tokens == int(100 * 30 * horizon.KEPT_SPEED)
     assert len(said) == 2
 
 
@@ -172,18 +171,18 @@ def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
     """A batch that did not fit was planned with too little: there may be no room for the mean either, hours later."""
     places, plain, left = list[bool](), base.MuonAdamW.average, [] if fits else [1]
 
-    def average(optimizer: Any, count: int, *, last: bool, near: bool) -> None:
-        places.append(near)
-        plain(optimizer, count, last=last, near=near)
+    def average(optimizer: Any, count: int, *, last: bool) -> None:
+        plain(optimizer, count, last=last)
+        places.extend(bucket.state["mean"] is bucket.spare for bucket in optimizer.buckets)
 
-    def probe(stage: Any) -> Any:
+    def loss(stage: Any, *told: Any) -> Any:
         if left:
             raise torch.OutOfMemoryError(left.pop())
-        return planned(stage)
+        return planned(stage, *told)
 
-    planned = base.BaseStage.probe
+    planned = base.BaseStage.loss
     monkeypatch.setattr(base.MuonAdamW, "average", average)
-    monkeypatch.setattr(base.BaseStage, "probe", probe)
+    monkeypatch.setattr(base.BaseStage, "loss", loss)
     run(words, "--num-iterations", "20")
     assert places
     assert set(places) == {fits}
@@ -212,9 +211,8 @@ def test_a_run_of_the_depth_that_was_chosen_is_not_taken_over(words: Path, capsy
 
 def test_the_speed_is_measured_on_the_text(words: Path) -> None:
     corpus = Corpus.open(words)
-    text: Any = SimpleNamespace(corpora=[(corpus, 1.0)])
     learner: Any = SimpleNamespace(place=torch.device("cpu"))
-    batch = base.first_batch(learner, Split(1, 4, 1, 32), text, seed=3)
+    batch = horizon.first_batch(learner, Split(1, 4, 1, 32), [(corpus, 1.0)], seed=3)
     rows = Batches([(TextRows(corpus, 32, 3), 1.0)], 4).batch(0)
     assert batch.inputs.tolist() == rows.inputs.tolist()
     assert batch.lengths.tolist() == rows.lengths.tolist()

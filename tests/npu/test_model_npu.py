@@ -60,10 +60,11 @@ def test_the_mean_of_the_last_weights_is_the_same_on_the_device_and_on_the_host(
         model = GPT(shape)
         model.initialise(0)
         optimizer = MuonAdamW(groups(model.to("npu:0"), rates(shape.dim, 4096)), compute_dtype=torch.float32)
+        optimizer.reserve_mean(near)
         for count in (1, 2, 3):
             for bucket in optimizer.buckets:
                 bucket.weight.add_(count / 8)
-            optimizer.average(count, last=count == 3, near=near)
+            optimizer.average(count, last=count == 3)
         assert {bucket.state["mean"].device.type for bucket in optimizer.buckets} == {"npu" if near else "cpu"}
         found.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)

@@ -21,7 +21,7 @@ from ascendchat.nn.gpt import GPT
 from ascendchat.nn.loss import IGNORE, head_loss
 from ascendchat.plan.batch import Split
 from ascendchat.plan.shape import Shape
-from ascendchat.train import base
+from ascendchat.train import horizon
 from ascendchat.train.grpo import token_weight
 from ascendchat.train.loop import Result
 from ascendchat.train.policy import RlStage
@@ -106,7 +106,7 @@ def prepared(home: Path, monkeypatch: pytest.MonkeyPatch, device: CPU) -> list[A
 def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batch is known only when the speed is."""
     stages = prepared(tmp_path, monkeypatch, Eight())
-    monkeypatch.setattr(base, "measured_horizon", lambda *_: 3_000_000)
+    monkeypatch.setattr(horizon, "measured_horizon", lambda *_: 3_000_000)
     sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --fp8 --device-type cpu"
     for more in ([], ["--minutes", "5"]):
         assert main(["base", *sizes.split(), "--run", f"r{len(more)}", *more]) == 0

@@ -74,7 +74,7 @@ class ToyStage(Stage):
 
     def after_step(self, step: int) -> None:
         if step >= self.steps - self.tail:
-            self.optimizer.average(step + 1 - (self.steps - self.tail), last=step + 1 == self.steps, near=False)
+            self.optimizer.average(step + 1 - (self.steps - self.tail), last=step + 1 == self.steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.seen.append(("evaluate", step))

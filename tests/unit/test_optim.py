@@ -220,26 +220,20 @@ def test_state_saved_and_loaded_continues_exactly() -> None:
         assert torch.equal(a, b)
 
 
-def test_the_mean_of_the_last_weights_lies_on_the_host_where_the_device_has_no_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Most of the run is over by then: it must not end for want of memory."""
+@pytest.mark.parametrize("reserved", [True, False])
+def test_the_mean_of_the_last_weights_lies_where_there_is_room_for_it(reserved: bool) -> None:
     model, optimizer = model_and_optimizer()
-    plain, asked = torch.zeros_like, list[object]()
-
-    def full(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-        asked.append(device)
-        if device is None:
-            raise torch.OutOfMemoryError
-        return plain(tensor, device=device)
-
-    monkeypatch.setattr("torch.zeros_like", full)
+    optimizer.reserve_mean(True)
+    optimizer.reserve_mean(reserved)  # the next smaller batch
+    rooms = [bucket.spare for bucket in optimizer.buckets]
+    assert all((room is not None) is reserved for room in rooms)
+    assert not any("mean" in bucket.state for bucket in optimizer.buckets), "nothing is saved that is not there yet"
     first = [parameter.detach().clone() for parameter in model.parameters()]
     for count in (1, 2):
         for bucket in optimizer.buckets:
             bucket.weight.add_(count - 1)
-        optimizer.average(count, last=count == 2, near=True)
-    assert asked == [None, "cpu"] * len(optimizer.buckets)
+        optimizer.average(count, last=count == 2)
+    assert all((bucket.state["mean"] is room) is reserved for bucket, room in zip(optimizer.buckets, rooms))
     for before, after in zip(first, model.parameters()):
         torch.testing.assert_close(after.detach(), before + 0.5)
 
