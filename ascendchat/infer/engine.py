@@ -117,8 +117,9 @@ class Engine:
         self.waiting.extend(jobs)
         self._group = max(1, len(self.running) // TOGETHER)  # nobody waits for a single one of them
         try:
-            while not all(job.done for job in jobs):
-                self.step()
+            for job in jobs:
+                while not job.done:
+                    self.step()
         finally:
             self._group = 1
             for job in jobs:
@@ -217,7 +218,7 @@ class Engine:
         """The longest waiting requests take the free slots."""
         if not self.waiting:
             return
-        free = self._free()
+        free = self.sheet.free()
         if len(free) < min(self._group, len(self.waiting), len(self.running)):
             return
         top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
@@ -227,9 +228,6 @@ class Engine:
             free.remove(job.slot)
             self.running[job.slot], top = job, max(top, job.slot)
             job.enter(self.sheet)
-
-    def _free(self) -> list[int]:
-        return self.sheet.free()
 
     def _written_in(self, slot: int) -> int | None:
         job = self.running[slot]
@@ -247,7 +245,7 @@ class Engine:
         left = self.prefill_tokens
         while self.reading.jobs:
             self._dismiss()
-            self.reading.begin(self._free())
+            self.reading.begin(self.sheet.free())
             for copies in rounds(self.reading.copies):
                 self.decoder.copy(copies)
             self.reading.copies.clear()
