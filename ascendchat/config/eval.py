@@ -7,6 +7,7 @@ from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
+from ascendchat.config.infer import KvCacheDtype
 from ascendchat.config.stages import StageName
 
 
@@ -36,6 +37,8 @@ class EvalBaseConfig(DeviceConfig):
     "folder of the model's tokenizer; by default that of the run, else of $ASCENDCHAT_HOME"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
+    kv_cache_dtype: KvCacheDtype = "auto"
+    "fp8: see keys and values rounded as `serve --kv-cache-dtype fp8` keeps them, and so what that costs"
     json: bool = False
     "print one JSON object; progress goes to standard error"
 

@@ -9,6 +9,8 @@ from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
 from ascendchat.config.stages import StageName
 
+KvCacheDtype = Literal["auto", "fp8"]
+
 
 @dataclass(frozen=True)
 class ModelConfig(DeviceConfig):
@@ -84,6 +86,8 @@ class BenchDecodeConfig(DeviceConfig):
     "sort the tokens and choose among this many; 0: all"
     attention: str | None = None
     "attention kernel by name; by default the best that runs here"
+    kv_cache_dtype: KvCacheDtype = "auto"
+    "keys and values in the model's own dtype (auto), or in 8 bits (fp8)"
     compile: bool | None = None
     "torch.compile on or off; by default on where it is sound"
 

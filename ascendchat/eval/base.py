@@ -9,9 +9,9 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
 from ascendchat.hf.model import CausalLM
+from ascendchat.infer.cache import Narrowed, kept_dtype
 from ascendchat.infer.load import Opened, open_model
+from ascendchat.nn.attention import Attention
 from ascendchat.record.results import NewResults
 
 
@@ -53,6 +55,8 @@ def run(config: EvalBaseConfig) -> int:
     most = None if config.max_per_task == -1 else config.max_per_task
     with joined(pick(config.device_type), sys.stderr if config.json else None) as here:
         opened = open_model(here, config, "base")
+        if (kept := kept_dtype(config.kv_cache_dtype, here.device)) is not None:
+            opened = replace(opened, kernel=cast(Attention, Narrowed(opened.kernel, kept)))
         corpora = corpora_of(config, opened) if "bpb" in config.eval else []
         bundle = Path(config.bundle or home() / "data" / "core").absolute()
         tasks = load_bundle(bundle) if "core" in config.eval else []

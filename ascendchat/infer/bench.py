@@ -20,11 +20,13 @@ from ascendchat.config.infer import BenchDecodeConfig
 from ascendchat.data.tokenizer import SPECIALS, Tokenizer
 from ascendchat.device import Device, pick
 from ascendchat.dist.context import Context, joined
+from ascendchat.infer.cache import kept_dtype
 from ascendchat.infer.engine import Engine, Request, Sampling
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.shape import Shape
 
+TOLD = "context", "prompt_tokens", "new_tokens", "window_pattern", "kv_cache_dtype"
 WARM_STEPS = 2  # passes of the timed round before the clock starts: the prompts, and one step behind them
 
 
@@ -58,9 +60,9 @@ def measure(engine: Engine, requests: list[Request], device: Device) -> tuple[fl
     return time.perf_counter() - began, jobs[0].launched - before
 
 
-def read_bytes(shape: Shape, batch: int, length: float, size: int) -> float:
-    """Bytes that one step must read: the weights once, the cache of every row."""
-    return size * (shape.read_parameters(batch) + batch * shape.kv_elements(max(1, round(length))))
+def read_bytes(shape: Shape, batch: int, length: float, size: int, kept: int) -> float:
+    """Bytes that one step must read: the weights once, the cache of every row; of `size` and `kept` bytes a number."""
+    return size * shape.read_parameters(batch) + kept * batch * shape.kv_elements(max(1, round(length)))
 
 
 def run(config: BenchDecodeConfig) -> int:
@@ -81,6 +83,7 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
     model.initialise(0)
     model = model.requires_grad_(False).to_compute(device.dtype).to(here.place)
     tokenizer, size = two_byte_tokenizer(config.vocab_size), model.head.element_size()
+    kept = kept_dtype(config.kv_cache_dtype, device)
     length = config.prompt_tokens + config.new_tokens / 2
     rows: list[dict[str, Any]] = []
     say(f"{'batch':>6} {'tok/s':>10} {'ms/step':>9} {'bandwidth':>10} {'memory GiB':>11}")
@@ -95,11 +98,13 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
             slots=batch,
             context=config.context,
             compiled=device.compiles,
+            kept=kept,
             reuse=False,
             prefill_tokens=2 * batch * config.context,  # all prompts before the first step
         )
         seconds, steps = measure(engine, requests_of(config, batch), device)
-        bandwidth = read_bytes(shape, batch, length, size) * steps / seconds / device.chip.bandwidth
+        read = read_bytes(shape, batch, length, size, kept.itemsize if kept else size)
+        bandwidth = read * steps / seconds / device.chip.bandwidth
         row = {
             "batch": batch,
             "tokens_per_second": round(batch * steps / seconds),
@@ -114,6 +119,6 @@ def bench(config: BenchDecodeConfig, here: Context) -> int:
         device.release()
     facts = {"depth": config.depth, "chip": device.chip.name, "dtype": str(device.dtype).removeprefix("torch.")}
     facts |= {"attention": kernel.name, "compiled": device.compiles, "torch": torch.__version__}
-    facts |= {name: getattr(config, name) for name in ("context", "prompt_tokens", "new_tokens", "window_pattern")}
+    facts |= {name: getattr(config, name) for name in TOLD}
     say(json.dumps({**facts, "results": rows}))
     return 0

@@ -10,6 +10,9 @@ mixes each token's with those of the token before (nn/gpt.py). Decoding needs th
 are kept by prefill, so that another prompt can go on there (prefix.py says at which places).
 
 There is a slot more than rows: what must not be kept, of idle rows and of padding, is written there.
+
+Keys and values may be kept in 8 bits (EIGHT_BITS), half of what decoding reads: keys are normalised, values of moderate
+size, so neither needs a scale. What is read of them is widened again.
 """
 
 from __future__ import annotations
@@ -17,16 +20,67 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ascendchat.config import UserError
+from ascendchat.config.infer import KvCacheDtype
+from ascendchat.device import Device
 from ascendchat.infer.prefix import FIRST_MARK, TURN, borders, mark_place
+from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import shifted
 from ascendchat.nn.model import Sizes
 from ascendchat.plan.shape import PREFIX_BLOCK
+
+EIGHT_BITS = torch.float8_e4m3fn
+LARGEST = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
+
+
+def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
+    """What --kv-cache-dtype means; None: the model's own."""
+    if asked == "auto":
+        return None
+    if device.type != "cpu" and not (device.type == "cuda" and device.chip.fp8):
+        raise UserError(
+            f"--kv-cache-dtype fp8 is for CUDA chips from Ada and Hopper on, not {device.chip.name}; drop it"
+        )
+    return EIGHT_BITS
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of a cache."""
+    return x if x.dtype == dtype else x.clamp(-LARGEST, LARGEST).to(dtype)
+
+
+class Narrowed:
+    """A kernel that sees keys and values as a cache of this dtype would give them back: what that costs in bits."""
+
+    def __init__(self, kernel: Attention, dtype: torch.dtype) -> None:
+        self.kernel, self.dtype = kernel, dtype
+        self.name = f"{kernel.name}, keys and values as {str(dtype).removeprefix('torch.')}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        return narrowed(x, self.dtype).to(x.dtype)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
+        return self.kernel.dense(q, self._kept(k), self._kept(v), *told)
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
+        return self.kernel.packed(q, self._kept(k), self._kept(v), *told)
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
+        return self.kernel.cached(q, self._kept(k), self._kept(v), *told)
+
+
+def movable(x: Tensor) -> Tensor:
+    """The same memory for operators that move numbers: few of them know those of 8 bits."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 class Marks(NamedTuple):
@@ -94,12 +148,21 @@ class Cache:
     for a model that does not mix each token with the one before."""
 
     def __init__(
-        self, shape: Sizes, slots: int, context: int, dtype: torch.dtype, place: torch.device, *, mixes: bool = True
+        self,
+        shape: Sizes,
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        place: torch.device,
+        *,
+        mixes: bool = True,
+        kept: torch.dtype | None = None,
     ) -> None:
-        self.places, self.dump = shape.windows(context), slots
+        """`kept`: the dtype of keys and values, if it is another."""
+        self.places, self.dump, self.kept = shape.windows(context), slots, kept or dtype
         sizes = [(slots + 1, places, shape.kv_heads, shape.head_dim) for places in self.places]
-        self.keys = [blank(size, dtype, place) for size in sizes]
-        self.values = [blank(size, dtype, place) for size in sizes]
+        self.keys = [blank(size, self.kept, place) for size in sizes]
+        self.values = [blank(size, self.kept, place) for size in sizes]
         marks = FIRST_MARK + context // PREFIX_BLOCK
         both = (slots + 1, marks, shape.heads + 2 * shape.kv_heads, shape.head_dim)
         self.raw = [blank(both, dtype, place) for _ in sizes if mixes]
@@ -114,7 +177,7 @@ class Cache:
     def put_prompts(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Keys and values (R, T, K, D) of whole prompts, of which row i has lengths[i] tokens, into slots (R,)."""
         places = self.places[layer]
-        for cache, new in ((self.keys[layer], k), (self.values[layer], v)):
+        for cache, new in self._both(layer, k, v):
             if new.size(1) <= places:  # the ring has not turned; what stands behind a short prompt is never seen
                 cache[:, : new.size(1)].index_copy_(0, slots, new)
             else:
@@ -123,6 +186,11 @@ class Cache:
                 newest = (last - (last - place) % places).clamp(min=0)  # (R, places): the position that lies there
                 rows = torch.arange(new.size(0), device=new.device)[:, None]
                 cache.index_copy_(0, slots, new[rows, newest])
+
+    def _both(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer and new ones, as they are kept, to be moved there."""
+        both = (self.keys[layer], k), (self.values[layer], v)
+        return [(movable(cache), movable(narrowed(new, self.kept))) for cache, new in both]
 
     def shift_prompts(self, layer: int, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
         """gpt.Shift over whole prompts (R, T, H + 2K, D), of which some tokens are kept."""
@@ -152,10 +220,11 @@ class Cache:
         Attention.cached wants them, if the padding counts as tokens."""
         where = suffixes.places(self.places[layer])
         both = []
-        for cache, new in ((self.keys[layer], k), (self.values[layer], v)):
+        for (cache, kept), new in zip(self._both(layer, k, v), (k, v)):
             old = cache[suffixes.slots[:, None], where.old]  # a copy, so that writing does not change it
+            old = old.view(self.kept).to(new.dtype)
             both.append(torch.where(where.is_old, old, new[suffixes.rows, where.new]))
-            cache.index_put_((where.slot, where.place), new)
+            cache.index_put_((where.slot, where.place), kept)
         return both[0], both[1], where.lengths
 
     def shift_suffixes(self, layer: int, suffixes: Suffixes, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
@@ -173,7 +242,7 @@ class Cache:
         from_slot, to_slot = source[moves], target[moves]
         rows = torch.arange(len(source), device=source.device)
         for cache in [*self.keys, *self.values] if len(moves) else []:
-            part = cache[:, :longest]
+            part = movable(cache)[:, :longest]
             part.index_copy_(0, to_slot, part.index_select(0, from_slot))
         for raw in self.raw:
             tokens = raw.index_select(0, source)
@@ -185,8 +254,8 @@ class Cache:
     def put_tokens(self, layer: int, rows: Tensor, position: Tensor, k: Tensor, v: Tensor) -> None:
         """One new token per row: k, v (B, 1, K, D) of rows that write to the slots `rows` (B,), at `position` (B,)."""
         place = position % self.places[layer]
-        self.keys[layer].index_put_((rows, place), k[:, 0])
-        self.values[layer].index_put_((rows, place), v[:, 0])
+        for cache, new in self._both(layer, k[:, 0], v[:, 0]):
+            cache.index_put_((rows, place), new)
 
     def shift_tokens(self, layer: int, rows: Tensor, position: Tensor, qkv: Tensor, share: Tensor) -> Tensor:
         """gpt.Shift of one new token per row (B, 1, H + 2K, D). Two places in turn: a step that is run twice, as while

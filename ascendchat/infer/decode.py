@@ -54,7 +54,8 @@ class Logits(NamedTuple):
 
 
 class Decoder:
-    """A model with `slots` rows of up to `context` tokens under way. `graphs`: record steps where the chip can."""
+    """A model with `slots` rows of up to `context` tokens under way. `graphs`: record steps where the chip can; `kept`:
+    the dtype of keys and values in the cache, if it is not the model's."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Decoder:
         context: int,
         compiled: bool = False,
         graphs: bool = True,
+        kept: torch.dtype | None = None,
     ) -> None:
         self.model, self.kernel, self.device, self.place = model, kernel, device, place
         self.slots, self.context, self.compiled = slots, context, compiled and device.compiles
@@ -75,7 +77,7 @@ class Decoder:
         shape = model.shape
         self.vocab, self.scale = shape.vocab, model.scale
         self.readout = Readout()  # a trainer gives its own
-        self.cache = Cache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours)
+        self.cache = Cache(shape, slots, context, model.dtype, place, mixes=model.mixes_neighbours, kept=kept)
         model.rope(context, model.dtype, place)  # what a graph reads must be made before it is recorded
         whole = partial(torch.full, dtype=torch.int64, device=place)
         self.token = whole((slots,), 0)  # the newest token of each row, not yet in the cache
@@ -329,7 +331,7 @@ class Decoder:
             self.cache.put_tokens(layer, rows, position, k, v)
             places = self.cache.places[layer]
             keys, values = (
-                tensor[:count] if span >= places else tensor[:count, :span]
+                (tensor[:count] if span >= places else tensor[:count, :span]).to(q.dtype)
                 for tensor in (self.cache.keys[layer], self.cache.values[layer])
             )
             if self.kernel.host_lengths:

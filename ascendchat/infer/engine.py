@@ -66,7 +66,7 @@ class Engine:
     `graphs`: False where nothing can be captured, as in a trainer's process on NPUs. `version`: of the model's weights.
     `reuse`: False reads every prompt from its beginning; `least_reuse`: tokens in the cache that are worth going on
     behind. `prefill_tokens`: so many tokens of prompts, padding included, are read between two steps of the rows that
-    run; longer prompts are cut.
+    run; longer prompts are cut. `kept`: dtype of the cache, if not the model's.
     """
 
     elsewhere = False
@@ -87,10 +87,11 @@ class Engine:
         reuse: bool = True,
         least_reuse: int | None = None,
         prefill_tokens: int | None = None,
+        kept: torch.dtype | None = None,
     ) -> None:
         self.tokenizer, self.device, self.context, self.version = tokenizer, device, context, version
         sizes = {"slots": slots, "context": context}
-        self.decoder = Decoder(model, kernel, device, place, **sizes, compiled=compiled, graphs=graphs)
+        self.decoder = Decoder(model, kernel, device, place, **sizes, compiled=compiled, graphs=graphs, kept=kept)
         self.vocab, special = model.shape.vocab, tokenizer.specials
         self.tool_end, self.output = special["<|tool_end|>"], (special["<|output_start|>"], special["<|output_end|>"])
         self.waiting: deque[Job] = deque()

@@ -88,14 +88,25 @@ class Opened:
         here = {"chip": self.here.device.chip.name, "world": self.here.world.size}
         return {**here, "dtype": dtype, "attention": self.kernel.name}
 
-    def engine(self, slots: int, context: int | None = None, *, compiled: bool = False) -> Engine:
-        """An engine for `slots` rows of up to `context` tokens, by default as many as in training."""
+    def engine(
+        self, slots: int, context: int | None = None, *, compiled: bool = False, kept: torch.dtype | None = None
+    ) -> Engine:
+        """An engine for `slots` rows of up to `context` tokens, by default as many as in training; `kept`: the dtype
+        of its cache, if not the model's."""
         device, context = self.here.device, context or self.model.shape.seq_len
         place = self.here.place
         if device.type == "cpu" and device.dtype == torch.float32:
             prefer_plain_products()
         return Engine(
-            self.model, self.kernel, self.tokenizer, device, place, slots=slots, context=context, compiled=compiled
+            self.model,
+            self.kernel,
+            self.tokenizer,
+            device,
+            place,
+            slots=slots,
+            context=context,
+            compiled=compiled,
+            kept=kept,
         )
 
 

@@ -28,6 +28,7 @@ from ascendchat.config.serve import ServeConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.device import describe, pick
 from ascendchat.dist.context import Context
+from ascendchat.infer.cache import kept_dtype
 from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.huggingface import HFSource
@@ -131,7 +132,8 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     trained = getattr(opened.model.shape, "longest", opened.model.shape.seq_len)
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
-    engine = opened.engine(slots, config.context, compiled=config.compile)
+    kept = kept_dtype(config.kv_cache_dtype, device)
+    engine = opened.engine(slots, config.context, compiled=config.compile, kept=kept)
     if config.weight_updates:  # a trainer compares log-probabilities: it computes the head in float32 too
         engine.decoder.readout = Float32Readout(device.dtype, here.place)
     if config.compile:

@@ -27,7 +27,7 @@ def test_the_last_line_is_one_json_object_with_a_row_per_batch_size(capsys: pyte
 
 def test_bytes_of_a_step_are_weights_once_and_the_cache_of_every_row() -> None:
     shape = Shape.from_depth(12, window_pattern="L")
-    one, many = read_bytes(shape, 1, 100, 2), read_bytes(shape, 256, 100, 2)
+    one, many = read_bytes(shape, 1, 100, 2, 2), read_bytes(shape, 256, 100, 2, 2)
     cache = 2 * 12 * 2 * 768 * 100  # bytes of bf16 keys and values, 12 layers, width 768, 100 tokens
     cache += 2 * 12 * 2 * 3 * 768  # and of the last two tokens as they came out of the projection
     assert one == 2 * shape.matmul_parameters + cache

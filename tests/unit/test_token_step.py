@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ascendchat.device import pick
+from ascendchat.infer.cache import EIGHT_BITS
 from ascendchat.infer.decode import Decoder
 from ascendchat.infer.noise import columns
 from ascendchat.infer.request import Request, Sampling
@@ -28,7 +29,7 @@ PLACE = torch.device("cuda" if CUDA else "cpu")
 CONTEXT = 640
 
 
-def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int]) -> Decoder:
+def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dtype | None = None) -> Decoder:
     """Rows that have read prompts of these lengths."""
     torch.manual_seed(0)
     model = GPT(shape)
@@ -37,7 +38,7 @@ def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int]) -> Decoder:
     model = model.requires_grad_(False).to_compute(dtype).to(PLACE)
     device = pick(PLACE.type, compiled=False)
     torch.set_float32_matmul_precision("highest")  # after `pick`, which allows tf32
-    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False)
+    made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, kept=kept)
     requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
     made.prefill(requests, list(range(len(prompts))), Mode())
     return made
@@ -52,12 +53,15 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("kept", [None, EIGHT_BITS], ids=["whole", "8 bits"])
 @pytest.mark.parametrize("prompts", [[1], [200], [3, 37, 129], [639, 1, 250, 160], [5, 639, 70, 1, 170]], ids=str)
 @pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
-def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int]) -> None:
+def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int], kept: torch.dtype | None) -> None:
     from ascendchat.nn.token_step import Slots, TokenStep
 
-    found, wanted = decoder(shape, torch.float32, prompts), decoder(shape, torch.float32, prompts)
+    if kept and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
+        pytest.skip("no numbers of 8 bits here; Triton's interpreter drops the carry when it rounds to them")
+    found, wanted = (decoder(shape, torch.float32, prompts, kept) for _ in range(2))
     rows = len(prompts)
     found.override[0] = wanted.override[0] = 7
     cache = found.cache
@@ -69,11 +73,16 @@ def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int]) -> None:
     assert torch.equal(tokens, exact.token)
     assert torch.equal(positions, exact.position)
     bound = found.model.softcap
-    torch.testing.assert_close(bound * torch.tanh(logits / bound), exact.logits, atol=2e-4, rtol=1e-4)
+    # What lies between two numbers of 8 bits may become either.
+    near = {"atol": 0.05, "rtol": 0.05} if kept else {"atol": 2e-4, "rtol": 1e-4}
+    torch.testing.assert_close(bound * torch.tanh(logits / bound), exact.logits, **near)
     held = wanted.cache
     both = zip((*cache.keys, *cache.values, *cache.raw), (*held.keys, *held.values, *held.raw), strict=True)
     for one, other in both:  # the last slot takes what nobody wants, in no order
-        torch.testing.assert_close(one[:-1], other[:-1], atol=2e-4, rtol=1e-4)
+        if one.dtype == EIGHT_BITS:
+            assert (one[:-1].float() != other[:-1].float()).sum() <= 0.02 * rows * one[0, 0].numel()
+        else:
+            torch.testing.assert_close(one[:-1], other[:-1], **near)
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["greedy", "random"])
