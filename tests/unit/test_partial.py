@@ -32,14 +32,19 @@ def in_parts(generator: Engine, whole: Request, chunk: int, given: str = "length
     return answer, most // chunk
 
 
+@pytest.fixture(scope="module")
+def wholes() -> list[tuple[Request, Completion]]:
+    """Requests, and their answers in one piece."""
+    how = {"max_tokens": 30, "logprobs": True, "keep_stop": True, "tools": False}
+    asked = [Request([0, 5, 6, 7 + seed], Sampling(seed=seed, **how)) for seed in range(6)]
+    return [*zip(asked, engine(make.model(3)).generate(asked))]
+
+
 @pytest.mark.parametrize("given", ["length", "cancelled"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 40])
-def test_parts_are_the_whole(chunk: int, given: str) -> None:
+def test_parts_are_the_whole(chunk: int, given: str, wholes: list[tuple[Request, Completion]]) -> None:
     generator = engine(make.model(3))
-    for seed in range(6):
-        sampling = Sampling(max_tokens=30, seed=seed, logprobs=True, keep_stop=True, tools=False)
-        whole = Request([0, 5, 6, 7 + seed], sampling)
-        (expected,) = generator.generate([whole])
+    for whole, expected in wholes:
         found, requests = in_parts(generator, whole, chunk, given)
         assert (found.ids, found.text, found.finish_reason) == (expected.ids, expected.text, expected.finish_reason)
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)

@@ -29,6 +29,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of tables: the plots of three stages take seconds of a slow core."""
+    monkeypatch.setattr("ascendchat.report.content.draw", lambda panels: "<svg/>")
+
+
 def write(folder: Path, rows: list[dict[str, Any]], *, seed: int = 0, **facts: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,7 +87,7 @@ def test_a_report_holds_every_stage_its_results_and_its_words(place: Path, capsy
     assert "secret-host" not in text
 
 
-def test_core_and_chatcore_are_those_of_the_examinations(place: Path, tmp_path: Path) -> None:
+def test_core_and_chatcore_are_those_of_the_examinations(place: Path, tmp_path: Path, undrawn: None) -> None:
     """Centred, over whole tasks; a stage that lacks one has none."""
     about = {"checkpoint": "x", "model": "m", "step": 40, "settings": {}}
     core = {"copa": (0.6, True), "piqa": (0.1, True), "squad": (-0.9, False)}
@@ -110,7 +116,7 @@ def examined(folder: Path, kind: str, results: dict[str, dict[str, Any]]) -> Non
         NewResults(folder, about).add(task, 10, 10, result, "")
 
 
-def test_each_kind_of_evaluation_is_a_table_with_the_stages_that_have_it(place: Path) -> None:
+def test_each_kind_of_evaluation_is_a_table_with_the_stages_that_have_it(place: Path, undrawn: None) -> None:
     """Tasks of the same name are others in CORE and in chat. The toy world has no score of its own: its mean is shown
     also beside CORE."""
     for stage in ("base", "mid", "sft"):
@@ -137,7 +143,7 @@ def test_each_kind_of_evaluation_is_a_table_with_the_stages_that_have_it(place: 
     ]
 
 
-def test_a_kind_of_tasks_without_a_score_keeps_its_mean(place: Path, tmp_path: Path) -> None:
+def test_a_kind_of_tasks_without_a_score_keeps_its_mean(place: Path, tmp_path: Path, undrawn: None) -> None:
     """CORE of the base model says nothing of the chat tasks; what is not a number counts as not there; and a stage with
     a part of the tasks has no CORE, which could not be compared."""
     about = {"checkpoint": "x", "model": "m", "step": 40, "settings": {}}
