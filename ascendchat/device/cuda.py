@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
+from ascendchat.chips import Chip
 from ascendchat.device import DeviceOptions
 from ascendchat.device.accelerator import Accelerator, current_chip
 
@@ -35,6 +37,10 @@ class CUDA(Accelerator):
 
     type = "cuda"
     graph_class = "CUDAGraph"
+
+    def __init__(self, api: Any, chip: Chip, options: DeviceOptions) -> None:
+        super().__init__(api, chip, options)
+        self.narrow_cache = chip.fp8
 
     def software(self) -> dict[str, str]:
         """The CUDA that torch was built with."""

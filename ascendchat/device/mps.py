@@ -34,6 +34,7 @@ class MPS(CPU):
 
     type = "mps"
     collective = KINDS["mps"].collective
+    narrow_cache = False
 
     def __init__(self, options: DeviceOptions) -> None:
         name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)

@@ -43,7 +43,7 @@ def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
     """What --kv-cache-dtype means; None: the model's own."""
     if asked == "auto":
         return None
-    if device.type != "cpu" and not (device.type == "cuda" and device.chip.fp8):
+    if not device.narrow_cache:
         raise UserError(
             f"--kv-cache-dtype fp8 is for CUDA chips from Ada and Hopper on, not {device.chip.name}; drop it"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -12,7 +11,9 @@ import torch
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
-from ascendchat.device import Device, pick
+from ascendchat.device import Device, DeviceOptions, pick
+from ascendchat.device.cuda import CUDA
+from ascendchat.device.npu import NPU
 from ascendchat.infer import cache
 from ascendchat.infer.cache import EIGHT_BITS, LARGEST, Cache, Narrowed, kept_dtype, narrowed
 from ascendchat.infer.engine import Completion, Engine, Request, Sampling
@@ -90,13 +91,10 @@ def test_a_kernel_sees_what_the_cache_would_give_back() -> None:
 def test_chips_without_such_numbers_refuse(device: Device) -> None:
     assert kept_dtype("auto", device) is None
     assert kept_dtype("fp8", device) is EIGHT_BITS
-
-    @dataclasses.dataclass
-    class Other:
-        chip: Any
-        type: str
-
-    assert kept_dtype("fp8", Other(find("H200"), "cuda")) is EIGHT_BITS  # type: ignore[arg-type]
-    for name, kind in (("A100-80GB", "cuda"), ("Ascend910B3", "npu"), ("Ascend950PR_9589", "npu")):
+    for name, kind in (("H200", CUDA), ("A100-80GB", CUDA), ("Ascend910B3", NPU), ("Ascend950PR_9589", NPU)):
+        other = kind(None, find(name), DeviceOptions())
+        if name == "H200":
+            assert kept_dtype("fp8", other) is EIGHT_BITS
+            continue
         with pytest.raises(UserError, match="is for CUDA chips from Ada and Hopper on"):
-            kept_dtype("fp8", Other(find(name), kind))  # type: ignore[arg-type]
+            kept_dtype("fp8", other)
