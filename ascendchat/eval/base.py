@@ -83,7 +83,10 @@ def score_model(
     bos = tokenizer.bos if opened.settings.get("attend") == "document" else None
     scorer = ModelScorer(model, opened.kernel, here.place, max_tokens=tokens, max_len=limit, pin=pin, bos=bos)
     result: dict[str, Any] = dict(opened.identity)
-    folder, machine, settings = opened.checkpoint.folder, opened.machine, {"max_seq_len": limit}
+    folder, machine = opened.checkpoint.folder, opened.machine
+    settings: dict[str, Any] = {"max_seq_len": limit}
+    if config.kv_cache_dtype != "auto":  # else as in rows that are older than the flag
+        settings["kv_cache_dtype"] = config.kv_cache_dtype
     say(f"{folder}: {model.shape.total_parameters / 1e6:.1f} M parameters, rows of {limit} tokens")
     common = {**opened.identity, **machine, "settings": settings}
     new = {name: NewResults(opened.stage_folder, {"evaluation": name, **common}, here.main) for name in config.eval}

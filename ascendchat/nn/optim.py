@@ -218,10 +218,13 @@ class MuonAdamW:
 
     def reserve_mean(self, wanted: bool) -> None:
         """Have room on the device, four bytes a parameter, for the mean of the last weights, which is else on the host.
-        Asked for in the dry run, so that a want of memory shows there and not when most of a run is over."""
+        Asked for in the dry run, so that a want of memory shows there and not when most of a run is over. A mean that
+        was loaded before goes where it is wanted."""
         for bucket in self.buckets:
             if wanted != (bucket.spare is not None):
                 bucket.spare = torch.zeros_like(bucket.weight) if wanted else None
+                if (mean := bucket.state.pop("mean", None)) is not None:
+                    bucket.mean().copy_(mean)
 
     @torch.no_grad()
     def average(self, count: int, *, last: bool) -> None:

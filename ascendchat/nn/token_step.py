@@ -159,6 +159,7 @@ class _Step:
         places, raw, embeds = whole.places[layer], whole.raw[layer], hasattr(block, "gate")
         tiles = FEW_TILES if self.rows <= FEW else SOME_TILES if self.rows <= SOME else MANY_TILES
         table = self.model.values[str(layer)].weight if embeds else qkv
+        whole_lines = shape.head_dim * whole.keys[layer].element_size() % 16 == 0  # what `fetch_ahead` can fetch
         kernels.attend[(self.rows, shape.heads, cuts)](
             *(qkv, raw, block.shift, *whole.rope, self.gates, table, slots.token, slots.override, slots.target),
             *(slots.length, whole.keys[layer], whole.values[layer], *out, places, raw.size(1)),
@@ -172,7 +173,7 @@ class _Step:
             embeds=embeds,
             block=tiles.keys,
             stages=tiles.stages,
-            ahead=tiles.ahead,
+            ahead=tiles.ahead if whole_lines else 0,
             eps=NORM_EPS,
             pdl=whole.pdl,
             num_warps=tiles.warps,

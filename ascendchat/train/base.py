@@ -68,7 +68,8 @@ class BaseStage(RowStage):
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
         held = learner.model.shape, learner.device.chip, dist.world().size, split.rows, config.activation_checkpointing
-        self.roomy = split if mean_fits(*held) else None  # not after a smaller one: then the plan counted too little
+        self.planned: Split | None = split  # None: not even that fits
+        self.roomy = mean_fits(*held)  # not with a smaller one: then the plan counted too little
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
@@ -77,9 +78,15 @@ class BaseStage(RowStage):
         return super().micro_batches(step)
 
     def probe(self) -> MicroBatch:
-        self.averaging.reserve_mean(self.split is self.roomy)
+        self.averaging.reserve_mean(self.roomy and self.split is self.planned)
         self.ahead = torch.full((), schedule.ahead(0, self.steps), device=self.learner.place)
         return super().probe()
+
+    def smaller(self) -> bool:
+        if super().smaller():
+            return True
+        again, self.planned = self.split is self.planned, None  # one row may fit without the mean
+        return again
 
     @property
     def averaging(self) -> MuonAdamW:
@@ -93,7 +100,7 @@ class BaseStage(RowStage):
             self.averaging.average(count, last=step + 1 == self.steps)
 
     def load(self, saved: Checkpoint) -> None:
-        self.averaging.reserve_mean(self.split is self.roomy)  # as it was, for the same bits
+        """The mean comes to the host; the dry run finds where it was before, for the same bits."""
         averaging = schedule.averaged(saved.step - 1, self.steps) > 0
         self.averaging.load(saved.reader(), updates_of(saved), averaging=averaging)
 

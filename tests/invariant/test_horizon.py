@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.cli import main
@@ -186,6 +187,42 @@ def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
     run(words, "--num-iterations", "20")
     assert places
     assert set(places) == {fits}
+
+
+def test_one_row_without_room_for_the_mean_is_tried_without_it(
+    words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a run that goes on in its last tenth: it has the bits of one that was never stopped."""
+    planned = base.BaseStage.loss
+
+    def loss(stage: Any, *told: Any) -> Any:
+        if any(bucket.spare is not None for bucket in stage.optimizer.buckets):
+            raise torch.OutOfMemoryError
+        return planned(stage, *told)
+
+    class Killed(BaseException):
+        pass
+
+    def after_step(stage: Any, step: int) -> None:
+        averaged(stage, step)
+        if step == 38:
+            raise Killed
+
+    averaged, sizes = base.BaseStage.after_step, [*SIZES[:-4], "--device-batch-size", "1", "--total-batch-size", "32"]
+    where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--save-every", "1"]
+    command = ["base", *sizes, *where, "--num-iterations", "40"]
+    monkeypatch.setattr(base.BaseStage, "loss", loss)
+    assert main([*command, "--run", "whole"]) == 0
+    monkeypatch.setattr(base.BaseStage, "after_step", after_step)
+    with pytest.raises(Killed):
+        main([*command, "--run", "cut"])
+    monkeypatch.setattr(base.BaseStage, "after_step", averaged)
+    assert main([*command, "--run", "cut"]) == 0
+    assert "continuing after step 3" in capsys.readouterr().out
+    whole, cut = (
+        load_file(words.parent / f"runs/{name}/base/step_000040/model.safetensors") for name in ("whole", "cut")
+    )
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.slow

@@ -182,6 +182,19 @@ def test_results_are_added_to_those_of_the_same_weights_and_no_quick_look_replac
     assert counts("core") == full
 
 
+def test_a_cache_of_8_bits_is_another_setting_whose_results_mix_with_no_others(prepared: str) -> None:
+    score(eval=("bpb", "core"), data=(prepared,))
+    score(kv_cache_dtype="fp8", max_per_task=8)  # a quick look at what 8 bits cost
+    rows = stage_results(run_folder("tiny", "base"), "core")
+    asked = [row["settings"] for row in rows]
+    plain, narrow = {"max_seq_len": 256}, {"max_seq_len": 256, "kv_cache_dtype": "fp8"}
+    assert [settings for settings, before in zip(asked, [None, *asked]) if settings != before] == [plain, narrow]
+    assert all(row["settings"] == plain for row in best_results(rows).values())
+    score(kv_cache_dtype="fp8")
+    found = best_results(stage_results(run_folder("tiny", "base"), "core"))
+    assert all(row["settings"] == narrow for row in found.values())
+
+
 def test_tasks_of_core_are_on_disk_before_the_next_one_begins(trained: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     real = core.score_task
 

@@ -238,6 +238,21 @@ def test_the_mean_of_the_last_weights_lies_where_there_is_room_for_it(reserved: 
         torch.testing.assert_close(after.detach(), before + 0.5)
 
 
+@pytest.mark.parametrize("reserved", [True, False])
+def test_a_mean_that_was_loaded_moves_to_the_room_that_the_dry_run_found(reserved: bool) -> None:
+    _, optimizer = model_and_optimizer()
+    optimizer.reserve_mean(not reserved)
+    optimizer.average(1, last=False)
+    before = [bucket.state["mean"] for bucket in optimizer.buckets]
+    kept, names = [mean.clone() for mean in before], list(optimizer.shards())
+    optimizer.reserve_mean(reserved)
+    for bucket, old, numbers in zip(optimizer.buckets, before, kept):
+        assert bucket.state["mean"] is not old, "its memory is free again"
+        assert (bucket.state["mean"] is bucket.spare) is reserved
+        assert torch.equal(bucket.state["mean"], numbers)
+    assert list(optimizer.shards()) == names
+
+
 def test_a_matrix_is_never_cut_in_two_by_sharding() -> None:
     from ascendchat import dist
     from ascendchat.nn.bucket import Bucket

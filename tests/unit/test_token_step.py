@@ -6,6 +6,7 @@ They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytes
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,37 @@ def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int], kept: tor
             assert (one[:-1].float() != other[:-1].float()).sum() <= 0.02 * rows * one[0, 0].numel()
         else:
             torch.testing.assert_close(one[:-1], other[:-1], **near)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept", "ahead"),
+    [("plain", EIGHT_BITS, 32), ("grouped", EIGHT_BITS, 0), ("grouped", None, 32)],
+    ids=["16 bytes", "24 bytes", "96 bytes"],
+)
+def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
+    shape: str, kept: torch.dtype | None, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 24 channels in 8 bits are none, and the chip stops at such an instruction."""
+    from ascendchat.nn import token_step
+
+    class Told(Exception):
+        pass
+
+    class Attend:
+        def __getitem__(self, grid: object) -> Any:
+            return self
+
+        def __call__(self, *tensors: object, ahead: int, **told: object) -> None:
+            raise Told(ahead)
+
+    monkeypatch.setattr(token_step, "FEW_TILES", token_step.FEW_TILES._replace(ahead=32))
+    monkeypatch.setattr(token_step.kernels, "attend", Attend())
+    made = decoder(SHAPES[shape], torch.float32, [3], kept)
+    cache = made.cache
+    step = token_step.TokenStep(made.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
+    with pytest.raises(Told) as told:
+        step(1, token_step.Slots(made.token, made.override, made.previous, made.length, made.target))
+    assert told.value.args == (ahead,)
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["greedy", "random"])
