@@ -11,8 +11,8 @@ are kept by prefill, so that another prompt can go on there (prefix.py says at w
 
 There is a slot more than rows: what must not be kept, of idle rows and of padding, is written there.
 
-Keys and values may be kept in 8 bits (EIGHT_BITS), half of what decoding reads: keys are normalised, values of moderate
-size, so neither needs a scale. What is read of them is widened again.
+Keys and values may be kept in 8 bits (EIGHT_BITS), half of what decoding reads: the keys of our models are normalised,
+values of moderate size, so neither needs a scale. What is read of them is widened again.
 """
 
 from __future__ import annotations

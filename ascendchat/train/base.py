@@ -85,7 +85,7 @@ class BaseStage(RowStage):
     def smaller(self) -> bool:
         if super().smaller():
             return True
-        again, self.planned = self.split is self.planned, None  # one row may fit without the mean
+        again, self.planned = self.roomy and self.split is self.planned, None  # one row may fit without the mean
         return again
 
     @property

@@ -69,10 +69,11 @@ class Reporter(unittest.TestResult):
     def addSuccess(self, test: Any) -> None:
         try:
             wait_for_devices()
-        except RuntimeError:  # an operator failed that the test did not wait for, or not long enough
-            self.fail(test, sys.exc_info())
-        else:
-            self.tell("passed", test)
+        except RuntimeError as error:  # an operator failed that the test did not wait for, or not long enough
+            if "FORCE STOP" not in str(error):  # else the test itself has stopped the device
+                self.fail(test, sys.exc_info())
+                return
+        self.tell("passed", test)
 
     def addSkip(self, test: Any, reason: str) -> None:
         self.tell("skipped", test, reason)

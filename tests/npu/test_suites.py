@@ -36,13 +36,21 @@ FRESH = f"import sys\nTORCH = 'torch' in sys.modules\n{HEAD}    def test_a(self)
 DIES = FILES["dies"].replace("os.abort", "os.write(2, b'EZ3002: Optype [Old] of Ops')\n        os.abort")
 UNSEEN = f"    def test_a(self):\n        {STARTED}\n"
 SEEN = f"    def test_a(self):\n        with self.assertRaises(RuntimeError):\n            {MISSING}\n"
+STOPPED = FILES["passed"] + "        torch.npu.stop_device(0)\n"
 # A file goes on behind a test that poisoned the device.
 MIXED = FILES["missing"] + "\n    def test_b(self):\n        self.assertEqual(torch.ones(1).npu().item(), 1)\n"
 
 
 @pytest.mark.slow
 def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
-    for cause, body in {**FILES, "mixed": MIXED, "unseen": UNSEEN, "seen": SEEN, "ended": DIES}.items():
+    for cause, body in {
+        **FILES,
+        "mixed": MIXED,
+        "unseen": UNSEEN,
+        "seen": SEEN,
+        "stopped": STOPPED,
+        "ended": DIES,
+    }.items():
         (tmp_path / f"test_{cause}.py").write_text(HEAD + body)
     (tmp_path / "test_none.py").write_text(NONE)
     results = tmp_path / "results.jsonl"
@@ -52,15 +60,16 @@ def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
     assert {name: rows[name]["cause"] for name in (f"test_{c}" for c in FILES)} == {f"test_{c}": c for c in FILES}
     assert (rows["test_none"]["cause"], rows["test_none"]["detail"]) == ("error", "no unittest tests")
     assert [cause for _, cause, _ in rows["test_mixed"]["tests"]] == ["missing", "passed"]
-    assert (rows["test_unseen"]["cause"], rows["test_seen"]["cause"]) == ("missing", "passed")
+    late = [rows[f"test_{name}"]["cause"] for name in ("unseen", "seen", "stopped")]
+    assert late == ["missing", "passed", "passed"]
     assert rows["test_ended"]["tests"] == [["test_ended.T.test_a", "missing", "Old"]]
-    assert f"| {tmp_path.name}, files | 13 | 2 | 1 | 1 |" in printed
+    assert f"| {tmp_path.name}, files | 14 | 3 | 1 | 1 |" in printed
     before = results.read_bytes()
     (tmp_path / "disabled.json").write_text('{"test_a (__main__.T)": ["", [""]]}')
     command += ["--disabled", str(tmp_path / "disabled.json")]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert results.read_bytes() == before
-    assert f"| {tmp_path.name}, files | 13 | 3 | 9 | 0 |" in printed, "the file without tests is an error still"
+    assert f"| {tmp_path.name}, files | 14 | 4 | 9 | 0 |" in printed, "the file without tests is an error still"
     (tmp_path / "disabled.json").write_text("{")
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2
