@@ -106,7 +106,7 @@ class Device(Protocol):
         """Start a new peak."""
 
     def release(self) -> None:
-        """Give cached memory back to the driver."""
+        """Give memory that nobody uses back to the driver, also what only holds itself: parts of an engine do."""
 
     def compile(self, fn: F, **options: Any) -> F:
         """torch.compile where that is sound and wanted; `fn` itself elsewhere."""

@@ -132,7 +132,8 @@ class Accelerator:
         self.api.reset_peak_memory_stats()
 
     def release(self) -> None:
-        """Give cached memory back to the driver."""
+        """Give memory that nobody uses back to the driver; see Device.release."""
+        gc.collect()
         self.api.empty_cache()
 
     def compile(self, fn: F, **options: Any) -> F:

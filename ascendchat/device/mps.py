@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Callable
 
@@ -75,5 +76,6 @@ class MPS(CPU):
         self.peak = 0
 
     def release(self) -> None:
-        """Give cached memory back to the system."""
+        """Give memory that nobody uses back to the system."""
+        gc.collect()
         torch.mps.empty_cache()

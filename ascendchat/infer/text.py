@@ -74,6 +74,8 @@ class TextStream:
 
     def _end_of_span(self) -> list[Piece]:
         """A special token or the end: an unfinished character is replaced, and nothing waits any longer."""
+        if not self._waiting and not self._decoder.getstate()[0]:
+            return []
         pieces = self._add(self._decoder.decode(b"", final=True))
         self._decoder.reset()
         if self._waiting and not self.stopped:
@@ -88,6 +90,9 @@ class TextStream:
         if self.kind != "text":
             self.call += text if self.kind == "tool" else ""
             return [Piece(self.kind, text)]
+        if not self.stop:
+            self.text += text
+            return [Piece("text", text)]
         waiting = self._waiting + text
         found = [place for stop in self.stop if (place := waiting.find(stop)) >= 0]
         self.stopped = bool(found)

@@ -11,7 +11,6 @@ memory in the middle takes no further part, while the others wait for its share 
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 
@@ -65,7 +64,6 @@ def until_it_fits(
         clear()
         if not short:
             return
-        gc.collect()
         device.release()
         _shrink(smaller, say)
 

@@ -22,6 +22,7 @@ import torch
 import cannsim
 from ascendchat.config import UserError
 from ascendchat.device import Device, describe, pick
+from ascendchat.device.accelerator import no_garbage_collection
 from ascendchat.device.env import NPU_TRAINING
 
 pytestmark = pytest.mark.npu
@@ -109,6 +110,18 @@ def test_memory_follows_tensors_and_release_gives_it_back_to_the_driver(device: 
     device.reset_peak()
     assert device.memory().peak == before.used
     assert after.total == torch.npu.get_device_properties(0).total_memory
+
+
+def test_release_finds_what_only_holds_itself(device: Device) -> None:
+    device.release()
+    before = device.memory().used
+    with no_garbage_collection():  # that would find it by chance
+        ring: list[Any] = [torch.empty(1 << 20, dtype=torch.uint8, device="npu")]
+        ring.append(ring)
+        del ring
+        assert device.memory().used > before
+        device.release()
+        assert device.memory().used == before
 
 
 def test_marks_measure_work_on_the_device(device: Device) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import weakref
+from typing import Any
 
 import pytest
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.infer import BenchDecodeConfig
+from ascendchat.device.accelerator import no_garbage_collection
+from ascendchat.infer import bench
 from ascendchat.infer.bench import read_bytes, run
+from ascendchat.infer.cache import Cache
+from ascendchat.infer.engine import Engine
 from ascendchat.plan.shape import Shape
 
 SMALL = ["--device-type", "cpu", "--depth", "1", "--vocab-size", "512", "--context", "32", "--prompt-tokens", "8"]
@@ -38,3 +44,19 @@ def test_bytes_of_a_step_are_weights_once_and_the_cache_of_every_row() -> None:
 def test_impossible_sizes_are_refused_in_one_sentence(flags: list[str]) -> None:
     with pytest.raises(UserError, match="--"):
         run(parse(BenchDecodeConfig, [*SMALL, "--batch-sizes", "1", "--new-tokens", "8", *flags]))
+
+
+def test_the_cache_of_one_size_is_gone_before_that_of_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Cache]] = []
+    alive: list[int] = []
+
+    class Watched(Engine):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            alive.append(sum(cache() is not None for cache in made))
+            super().__init__(*given, **named)
+            made.append(weakref.ref(self.decoder.cache))
+
+    monkeypatch.setattr(bench, "Engine", Watched)
+    with no_garbage_collection():  # that would find it by chance
+        run(parse(BenchDecodeConfig, [*SMALL, "--new-tokens", "8", "--batch-sizes", "1,2,3", "--no-compile"]))
+    assert alive == [0, 0, 0]
