@@ -364,7 +364,10 @@ class GPT(LanguageModel):
                 x = block(x, value, rope, attend, shift, documents)
             if i == self.shape.depth // 2:
                 middle = x
-        return self.ops.rms_norm(x - self.backout.to(x.dtype) * middle)
+        backout = self.backout.to(x.dtype)
+        if self.shape.depth <= 2:  # the middle is the end, and the norm hides its size: only rounding would move the
+            backout = backout.detach()  # weight, and beyond 1 everything has the other sign
+        return self.ops.rms_norm(x - backout * middle)
 
     def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What Muon updates: every weight of the blocks but the small gates and shares."""

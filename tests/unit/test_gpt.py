@@ -194,3 +194,14 @@ def test_scalars_stay_in_float32_when_the_matrices_do_not() -> None:
     assert model.residual.dtype == torch.float32
     assert model.blocks[0].up.dtype == torch.bfloat16
     assert model(tokens(16), dense(model, Reference())).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_weight_of_the_middle_is_learnt_only_where_the_middle_is_not_the_end(depth: int) -> None:
+    """Else its gradient would be rounding, which AdamW makes whole steps of: beyond 1 all signs change."""
+    model = GPT(Shape.from_depth(depth, vocab=60, seq_len=32, dim=64, head_dim=16))
+    model.initialise(0)
+    inputs = tokens(length=32)
+    head_loss(model(inputs, dense(model, Sdpa())), model.head, inputs, 60).backward()
+    assert (model.backout.grad is None) == (depth <= 2)
+    assert model.smear.grad is not None
