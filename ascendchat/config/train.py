@@ -14,7 +14,7 @@ PUBLISHED = {
     "sft": ("smoltalk", *("mmlu",) * 3, *("gsm8k",) * 4, "identity", "identity"),
 }
 
-USUAL_DEPTH = 20  # of `base`
+USUAL_DEPTH, USUAL_ROW = 20, 2048  # of `base`
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class BaseConfig(TrainConfig):
     embedded one; by default $ASCENDCHAT_HOME/data/prepared, else (tiny models) toyworld"""
     tokenizer: str = ""
     "folder of the tokenizer that prepared the data; by default that of $ASCENDCHAT_HOME"
-    max_seq_len: int = option(2048, least=16, most=1e6)
-    "tokens per row"
+    max_seq_len: int | None = option(None, least=16, most=1e6)
+    "tokens per row; by default 2048; with --minutes fewer where there is time for few rows only"
     window_pattern: str = "L"
     "attention windows, repeated over the layers: S sees a quarter of the row, L all of it"
     dim: int | None = option(None, least=1, most=1e6)

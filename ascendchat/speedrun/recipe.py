@@ -24,7 +24,7 @@ from typing import Any
 
 from ascendchat.config import UserError, accept_all, home, load_yaml, nearest, spelling
 from ascendchat.config.stages import STAGES
-from ascendchat.config.train import USUAL_DEPTH, BaseConfig
+from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
 from ascendchat.plan.batch import horizon
@@ -84,7 +84,7 @@ class Recipe:
             return None
         vocab = (self.settings_of("tokenizer train") or {}).get("vocab_size") or 32768
         own = {name: base[name] for name in SHAPE if base.get(name)}
-        seq_len = base.get("max_seq_len", BaseConfig.max_seq_len)
+        seq_len = base.get("max_seq_len") or USUAL_ROW
         return Shape.from_depth(base.get("depth") or USUAL_DEPTH, vocab=vocab, seq_len=seq_len, **own)
 
     def tokens(self) -> int:

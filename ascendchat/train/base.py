@@ -17,7 +17,7 @@ import torch
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError, home
-from ascendchat.config.train import USUAL_DEPTH, BaseConfig
+from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, TextRows, open_corpora, read_corpus_manifest
 from ascendchat.data.mixture import MIXTURE, Batches, absolute, parse_entry
@@ -36,7 +36,7 @@ from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.memory import mean_fits
 from ascendchat.record import run_folder
-from ascendchat.train.horizon import MOST_PASSES, depth_for, horizon_of, passes, plan_run, shape_of
+from ascendchat.train.horizon import MOST_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
@@ -179,7 +179,9 @@ def run(config: BaseConfig) -> int:
         text = open_training_text(config, here)
         config = text.config
         core_tasks, chip = open_core(config), here.device.chip
-        depth = config.depth or (USUAL_DEPTH if config.minutes is None else depth_for(config, text.corpora, chip))
+        depth, row = config.depth or USUAL_DEPTH, config.max_seq_len or USUAL_ROW
+        if config.minutes is not None:
+            depth, row = sizes_for(config, text.corpora, chip)
         folder = run_folder(config.run or f"d{depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
         if config.depth is None and saved:
@@ -192,7 +194,11 @@ def run(config: BaseConfig) -> int:
             depth = saved.state["shape"]["depth"]
         elif config.depth is None and config.minutes is not None:
             here.say(f"--minutes {config.minutes:g}: depth {depth}, the most for which time and text are enough")
-        config = with_attend(replace(config, depth=depth), saved, "row")
+        if config.max_seq_len is None and saved:
+            row = saved.state["shape"]["seq_len"]
+        elif row < (config.max_seq_len or USUAL_ROW):
+            here.say(f"rows of {row} tokens instead of {USUAL_ROW}: there is time for few steps of such long ones")
+        config = with_attend(replace(config, depth=depth, max_seq_len=row), saved, "row")
         shape = shape_of(config, text.corpora[0][0].vocab_size)
         learner = build(config, shape, here)
         split, steps = plan_run(config, learner, text.corpora, saved, here.say)
@@ -258,7 +264,7 @@ def check_embedded(config: BaseConfig) -> None:
         return
     tokens = horizon_of(config, shape_of(config, EMBEDDED_VOCAB))
     if config.num_iterations is not None:
-        tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len))
+        tokens = config.num_iterations * (config.total_batch_size or batch_for(tokens, config.max_seq_len or USUAL_ROW))
     if tokens <= EMBEDDED_PASSES * EMBEDDED_TOKENS:
         return
     shards = min(MOST_SHARDS, math.ceil(horizon_of(config, shape_of(config, USUAL_VOCAB)) / SHARD_TOKENS))

@@ -1,4 +1,5 @@
-"""How long a run of `base` is: its tokens, steps and batch by the flags, or by the clock (--minutes), and its depth.
+"""How long a run of `base` is: its tokens, steps and batch by the flags, or by the clock (--minutes), which chooses
+its depth and rows too.
 
     split, steps = plan_run(config, learner, corpora, saved, say)
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,22 +18,23 @@ from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
-from ascendchat.config.train import USUAL_DEPTH, BaseConfig
+from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import Batches
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.device import Device
-from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon
+from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon, optimizer_tokens
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.train.dry_run import until_it_fits
 from ascendchat.train.rows import Learner, share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
-KEPT_SPEED = 0.88  # of the measured speed is what a run keeps: optimizer, text instead of noise, a warm chip
+KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
 MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
 LEAST_DEPTH, MOST_DEPTH = 2, 64  # that --minutes chooses
 MOST_PARAMETERS = 14  # of such a model for a token of text
+FEW_ROWS, LEAST_ROW = 2, 256  # of a step at least, where --minutes chooses their length; tokens of a row
 FP8_GAIN = 1.15  # what 8-bit products add to the speed
 TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
 
@@ -43,7 +46,7 @@ def shape_of(config: BaseConfig, vocab: int, depth: int | None = None) -> Shape:
     return Shape.from_depth(
         config.depth or depth or USUAL_DEPTH,
         vocab=vocab,
-        seq_len=config.max_seq_len,
+        seq_len=config.max_seq_len or USUAL_ROW,
         window_pattern=config.window_pattern,
         dim=config.dim,
         head_dim=config.head_dim,
@@ -64,11 +67,16 @@ def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, tota
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
-def timed(fits: int, corpora: Corpora, seq_len: int) -> tuple[int, int]:
-    """Tokens and batch of a run with time for `fits` tokens: no more than MOST_PASSES over the text, and the time that
-    is then left over goes into smaller steps."""
+def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0) -> tuple[int, int]:
+    """Tokens and batch of a run with time for `fits` tokens. A step takes that of `extra` of them for the optimizer, a
+    third of its time at most. No more than MOST_PASSES over the text; time left over goes into smaller steps."""
+    least, room = seq_len, fits
+    while least < 2 * extra:
+        least *= 2
+    for _ in range(2):  # the batch follows the tokens
+        fits = max(1, int(room / (1 + extra / batch_for(fits, least))))
     tokens = max(1, int(fits * min(1.0, MOST_PASSES / passes(corpora, fits))))
-    return tokens, batch_for(tokens, seq_len, MIN_STEPS if fits < TIME_LEFT * tokens else 2 * MIN_STEPS)
+    return tokens, batch_for(tokens, least, MIN_STEPS if fits < TIME_LEFT * tokens else 2 * MIN_STEPS)
 
 
 def passes(corpora: Corpora, tokens: int) -> float:
@@ -102,9 +110,24 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
         if best and (large or not fits or needed > expected_horizon(config, shape, chip)):
             break
         best = depth
-    agreed = torch.tensor([float(best or LEAST_DEPTH)], device=dist.place())
+    return best or LEAST_DEPTH
+
+
+def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, int]:
+    """Depth and tokens per row for --minutes, where they are not given: the longest rows of which there is time for
+    MIN_STEPS steps of FEW_ROWS. Four minutes of two cores of a Neoverse N1, 2.0 M tokens, depth 2: rows of 2048 2.203
+    bits per byte, of 512 1.978."""
+    row, least = config.max_seq_len or USUAL_ROW, MIN_STEPS * max(FEW_ROWS, dist.world().size)
+    while True:
+        tried = replace(config, max_seq_len=row)
+        depth = config.depth or depth_for(tried, corpora, chip)
+        shape = shape_of(tried, corpora[0][0].vocab_size, depth)
+        if config.max_seq_len or row <= LEAST_ROW or expected_horizon(tried, shape, chip) >= least * row:
+            break
+        row //= 2
+    agreed = torch.tensor([float(depth), float(row)], device=dist.place())
     dist.all_reduce(agreed, "min")  # chips of several kinds
-    return int(agreed.item())
+    return int(agreed[0].item()), int(agreed[1].item())
 
 
 def first_batch(learner: Learner, split: Split, corpora: Corpora, seed: int) -> MicroBatch:
@@ -163,7 +186,8 @@ def plan_run(
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
-        tokens, total = timed(expected_horizon(config, shape, device.chip), corpora, shape.seq_len)
+        row, extra = shape.seq_len, optimizer_tokens(shape)
+        tokens, total = timed(expected_horizon(config, shape, device.chip), corpora, row, extra)
         split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        tokens, total = timed(measured_horizon(config, learner, corpora, split, say), corpora, shape.seq_len)
+        tokens, total = timed(measured_horizon(config, learner, corpora, split, say), corpora, row, extra)
     return steps_of(config, shape, device, tokens, total)

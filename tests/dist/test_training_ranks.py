@@ -17,7 +17,7 @@ from ranks import Host, run_ranks
 from ascendchat import dist
 from ascendchat.checkpoint import Writer, newest
 from ascendchat.chips import Chip, find, this_cpu
-from ascendchat.config.train import BaseConfig
+from ascendchat.config.train import USUAL_ROW, BaseConfig
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT, dense
@@ -25,7 +25,7 @@ from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
 from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.plan.shape import Shape
-from ascendchat.train.horizon import depth_for
+from ascendchat.train.horizon import sizes_for
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
@@ -76,29 +76,32 @@ def rank_main(rank: int, *arguments: object) -> Trained:
         dist.teardown()
 
 
-def depth_of(chip: Chip) -> int:
+def sizes_of(chip: Chip, minutes: float) -> tuple[int, int]:
     """With --minutes, where text does not end."""
     corpora: Any = [(SimpleNamespace(vocab_size=16384, tokens=10**10), 1.0)]
-    return depth_for(BaseConfig(minutes=1000), corpora, chip)
+    return sizes_for(BaseConfig(minutes=minutes), corpora, chip)
 
 
-def chosen_depth(rank: int, cpu: bool) -> int:
-    """On two CPU ranks, or where the second rank has a chip with less memory."""
+def chosen_sizes(rank: int, cpu: bool, minutes: float) -> tuple[int, int]:
+    """On two CPU ranks, or where the second rank has a chip with less memory and speed."""
     dist.init(Host())
     h200 = find("H200")
     try:
-        return depth_of(this_cpu() if cpu else replace(h200, memory=h200.memory // (1 + 7 * rank)))
+        other = replace(h200, memory=h200.memory // (1 + 7 * rank), flops=h200.flops / (1 + 999 * rank))
+        return sizes_of(this_cpu() if cpu else other, minutes)
     finally:
         dist.teardown()
 
 
-def test_ranks_with_different_chips_choose_one_depth() -> None:
-    first, second = run_ranks(chosen_depth, 2, False)
+@pytest.mark.parametrize("minutes", [0.05, 1000])
+def test_ranks_with_different_chips_choose_one_depth_and_one_length_of_rows(minutes: float) -> None:
+    first, second = run_ranks(chosen_sizes, 2, False, minutes)
     assert first == second
+    assert (first[1] < USUAL_ROW) == (minutes < 1)
 
 
 def test_ranks_on_one_cpu_are_not_twice_as_fast_as_it() -> None:
-    assert run_ranks(chosen_depth, 2, True) == [depth_of(this_cpu())] * 2
+    assert run_ranks(chosen_sizes, 2, True, 1000) == [sizes_of(this_cpu(), 1000)] * 2
 
 
 @pytest.fixture(scope="module")

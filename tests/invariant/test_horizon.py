@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ascendchat.checkpoint import to_continue
 from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.cli import main
 from ascendchat.config.train import BaseConfig
@@ -91,6 +92,17 @@ def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> 
     assert total == batch_for(text, least_steps=2000) < batch_for(text)
 
 
+@pytest.mark.parametrize("extra", [100, 700, 5000])
+def test_the_time_of_the_optimizer_is_counted_and_is_a_third_at_most(extra: int) -> None:
+    corpora: Any = [(SimpleNamespace(tokens=10**10), 1.0)]
+    for fits in (300_000, 2_000_000, 50_000_000):
+        tokens, total = horizon.timed(fits, corpora, 512, extra)
+        assert total % 512 == 0
+        assert total >= 2 * extra
+        assert tokens + tokens / total * extra == pytest.approx(fits, rel=0.15)
+    assert horizon.timed(10**9, corpora, 512, 100)[1] == horizon.timed(10**9, corpora, 512)[1]
+
+
 def test_a_timed_run_goes_on_with_the_batch_it_began_with(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horizon, "MIN_STEPS", 10)  # else one row would be the batch, by any rule
     sizes = [*SIZES[:-2], "--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
@@ -100,6 +112,27 @@ def test_a_timed_run_goes_on_with_the_batch_it_began_with(words: Path, monkeypat
     monkeypatch.setattr(horizon, "measured_horizon", lambda *_: pytest.fail("measured again"))
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     assert steps(words) == begun
+
+
+def test_a_timed_run_goes_on_with_the_rows_it_began_with(
+    words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on a machine that would choose other ones."""
+    monkeypatch.setattr(horizon, "LEAST_ROW", 32)
+    where = ["--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0", "--depth", "2"]
+    sizes = [*where, "--dim", "32", "--head-dim", "16", "--device-batch-size", "1"]
+
+    def row() -> Any:
+        saved = to_continue(words.parent / "runs" / "h" / "base", "auto", say=print)
+        return saved.state["shape"]["seq_len"] if saved else None
+
+    assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
+    assert row() == 32
+    assert "rows of 32 tokens instead of 2048: there is time for few steps" in capsys.readouterr().out
+    monkeypatch.setattr(horizon, "expected_horizon", lambda *_: 10**12)
+    assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
+    assert row() == 32
+    assert "rows of" not in capsys.readouterr().out
 
 
 def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:
@@ -133,6 +166,24 @@ def test_minutes_choose_the_depth(words: Path) -> None:
     small = replace(h200, memory=2**33)
     assert depths(words, [10**6], small, much)[0] < depths(words, [10**6], h200, much)[0]
     assert depths(words, [0.001], this_cpu(), little) == [horizon.LEAST_DEPTH]
+
+
+def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:
+    corpora: Any = [(SimpleNamespace(vocab_size=2048, tokens=2_000_000), 1.0)]
+
+    def rows(minutes: float, chip: Chip, **more: Any) -> int:
+        return horizon.sizes_for(BaseConfig(minutes=minutes, **more), corpora, chip)[1]
+
+    cpu = replace(this_cpu(), flops=69e9)  # two cores of a Neoverse N1
+    found = [rows(minutes, cpu, depth=2) for minutes in (0.1, 1, 4, 15, 60)]
+    assert found == [256, 256, 512, 1024, 2048]
+    assert rows(4, cpu, max_seq_len=2048) == 2048
+    assert rows(1, find("H200")) == 2048
+    for row, minutes in ((512, 4), (1024, 15)):
+        short, long = (horizon.shape_of(BaseConfig(max_seq_len=each), 2048, 2) for each in (row, 2 * row))
+        times = [horizon.expected_horizon(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
+        assert times[0] >= horizon.MIN_STEPS * horizon.FEW_ROWS * row
+        assert times[1] < horizon.MIN_STEPS * horizon.FEW_ROWS * 2 * row
 
 
 def test_depths_that_other_flags_do_not_allow_are_passed_over(words: Path) -> None:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from ascendchat.chips import find
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.batch import MIN_STEPS, Split, batch_for, duration, fit_split, largest_rows, split, split_fixed
+from ascendchat.nn.updates import orthogonalise
+from ascendchat.plan.batch import (
+    MIN_STEPS,
+    Split,
+    batch_for,
+    duration,
+    fit_split,
+    largest_rows,
+    optimizer_tokens,
+    split,
+    split_fixed,
+)
 from ascendchat.plan.goals import train_plan
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.schedule import REFERENCE_TOKENS
@@ -94,6 +107,14 @@ def test_after_out_of_memory_the_next_smaller_batch_has_the_same_total() -> None
 def test_the_largest_rows_are_the_largest_power_of_two_that_fits(limit: int) -> None:
     found = largest_rows(lambda rows: rows <= limit)
     assert found == (0 if limit < 1 else 2 ** (limit.bit_length() - 1))
+
+
+def test_a_step_of_the_optimizer_counts_the_products_that_muon_makes() -> None:
+    shape = Shape.from_depth(2, vocab=512, dim=64, seq_len=64, value_embeddings=False)
+    with FlopCounterMode(display=False) as counter:
+        for (rows, cols), count in shape.matrices().items():
+            orthogonalise(torch.ones(count, rows, cols), torch.float32)
+    assert optimizer_tokens(shape) == counter.get_total_flops() // shape.train_flops_per_token > 0
 
 
 def test_hours_come_from_flops_and_the_share_of_the_peak() -> None:
