@@ -84,7 +84,7 @@ class Recipe:
             return None
         vocab = (self.settings_of("tokenizer train") or {}).get("vocab_size") or 32768
         own = {name: base[name] for name in SHAPE if base.get(name)}
-        seq_len = base.get("max_seq_len") or USUAL_ROW
+        seq_len = base.get("max_seq_len") or USUAL_ROW  # or less, with `minutes` on a slow chip
         return Shape.from_depth(base.get("depth") or USUAL_DEPTH, vocab=vocab, seq_len=seq_len, **own)
 
     def tokens(self) -> int:

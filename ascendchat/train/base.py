@@ -194,7 +194,7 @@ def run(config: BaseConfig) -> int:
             depth = saved.state["shape"]["depth"]
         elif config.depth is None and config.minutes is not None:
             here.say(f"--minutes {config.minutes:g}: depth {depth}, the most for which time and text are enough")
-        if config.max_seq_len is None and saved:
+        if config.max_seq_len is None and config.minutes is not None and saved:
             row = saved.state["shape"]["seq_len"]
         elif row < (config.max_seq_len or USUAL_ROW):
             here.say(f"rows of {row} tokens instead of {USUAL_ROW}: there is time for few steps of such long ones")

@@ -34,9 +34,9 @@ KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the opti
 MOST_PASSES = 2.0  # depth 12 on 50 M tokens: 1.078 bits per byte after 2.0 passes, 1.085 after 2.4, 1.23 after 5.4
 LEAST_DEPTH, MOST_DEPTH = 2, 64  # that --minutes chooses
 MOST_PARAMETERS = 14  # of such a model for a token of text
-FEW_ROWS, LEAST_ROW = 2, 256  # of a step at least, where --minutes chooses their length; tokens of a row
+FEW_ROWS, LEAST_ROW, MORE_STEPS = 2, 256, 1.2  # where --minutes chooses the rows: of a step; tokens; to be worth it
 FP8_GAIN = 1.15  # what 8-bit products add to the speed
-TIME_LEFT = 1.1  # times the time of a run is what twice its steps take (depth 12 on an H200)
+TIME_LEFT = 1.04  # times the time of a run, besides the optimizer, is what twice its steps take
 
 Corpora = Sequence[tuple[Corpus, float]]  # with their weights in the mixture
 
@@ -67,16 +67,20 @@ def steps_of(config: BaseConfig, shape: Shape, device: Device, tokens: int, tota
     return split, config.num_iterations or max(1, round(tokens / split.total))
 
 
-def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0) -> tuple[int, int]:
+def timed(fits: int, corpora: Corpora, seq_len: int, extra: int = 0, given: int | None = None) -> tuple[int, int]:
     """Tokens and batch of a run with time for `fits` tokens. A step takes that of `extra` of them for the optimizer, a
-    third of its time at most. No more than MOST_PASSES over the text; time left over goes into smaller steps."""
+    third of its time at most, unless its batch is `given`. No more than MOST_PASSES over the text; time left over goes
+    into smaller steps."""
     least, room = seq_len, fits
     while least < 2 * extra:
         least *= 2
     for _ in range(2):  # the batch follows the tokens
-        fits = max(1, int(room / (1 + extra / batch_for(fits, least))))
+        fits = max(1, int(room / (1 + extra / (given or batch_for(fits, least)))))
     tokens = max(1, int(fits * min(1.0, MOST_PASSES / passes(corpora, fits))))
-    return tokens, batch_for(tokens, least, MIN_STEPS if fits < TIME_LEFT * tokens else 2 * MIN_STEPS)
+    batch, usual = batch_for(tokens, least, 2 * MIN_STEPS), batch_for(tokens, least)
+    while batch < tokens and room < (TIME_LEFT if batch < usual else 1.0) * tokens * (1 + extra / batch):
+        batch *= 2
+    return tokens, given or batch
 
 
 def passes(corpora: Corpora, tokens: int) -> float:
@@ -115,14 +119,21 @@ def depth_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> int:
 
 def sizes_for(config: BaseConfig, corpora: Corpora, chip: Chip) -> tuple[int, int]:
     """Depth and tokens per row for --minutes, where they are not given: the longest rows of which there is time for
-    MIN_STEPS steps of FEW_ROWS. Four minutes of two cores of a Neoverse N1, 2.0 M tokens, depth 2: rows of 2048 2.203
-    bits per byte, of 512 1.978."""
-    row, least = config.max_seq_len or USUAL_ROW, MIN_STEPS * max(FEW_ROWS, dist.world().size)
-    while True:
-        tried = replace(config, max_seq_len=row)
-        depth = config.depth or depth_for(tried, corpora, chip)
-        shape = shape_of(tried, corpora[0][0].vocab_size, depth)
-        if config.max_seq_len or row <= LEAST_ROW or expected_horizon(tried, shape, chip) >= least * row:
+    MIN_STEPS steps of FEW_ROWS, unless shorter ones hardly give more steps. Two cores of a Neoverse N1, 2.0 M tokens,
+    --minutes 4, depth 2: rows of 2048 gave 2.203 bits per byte after 239 s, of 512 1.998 after 267 s."""
+    depth, row = config.depth or depth_for(config, corpora, chip), config.max_seq_len or USUAL_ROW
+    free = not (config.max_seq_len or config.total_batch_size or config.gradient_accumulation_steps)
+
+    def seen(row: int) -> tuple[int, float]:
+        """Tokens that there is time for, and steps."""
+        shape = shape_of(replace(config, max_seq_len=row), corpora[0][0].vocab_size, depth)
+        fits = expected_horizon(config, shape, chip)
+        tokens, total = timed(fits, corpora, row, optimizer_tokens(shape))
+        return fits, tokens / total
+
+    while free and row > LEAST_ROW:
+        (fits, steps), (_, more) = seen(row), seen(row // 2)
+        if fits >= MIN_STEPS * max(FEW_ROWS, dist.world().size) * row or more < MORE_STEPS * steps:
             break
         row //= 2
     agreed = torch.tensor([float(depth), float(row)], device=dist.place())
@@ -186,8 +197,9 @@ def plan_run(
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
-        row, extra = shape.seq_len, optimizer_tokens(shape)
-        tokens, total = timed(expected_horizon(config, shape, device.chip), corpora, row, extra)
+        given = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
+        told = corpora, shape.seq_len, optimizer_tokens(shape), given
+        tokens, total = timed(expected_horizon(config, shape, device.chip), *told)
         split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
-        tokens, total = timed(measured_horizon(config, learner, corpora, split, say), corpora, row, extra)
+        tokens, total = timed(measured_horizon(config, learner, corpora, split, say), *told)
     return steps_of(config, shape, device, tokens, total)

@@ -84,7 +84,7 @@ def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> 
     corpora = [(Corpus.open(words), 1.0)]
     text = int(horizon.MOST_PASSES * corpora[0][0].tokens)
     assert horizon.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
-    tokens, total = horizon.timed(int(1.05 * text), corpora, 1)
+    tokens, total = horizon.timed(int(1.03 * text), corpora, 1)
     assert abs(tokens - text) <= 1
     assert total == batch_for(text)
     tokens, total = horizon.timed(3 * text, corpora, 1)
@@ -100,6 +100,13 @@ def test_the_time_of_the_optimizer_is_counted_and_is_a_third_at_most(extra: int)
         assert total % 512 == 0
         assert total >= 2 * extra
         assert tokens + tokens / total * extra == pytest.approx(fits, rel=0.15)
+        tokens, total = horizon.timed(fits, corpora, 512, extra, 1024)
+        assert total == 1024
+        assert tokens + tokens / total * extra == pytest.approx(fits, rel=0.01)
+    text: Any = [(SimpleNamespace(tokens=2_040_000), 1.0)]
+    for fits in range(4_000_000, 12_000_000, 50_000):  # the text ends first
+        tokens, total = horizon.timed(fits, text, 2048, extra)
+        assert tokens + tokens / total * extra <= fits
     assert horizon.timed(10**9, corpora, 512, 100)[1] == horizon.timed(10**9, corpora, 512)[1]
 
 
@@ -118,7 +125,7 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also on a machine that would choose other ones."""
-    monkeypatch.setattr(horizon, "LEAST_ROW", 32)
+    monkeypatch.setattr(horizon, "LEAST_ROW", 128)
     where = ["--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0", "--depth", "2"]
     sizes = [*where, "--dim", "32", "--head-dim", "16", "--device-batch-size", "1"]
 
@@ -127,12 +134,21 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
         return saved.state["shape"]["seq_len"] if saved else None
 
     assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
-    assert row() == 32
-    assert "rows of 32 tokens instead of 2048: there is time for few steps" in capsys.readouterr().out
+    assert row() == 128
+    assert "rows of 128 tokens instead of 2048: there is time for few steps" in capsys.readouterr().out
     monkeypatch.setattr(horizon, "expected_horizon", lambda *_: 10**12)
     assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
-    assert row() == 32
+    assert row() == 128
     assert "rows of" not in capsys.readouterr().out
+
+
+def test_without_minutes_a_run_with_other_rows_is_not_taken_over(
+    words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(words, "--steps", "2")
+    shape = [*SIZES[:6], "--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
+    assert main(["base", *shape, "--steps", "2"]) == 2
+    assert "seq_len" in capsys.readouterr().err
 
 
 def test_passes_count_the_corpus_that_is_read_most(words: Path) -> None:
@@ -176,8 +192,11 @@ def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:
 
     cpu = replace(this_cpu(), flops=69e9)  # two cores of a Neoverse N1
     found = [rows(minutes, cpu, depth=2) for minutes in (0.1, 1, 4, 15, 60)]
-    assert found == [256, 256, 512, 1024, 2048]
-    assert rows(4, cpu, max_seq_len=2048) == 2048
+    assert found == [512, 512, 512, 1024, 2048]
+    assert rows(4, cpu, max_seq_len=2048) == rows(4, cpu, total_batch_size=2048) == 2048
+    assert rows(4, cpu, gradient_accumulation_steps=2) == 2048
+    assert rows(4, cpu, depth=4) == 1024  # by more of which the optimizer would have more of the time
+    assert rows(60, cpu, depth=6) == rows(3, find("Ascend910B3"), depth=20) == 2048
     assert rows(1, find("H200")) == 2048
     for row, minutes in ((512, 4), (1024, 15)):
         short, long = (horizon.shape_of(BaseConfig(max_seq_len=each), 2048, 2) for each in (row, 2 * row))

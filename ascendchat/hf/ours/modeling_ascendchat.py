@@ -170,7 +170,10 @@ class AscendchatForCausalLM(PreTrainedModel, GenerationMixin):
             x = block(x, value, embedding, past_key_values, follows, masks[config.windows[layer]])
             if layer == config.num_hidden_layers // 2:
                 middle = x
-        x = self.norm(x - self.backout.to(x.dtype) * middle)
+        backout = self.backout.to(x.dtype)
+        if len(self.blocks) <= 2:  # the middle is the end: only rounding would move this weight
+            backout = backout.detach()
+        x = self.norm(x - backout * middle)
         kept = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
         cap = config.logit_cap
         logits = cap * torch.tanh(F.linear(kept, self.head[: config.vocab_size]).float() / cap)
