@@ -77,6 +77,12 @@ for folder in told["folders"]:
     found = {"written": written, "both": both, "beams": beams, "chats": chats, "vocab": len(tokenizer),
              "stop": model.generation_config.eos_token_id, "pad": tokenizer.pad_token_id}
     found["texts"] = texts
+    found["learns"] = []  # the weight of the middle, by layers
+    for layers in (2, 3):
+        model.config.num_hidden_layers, model.config.value_layers = layers, [1]
+        small = type(model)(model.config)
+        small(rows[:1, :20], labels=rows[:1, :20]).loss.backward()
+        found["learns"].append(small.backout.grad is not None)
     json.dump(found, open(folder + ".json", "w"))
 """
 
@@ -143,6 +149,7 @@ def test_transformers_alone_computes_the_same_logits(
     assert told["written"] == [answer.ids, answer.ids]
     assert told["both"] == [found.ids for found in engine.generate([Request(row.tolist(), ends) for row in ROWS])]
     assert len(told["beams"]) == 8
+    assert told["learns"] == [False, True], "of two layers the middle is the end"
 
 
 @pytest.mark.parametrize("name", ["mine", "theirs"])
