@@ -25,8 +25,9 @@ def why_unusable(asked: bool) -> str | None:
 
 def open_device(options: DeviceOptions) -> CUDA:
     """The GPU of this process."""
-    torch.set_float32_matmul_precision("high")  # fp32 products on the tensor cores (tf32)
     device = CUDA(torch.cuda, current_chip(torch.cuda, "cuda"), options)
+    # The few float32 products beside 16-bit ones may lose bits (tf32); who asks for float32 gets all of them.
+    torch.set_float32_matmul_precision("highest" if device.dtype == torch.float32 else "high")
     device.compiles = options.compiled is not False
     device.triton = device.compiles and find_spec("triton") is not None
     return device

@@ -1,6 +1,6 @@
 """The choice of the next token as two Triton kernels, for the usual requests: greedy, or at a temperature. CUDA only.
 
-    report = choose(logits, read, position, settings, blocks, state, softcap=15.0, random=True)  # (2, B)
+    report = choose(logits, read, settings, blocks, state, softcap=15.0, random=True)  # (2, B)
 
 The first kernel looks at a block of the vocabulary of a row: its likeliest token, with the noise of noise.py, and its
 part of the normaliser; the second joins the blocks and notes the new token. sampling.sample computes the same, in
@@ -78,7 +78,7 @@ def _look(  # type: ignore[no-untyped-def]
     logits,
     temperature,
     seed,
-    position,
+    length,
     blocks,
     best,
     column,
@@ -90,22 +90,25 @@ def _look(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """The likeliest token of a block of the vocabulary, and the block's part of the normaliser."""
+    """The likeliest token of a block of the vocabulary, and the block's part of the normaliser.
+
+    The noise depends on nothing that this step has computed: it is drawn while the kernel before still runs.
+    """
     r, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i = part * block + tl.arange(0, block)
     inside = i < vocab
-    wait(pdl)
-    raw = capped(tl.load(logits + r.to(tl.int64) * vocab + i, mask=inside, other=0.0), softcap)
-    raw = tl.where(inside, raw, -float("inf"))
-    scores = raw
+    divisor, noisy = tl.full((), 1.0, tl.float32), tl.zeros((block,), tl.float32)
     if random:
         heat = tl.load(temperature + r)
         if heat >= COLDEST:
+            divisor = heat
             left = tl.load(blocks + i, mask=inside, other=0.5)
             right = tl.load(blocks + vocab + i, mask=inside, other=0.5)
-            drawn = _uniform(seed + r * KEYS, tl.load(position + r), left, right)
-            scores = raw / heat - tl.log(-tl.log(drawn))
-            scores = tl.where(inside, scores, -float("inf"))
+            noisy = -tl.log(-tl.log(_uniform(seed + r * KEYS, tl.load(length + r), left, right)))
+    wait(pdl)
+    raw = capped(tl.load(logits + r.to(tl.int64) * vocab + i, mask=inside, other=0.0), softcap)
+    raw = tl.where(inside, raw, -float("inf"))
+    scores = raw / divisor + noisy
     largest, at = tl.max(scores, axis=0, return_indices=True)
     peak = tl.max(raw, axis=0)
     mine = r * parts + part
@@ -158,7 +161,6 @@ def _note(  # type: ignore[no-untyped-def]
 def choose(
     logits: Tensor,
     read: Tensor,
-    position: Tensor,
     settings: Settings,
     blocks: Tensor,
     state: State,
@@ -167,15 +169,15 @@ def choose(
     random: bool,
     overlaps: bool = False,
 ) -> Tensor:
-    """logits (B, V) float32, before their bound `softcap`; `read`, `position` (B,): the tokens of this step and where
-    they stand; `blocks`: noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
+    """logits (B, V) float32, before their bound `softcap`; `read` (B,): the tokens of this step, whose places are
+    `state.length`; `blocks`: noise.columns; `overlaps`: see TokenStep. (2, B) float32."""
     rows, vocab = logits.shape
     block, warps = (BLOCK, WARPS) if rows <= FEW else (MANY_BLOCK, MANY_WARPS)
     parts = triton.cdiv(vocab, block)
     best, most, total = (torch.empty(rows, parts, device=logits.device) for _ in range(3))
     column = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     found: tuple[Any, ...] = best, column, most, total
-    known = logits, settings.temperature, settings.seed, position, blocks
+    known = logits, settings.temperature, settings.seed, state.length, blocks
     options: dict[str, Any] = {"softcap": softcap, "pdl": overlaps, **({"launch_pdl": True} if overlaps else {})}
     _look[rows, parts](*known, *found, vocab, random=random, block=block, num_warps=warps, **options)
     report = torch.empty(2, rows, device=logits.device)

@@ -47,7 +47,8 @@ def fused_step(decoder: Decoder) -> Fused | None:
             return step(rows, slots)
 
         def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor:
+            logits, read, _ = known
             told = decoder.settings, decoder.blocks, state
-            return choose(*known, *told, softcap=model.softcap, random=random, overlaps=overlaps)
+            return choose(logits, read, *told, softcap=model.softcap, random=random, overlaps=overlaps)
 
     return Kernels()

@@ -7,11 +7,11 @@ What costs in a step is the time between kernels, and the reading of weights and
 compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
 through a layer, in seven launches (token_kernels.py, product_kernel.py); with FEW rows a product is a sum over the
 weights, which fuses with what stands before it, and there are five (row_kernels.py). Each kernel of ours reads or
-fetches its weights before it waits for the one before; with many rows the library's products are faster all the same:
+fetches its weights before it waits for the one before; beyond some size the library's products are faster all the same:
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }
-    attend    shift, norm and rotation of queries and keys; into the cache; attention over a part of the keys
+    attend    shift, norm and rotation of queries and keys; into the cache; attention (FEW: over parts of the keys)
     (product with `out`), norm of the stream with it                     joined: the parts, product, stream
     (product with `up`), its square                                      project
     (product with `down`)                                                down: the parts are added by who reads them
@@ -44,21 +44,26 @@ class Tiles(NamedTuple):
     ahead: int  # so many are fetched while the kernel before still runs
 
 
-FEW, SOME = 4, 128  # rows
+FEW, SOME = 4, 64  # rows
+LIBRARY = 2**18  # rows times width of the model: beyond them the library's products are faster than ours
 TILE = 8192  # weights that a program holds
-# The rest was the fastest on an H200, each for its kernel, at depth 12 with 1, 64 and 256 rows of 192 tokens.
-FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 0), Tiles(8, 4, 1, 32)  # up to FEW, SOME; more
-CUTS, PROGRAMS = 4, 400  # parts of the keys of a head at most; beyond FEW rows only up to so many programs in all
+# The rest was the fastest on an H200, in whole steps at depth 12 with 1, 64 and 256 rows of 192 tokens.
+FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 32), Tiles(8, 3, 1, 32)  # up to FEW, SOME; more
+CUTS = 4  # parts of the keys of a head, up to FEW rows; joining them costs more rows more than it gives
 PROJECT_WARPS, JOINED_WARPS, DOWN_WARPS, NORM_WARPS = 8, 2, 8, 8
 DOWN_COLUMNS, DOWN_ROWS = 32, 1024  # of `down` that a program holds
 SOME_BLOCKS = {
-    "qkv": Blocks(16, 1, deep=128),
-    "out": Blocks(64, 6, stages=2),
-    "up": Blocks(16, 1, stages=6),
-    "down": Blocks(32, 4),
+    "qkv": Blocks(32, 1, deep=128, stages=6),
+    "out": Blocks(32, 3),
+    "up": Blocks(32, 1, stages=6),
+    "down": Blocks(32, 6),
     "head": Blocks(128, 1),
 }
-MANY_BLOCKS: dict[str, Blocks] = {}  # those that are not here are the library's
+MANY_BLOCKS = {  # those that are not here are the library's
+    "qkv": Blocks(64, 1, deep=128, stages=3, tall=128),
+    "out": Blocks(64, 2, deep=128, stages=3),
+    "up": Blocks(128, 1, deep=128, stages=3),
+}
 
 
 class Slots(NamedTuple):
@@ -186,12 +191,11 @@ class _Many(_Step):
 
     def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
         super().__init__(whole, rows, slots)
-        self.blocks = SOME_BLOCKS if rows <= SOME else MANY_BLOCKS
+        many = MANY_BLOCKS if rows * self.shape.dim <= LIBRARY else {}
+        self.blocks = SOME_BLOCKS if rows <= SOME else many
         self.added, self.count = self.unit, 0  # to the stream, by the layer before
-        out, cuts = self.blocks.get("out"), min(CUTS, PROGRAMS // (rows * self.shape.heads))
-        self.cuts = cuts if cuts > 1 and out is not None and self.shape.head_dim % out.deep == 0 else 1
 
-    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int, **told: Any) -> Tensor:
+    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int) -> Tensor:
         """(parts, B, outputs)"""
         blocks, whole = self.blocks.get(name), self.whole
         if blocks is None and name == "head":
@@ -200,20 +204,16 @@ class _Many(_Step):
             return (x @ (weight if name == "down" else weight.t()))[None]
         dtype = self.model.dtype if name in ("qkv", "up") else torch.float32
         out = torch.empty(blocks.parts, self.rows, outputs, dtype=dtype, device=whole.place)
-        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl, **told)
+        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl)
         return out
 
     def layer(self, layer: int, block: Block) -> None:
         shape, whole = self.shape, self.whole
         self.norm("mixed", self.added, self.count, layer, block, keeps=layer == shape.depth // 2 + 1)
         qkv = self.product("qkv", self.unit, block.qkv.flatten(0, 1), shape.q_dim + 2 * shape.kv_dim)[0]
-        if self.cuts > 1:
-            y = self.empty(shape.heads, self.cuts, shape.head_dim)
-            told = {"totals": self.empty(shape.heads, self.cuts)}
-        else:
-            y, told = self.empty(shape.q_dim, dtype=self.model.dtype), {}
-        self.attend(layer, block, qkv, self.cuts, (y, told.get("totals", y)))
-        added = self.product("out", y, block.out, shape.dim, **told)
+        y = self.empty(shape.q_dim, dtype=self.model.dtype)
+        self.attend(layer, block, qkv, 1, (y, y))
+        added = self.product("out", y, block.out, shape.dim)
         self.norm("plain", added, added.size(0), layer, None, False)
         hidden = self.product("up", self.unit, block.up, shape.mlp_dim)[0]
         if "up" not in self.blocks:

@@ -15,7 +15,7 @@ import torch
 
 from ascendchat.chips import CHIPS, find, unknown
 from ascendchat.config import UserError
-from ascendchat.device import DTYPES, Device, DeviceOptions, Scaling, choose_dtype, describe, pick
+from ascendchat.device import DTYPES, Device, DeviceOptions, Scaling, choose_dtype, cuda, describe, pick
 from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.env import look
@@ -321,3 +321,17 @@ print(plain, kept, used - device.memory().used)
     else:
         assert kept * 10 < plain, "a step pays for pages that it had before"
         assert returned > 32 * 2**20
+
+
+@pytest.mark.parametrize(("asked", "precision"), [("fp32", "highest"), (None, "high")], ids=["float32", "bfloat16"])
+def test_who_asks_cuda_for_float32_gets_all_its_bits(
+    asked: str | None, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in tf32 have ten bits behind the point: losses of a CPU and a GPU would part for no other reason."""
+    monkeypatch.setattr(cuda, "current_chip", lambda api, kind: find("H100"))
+    before = torch.get_float32_matmul_precision()
+    try:
+        cuda.open_device(DeviceOptions(dtype=asked))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -49,17 +49,39 @@ SHAPES = {
     "plain": Shape.from_depth(3, dim=64, head_dim=16, vocab=300, seq_len=CONTEXT),
     "windows": Shape.from_depth(4, dim=48, head_dim=16, vocab=270, seq_len=CONTEXT, window_pattern="SL"),
     "grouped": Shape.from_depth(2, dim=96, head_dim=24, kv_heads=2, vocab=261, seq_len=CONTEXT),
-    "parts of keys": Shape.from_depth(2, dim=128, head_dim=64, vocab=261, seq_len=CONTEXT),
+    "wide heads": Shape.from_depth(2, dim=128, head_dim=64, vocab=261, seq_len=CONTEXT),
     "no values": Shape.from_depth(2, dim=64, head_dim=32, vocab=300, seq_len=CONTEXT, value_embeddings=False),
 }
 
 
+TIERS = {"few": {"FEW": 5}, "some": {"FEW": 0}, "many": {"FEW": 0, "SOME": 0}}
+TIERS["library"] = {**TIERS["many"], "LIBRARY": 0}
+
+
 @pytest.mark.parametrize("kept", [None, EIGHT_BITS], ids=["whole", "8 bits"])
-@pytest.mark.parametrize("prompts", [[1], [200], [3, 37, 129], [639, 1, 250, 160], [5, 639, 70, 1, 170]], ids=str)
+@pytest.mark.parametrize(
+    ("tier", "prompts"),
+    [
+        ("few", [1]),
+        ("few", [200]),
+        ("few", [3, 37, 129]),
+        ("some", [639]),
+        ("some", [639, 1, 250, 160]),
+        ("many", [5, 639, 70, 1, 170]),
+        ("library", [5, 639, 70, 1, 170]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
-def test_a_step_equals_the_plain_one(shape: Shape, prompts: list[int], kept: torch.dtype | None) -> None:
+def test_a_step_equals_the_plain_one(
+    shape: Shape, tier: str, prompts: list[int], kept: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows there are, by the kernels of all sizes."""
+    from ascendchat.nn import token_step
     from ascendchat.nn.token_step import Slots, TokenStep
 
+    for name, value in TIERS[tier].items():
+        monkeypatch.setattr(token_step, name, value)
     if kept and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
         pytest.skip("no numbers of 8 bits here; Triton's interpreter drops the carry when it rounds to them")
     found, wanted = (decoder(shape, torch.float32, prompts, kept) for _ in range(2))
@@ -131,17 +153,17 @@ def test_the_choice_equals_the_plain_one(random: bool) -> None:
     settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
     position = torch.tensor([0, 5, 1, 2047, 40000, 17], device=PLACE)
     blocks = columns(vocab, PLACE)
-    token, previous, override, length = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30, 40))
-    state = State(token, previous, override, length, torch.ones((), dtype=torch.int64, device=PLACE))
+    token, previous, override = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30))
+    state = State(token, previous, override, position.clone(), torch.ones((), dtype=torch.int64, device=PLACE))
     read = torch.arange(rows, device=PLACE) + 100
-    report = choose(logits, read, position, settings, blocks, state, softcap=15.0, random=random)
+    report = choose(logits, read, settings, blocks, state, softcap=15.0, random=random)
     chosen, logprob = sample(15.0 * torch.tanh(logits / 15.0), settings, position, Mode(random=random), blocks=blocks)
     assert report[0].long().tolist() == chosen.tolist()
     torch.testing.assert_close(report[1], logprob, atol=1e-5, rtol=1e-5)
     assert torch.equal(state.token, chosen)
     assert torch.equal(state.previous, read)
     assert (state.override == -1).all()
-    assert state.length.tolist() == list(range(41, 41 + rows))
+    assert torch.equal(state.length, position + 1)
 
 
 def test_of_logits_that_are_not_numbers_a_token_is_chosen_that_exists() -> None:
@@ -155,8 +177,8 @@ def test_of_logits_that_are_not_numbers_a_token_is_chosen_that_exists() -> None:
         logits[1, -1] = logits[1, 0] = torch.nan
         lines = [settings_row(Sampling(temperature=float(n % 2), seed=n)) for n in range(rows)]
         settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
-        read, position = (torch.arange(rows, device=PLACE) for _ in range(2))
+        read = torch.arange(rows, device=PLACE)
         state = State(*(torch.zeros(rows, dtype=torch.int64, device=PLACE) for _ in range(4)), torch.ones_like(read[0]))
         for random in (False, True):
-            choose(logits, read, position, settings, columns(vocab, PLACE), state, softcap=15.0, random=random)
+            choose(logits, read, settings, columns(vocab, PLACE), state, softcap=15.0, random=random)
             assert 0 <= state.token.min() <= state.token.max() < vocab
