@@ -18,9 +18,6 @@ COMPILE = @$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' "$(call packages,$(
 LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
-# One process more than two cores: a quarter of the time tests wait, for signals, timeouts, disks and other processes.
-# The order is that of tests/conftest.py.
-SEVERAL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-docs test-npu vllm-test lint site cannsim clean
 
@@ -55,8 +52,8 @@ cannsim: $(VENV)/.dev
 # Everything: first what runs on any machine, three files at a time, then the NPU tests on the simulator (Linux only, like
 # torch_npu), each of the three processes on simulated NPUs of its own.
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m 'not vllm and not docs' --ignore tests/npu $(SEVERAL) $(TEST_FLAGS)
-	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(SEVERAL) $(TEST_FLAGS))
+	$(BIN)/python -m pytest -m 'not vllm and not docs' --ignore tests/npu $(TEST_FLAGS)
+	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TEST_FLAGS))
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TEST_FLAGS)
@@ -89,7 +86,7 @@ test-npu: $(NPU_VENV)/.pair
 	@$(MAKE) --no-print-directory -C cannsim/cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(NPU_BIN)/python) \
 	  BUILD=build-npu-$(NPU) HEADERS=$(abspath $(BIN)/python)
 	CANNSIM_HOME=$(abspath cannsim/cannsim)/build-npu-$(NPU) $(NPU_BIN)/python -m cannsim run --devices 4 -- \
-	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(SEVERAL) $(TEST_FLAGS)
+	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(TEST_FLAGS)
 
 # vLLM has its own torch, so it gets its own environment. Text models need neither torchvision nor torchaudio; wheels of
 # them for CUDA break `import vllm` beside a torch for CPUs.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import sys
@@ -74,6 +75,7 @@ def _plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
+@functools.cache
 def _types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
@@ -246,7 +248,7 @@ def accept_all(cls: type, settings: dict[str, Any], where: str) -> dict[str, Any
 def parse(cls: type[C], argv: list[str]) -> C:
     """Build the command's config from its flags and its YAML file, or raise UserError with the nearest valid name."""
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    kinds = _types(cls)
+    kinds = _types(cls)  # type: ignore[arg-type]
     given, words, config_file = _split(cls, argv)
     takes_words = any(f.metadata.get("words") for f in fields.values())
     if config_file is None and len(words) == 1 and words[0].endswith((".yaml", ".yml")) and not takes_words:

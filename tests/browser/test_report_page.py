@@ -11,6 +11,7 @@ import pytest
 from ascendchat.cli import main
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_by_itself_and_can_be_read_by_everybody(
     chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

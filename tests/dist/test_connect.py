@@ -34,6 +34,7 @@ def wait_for_a_rank_that_never_comes(rank: int, folder: str, count: int) -> tupl
     raise AssertionError("nobody was missing")
 
 
+@pytest.mark.slow
 def test_ranks_that_never_arrive_are_named_within_the_timeout(tmp_path: Path) -> None:
     first, second, absent, _ = run_ranks(wait_for_a_rank_that_never_comes, 4, str(tmp_path), 2, absent=(2, 3))
     assert absent is None
@@ -44,6 +45,7 @@ def test_ranks_that_never_arrive_are_named_within_the_timeout(tmp_path: Path) ->
     assert "never arrived within 2 s" in first[0], "rank 0 keeps the list and must name them"
 
 
+@pytest.mark.slow
 def test_a_missing_rank_0_is_named(tmp_path: Path) -> None:
     text, seconds = run_ranks(wait_for_a_rank_that_never_comes, 2, str(tmp_path), 1, absent=(0,))[1]
     assert "rank 0 never arrived" in text

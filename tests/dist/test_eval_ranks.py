@@ -39,6 +39,7 @@ def score(rank: int, folder: str) -> dict[str, Any]:
     return {"tasks": tasks, "core": report.to_dict()["core"], "bits": (bits.tokens, bits.bytes, bits.nats)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_any_number_of_ranks_gives_the_result_of_one(size: int, tmp_path: Path) -> None:
     folder = str(write_bundle(tmp_path / "bundle"))

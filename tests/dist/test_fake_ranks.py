@@ -43,6 +43,7 @@ def _products_in_float32() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 64, 1024])
 def test_a_rank_exchanges_and_keeps_what_the_plan_says(size: int, one_thread: None) -> None:
     found = our_step(size, rank=size // 2)
@@ -70,6 +71,7 @@ def test_more_ranks_than_matrices_do_not_multiply_the_exchange() -> None:
     assert 1024 % team == 0
 
 
+@pytest.mark.slow
 def test_a_copy_of_eight_exchanges_the_same_whatever_the_number_of_copies(one_thread: None) -> None:
     few, many = sharded_step(16, 8), sharded_step(1024, 8)
     assert few.traffic.calls["all-gather", 8] == many.traffic.calls["all-gather", 8] == 2 * SHAPE.depth + 1

@@ -114,6 +114,7 @@ def start_stoppable(script: Path, mode: str, grace: float) -> subprocess.Popen[s
     return process
 
 
+@pytest.mark.slow
 def test_only_rank_0_is_on_the_console_and_every_rank_has_its_log(script: Path) -> None:
     script.write_text(TALK)
     # torchrun would refuse --run as an abbreviation of its own --run-path

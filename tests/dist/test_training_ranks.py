@@ -93,6 +93,7 @@ def chosen_sizes(rank: int, cpu: bool, minutes: float) -> tuple[int, int]:
         dist.teardown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minutes", [0.05, 1000])
 def test_ranks_with_different_chips_choose_one_depth_and_one_length_of_rows(minutes: float) -> None:
     first, second = run_ranks(chosen_sizes, 2, False, minutes)

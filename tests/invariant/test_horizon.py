@@ -235,6 +235,7 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
     assert len(said) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
     words: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
@@ -259,6 +260,7 @@ def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
     assert set(places) == {fits}
 
 
+@pytest.mark.slow
 def test_one_row_without_room_for_the_mean_is_tried_without_it(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -241,6 +241,7 @@ def test_a_reward_that_raises_hangs_or_dies_stops_nothing(home: Path) -> None:
     assert "judges:moody failed" in output
 
 
+@pytest.mark.slow
 def test_wrong_input_is_one_sentence(home: Path) -> None:
     assert "judges:nothing" in finish(home, rl("x", "nothing"), status=2)
     output = finish(home, [*rl("x", "vowels"), "--data", "smoltalk"], status=2)

@@ -152,6 +152,7 @@ def test_of_two_servers_one_is_killed_and_comes_back(home: Path, local: str, mon
             server.kill()
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_one_sentence(home: Path) -> None:
     block = "inference_engine: {type: vllm, vllm_config: {device: cpu, %s: bfloat16}}\n"
     (home / "engine.yaml").write_text(block % "dtype", encoding="utf-8")

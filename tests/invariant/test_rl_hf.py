@@ -109,6 +109,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bytes(home: Path) -> None:
         assert once.read_bytes() == twice.read_bytes()
 
 
+@pytest.mark.slow
 def test_rates_of_the_other_kind_are_refused(home: Path) -> None:
     assert "--learning-rate is that of all" in finish(home, [*rl("x", steps=1), "--matrix-lr", "0.1"], status=2)
     assert json.loads((home / "tiny" / "config.json").read_text())["model_type"] == "qwen2"

@@ -41,6 +41,7 @@ UNFINISHED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_request_that_does_not_end_is_answered_and_closed(server: Server) -> None:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(server.connect()) for _ in UNFINISHED]
@@ -52,12 +53,14 @@ def test_a_request_that_does_not_end_is_answered_and_closed(server: Server) -> N
             assert b'"type": "invalid_request_error"' in answer
 
 
+@pytest.mark.slow
 def test_a_connection_without_a_request_is_closed(server: Server) -> None:
     with server.connect() as silent, server.connect() as empty_lines:
         empty_lines.sendall(b"\r\n\r\n\r\n")
         assert drain(silent) == drain(empty_lines) == b""
 
 
+@pytest.mark.slow
 def test_an_idle_connection_that_sends_empty_lines_is_closed(server: Server) -> None:
     """An empty line before a request is allowed; it must not stop the clock after the last answer."""
     with server.connect() as connection:
@@ -67,6 +70,7 @@ def test_an_idle_connection_that_sends_empty_lines_is_closed(server: Server) -> 
         drain(connection)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [b"GET / HTTP/1.1\r\nX: ", CHUNKED])
 def test_one_byte_now_and_then_does_not_buy_time(server: Server, begun: bytes) -> None:
     piece = b"x" if begun != CHUNKED else b"1\r\nx\r\n"

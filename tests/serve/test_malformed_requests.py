@@ -165,6 +165,7 @@ def faults(server: Server) -> str:
     return text[at - 200 : at + 3000] if (at := text.find("Traceback")) >= 0 else ""
 
 
+@pytest.mark.slow
 def test_nonsense_on_the_socket_is_refused_and_forgotten(server: Server) -> None:
     statuses = throw_nonsense(server, range(FEW))
     assert statuses[200] > 10, "some must be valid, or only the parser is tested"

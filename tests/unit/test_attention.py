@@ -192,6 +192,7 @@ def test_blocks_of_long_rows_take_little_memory() -> None:
     assert sum(x.numel() * x.element_size() for x in vars(blocks).values() if isinstance(x, torch.Tensor)) < 2**31
 
 
+@pytest.mark.slow
 def test_prompts_are_read_without_torchs_compiler() -> None:
     """Importing it takes seconds. Without CUDA a stand-in is called where torch's kernel would be."""
     program = """if True:

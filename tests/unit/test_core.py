@@ -158,6 +158,7 @@ def real_tasks(real_data: Path) -> list[CoreTask]:
     return load_bundle(real_data / "eval" / "eval_bundle")
 
 
+@pytest.mark.slow
 def test_the_real_bundle_agrees_with_one_example_at_a_time(model: GPT, real_tasks: list[CoreTask]) -> None:
     some = [task for task in real_tasks if task.label in ("copa", "winograd", "arc_easy", "jeopardy", "squad")]
     assert agree(model, Hashed(), some, max_len=400, max_tokens=4096, max_rows=11) == 55

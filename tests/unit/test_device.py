@@ -207,6 +207,7 @@ def test_torch_npu_without_cann_is_one_sentence_and_no_traceback(before: str, as
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @WITHOUT_CANN
 def test_torch_npu_without_cann_does_not_stop_an_automatic_run() -> None:
     status, out, err = _try("prepare_environment(None)", None)
@@ -298,6 +299,7 @@ def test_a_graph_is_the_function_itself_where_the_chip_has_none() -> None:
     assert NPU(None, find("Ascend910A"), DeviceOptions()).graph(torch.neg, torch.ones(2)) is torch.neg
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told")
 def test_memory_that_was_freed_on_a_cpu_is_used_again_and_given_back_when_asked_for() -> None:
     """In a process of its own, since the setting is one of the process."""

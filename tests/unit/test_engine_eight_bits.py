@@ -51,6 +51,7 @@ def answers(device: Device, kept: torch.dtype | None, sizes: dict[str, Any]) -> 
 SIZES = {"ring": {"seq_len": 16}, "grouped": {"kv_heads": 2, "window_pattern": "L"}, "wide ring": {"seq_len": 1024}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_answers_are_those_of_a_cache_that_rounds(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, found = (answers(device, kept, SIZES[name]) for kept in (None, EIGHT_BITS))

@@ -89,6 +89,7 @@ class Counted:
         return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_next_turn_of_a_conversation_reads_only_what_is_new(
@@ -228,6 +229,7 @@ def test_rows_go_on_while_a_long_prompt_is_read_and_prompts_keep_their_order(
         assert_alike(job.completion, alone.generate([job.request])[0])
 
 
+@pytest.mark.slow
 def test_idle_rows_and_rows_that_run_on_leave_what_is_kept_as_it_is(device: Device) -> None:
     """Slot 0 is left while slot 1 goes on for many steps, then its conversation comes back."""
     for name in MODELS:
@@ -314,6 +316,7 @@ def played() -> list[object]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kernel", "count"), played())
 def test_random_requests_with_common_beginnings_are_answered_as_if_alone(
     device: Device, name: str, kernel: Attention, count: int

@@ -70,6 +70,7 @@ def plain_greedy(model: GPT, request: Request) -> list[int]:
     return said
 
 
+@pytest.mark.slow
 def test_bias_and_penalties_equal_the_plain_decoder_whoever_shares_the_batch(device: Device) -> None:
     """More requests than slots: rows with and without follow each other in a slot."""
     model = make.model(6, seq_len=16)

@@ -144,6 +144,7 @@ def test_rl_scales_gradients_for_the_tokens_of_its_answers() -> None:
     assert float(ops.gradient_scale) * token_weight(512, "token", 32 * 16, 512) == GRADIENT_SCALE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "eight"), [(64, True), (72, False)])
 def test_sizes_that_8_bit_products_refuse_are_left_out_and_results_say_what_was_timed(
     dim: int, eight: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -114,6 +114,7 @@ class Recorder:
         return found
 
 
+@pytest.mark.slow
 def test_eval_chat_gives_the_same_tokens_from_another_process(connection: Connection) -> None:
     made = make.model(3)
     examined = [tasks.load(name) for name in ("toy_fact_en", "toy_arithmetic_zh", "toy_choice_en")]

@@ -206,6 +206,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_works(name: str) -> None:
     rows = grammars(TEXT)
@@ -249,6 +250,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pyt
     assert len(rows._known) == 2
 
 
+@pytest.mark.slow
 def test_the_trial_runs_without_torch_and_ends_with_its_parent() -> None:
     script = (
         "import sys, engine_models\n"

@@ -234,6 +234,7 @@ def test_nothing_is_compiled_where_it_is_not_sound(compiler: Compiler, tmp_path:
     assert not compiler.graphs
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_compiled_model_runs_its_own_weights(compiler: Compiler, tmp_path: Path) -> None:
     model = opened(tmp_path / "model", "llama", num_hidden_layers=2).model
     taught = learner(model, compiled=True)

@@ -49,6 +49,7 @@ def generated(theirs: Any, prompt: list[int], count: int = 24) -> tuple[list[int
     return ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_generate_whoever_runs_beside(pair: tuple[Any, OpenedFolder]) -> None:
     theirs, opened = pair
     answers = engine(opened).generate([Request(prompt, greedy()) for prompt in PROMPTS])
@@ -69,6 +70,7 @@ def test_a_prompt_goes_on_behind_one_that_is_in_the_cache(pair: tuple[Any, Opene
     assert second.ids == generated(theirs, longer, 12)[0]
 
 
+@pytest.mark.slow
 def test_seeded_answers_do_not_depend_on_their_neighbours(pair: tuple[Any, OpenedFolder]) -> None:
     _, opened = pair
     asked = [Request(prompt, Sampling(24, 0.9, seed=number)) for number, prompt in enumerate(PROMPTS)]

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,6 +121,7 @@ def test_words_stand_in_a_text_as_words() -> None:
     assert not contains_words("a = b", "≥")
 
 
+@pytest.mark.slow
 def test_the_toy_world_does_not_train_on_what_it_asks() -> None:
     exams = [tasks.load(name) for name in tasks.EVALUATIONS if name.startswith("toy_")]
     assert sum(map(len, exams)) > 2000

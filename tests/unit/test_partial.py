@@ -40,6 +40,7 @@ def wholes() -> list[tuple[Request, Completion]]:
     return [*zip(asked, engine(make.model(3)).generate(asked))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["length", "cancelled"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 40])
 def test_parts_are_the_whole(chunk: int, given: str, wholes: list[tuple[Request, Completion]]) -> None:

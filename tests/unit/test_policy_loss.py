@@ -77,6 +77,7 @@ def gap(policy: PolicyLoss, batch: PolicyBatch) -> Tensor:
 SIZES = [{}, {"window_pattern": "L"}, {"dim": 48, "head_dim": 16}, {"dim": 64, "head_dim": 8, "kv_heads": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.3, 0), (1.0, 7)])
 @pytest.mark.parametrize("seed", range(len(SIZES)))
 def test_engine_and_trainer_agree_within_1e_5(seed: int, temperature: float, top_k: int) -> None:
@@ -90,6 +91,7 @@ def test_engine_and_trainer_agree_within_1e_5(seed: int, temperature: float, top
         assert gap(PolicyLoss(policy.learner, Method(), raw), batch).max() > 0.1, "the test cannot tell them apart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 0), (1.3, 7)])
 @pytest.mark.parametrize("seed", range(len(SIZES)))
 def test_in_the_batch_invariant_mode_they_are_the_same_bits(seed: int, temperature: float, top_k: int) -> None:

@@ -304,6 +304,7 @@ def test_a_folder_of_something_else_is_refused(tokenizer: Path, tmp_path: Path, 
     assert (out / name).read_text() == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["folder", "pattern"])
 def test_the_own_output_below_a_source_is_not_read(tokenizer: Path, tmp_path: Path, given: str) -> None:
     write(tmp_path / "a.jsonl", texts(20, 31))

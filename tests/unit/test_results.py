@@ -98,6 +98,7 @@ def adding(folder: Path, task: str, number: int) -> subprocess.Popen[str]:
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_evaluations_that_run_at_the_same_time_do_not_mix_their_lines(tmp_path: Path) -> None:
     both = [adding(tmp_path, name, 20) for name in ("a", "b")]
     assert [process.wait(timeout=120) for process in both] == [0, 0]

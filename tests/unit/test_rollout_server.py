@@ -146,6 +146,7 @@ def test_vllm_gets_flags_and_environment_and_ends_with_the_signal(place: Place) 
     assert place.nothing_left()
 
 
+@pytest.mark.slow
 def test_its_exit_status_is_ours_and_a_second_signal_kills(place: Place) -> None:
     _, err = place.finish("--device", "cpu", status=7, FAKE_STATUS="7")
     assert "ended with status 7 before it was ready" in err
@@ -173,6 +174,7 @@ def test_vllm_does_not_outlive_a_killed_command(place: Place) -> None:
     assert place.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_never_ready_is_ended(place: Place) -> None:
     _, err = place.finish("--device", "cpu", "--start-timeout", "10", status=1, FAKE_NEVER="1")
     assert "was not ready after 10 s" in err

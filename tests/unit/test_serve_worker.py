@@ -36,6 +36,7 @@ def test_one_core_is_left_to_the_front_unless_the_user_has_named_a_number() -> N
     assert threads(2, 16, named=True) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("aarch64", "arm64"), reason="only on ARM torch chooses oneDNN here")
 def test_products_of_a_few_rows_are_not_slower_than_by_default() -> None:
     done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, check=True)

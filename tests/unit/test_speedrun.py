@@ -179,6 +179,7 @@ subprocess.Popen = Popen
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True], ids=["later", "at once"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: signal.Signals, early: bool) -> None:

@@ -187,6 +187,7 @@ def words(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     return tmp_path / "words"
 
 
+@pytest.mark.slow
 def test_text_and_conversations_are_mixed_by_weight(chats: Path, words: Path, tokenizer: Tokenizer) -> None:
     mixture = opened(tokenizer, f"{words}=0.5", f"{chats}=0.25", "toyworld=0.25")
     kinds = [(type(rows), weight) for rows, weight in mixture.sources]

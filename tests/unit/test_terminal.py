@@ -139,6 +139,7 @@ def opened(**names: str) -> Opened:
 UNNEEDED = "torch._dynamo", "torch._inductor", "transformers", "ascendchat.data.fetch"
 
 
+@pytest.mark.slow
 def test_an_answer_needs_no_compiler_and_no_other_library() -> None:
     save()
     code = f"import sys; from ascendchat import cli; cli.main(); print([m for m in {UNNEEDED} if m in sys.modules])"
@@ -259,6 +260,7 @@ def test_weights_of_another_version_are_refused_in_one_sentence(change: dict[str
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_installed_command_speaks_chinese_in_any_locale() -> None:
     save()
     done = subprocess.run(

@@ -73,6 +73,7 @@ def test_answers_are_those_of_the_model_with_the_stop_token_when_it_is_to_be_kep
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [["abort:3"], ["abort:0", "abort:0"], ["abort:1", "abort:0", "abort:5", "500"]])
 def test_an_answer_that_was_cut_is_continued_and_is_no_natural_stop(server: StandIn, faults: list[str]) -> None:
     server.faults.extend(faults)
@@ -104,6 +105,7 @@ def test_a_server_that_cuts_everything_is_given_up(server: StandIn) -> None:
         remote.generate([Request([5, 6], LONG)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"), [("-9999", "-9999"), ("nan", "nan"), ("short", "39 log-probabilities for 40 tokens")]
 )
@@ -123,6 +125,7 @@ def test_log_probabilities_that_cannot_be_learnt_from(server: StandIn, fault: st
         assert len(remote.generate([Request([5], plain)])[0].ids) == 4, "who does not ask for them does not mind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["500", "503", "drop", "delay:0.2"])
 def test_a_server_in_trouble_is_asked_again(server: StandIn, fault: str) -> None:
     server.faults.extend([fault, fault])

@@ -29,6 +29,7 @@ def probes(server: StandIn) -> int:
     return sum(path == "/v1/completions" and "prompt_logprobs" in body for path, body in server.asked)
 
 
+@pytest.mark.slow
 def test_weights_are_verified_by_a_probe_after_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +50,7 @@ def test_weights_are_verified_by_a_probe_after_every_step(
         assert "has other weights than it was sent" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_comes_back_after_the_weights_of_the_trainer_have_moved_on() -> None:
     """It is verified with the weights that the others have, then with the new ones."""
     model = make.model(3)
