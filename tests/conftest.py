@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`-n 3` alone is as in the Makefile: whole files, in this order. Else every process makes what the tests of a file
+    """Whole files, in this order, unless --dist asks for another way. Else every process makes what the tests of a file
     share, imports what one of them needs, and a long file may be the last that one of them is given."""
     if config.getvalue("dist") != "load":
         return None

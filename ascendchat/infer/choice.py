@@ -108,7 +108,7 @@ def _look(  # type: ignore[no-untyped-def]
     wait(pdl)
     raw = capped(tl.load(logits + r.to(tl.int64) * vocab + i, mask=inside, other=0.0), softcap)
     raw = tl.where(inside, raw, -float("inf"))
-    scores = raw / divisor + noisy
+    scores = tl.where(inside, raw / divisor + noisy, -float("inf"))  # noise behind the last token may be a NaN
     largest, at = tl.max(scores, axis=0, return_indices=True)
     peak = tl.max(raw, axis=0)
     mine = r * parts + part

@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     deep: int = 64  # of the inner dimension at once
     stages: int = 4  # so many of these are under way, if the chip has room
     warps: int = 4
-    tall: int = 64  # rows of a program, also where there are fewer: the instructions for fewer are slower
+    tall: int = 64  # rows of a program, also where there are fewer: on an H200 products of fewer are slower
 
 
 @triton.jit  # type: ignore[untyped-decorator]

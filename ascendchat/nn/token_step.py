@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 
 
 FEW, SOME = 4, 64  # rows
-LIBRARY = 2**18  # rows times width of the model: beyond them the library's products are faster than ours
+LIBRARY = 2**18  # rows times width of the model, beyond SOME rows: from there on the library's products are faster
 TILE = 8192  # weights that a program holds
 # The rest was the fastest on an H200, in whole steps at depth 12 with 1, 64 and 256 rows of 192 tokens.
 FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 32), Tiles(8, 3, 1, 32)  # up to FEW, SOME; more

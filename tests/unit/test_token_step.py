@@ -27,6 +27,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 PLACE = torch.device("cuda" if CUDA else "cpu")
+OVERLAPS = [False, True] if CUDA and torch.cuda.get_device_capability() >= (9, 0) else [False]
 CONTEXT = 640
 
 
@@ -38,7 +39,7 @@ def decoder(shape: Shape, dtype: torch.dtype, prompts: list[int], kept: torch.dt
         torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.5)
     model = model.requires_grad_(False).to_compute(dtype).to(PLACE)
     device = pick(PLACE.type, compiled=False)
-    torch.set_float32_matmul_precision("highest")  # after `pick`, which allows tf32
+    torch.set_float32_matmul_precision("highest")  # `pick` allows tf32 where it chooses bfloat16
     made = Decoder(model, Reference(), device, PLACE, slots=5, context=CONTEXT, graphs=False, kept=kept)
     requests = [Request(torch.randint(0, shape.vocab, (n,)).tolist(), Sampling(temperature=0.0)) for n in prompts]
     made.prefill(requests, list(range(len(prompts))), Mode())
@@ -58,6 +59,7 @@ TIERS = {"few": {"FEW": 5}, "some": {"FEW": 0}, "many": {"FEW": 0, "SOME": 0}}
 TIERS["library"] = {**TIERS["many"], "LIBRARY": 0}
 
 
+@pytest.mark.parametrize("overlaps", OVERLAPS, ids=lambda overlaps: "overlapping" if overlaps else "in turn")
 @pytest.mark.parametrize("kept", [None, EIGHT_BITS], ids=["whole", "8 bits"])
 @pytest.mark.parametrize(
     ("tier", "prompts"),
@@ -74,7 +76,12 @@ TIERS["library"] = {**TIERS["many"], "LIBRARY": 0}
 )
 @pytest.mark.parametrize("shape", list(SHAPES.values()), ids=list(SHAPES))
 def test_a_step_equals_the_plain_one(
-    shape: Shape, tier: str, prompts: list[int], kept: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    shape: Shape,
+    tier: str,
+    prompts: list[int],
+    kept: torch.dtype | None,
+    overlaps: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many rows there are, by the kernels of all sizes."""
     from ascendchat.nn import token_step
@@ -88,7 +95,7 @@ def test_a_step_equals_the_plain_one(
     rows = len(prompts)
     found.override[0] = wanted.override[0] = 7
     cache = found.cache
-    step = TokenStep(found.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
+    step = TokenStep(found.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT, overlaps=overlaps)
     with torch.no_grad():
         slots = Slots(found.token, found.override, found.previous, found.length, found.target)
         logits, tokens, positions = step(rows, slots)
@@ -139,24 +146,27 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
     assert told.value.args == (ahead,)
 
 
+@pytest.mark.parametrize("overlaps", OVERLAPS, ids=lambda overlaps: "overlapping" if overlaps else "in turn")
 @pytest.mark.parametrize("random", [False, True], ids=["greedy", "random"])
-def test_the_choice_equals_the_plain_one(random: bool) -> None:
-    """Rows with and without noise, seeds and positions of any size; equal logits, of which the first is taken."""
+def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
+    """Rows with and without noise, seeds and positions of any size; equal logits, of which the first is taken. With seed
+    10 at position 360 the noise of what lies behind the last token is not a number."""
     from ascendchat.infer.choice import State, choose
 
-    vocab, rows = 2500, 6
+    vocab, rows = 2500, 7
     torch.manual_seed(1)
     logits = torch.randn(rows, vocab, device=PLACE) * 3
     logits[0, 40] = logits[0, 1700] = logits.max() + 1  # a tie
-    heat = [0.0, 0.0, 1.0, 0.7, 2.0, 0.01] if random else [0.0] * rows
-    lines = [settings_row(Sampling(temperature=t, seed=7**n)) for n, t in enumerate(heat)]
+    heat = [0.0, 0.0, 1.0, 0.7, 2.0, 0.01, 1.0] if random else [0.0] * rows
+    seeds = [*(7**n for n in range(rows - 1)), 10]
+    lines = [settings_row(Sampling(temperature=t, seed=seed)) for t, seed in zip(heat, seeds)]
     settings = Settings(*(torch.tensor(column, device=PLACE) for column in zip(*lines)))
-    position = torch.tensor([0, 5, 1, 2047, 40000, 17], device=PLACE)
+    position = torch.tensor([0, 5, 1, 2047, 40000, 17, 360], device=PLACE)
     blocks = columns(vocab, PLACE)
     token, previous, override = (torch.arange(rows, device=PLACE) + n for n in (10, 20, 30))
     state = State(token, previous, override, position.clone(), torch.ones((), dtype=torch.int64, device=PLACE))
     read = torch.arange(rows, device=PLACE) + 100
-    report = choose(logits, read, settings, blocks, state, softcap=15.0, random=random)
+    report = choose(logits, read, settings, blocks, state, softcap=15.0, random=random, overlaps=overlaps)
     chosen, logprob = sample(15.0 * torch.tanh(logits / 15.0), settings, position, Mode(random=random), blocks=blocks)
     assert report[0].long().tolist() == chosen.tolist()
     torch.testing.assert_close(report[1], logprob, atol=1e-5, rtol=1e-5)
