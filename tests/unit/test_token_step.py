@@ -149,8 +149,8 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
 @pytest.mark.parametrize("overlaps", OVERLAPS, ids=lambda overlaps: "overlapping" if overlaps else "in turn")
 @pytest.mark.parametrize("random", [False, True], ids=["greedy", "random"])
 def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
-    """Rows with and without noise, seeds and positions of any size; equal logits, of which the first is taken. With seed
-    10 at position 360 the noise of what lies behind the last token is not a number."""
+    """Rows with and without noise, seeds and positions of any size; equal logits, of which the first is taken. With
+    seed 10 at position 360 the noise of what lies behind the last token is not a number."""
     from ascendchat.infer.choice import State, choose
 
     vocab, rows = 2500, 7
