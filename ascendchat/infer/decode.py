@@ -289,7 +289,7 @@ class Decoder:
     def _model(self, count: int, span: int) -> Callable[[], Logits]:
         """The first half of a step: by kernels of our own, else compiled once for all modes where that is wanted."""
         if (fused := fused_step(self)) is not None:
-            return lambda: Logits(*fused.read(count))
+            return lambda: Logits(*fused.read(count, span))
 
         def read() -> Logits:
             return self._read(count, span)

@@ -1,7 +1,7 @@
 """A decoding step by our own kernels, where the chip has them: without torch.compile, and few are launched.
 
 fused = fused_step(decoder)               # None: the model, the chip or the readout wants the general way
-fused.read(rows)                          # the first half of Decoder's step, as Decoder._read; logits not capped
+fused.read(rows, longest)                 # the first half of Decoder's step, as Decoder._read; logits not capped
 fused.choose(known, random=True)          # the second, for PLAIN modes, as Decoder._extend
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Fused(Protocol):
     """The two halves of a step."""
 
-    def read(self, rows: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]: ...
     def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor: ...
 
 
@@ -43,8 +43,8 @@ def fused_step(decoder: Decoder) -> Fused | None:
     state = State(decoder.token, decoder.previous, decoder.override, decoder.length, decoder.advance)
 
     class Kernels:
-        def read(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-            return step(rows, slots)
+        def read(self, rows: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+            return step(rows, slots, longest)
 
         def choose(self, known: tuple[Tensor, Tensor, Tensor], *, random: bool) -> Tensor:
             logits, read, _ = known

@@ -2,6 +2,7 @@
 it fetches its weights while the kernel before it still runs. CUDA only; token_step.py says where it stands.
 
     product(x, weight, out, blocks)              # (B, K) times weight (N, K), or (K, N)
+    product(sums, weight, out, blocks, totals=t) # attention from its parts, as token_kernels.attend leaves them
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ class Blocks(NamedTuple):
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     x,
+    totals,
     weight,
     out,
     rows,
     outputs,
     inner: tl.constexpr,
+    cuts: tl.constexpr,  # 0: x is (B, K); else (B, H, cuts, D), to be joined with `totals` (B, H, cuts)
+    head_dim: tl.constexpr,
     turned: tl.constexpr,  # weight is (K, N)
     squares: tl.constexpr,  # ReLU² of it
     tall: tl.constexpr,
@@ -69,7 +73,16 @@ def _product(  # type: ignore[no-untyped-def]
             read, held = real[:, None], shown[None, :]
         else:
             read, held = real[:, None] & (k < inner)[None, :], shown[None, :] & (k < inner)[:, None]
-        a = tl.load(x + m[:, None] * inner + k[None, :], mask=read, other=0.0)
+        if cuts > 0:  # a block lies within one head
+            at = (m * (inner // head_dim) + (begin + first) // head_dim) * cuts
+            within = (begin + first) % head_dim + tl.arange(0, deep)
+            found, mass = tl.zeros((tall, deep), tl.float32), tl.zeros((tall,), tl.float32)
+            for cut in tl.static_range(cuts):
+                found += tl.load(x + (at + cut)[:, None] * head_dim + within[None, :], mask=read, other=0.0)
+                mass += tl.load(totals + at + cut, mask=real & (begin + first < inner), other=1.0)
+            a = (found / mass[:, None]).to(weight.dtype.element_ty)
+        else:
+            a = tl.load(x + m[:, None] * inner + k[None, :], mask=read, other=0.0)
         if turned:
             b = tl.load(weight + k[:, None] * outputs + n[None, :], mask=held, other=0.0)
         else:
@@ -97,19 +110,25 @@ def product(
     out: Tensor,
     blocks: Blocks,
     *,
+    totals: Tensor | None = None,
     turned: bool = False,
     squares: bool = False,
     pdl: bool = False,
 ) -> None:
-    """x (B, K) times `weight`, (N or more, K) or `turned` (K, N), into `out` (parts, B, N), to be added up."""
+    """x (B, K) times `weight`, (N or more, K) or `turned` (K, N), into `out` (parts, B, N), to be added up. With
+    `totals` (B, H, cuts), x is (B, H, cuts, D): sums over parts of the keys. D is then a multiple of blocks.deep."""
     rows, inner, outputs = x.size(0), weight.size(0 if turned else 1), out.size(-1)
     tall, wide, deep = blocks.tall, blocks.wide, blocks.deep
+    if totals is not None:  # joining is not the matrix units' work: no more rows than there are
+        tall = min(tall, max(16, triton.next_power_of_2(rows)))
     stages = max(1, min(blocks.stages, shared_memory(x.device) // ((tall + wide) * deep * weight.element_size())))
     each = triton.cdiv(inner, blocks.parts * deep) * deep
     options: dict[str, Any] = {"num_warps": blocks.warps, **({"launch_pdl": True} if pdl else {})}
     _product[triton.cdiv(rows, tall), triton.cdiv(outputs, wide), blocks.parts](
-        *(x, weight, out, rows, outputs),
+        *(x, x if totals is None else totals, weight, out, rows, outputs),
         inner=inner,
+        cuts=0 if totals is None else totals.size(-1),
+        head_dim=x.size(-1),
         turned=turned,
         squares=squares,
         tall=tall,

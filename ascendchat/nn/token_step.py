@@ -1,7 +1,7 @@
 """Our model for one new token per row, the step of decoding, without torch.compile: few kernels, one graph. CUDA only.
 
     step = TokenStep(model, cache.keys, cache.values, cache.raw, cache.places, context)
-    logits, tokens, positions = step(rows, slots)     # (B, V) float32, not capped; the cache has the new tokens
+    logits, tokens, positions = step(rows, slots, longest)  # (B, V) float32, not capped; the cache has the new tokens
 
 What costs in a step is the time between kernels, and the reading of weights and cache; there is hardly anything to
 compute. So everything around the matrix products is in as few kernels as its dependences allow. The new token's way
@@ -11,7 +11,7 @@ fetches its weights before it waits for the one before; beyond some size the lib
 
     norm      of the mixed stream; gates of the value embedding          } project
     (product with `qkv`)                                                 }
-    attend    shift, norm and rotation of queries and keys; into the cache; attention (FEW: over parts of the keys)
+    attend    shift, norm and rotation of queries and keys; into the cache; attention, also over parts of the keys
     (product with `out`), norm of the stream with it                     joined: the parts, product, stream
     (product with `up`), its square                                      project
     (product with `down`)                                                down: the parts are added by who reads them
@@ -49,7 +49,8 @@ LIBRARY = 2**18  # rows times width of the model, beyond SOME rows: from there o
 TILE = 8192  # weights that a program holds
 # The rest was the fastest on an H200, in whole steps at depth 12 with 1, 64 and 256 rows of 192 tokens.
 FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 32), Tiles(8, 3, 1, 32)  # up to FEW, SOME; more
-CUTS = 4  # parts of the keys of a head, up to FEW rows; joining them costs more rows more than it gives
+CUTS, PROGRAMS = 4, 400  # parts of the keys of a head at most; beyond FEW rows only up to so many programs in all, and
+LONG = 1024  # only for more keys than these: joining the parts costs 8 rows as much as reading 600 keys in one
 PROJECT_WARPS, JOINED_WARPS, DOWN_WARPS, NORM_WARPS = 8, 2, 8, 8
 DOWN_COLUMNS, DOWN_ROWS = 32, 1024  # of `down` that a program holds
 SOME_BLOCKS = {
@@ -99,9 +100,10 @@ class TokenStep:
         self.tile = max(1, TILE // self.width)
         self.rope = model.rope(context, model.dtype, self.place)
 
-    def __call__(self, rows: int, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (rows, V) float32, before their bound; tokens (rows,) and their positions (rows,)."""
-        step = _Few(self, rows, slots) if rows <= FEW else _Many(self, rows, slots)
+    def __call__(self, rows: int, slots: Slots, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (rows, V) float32, before their bound; tokens (rows,) and their positions (rows,). No row has more
+        than `longest` keys."""
+        step = _Few(self, rows, slots) if rows <= FEW else _Many(self, rows, slots, longest)
         return step.run(), step.tokens, step.positions
 
 
@@ -189,13 +191,16 @@ class _Step:
 class _Many(_Step):
     """Matrix products on matrix units; those of ours into the stream leave parts, which `norm` adds."""
 
-    def __init__(self, whole: TokenStep, rows: int, slots: Slots) -> None:
+    def __init__(self, whole: TokenStep, rows: int, slots: Slots, longest: int) -> None:
         super().__init__(whole, rows, slots)
         many = MANY_BLOCKS if rows * self.shape.dim <= LIBRARY else {}
         self.blocks = SOME_BLOCKS if rows <= SOME else many
         self.added, self.count = self.unit, 0  # to the stream, by the layer before
+        out, cuts = self.blocks.get("out"), min(CUTS, PROGRAMS // (rows * self.shape.heads))
+        joins = longest > LONG and out is not None and self.shape.head_dim % out.deep == 0
+        self.cuts = cuts if joins and cuts > 1 else 1
 
-    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    def product(self, name: str, x: Tensor, weight: Tensor, outputs: int, **told: Any) -> Tensor:
         """(parts, B, outputs)"""
         blocks, whole = self.blocks.get(name), self.whole
         if blocks is None and name == "head":
@@ -204,16 +209,20 @@ class _Many(_Step):
             return (x @ (weight if name == "down" else weight.t()))[None]
         dtype = self.model.dtype if name in ("qkv", "up") else torch.float32
         out = torch.empty(blocks.parts, self.rows, outputs, dtype=dtype, device=whole.place)
-        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl)
+        product(x, weight, out, blocks, turned=name == "down", squares=name == "up", pdl=whole.pdl, **told)
         return out
 
     def layer(self, layer: int, block: Block) -> None:
         shape, whole = self.shape, self.whole
         self.norm("mixed", self.added, self.count, layer, block, keeps=layer == shape.depth // 2 + 1)
         qkv = self.product("qkv", self.unit, block.qkv.flatten(0, 1), shape.q_dim + 2 * shape.kv_dim)[0]
-        y = self.empty(shape.q_dim, dtype=self.model.dtype)
-        self.attend(layer, block, qkv, 1, (y, y))
-        added = self.product("out", y, block.out, shape.dim)
+        if self.cuts > 1:
+            y = self.empty(shape.heads, self.cuts, shape.head_dim)
+            told = {"totals": self.empty(shape.heads, self.cuts)}
+        else:
+            y, told = self.empty(shape.q_dim, dtype=self.model.dtype), {}
+        self.attend(layer, block, qkv, self.cuts, (y, told.get("totals", y)))
+        added = self.product("out", y, block.out, shape.dim, **told)
         self.norm("plain", added, added.size(0), layer, None, False)
         hidden = self.product("up", self.unit, block.up, shape.mlp_dim)[0]
         if "up" not in self.blocks:

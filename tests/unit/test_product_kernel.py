@@ -40,6 +40,21 @@ def test_a_product_equals_torch(sizes: tuple[int, int, int, int], turned: bool, 
     torch.testing.assert_close(out.sum(dim=0).double(), wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("pdl", OVERLAPS, ids=lambda pdl: "overlapping" if pdl else "in turn")
+@pytest.mark.parametrize("sizes", [(5, 3, 2, 1), (70, 2, 4, 2), (6, 3, 3, 2)], ids=str)
+def test_attention_is_joined_from_its_parts(sizes: tuple[int, int, int, int], pdl: bool) -> None:
+    from ascendchat.nn.product_kernel import Blocks, product
+
+    (rows, heads, cuts, parts), head_dim, outputs = sizes, 64, 40
+    torch.manual_seed(0)
+    sums, totals = torch.randn(rows, heads, cuts, head_dim, device=PLACE), torch.rand(rows, heads, cuts, device=PLACE)
+    weight = torch.randn(outputs, heads * head_dim, device=PLACE)
+    out = torch.full((parts, rows, outputs), torch.nan, device=PLACE)
+    product(sums, weight, out, Blocks(32, parts, deep=32), totals=totals, pdl=pdl)
+    joined = sums.double().sum(dim=2) / totals.double().sum(dim=2)[..., None]
+    torch.testing.assert_close(out.sum(dim=0).double(), joined.flatten(1) @ weight.double().t(), atol=1e-3, rtol=1e-4)
+
+
 def test_stages_that_the_chip_has_no_room_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chip of 99 KiB, as most cards for desks have, runs what was measured on one of 227."""
     from ascendchat.nn import product_kernel

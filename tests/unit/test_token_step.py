@@ -57,6 +57,7 @@ SHAPES = {
 
 TIERS = {"few": {"FEW": 5}, "some": {"FEW": 0}, "many": {"FEW": 0, "SOME": 0}}
 TIERS["library"] = {**TIERS["many"], "LIBRARY": 0}
+TIERS["some, parts"] = {**TIERS["some"], "LONG": 0}
 
 
 @pytest.mark.parametrize("overlaps", OVERLAPS, ids=lambda overlaps: "overlapping" if overlaps else "in turn")
@@ -69,6 +70,7 @@ TIERS["library"] = {**TIERS["many"], "LIBRARY": 0}
         ("few", [3, 37, 129]),
         ("some", [639]),
         ("some", [639, 1, 250, 160]),
+        ("some, parts", [639, 1, 250, 160]),
         ("many", [5, 639, 70, 1, 170]),
         ("library", [5, 639, 70, 1, 170]),
     ],
@@ -98,7 +100,7 @@ def test_a_step_equals_the_plain_one(
     step = TokenStep(found.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT, overlaps=overlaps)
     with torch.no_grad():
         slots = Slots(found.token, found.override, found.previous, found.length, found.target)
-        logits, tokens, positions = step(rows, slots)
+        logits, tokens, positions = step(rows, slots, CONTEXT)
         exact = wanted._read(rows, 640)
     assert torch.equal(tokens, exact.token)
     assert torch.equal(positions, exact.position)
@@ -142,7 +144,7 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
     cache = made.cache
     step = token_step.TokenStep(made.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
     with pytest.raises(Told) as told:
-        step(1, token_step.Slots(made.token, made.override, made.previous, made.length, made.target))
+        step(1, token_step.Slots(made.token, made.override, made.previous, made.length, made.target), CONTEXT)
     assert told.value.args == (ahead,)
 
 
