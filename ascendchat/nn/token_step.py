@@ -50,7 +50,7 @@ TILE = 8192  # weights that a program holds
 # The rest was the fastest on an H200, in whole steps at depth 12 with 1, 64 and 256 rows of 192 tokens.
 FEW_TILES, SOME_TILES, MANY_TILES = Tiles(64, 1, 4, 0), Tiles(32, 3, 2, 32), Tiles(8, 3, 1, 32)  # up to FEW, SOME; more
 CUTS, PROGRAMS = 4, 400  # parts of the keys of a head at most; beyond FEW rows only up to so many programs in all, and
-LONG = 1024  # only for more keys than these: joining the parts costs 8 rows as much as reading 600 keys in one
+LONG = 512  # only for more keys than these: with 600 to 2,000 a step of 8 to 32 rows takes 5 to 44 % less time so
 PROJECT_WARPS, JOINED_WARPS, DOWN_WARPS, NORM_WARPS = 8, 2, 8, 8
 DOWN_COLUMNS, DOWN_ROWS = 32, 1024  # of `down` that a program holds
 SOME_BLOCKS = {
