@@ -128,10 +128,10 @@ class HeadLoss(torch.autograd.Function):
             loss, gradient, factor = wanted.scorer(products.logits(part), *wanted.chunk(start, start + rows))
             losses.append(loss.sum())
             products.back(gradient, factor, wanted.weight, grad_hidden[start : start + rows])
-            if not learns:
-                continue
-            scaled = torch.mul(part, factor, out=torch.empty_like(part))
-            grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
+            if learns:
+                scaled = torch.mul(part, factor, out=torch.empty_like(part))
+                grad_head = gradient.t() @ scaled if grad_head is None else torch.addmm(grad_head, gradient.t(), scaled)
+            del gradient  # before the next chunk: else there are three of a chunk's size, not two
         assert losses, "a batch without rows has no loss"
         ctx.save_for_backward(grad_hidden, grad_head)
         return torch.stack(losses).sum() * wanted.weight

@@ -33,18 +33,17 @@ class Traits:
     softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
     half: bool  # trains in 16 bits; False: float32 (as device.choose_dtype)
     always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
-    keeps_rotated: bool = False  # the fused rotation keeps its input for the backward pass
+    rotations: int = 2  # copies of queries and keys that are kept on their way through norm and rotation
     gradient_buffers: bool = False  # the gradient of fused attention is made in float32, beside its result
     compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
 
 
 # npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
-# together. cuda, cpu: the kernel keeps one fp32 log-sum-exp.
+# together; the fused rotation keeps its input too. cuda: norm and rotation are one kernel (nn/heads.py). cuda, cpu: the
+# attention kernel keeps one fp32 log-sum-exp.
 TRAITS = {
-    "npu": Traits(
-        context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, keeps_rotated=True, gradient_buffers=True
-    ),
-    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, compiled=True),
+    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, rotations=3, gradient_buffers=True),
+    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, rotations=1, compiled=True),
     "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
     "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
 }
@@ -77,18 +76,17 @@ def outside(chip: Chip) -> dict[str, int]:
 def layer_bytes(shape: Shape, chip: Chip) -> float:
     """Activations that one layer keeps for its backward pass, per token (mean over the layers).
 
-    In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys before and after rotary
-    and norm (2 q + 2 kv; only after where nn/heads.py runs, so a plan for CUDA is 4 % too high); values (kv) and, on
-    every other layer, the value embedding (kv); attention out (q); residual and norm before the MLP (2 dim); the hidden
-    layer before and after ReLU² (2 mlp). Before the shift: queries, keys and values again (q + 2 kv) and, in eager code
-    under a value embedding, the shifted values (kv). A fused rotation keeps its input (q + kv). Plus what attention
-    keeps of its softmax: a few bytes per head where the kernel is fused, else the probabilities over the window, twice.
+    In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys after rotation and norm,
+    and before where these are not fused (q + kv each); values (kv) and, on every other layer, the value embedding (kv);
+    attention out (q); residual and norm before the MLP (2 dim); the hidden layer before and after ReLU² (2 mlp). Before
+    the shift: queries, keys and values again (q + 2 kv) and, in eager code under a value embedding, the shifted values
+    (kv). Plus what attention keeps of its softmax: a few bytes per head where the kernel is fused, else the
+    probabilities over the window, twice.
     """
     traits, size = TRAITS[chip.device_type], compute_bytes(chip)
     tables = shape.kv_dim * len(shape.value_layers) / shape.depth
-    elements = 5 * shape.dim + 3 * shape.q_dim + 3 * shape.kv_dim + tables + 2 * shape.mlp_dim
+    elements = 5 * shape.dim + (1 + traits.rotations) * (shape.q_dim + shape.kv_dim) + tables + 2 * shape.mlp_dim
     elements += shape.qkv_dim + (0 if traits.compiled else tables)
-    elements += shape.q_dim + shape.kv_dim if traits.keeps_rotated else 0
     if chip.fused_attention or traits.always_fused:
         return elements * size + traits.softmax * shape.heads
     return elements * size + 2 * size * shape.heads * sum(shape.windows()) / shape.depth
@@ -177,11 +175,12 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
     }
 
 
-def mean_fits(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool) -> bool:
-    """Whether there is room for the mean of the last weights of `base` as well. It is in no plan: without room it lies
-    on the host, where it costs a few hundredths of the time. A run that goes on finds it in the same place."""
-    held = training(shape, chip, devices, rows, checkpointing)
-    return sum(held.values()) + FP32 * shape.total_parameters / devices <= usable(chip)
+def mean_on_device(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool) -> int:
+    """Bytes of the mean of the last weights of `base` on a device, 0 if it has no room for it. No batch is chosen by
+    it: without room it lies on the host, where it costs a few hundredths of the time. A run that goes on finds it in
+    the same place."""
+    held, mean = training(shape, chip, devices, rows, checkpointing), FP32 * -(-shape.total_parameters // devices)
+    return mean if sum(held.values()) + mean <= usable(chip) else 0
 
 
 def allocated(parts: dict[str, int]) -> int:

@@ -34,7 +34,7 @@ from ascendchat.infer.request import Sampling
 from ascendchat.nn.optim import MuonAdamW
 from ascendchat.plan import schedule
 from ascendchat.plan.batch import Split, batch_for
-from ascendchat.plan.memory import mean_fits
+from ascendchat.plan.memory import mean_on_device
 from ascendchat.record import run_folder
 from ascendchat.train.horizon import MOST_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
 from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build
@@ -69,7 +69,7 @@ class BaseStage(RowStage):
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
         held = learner.model.shape, learner.device.chip, dist.world().size, split.rows, config.activation_checkpointing
         self.planned: Split | None = split  # None: not even that fits
-        self.roomy = mean_fits(*held)  # not with a smaller one: then the plan counted too little
+        self.roomy = mean_on_device(*held) > 0  # not with a smaller one: then the plan counted too little
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)

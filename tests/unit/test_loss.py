@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +44,22 @@ def test_loss_and_gradients_equal_the_plain_formula_in_any_chunking(
     torch.testing.assert_close(a.grad.double(), c.grad, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(b.grad.double(), d.grad, atol=1e-6 * max(1.0, size), rtol=1e-4)
     assert b.grad[37:].abs().max() == 0, "tokens that do not exist got a gradient"
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_chunk_is_gone_before_the_next_one(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: 20)
+    hidden, head, targets = case()
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def scorer(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        assert not [ref for ref in made if ref() is not None], "memory of an earlier chunk is still held"
+        result = module.score(logits, *rest)
+        made.extend(map(weakref.ref, (logits, result[1])))
+        return result
+
+    head_loss(hidden.requires_grad_(), head.requires_grad_(learns), targets, 37, scorer=scorer).backward()
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("chunk", [3, 1000])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from ascendchat import cli
 from ascendchat.chips import GIB, find
+from ascendchat.config.commands import PlanConfig
+from ascendchat.plan.goals import train_plan
 from ascendchat.plan.memory import (
     activations,
     allocated,
@@ -20,7 +22,7 @@ from ascendchat.plan.memory import (
     kv_bytes,
     layer_bytes,
     logits_of_chunk,
-    mean_fits,
+    mean_on_device,
     most_sequences,
     optimizer_state,
     training,
@@ -68,11 +70,17 @@ def test_memory_grows_with_the_batch_and_checkpointing_never_adds(
         assert sum(with_it.values()) <= sum(without.values())
 
 
-@pytest.mark.parametrize(("depth", "rows", "measured"), [(12, 32, 31.18), (20, 16, 49.21)])
-def test_the_prediction_is_near_what_was_measured_on_an_h200(depth: int, rows: int, measured: float) -> None:
-    """GiB, peak of torch's counter over real optimizer steps: `ascendchat bench train`, see docs/log.md."""
-    shape = Shape.from_depth(depth, window_pattern="L")
-    assert allocated(training(shape, find("H200"), 1, rows)) / GIB == pytest.approx(measured, rel=0.10)
+@pytest.mark.parametrize(
+    ("depth", "rows", "vocab", "measured"),
+    [(12, 32, 32768, 31.18), (20, 16, 32768, 49.21), (20, 32, 32768, 81.67), (12, 16, 16384, 16.67)],
+)
+def test_the_prediction_is_near_what_was_measured_on_an_h200(
+    depth: int, rows: int, vocab: int, measured: float
+) -> None:
+    """GiB, peak of torch's counter over real optimizer steps: `ascendchat bench train`, see docs/log.md. But for the
+    last, whose logits are one chunk, they were measured while a chunk of 1 GiB too many was held."""
+    shape = Shape.from_depth(depth, vocab=vocab, window_pattern="L")
+    assert allocated(training(shape, find("H200"), 1, rows)) / GIB == pytest.approx(measured, rel=0.05)
 
 
 def test_every_part_of_depth_12_on_one_h200() -> None:
@@ -85,8 +93,8 @@ def test_every_part_of_depth_12_on_one_h200() -> None:
     # momentum of the matrices, two moments of tables and head, and little else
     assert parts["optimizer"] == pytest.approx(4 * matrices + 8 * (tables + 25_165_824), rel=1e-3)
     assert parts["logits"] == 2 * 2**30  # a chunk of 1 GiB and its gradient
-    # 22.5 widths per layer: 5 residuals and norms, 4 queries, 5.5 keys and values, 8 hidden; 4 bytes per head
-    per_token = 12 * (45 * 768 + 4 * 6) + 6 * 768 * 2
+    # 20.5 widths per layer: 5 residuals and norms, 3 queries, 4.5 keys and values, 8 hidden; 4 bytes per head
+    per_token = 12 * (41 * 768 + 4 * 6) + 6 * 768 * 2
     assert parts["activations"] == 32 * 2048 * per_token
 
 
@@ -98,7 +106,8 @@ def test_logits_of_the_whole_batch_never_exist() -> None:
 def test_npu_attention_keeps_64_bytes_per_head_and_token_and_the_rotation_its_input() -> None:
     shape = Shape.from_depth(12, kv_heads=2)
     npu, gpu = layer_bytes(shape, find("Ascend910B3")), layer_bytes(shape, find("H100"))
-    more = 768 + 256 + 256 / 2  # queries and keys; and eager code the values under every other layer's embedding
+    # Queries and keys, and before the norm again; eager code also the values under every other layer's embedding.
+    more = 2 * (768 + 256) + 256 / 2
     assert npu - gpu == (64 - 4) * shape.heads + 2 * more
 
 
@@ -192,7 +201,9 @@ def test_the_mean_of_the_last_weights_lies_on_the_device_only_if_there_is_room()
     shape, chip = Shape.from_depth(12), find("NVIDIA H200")
     needed = sum(training(shape, chip, 1, 16).values())
     held = needed + 4 * shape.total_parameters
-    for memory, fits in ((held, True), (held - 2**20, False)):
+    for memory, size in ((held, held - needed), (held - 2**20, 0)):
         sized = dataclasses.replace(chip, memory=int(memory / 0.95) + 1)
-        assert mean_fits(shape, sized, 1, 16, False) is fits
-    assert mean_fits(shape, chip, 1, 16, False)
+        assert mean_on_device(shape, sized, 1, 16, False) == size
+    plan = train_plan(PlanConfig(depth=12, device_batch_size=16), chip)["memory"]
+    assert plan["parts"]["mean_of_weights"] == held - needed
+    assert plan["total"] == held
