@@ -38,6 +38,7 @@ from ascendchat.record.saved import checkpoints
 
 WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
+PATIENCE = 5.0  # seconds after which somebody who waits is told what for
 
 
 class Damaged(Exception):
@@ -121,6 +122,9 @@ class Writer:
     def wait(self) -> None:
         """Until the checkpoint under way is on disk."""
         if self._thread is not None:
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                self.say(f"waiting until the checkpoint is on disk, in {self.folder}")
             self._thread.join()
             self._thread = None
         if self._error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,7 @@ def open_device(options: DeviceOptions) -> CUDA:
     device = CUDA(torch.cuda, current_chip(torch.cuda, "cuda"), options)
     # The few float32 products beside 16-bit ones may lose bits (tf32); who asks for float32 gets all of them.
     torch.set_float32_matmul_precision("highest" if device.dtype == torch.float32 else "high")
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores .* available but not enabled")  # on purpose
     device.compiles = options.compiled is not False
     device.triton = device.compiles and find_spec("triton") is not None
     return device

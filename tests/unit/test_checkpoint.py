@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,30 @@ def test_saving_copies_so_that_training_may_go_on_at_once(tmp_path: Path) -> Non
     model["a"].zero_()
     writer.wait()
     assert torch.equal(newest(tmp_path).model()["a"], expected)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("patience", [0.0, 600.0])
+def test_who_waits_for_a_slow_disk_is_told(patience: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    writing, whole = threading.Event(), Writer._write
+
+    def slow(self: Writer, *arguments: Any) -> None:
+        if not patience:
+            assert writing.wait(60)
+        whole(self, *arguments)
+
+    def say(text: str) -> None:
+        said.append(text)
+        writing.set()
+
+    monkeypatch.setattr(Writer, "_write", slow)
+    monkeypatch.setattr("ascendchat.checkpoint.PATIENCE", patience)
+    model, shards = tensors(1)
+    writer = Writer(tmp_path, say=say)
+    writer.save(1, model=model, shards=shards, state={})
+    writer.wait()
+    assert said == ([] if patience else [f"waiting until the checkpoint is on disk, in {tmp_path}"])
+    assert checkpoints(tmp_path) == [1]
 
 
 def test_only_the_last_few_are_kept_and_drafts_of_killed_runs_go(tmp_path: Path) -> None:

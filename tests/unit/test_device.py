@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -335,5 +336,8 @@ def test_who_asks_cuda_for_float32_gets_all_its_bits(
     try:
         cuda.open_device(DeviceOptions(dtype=asked))
         assert torch.get_float32_matmul_precision() == precision
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.warn("TensorFloat32 tensor cores for products available but not enabled.", stacklevel=1)
+        assert not shown, "the compiler's advice to undo that"
     finally:
         torch.set_float32_matmul_precision(before)
