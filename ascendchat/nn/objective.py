@@ -67,6 +67,7 @@ class HeadObjective(torch.autograd.Function):
             gradient = by_logits(read, tokens, slope * (wanted.weight / drawn.temperature), drawn, shares).to(narrow)
             grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
             grad_head[:vocab] += gradient.t() @ part.to(narrow)
+            del read, shares, gradient  # before the next chunk is read
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
         ctx.mark_non_differentiable(logprobs, entropies)
         return torch.stack(losses).sum() * wanted.weight, logprobs, entropies
@@ -115,6 +116,7 @@ class HeadLogprobs(torch.autograd.Function):
             grad_hidden[rows] = (gradient @ head[:vocab].to(narrow)).to(hidden.dtype)
             if grad_head is not None:
                 grad_head[:vocab] += gradient.t() @ part.to(narrow)
+            del read, shares, gradient
         return grad_hidden, None if grad_head is None else grad_head.to(head.dtype), None, None
 
 

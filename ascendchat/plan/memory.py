@@ -149,16 +149,21 @@ def step_work(shape: Shape, chip: Chip, devices: int) -> int:
     return max(*work, table)
 
 
+def shared_out(shape: Shape, devices: int) -> tuple[int, int]:
+    """(parameters with the padding of their exchange, those of them that one device updates): share.py."""
+    matrices = stacks(shape)
+    team = team_size(matrices, devices)
+    rest, padded = shape.total_parameters - elements(matrices, 1), elements(matrices, team)
+    return rest + padded, -(-rest // devices) + padded // team
+
+
 def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False) -> dict[str, int]:
     """Bytes by part on one device at the peak of a step with `rows` rows per micro-batch (nn/optim.py).
 
     Parameters in the compute dtype and their float32 gradients are whole on every device; the float32 weights and the
     moments are shared out, and so is the reduced gradient when there are several devices.
     """
-    size, matrices = compute_bytes(chip), stacks(shape)
-    team = team_size(matrices, devices)
-    rest, padded = shape.total_parameters - elements(matrices, 1), elements(matrices, team)
-    total, own = rest + padded, -(-rest // devices) + padded // team
+    size, (total, own) = compute_bytes(chip), shared_out(shape, devices)
     acts, head = activations(shape, chip, rows, checkpointing), logits_of_chunk(shape, chip, rows)
     # The parts above peak in the head loss; another moment may be higher by this much.
     work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head))
@@ -167,6 +172,7 @@ def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: b
         "masters": 0 if size == FP32 else own * FP32,
         "gradients": total * FP32 + (own * FP32 if devices > 1 else 0),
         "optimizer": optimizer_state(shape, devices),
+        "mean_of_weights": 0,  # only of `base`, and only where there is room: mean_on_device
         "activations": acts,
         "logits": head,
         "workspace": work,
@@ -179,7 +185,7 @@ def mean_on_device(shape: Shape, chip: Chip, devices: int, rows: int, checkpoint
     """Bytes of the mean of the last weights of `base` on a device, 0 if it has no room for it. No batch is chosen by
     it: without room it lies on the host, where it costs a few hundredths of the time. A run that goes on finds it in
     the same place."""
-    held, mean = training(shape, chip, devices, rows, checkpointing), FP32 * -(-shape.total_parameters // devices)
+    held, mean = training(shape, chip, devices, rows, checkpointing), FP32 * shared_out(shape, devices)[1]
     return mean if sum(held.values()) + mean <= usable(chip) else 0
 
 

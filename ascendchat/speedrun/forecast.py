@@ -146,8 +146,8 @@ class Forecaster:
             named["lora_rank"] = settings.get("lora_rank") or 16
         return PlanConfig(**{"devices": self.recipe.devices, "chip": self.chip.name, **named, **more})
 
-    def trained(self, settings: Settings, tokens: float | None) -> Forecast:
-        """A training stage of so many tokens."""
+    def trained(self, settings: Settings, tokens: float | None, *, averages: bool = False) -> Forecast:
+        """A training stage of so many tokens; `averages`: it keeps the mean of the last weights."""
         assert self.model is not None
         config = self.plan_config(settings, tokens=max(1, int(tokens)) if tokens else None)
         plan = train_plan(config, self.chip, self.model)
@@ -155,16 +155,18 @@ class Forecaster:
         whole = parts["weights"] + parts.get("masters", 0) + parts["optimizer"] * devices
         saved = whole * (int(settings.get("keep", TrainConfig.keep)) + 1)  # and the best
         seconds = plan["time"]["hours"] * 3600 if tokens else None
-        return Forecast(seconds, plan["memory"]["total"], saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
+        needed = plan["memory"]["total"] - (0 if averages else parts.get("mean_of_weights", 0))
+        return Forecast(seconds, needed, saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))
 
     def base(self, settings: Settings) -> Forecast:
         if settings.get("minutes"):
             if self.model is None:
                 return Forecast(settings["minutes"] * 60, None, None, 0.0, "at most")
-            found = self.trained(settings, self.recipe.tokens())
+            found = self.trained(settings, self.recipe.tokens(), averages=True)
             return Forecast(settings["minutes"] * 60, found.memory, found.disk, 0.0, "at most")
         steps, total = settings.get("num_iterations"), settings.get("total_batch_size")
-        return self.trained(settings, steps * total if steps and total else self.recipe.tokens())
+        tokens = steps * total if steps and total else self.recipe.tokens()
+        return self.trained(settings, tokens, averages=True)
 
     def chats(self, stage: str, settings: Settings) -> Forecast:
         """mid, sft and finetune: steps that are given, else the tokens of the data."""

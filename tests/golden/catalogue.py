@@ -250,8 +250,7 @@ def part_names() -> set[str]:
     sizes |= {"intermediate_size": 8, "vocab_size": 8}
     model = hf.from_config({"model_type": "qwen3_moe", **sizes}, PlanConfig.max_seq_len)
     names = [shape.parameters(), model.parameters(), schedule.rates(64, 1024), memory.training(shape, chip, 2, 1)]
-    names += [hf.finetuning(model, chip, 2, 1), memory.decoding(shape, chip, 1, 8)]
-    names += [{"rollout_weights": 0, "mean_of_weights": 0}]
+    names += [hf.finetuning(model, chip, 2, 1), memory.decoding(shape, chip, 1, 8), {"rollout_weights": 0}]
     return {name.replace("_", " ") for part in names for name in part} | {Chip.source}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from ascendchat.nn import IGNORE
 from ascendchat.nn import objective as module
 from ascendchat.nn.loss import SOFTCAP
 from ascendchat.nn.objective import head_logprobs, head_objective
-from ascendchat.nn.readout import Drawn, Float32Readout, Readout
+from ascendchat.nn.readout import Drawn, Float32Readout, Read, Readout
 
 VOCAB = 37
 
@@ -73,6 +75,36 @@ def test_loss_and_gradients_equal_the_plain_formula(
     assert b.grad[VOCAB:].abs().max() == 0, "tokens that do not exist got a gradient"
     if top_k != 1:
         assert (c.grad[scored].abs().sum(-1) == 0).any(), "no token was clipped: the test shows nothing"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("which", ["objective", "logprobs"])
+def test_a_chunk_is_gone_before_the_next_one(which: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "chunk_rows", lambda hidden, head: 20)
+    hidden, head, targets = case()
+    hidden.requires_grad_(), head.requires_grad_()
+    made: list[weakref.ref[torch.Tensor]] = []
+    read, by_logits, reads = Drawn.read, module.by_logits, []
+
+    def reading(self: Drawn, *rest: Any) -> Read:
+        reads.append(len([ref for ref in made if ref() is not None]))
+        found = read(self, *rest)
+        made.extend(map(weakref.ref, (found.capped, found.scaled)))
+        return found
+
+    def sloping(found: Read, tokens: torch.Tensor, factor: torch.Tensor, *rest: Any) -> torch.Tensor:
+        slope = by_logits(found, tokens, factor, *rest)
+        made.append(weakref.ref(slope))
+        return slope
+
+    monkeypatch.setattr(Drawn, "read", reading)
+    monkeypatch.setattr(module, "by_logits", sloping)
+    drawn = Drawn(VOCAB, temperature)
+    if which == "objective":
+        head_objective(hidden, head, targets, drawn, lambda logprob: -logprob, ())[0].backward()
+    else:
+        module.HeadLogprobs.apply(hidden, head, targets, drawn).sum().backward()
+    assert reads == [0, 0, 0] * (2 if which == "logprobs" else 1), "memory of an earlier chunk is still held"
 
 
 def test_a_batch_without_targets_has_loss_zero() -> None:

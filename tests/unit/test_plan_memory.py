@@ -204,6 +204,9 @@ def test_the_mean_of_the_last_weights_lies_on_the_device_only_if_there_is_room()
     for memory, size in ((held, held - needed), (held - 2**20, 0)):
         sized = dataclasses.replace(chip, memory=int(memory / 0.95) + 1)
         assert mean_on_device(shape, sized, 1, 16, False) == size
+    deep = Shape.from_depth(20)
+    parts = training(deep, chip, 1024, 4)
+    assert mean_on_device(deep, chip, 1024, 4, False) == parts["masters"] > 4 * deep.total_parameters / 1024, "a team"
     plan = train_plan(PlanConfig(depth=12, device_batch_size=16), chip)["memory"]
     assert plan["parts"]["mean_of_weights"] == held - needed
     assert plan["total"] == held
