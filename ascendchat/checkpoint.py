@@ -13,6 +13,7 @@ written under another name and renamed when every rank's part is there, so a fol
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -124,7 +125,8 @@ class Writer:
         if self._thread is not None:
             self._thread.join(PATIENCE)
             if self._thread.is_alive():
-                self.say(f"waiting until the checkpoint is on disk, in {self.folder}")
+                with contextlib.suppress(OSError):  # nobody listens any more
+                    self.say(f"waiting until the checkpoint is on disk, in {self.folder}")
             self._thread.join()
             self._thread = None
         if self._error is not None:

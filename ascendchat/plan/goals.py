@@ -164,7 +164,7 @@ def _held(parts: dict[str, int]) -> int:
     return parts["weights"] + parts["masters"] + parts["optimizer"]
 
 
-def _checkpoint(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
+def checkpoint_bytes(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
     """Bytes on disk: what one device would hold if it were alone; of adapters nothing but themselves."""
     if isinstance(model, HFModel) and config.lora_rank:
         return model.lora_parameters(config.lora_rank) * (memory.compute_bytes(chip) + 3 * memory.FP32)
@@ -206,7 +206,7 @@ def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = N
             "growth": scale.growth(
                 config, chip, split, flops, lambda devices: _exchanged(config, model, chip, devices), again
             ),
-            **scale.reliability(config, _held(parts), _checkpoint(config, model, chip), time.step_seconds),
+            **scale.reliability(config, _held(parts), checkpoint_bytes(config, model, chip), time.step_seconds),
         }
     if isinstance(model, Shape):
         plan["rates"] = schedule.rates(model.dim, split.total)

@@ -25,8 +25,9 @@ from ascendchat.data.fetch import folder_of
 from ascendchat.data.fetch.sources import SETS, find_set
 from ascendchat.data.mixture import parse_entry
 from ascendchat.plan.command import choose_chip
-from ascendchat.plan.goals import TooLarge, inference_plan, rl_plan, train_plan
+from ascendchat.plan.goals import TooLarge, checkpoint_bytes, inference_plan, rl_plan, train_plan
 from ascendchat.plan.hf import HFModel, from_config
+from ascendchat.plan.memory import FP32
 from ascendchat.plan.shape import Shape
 from ascendchat.plan.show import bytes_text, span
 from ascendchat.speedrun.recipe import USES_DEVICES, Recipe, Settings, place
@@ -151,9 +152,9 @@ class Forecaster:
         assert self.model is not None
         config = self.plan_config(settings, tokens=max(1, int(tokens)) if tokens else None)
         plan = train_plan(config, self.chip, self.model)
-        parts, devices = plan["memory"]["parts"], self.recipe.devices
-        whole = parts["weights"] + parts.get("masters", 0) + parts["optimizer"] * devices
-        saved = whole * (int(settings.get("keep", TrainConfig.keep)) + 1)  # and the best
+        parts, mean = plan["memory"]["parts"], FP32 * self.model.total_parameters if averages else 0  # saved at the end
+        checkpoints = int(settings.get("keep", TrainConfig.keep)) + 1  # and the best
+        saved = checkpoints * checkpoint_bytes(config, self.model, self.chip) + mean
         seconds = plan["time"]["hours"] * 3600 if tokens else None
         needed = plan["memory"]["total"] - (0 if averages else parts.get("mean_of_weights", 0))
         return Forecast(seconds, needed, saved, 0.0, f"{plan['run']['steps']:,} steps" * bool(tokens))

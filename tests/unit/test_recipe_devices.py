@@ -1,13 +1,21 @@
-"""A recipe is compared with the devices of the machine before it starts. On NPUs: tests/npu/test_speedrun_npu.py."""
+"""A recipe is compared with the devices of the machine before it starts, and what it needs is counted for as many as it
+has. On NPUs: tests/npu/test_speedrun_npu.py."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from ascendchat.chips import find
+from ascendchat.config.commands import PlanConfig
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.device.env import MachineFacts
+from ascendchat.plan.goals import train_plan
+from ascendchat.plan.shape import Shape
 from ascendchat.speedrun import read_recipe, run
 from ascendchat.speedrun.devices import devices_here, shortage
+from ascendchat.speedrun.forecast import forecasts
 from ascendchat.speedrun.recipe import chosen, recipe_files
 
 
@@ -67,3 +75,16 @@ def test_a_plan_for_another_machine_says_nothing_of_this_one(capsys: pytest.Capt
     """Here are no NPUs, and nobody said that there were: the recipe is planned as for its own machine."""
     assert run(SpeedrunConfig("d20-910b-8", dry_run=True)) == 0
     assert "this machine shows" not in capsys.readouterr().out
+
+
+def test_only_base_keeps_the_mean_of_its_weights_and_checkpoints_are_whole() -> None:
+    chip, disks = find("Ascend910B3"), set()
+    for devices in (1, 4, 8):
+        recipe = dataclasses.replace(read_recipe(recipe_files()["d20-910b-8"]), devices=devices)
+        made = dict(zip([command for command, _ in recipe.stages], forecasts(recipe, chip, "")))
+        base, sft = made["base"], made["sft"]
+        assert base.disk - sft.disk == 4 * Shape.from_depth(20).total_parameters, "the last one has the mean"
+        disks.add(sft.disk)
+    assert len(disks) == 1, "how many devices write it does not matter"
+    parts = train_plan(PlanConfig(depth=20, devices=8), chip)["memory"]["parts"]
+    assert base.memory - sft.memory == parts["mean_of_weights"] > 0
