@@ -54,6 +54,7 @@ class Chip:
     bf16: bool = True
     fp8: bool = False
     fused_attention: bool = True  # has a fused attention kernel with a backward pass
+    fused_mlp: bool = False  # training squares the MLP's hidden layer as it is made, and keeps it once
     graphs: bool = False  # can capture work once and replay it
     fused_adamw: bool = True  # has AdamW as one operator
     trains: bool = True  # False: made and supported for inference only

@@ -43,7 +43,7 @@ TORCH_FREE = [
 ]
 NEEDS_TORCH = {
     "device": {
-        *("npu", "npu_attention", "npu_ops", "cuda", "cuda_attention", "mps", "cpu"),
+        *("npu", "npu_attention", "npu_ops", "cuda", "cuda_attention", "cuda_products", "mps", "cpu"),
         *("accelerator", "compiling", "counting"),
     },
     "doctor": {"collective", "selftest_device", "selftest_operators"},
@@ -55,6 +55,7 @@ NEEDS_TORCH = {
 OWNERS = {
     "torch_npu": {"device", "nn.attention"},
     "flash_attn": {"device.cuda_attention"},
+    "quack": {"device.cuda_products"},
     "triton": {
         "nn.one_query",
         "nn.heads",

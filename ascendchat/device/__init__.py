@@ -125,6 +125,10 @@ class Device(Protocol):
     def operators(self) -> Any | None:
         """The operators of a block that this chip fuses (nn.gpt.Ops); None where plain torch is best."""
 
+    def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
+        """The MLP with its gradient (nn.gpt.Mlp) by a package that is installed, for layers of these sizes; and what
+        to tell the user of it, if there is one."""
+
     @property
     def scaling(self) -> Scaling:
         """Whether the loss must be scaled, and how overflow shows."""

@@ -179,6 +179,10 @@ class Accelerator:
         """Plain torch."""
         return None
 
+    def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
+        """No package is known."""
+        return None, None
+
     @property
     def scaling(self) -> Scaling:
         """fp16 needs its loss scaled."""

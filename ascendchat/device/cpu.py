@@ -144,6 +144,10 @@ class CPU:
         """Plain torch."""
         return None
 
+    def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
+        """No package is known."""
+        return None, None
+
     @property
     def scaling(self) -> Scaling:
         """No fp16 here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,6 +45,16 @@ class CUDA(Accelerator):
     def __init__(self, api: Any, chip: Chip, options: DeviceOptions) -> None:
         super().__init__(api, chip, options)
         self.narrow_cache = chip.fp8
+
+    def packaged_mlp(self, *sizes: int) -> tuple[Callable[..., torch.Tensor] | None, str | None]:
+        """By quack-kernels, in compiled training."""
+        if not self.compiles:
+            return None, None
+        from ascendchat.device import cuda_products
+
+        place = torch.device(self.type)
+        usable = cuda_products.usable(place, self.dtype, *sizes)
+        return cuda_products.mlp if usable else None, cuda_products.notice(place, self.dtype, *sizes)
 
     def software(self) -> dict[str, str]:
         """The CUDA that torch was built with."""

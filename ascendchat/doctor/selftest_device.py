@@ -262,7 +262,7 @@ def _training_step(bench: Bench) -> Callable[[], object]:
     from ascendchat.launch.world import World
     from ascendchat.plan.batch import fit_split
     from ascendchat.train import bench as timing
-    from ascendchat.train.rows import build
+    from ascendchat.train.learner import build
 
     here = Context(bench.device, World(), bench.place, lambda text: None)
     split = fit_split(SMALL, bench.device.chip, 1, 4 * SMALL.seq_len, rows=4)

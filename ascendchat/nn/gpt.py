@@ -18,7 +18,7 @@ Shapes: B rows, T tokens, C width, H query heads, K key-value heads, D channels 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,7 @@ NORM_EPS = 1e-6
 __all__ = ["GPT", "Attend", "Block", "Heads", "Ops", "PlainOps", "Rope", "Shift", "attention_scale", "dense", "shifted"]
 
 Rope = tuple[Tensor, Tensor]  # cos and sin
+Mlp = Callable[[Tensor, Tensor, Tensor], Tensor]  # x, up, down: as PlainOps.mlp
 
 
 class Heads(Protocol):
@@ -70,8 +71,8 @@ class PlainOps:
 
     sin_sign = -1.0
 
-    def __init__(self, heads: Heads | None = None) -> None:
-        self.heads = heads
+    def __init__(self, heads: Heads | None = None, whole_mlp: Mlp | None = None) -> None:
+        self.heads, self.whole_mlp = heads, whole_mlp
 
     def rms_norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
@@ -104,6 +105,8 @@ class PlainOps:
         return torch.addcmul(v, (gate * most).unsqueeze(-1), value)
 
     def mlp(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        if self.whole_mlp is not None and torch.is_grad_enabled():
+            return self.whole_mlp(x, up, down)
         return self.transposed_linear(self.relu2(self.linear(x, up)), down)
 
     def mixing(self, residual: Tensor, scale: Tensor, dtype: torch.dtype) -> Sequence[tuple[Tensor, ...]]:
@@ -235,7 +238,7 @@ class GPT(LanguageModel):
         super().__init__()
         self.shape: Shape = shape
         self.ops, self.scale = ops or PlainOps(), attention_scale(shape)
-        self.checkpoint_activations = checkpoint_activations
+        self.checkpoint_activations, self.dropout = checkpoint_activations, dropout
         self.embed = table(shape.padded_vocab, shape.dim)
         self.values = nn.ModuleDict({str(i): table(shape.padded_vocab, shape.kv_dim) for i in shape.value_layers})
         self.blocks = nn.ModuleList(Block(shape, i, self.ops, dropout) for i in range(shape.depth))

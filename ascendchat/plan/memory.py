@@ -78,15 +78,15 @@ def layer_bytes(shape: Shape, chip: Chip) -> float:
 
     In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys after rotation and norm,
     and before where these are not fused (q + kv each); values (kv) and, on every other layer, the value embedding (kv);
-    attention out (q); residual and norm before the MLP (2 dim); the hidden layer before and after ReLU² (2 mlp). Before
-    the shift: queries, keys and values again (q + 2 kv) and, in eager code under a value embedding, the shifted values
-    (kv). Plus what attention keeps of its softmax: a few bytes per head where the kernel is fused, else the
-    probabilities over the window, twice.
+    attention out (q); residual and norm before the MLP (2 dim); the hidden layer before ReLU² (mlp) and, unless the
+    product makes that too, after it (mlp). Before the shift: queries, keys and values again (q + 2 kv) and, in eager
+    code under a value embedding, the shifted values (kv). Plus what attention keeps of its softmax: a few bytes per
+    head where the kernel is fused, else the probabilities over the window, twice.
     """
     traits, size = TRAITS[chip.device_type], compute_bytes(chip)
     tables = shape.kv_dim * len(shape.value_layers) / shape.depth
-    elements = 5 * shape.dim + (1 + traits.rotations) * (shape.q_dim + shape.kv_dim) + tables + 2 * shape.mlp_dim
-    elements += shape.qkv_dim + (0 if traits.compiled else tables)
+    elements = 5 * shape.dim + (1 + traits.rotations) * (shape.q_dim + shape.kv_dim) + tables
+    elements += (1 if chip.fused_mlp else 2) * shape.mlp_dim + shape.qkv_dim + (0 if traits.compiled else tables)
     if chip.fused_attention or traits.always_fused:
         return elements * size + traits.softmax * shape.heads
     return elements * size + 2 * size * shape.heads * sum(shape.windows()) / shape.depth

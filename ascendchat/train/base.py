@@ -37,9 +37,11 @@ from ascendchat.plan.batch import Split, batch_for
 from ascendchat.plan.memory import mean_on_device
 from ascendchat.record import run_folder
 from ascendchat.train.horizon import MOST_PASSES, horizon_of, passes, plan_run, shape_of, sizes_for
-from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build
+from ascendchat.train.learner import Learner, build
+from ascendchat.train.recorded import Learn, learning
+from ascendchat.train.rows import SAMPLE_TOKENS, RowStage
 from ascendchat.train.run import train_stage, training_context, with_attend
-from ascendchat.train.stage import updates_of
+from ascendchat.train.stage import Loss, updates_of
 
 MOST_EVAL_TOKENS = 10_000_000
 EMBEDDED_VOCAB = 1536  # ids of the tokenizer that is made for the embedded corpus,
@@ -65,6 +67,7 @@ class BaseStage(RowStage):
         self.text, self.eval_tokens = text, config.eval_tokens
         self.core_tasks, self.core_rows = core_tasks, config.core_metric_max_per_task
         self.dropout = config.dropout
+        self._learn: Learn | None = None
         super().__init__(learner, split, steps, text.tokenizer, config)
         self.decay = schedule.full_decay(split.total, steps * split.total, config.weight_decay)
         held = learner.model.shape, learner.device.chip, dist.world().size, split.rows, config.activation_checkpointing
@@ -76,6 +79,12 @@ class BaseStage(RowStage):
         if self.dropout:  # what is dropped is a function of the step too: a run that goes on drops the same
             self.learner.device.seed(mixed(self.seed, dist.world().rank, step))
         return super().micro_batches(step)
+
+    def learn(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
+        weight = self.weight(batch, scale)
+        if self._learn is None:  # the first of the run: there are no gradients yet
+            self._learn = learning(self.learner, batch, weight, self.ahead, self.optimizer.zero_grad)
+        return Loss(self._learn(batch, weight, self.ahead))
 
     def probe(self) -> MicroBatch:
         self.averaging.reserve_mean(self.roomy and self.split is self.planned)

@@ -20,7 +20,7 @@ from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.nn.attention import choose
 from ascendchat.plan.shape import Shape
 from ascendchat.train.huggingface import open_start
-from ascendchat.train.rows import Learner, build, say_package
+from ascendchat.train.learner import Learner, build, say_package
 from ascendchat.train.start import starting_point
 
 _Config = TypeVar("_Config", bound=ChatTrainConfig)

@@ -37,7 +37,8 @@ from ascendchat.record import run_folder
 from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.rows import SAMPLE_TOKENS, Learner, RowStage, build, share_out
+from ascendchat.train.learner import Learner, build
+from ascendchat.train.rows import SAMPLE_TOKENS, RowStage, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
 from ascendchat.train.start import only_weights, starting_point

@@ -49,8 +49,9 @@ from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
 from ascendchat.train.huggingface import Theirs, check_output, open_start, start_of
+from ascendchat.train.learner import Learner, optimizer_for, say_package
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
-from ascendchat.train.rows import Learner, optimizer_for, say_package, share_out
+from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import Optimizer
 

@@ -27,7 +27,9 @@ from ascendchat.plan.batch import MFU, MIN_STEPS, Split, batch_for, horizon, opt
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.train.dry_run import until_it_fits
-from ascendchat.train.rows import Learner, share_out
+from ascendchat.train.learner import Learner
+from ascendchat.train.recorded import learning
+from ascendchat.train.rows import share_out
 
 SPEED_SECONDS = 2.0  # an H200 had its lasting speed after one
 KEPT_SPEED = 0.94  # of the measured speed is what a run keeps, besides the optimizer: a warm chip, other text
@@ -155,10 +157,10 @@ def measured_speed(learner: Learner, batch: MicroBatch) -> float:
     tokens = batch.inputs.numel()
     weight = torch.tensor(1.0 / tokens, device=learner.place)
     learner.mean_over(tokens)
+    learn = learning(learner, batch, weight, weight, learner.model.zero_grad, keep=False)
     started, done = 0.0, 0
     while not started or time.perf_counter() - started < SPEED_SECONDS:
-        learner.loss(batch, weight, weight).backward()  # type: ignore[no-untyped-call]
-        learner.model.zero_grad()
+        learn(batch, weight, weight)
         learner.device.synchronize()
         done = done + tokens if started else 0  # the first one compiles
         started = started or time.perf_counter()

@@ -11,7 +11,7 @@ from ascendchat.config import UserError
 from ascendchat.nn.documents import Documents
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.invariant import InvariantAttention, InvariantOps
-from ascendchat.train.rows import Learner
+from ascendchat.train.learner import Learner
 
 
 class InvariantLearner(Learner):

@@ -156,8 +156,7 @@ def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | N
     used = scale.value
     scale.before()
     for batch in profiler.feed(stage.micro_batches, step) if profiler else stage.micro_batches(step):
-        loss, metrics = stage.loss(batch, used)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss, metrics = stage.learn(batch, used)
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
     assert sums, "a step without micro-batches"

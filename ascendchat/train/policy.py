@@ -33,10 +33,11 @@ from ascendchat.plan.schedule import Curve
 from ascendchat.tasks import Task
 from ascendchat.train.buffer import Part, dealt, from_tensors, to_tensors
 from ascendchat.train.grpo import advantages, mean_correction, token_weight
+from ascendchat.train.learner import optimizer_for
 from ascendchat.train.policy_loss import PolicyBatch, PolicyLoss
 from ascendchat.train.rhythm import Slot
 from ascendchat.train.rollout import Group, TokenRows, pack
-from ascendchat.train.rows import curve, learning_rates, optimizer_for
+from ascendchat.train.rows import curve, learning_rates
 from ascendchat.train.source import InTurn
 from ascendchat.train.stage import Correction, Loss, Stage
 from ascendchat.train.transcript import figures, learnt, write_transcript

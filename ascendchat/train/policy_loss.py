@@ -25,7 +25,7 @@ from ascendchat.nn import IGNORE
 from ascendchat.nn.objective import head_logprobs, head_objective
 from ascendchat.nn.readout import Drawn
 from ascendchat.train.grpo import PRESETS, Method, correction, k3, sequence_anchor
-from ascendchat.train.rows import Learner
+from ascendchat.train.learner import Learner
 from ascendchat.train.stage import Loss
 
 

@@ -50,8 +50,9 @@ from ascendchat.tasks import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
 from ascendchat.train.beginning import Beginning
 from ascendchat.train.huggingface import check_output
+from ascendchat.train.learner import Learner
 from ascendchat.train.reference import Reference
-from ascendchat.train.rows import Learner, RowStage, share_out
+from ascendchat.train.rows import RowStage, share_out
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss
 from ascendchat.train.start import only_weights

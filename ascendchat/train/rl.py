@@ -45,11 +45,12 @@ from ascendchat.tasks.rewards import Judge
 from ascendchat.train.beginning import Beginning, begin_with_ours, begin_with_theirs
 from ascendchat.train.grpo import PRESETS, length_penalty
 from ascendchat.train.invariant import InvariantLearner, batch_invariant
+from ascendchat.train.learner import Learner
 from ascendchat.train.policy import RlStage
 from ascendchat.train.policy_loss import PolicyLoss, method_of
 from ascendchat.train.rhythm import Rhythm
 from ascendchat.train.rollout import Questions, Rollout
-from ascendchat.train.rows import Learner, share_out
+from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context
 from ascendchat.train.source import Beside, InTurn, chunk_of
 from ascendchat.train.start import only_weights

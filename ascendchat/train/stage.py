@@ -3,7 +3,7 @@
     class Mine(Stage): ...                # what has no body below: model, optimizer, micro_batches, loss, ...
     fit(Mine(...), device, run, options)  # train/loop.py
 
-No model and no optimizer is named here: ours are in train/rows.py.
+No model and no optimizer is named here: ours are in train/learner.py.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ class Stage(Protocol):
         """`scale` times a share of the step's loss. Micro-batches of a rank add up to its loss; the loop takes the
         mean over the ranks. The scale goes in before anything is rounded to 16 bits."""
         ...
+
+    def learn(self, batch: Any, scale: float = 1.0) -> Loss:
+        """The same, and its gradients are added up; the value has none any more."""
+        value, metrics = self.loss(batch, scale)
+        value.backward()  # type: ignore[no-untyped-call]
+        return Loss(value.detach(), metrics)
 
     def correction(self, step: int) -> Correction:
         """For a stage that knows the size of its batch only when the last micro-batch is done; alike on all ranks. All

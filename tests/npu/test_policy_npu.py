@@ -14,8 +14,8 @@ from ascendchat.device import Device, pick
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import choose
 from ascendchat.train.grpo import PRESETS, Method
+from ascendchat.train.learner import Learner
 from ascendchat.train.policy_loss import PolicyBatch, PolicyLoss
-from ascendchat.train.rows import Learner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from engine_models import model

@@ -15,8 +15,8 @@ from ascendchat.infer.huggingface import HFSource
 from ascendchat.nn.attention import KERNELS
 from ascendchat.plan.batch import Split
 from ascendchat.tasks.pairs import open_pair_mixture
+from ascendchat.train.learner import Learner
 from ascendchat.train.preference import PreferenceStage
-from ascendchat.train.rows import Learner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "invariant"))

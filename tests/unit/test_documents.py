@@ -22,7 +22,7 @@ from ascendchat.nn.flash_kernel import flash
 from ascendchat.nn.gpt import GPT, dense, shifted
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.plan.shape import Shape
-from ascendchat.train.rows import build as build_learner
+from ascendchat.train.learner import build as build_learner
 
 KERNELS = [Reference(), Sdpa(), Eager()]
 LENGTHS = np.array([40, 1, 2, 85, 100, 28], np.int32)  # two rows of 128; the last stands for padding

@@ -23,9 +23,9 @@ from ascendchat.plan.batch import Split
 from ascendchat.plan.shape import Shape
 from ascendchat.train import horizon
 from ascendchat.train.grpo import token_weight
+from ascendchat.train.learner import Learner
 from ascendchat.train.loop import Result
 from ascendchat.train.policy import RlStage
-from ascendchat.train.rows import Learner
 
 
 class Eight(CPU):

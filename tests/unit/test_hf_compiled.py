@@ -20,7 +20,7 @@ from ascendchat.hf.lora import LoraSettings, add_lora
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import KERNELS, Attention, Sdpa
-from ascendchat.train.rows import Learner
+from ascendchat.train.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from ascendchat.nn.model import dense
 from ascendchat.nn.objective import head_objective
 from ascendchat.nn.readout import Drawn
 from ascendchat.nn.uncapped import uncapped_score
-from ascendchat.train.rows import Learner
+from ascendchat.train.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = [7, 25, 1, 31, 64]  # documents of two rows of 64 tokens

@@ -21,10 +21,10 @@ from ascendchat.nn.readout import Drawn
 from ascendchat.tasks import Task
 from ascendchat.train.grpo import PRESETS, Method
 from ascendchat.train.invariant import batch_invariant
+from ascendchat.train.learner import Learner
 from ascendchat.train.policy_loss import PolicyBatch, PolicyLoss, method_of
 from ascendchat.train.rl import engine_of, readout_of
 from ascendchat.train.rollout import Group, Question, TokenRows, pack
-from ascendchat.train.rows import Learner
 
 CPU = pick("cpu")
 NO_TASK: Task = None  # type: ignore[assignment]

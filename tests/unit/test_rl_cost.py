@@ -18,9 +18,9 @@ from ascendchat.nn.attention import Reference
 from ascendchat.plan.memory import caches, training, usable
 from ascendchat.plan.shape import Shape
 from ascendchat.tasks import load
+from ascendchat.train.learner import Learner
 from ascendchat.train.rl import BUSY_TOKENS, batch_rows, engine_of, readout_of, split_of
 from ascendchat.train.rollout import Group, Question, TokenRows, pack
-from ascendchat.train.rows import Learner
 
 T, PAD = 16, 0
 

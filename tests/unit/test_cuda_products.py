@@ -1,0 +1,180 @@
+"""The MLP by quack-kernels: the operators around it have the right gradients, and it is left out where it cannot run.
+
+The package itself needs a Hopper chip: without one a stand-in computes what its documentation says, in plain torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ascendchat.chips import find
+from ascendchat.cli import main
+from ascendchat.device import DeviceOptions, cuda_products
+from ascendchat.device.cpu import CPU
+from ascendchat.device.cuda import CUDA
+from ascendchat.nn.gpt import PlainOps
+from ascendchat.train.loop import Result
+
+HOPPER = torch.cuda.is_available() and cuda_products.usable(torch.device("cuda"), torch.bfloat16)
+
+
+def gemm_act(A: Tensor, B: Tensor, *, activation: str, tuned: bool) -> tuple[Tensor, Tensor]:
+    assert activation == "relu_sq"
+    assert not tuned
+    before = A @ B
+    return before, torch.relu(before).square()
+
+
+def gemm_dact(A: Tensor, B: Tensor, PreAct: Tensor, *, activation: str, tuned: bool) -> tuple[Tensor, Tensor]:
+    assert activation == "relu_sq"
+    assert not tuned
+    positive = torch.relu(PreAct)
+    return (A @ B) * 2.0 * positive, positive.square()
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = ModuleType("quack.gemm_interface")
+    module.gemm_act, module.gemm_dact = gemm_act, gemm_dact
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
+    return module
+
+
+def weights(place: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """x, up, down and a gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (2, 96, 64), (256, 64), (256, 64), (2, 96, 64)
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(place, dtype) / 4 for size in sizes]
+
+
+def results(mlp: Any, x: Tensor, up: Tensor, down: Tensor, grad: Tensor) -> list[Tensor]:
+    """The result and the three gradients."""
+    there = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
+    y = mlp(*there)
+    return [y.detach(), *torch.autograd.grad(y, there, grad)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_result_and_gradients_are_those_of_the_plain_mlp(package: Any, compiled: bool) -> None:
+    torch.compiler.reset()
+    mlp = torch.compile(cuda_products.mlp, backend="aot_eager", fullgraph=True) if compiled else cuda_products.mlp
+    for found, wanted in zip(results(mlp, *weights()), results(PlainOps().mlp, *weights()), strict=True):
+        torch.testing.assert_close(found, wanted)
+    turned = weights()
+    turned[-1] = turned[-1].transpose(0, 1).contiguous().transpose(0, 1)  # a gradient of other strides
+    for found, wanted in zip(results(mlp, *turned), results(PlainOps().mlp, *turned), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_operators_ask_for_it(package: Any) -> None:
+    ops, asked = PlainOps(whole_mlp=cuda_products.mlp), weights()
+    for found, wanted in zip(results(ops.mlp, *asked), results(PlainOps().mlp, *asked), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_it_is_left_out_where_it_cannot_run_and_says_so(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, capability = torch.device("cuda"), [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+    monkeypatch.setattr(cuda_products, "installed", lambda: False)
+    assert cuda_products.notice(cuda, torch.bfloat16) is None
+    assert not cuda_products.usable(cuda, torch.bfloat16)
+    monkeypatch.setattr(cuda_products, "installed", lambda: True)
+    monkeypatch.setattr(cuda_products, "version", lambda name: "0.9")
+    assert cuda_products.notice(torch.device("cpu"), torch.bfloat16) is None
+
+    def said(dtype: torch.dtype = torch.bfloat16, *sizes: int) -> str | None:
+        cuda_products.fault.cache_clear()
+        found = cuda_products.notice(cuda, dtype, *sizes)
+        used = found == "the MLP's products are made by the package quack-kernels"
+        assert used == cuda_products.usable(cuda, dtype, *sizes)
+        return "" if used else found
+
+    unused = "the package quack-kernels 0.9 is not used: "
+    assert said() == ""
+    assert said(torch.float16, 768, 3072) == ""
+    assert said(torch.float32) == unused + "it multiplies numbers of 16 bits"
+    assert said(torch.bfloat16, 768, 3076) == unused + "it is for sizes that 8 divides, not 3076"
+    capability[0] = (8, 0)
+    assert said() == unused + "it is for compute capability 9.0 and newer, this is 8.0"
+    capability[0] = (9, 0)
+    package.gemm_dact = lambda A, B, PreAct, activation: None
+    assert said() == unused + "gemm_dact takes no tuned"
+    del package.gemm_act
+    assert (said() or "").startswith(unused + "AttributeError: ")
+    cuda_products.fault.cache_clear()
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs quack-kernels and a chip of compute capability 9.0")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_real_package_is_near_the_exact_result(compiled: bool) -> None:
+    torch.compiler.reset()
+    mlp = torch.compile(cuda_products.mlp, fullgraph=True) if compiled else cuda_products.mlp
+    found = results(mlp, *weights("cuda", torch.bfloat16))
+    wanted = results(PlainOps().mlp, *(tensor.double() for tensor in weights("cuda", torch.bfloat16)))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other).norm() < 0.01 * other.norm()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_training_asks_the_device_for_it_and_plans_for_less(
+    fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan's chip and the operators agree: both know of the package, or neither does."""
+    asked: list[tuple[int, ...]] = []
+
+    class Packaged(CPU):
+        def packaged_mlp(self, *sizes: int) -> tuple[Any, str | None]:
+            asked.append(sizes)
+            return PlainOps().mlp, "there is a package"
+
+        def compile(self, fn: Any, **options: Any) -> Any:
+            return fn
+
+    device = Packaged(DeviceOptions())
+    device.chip, device.compiles = replace(device.chip, fp8=True), fp8
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: device)
+    seen: list[Any] = []
+    monkeypatch.setattr("ascendchat.train.run.fit", lambda stage, *_, **__: seen.append(stage) or Result(0))
+    sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --steps 1 --device-type cpu --run r"
+    assert main(["base", *sizes.split(), *(["--fp8"] if fp8 else [])]) == 0
+    assert device.chip.fused_mlp == (not fp8)
+    assert ("there is a package" in capsys.readouterr().out) == (not fp8)
+    assert (seen[0].learner.model.ops.whole_mlp is None) == fp8
+    assert ((64, 256) in asked) == (not fp8)
+
+
+def test_a_gpu_asks_the_package_only_for_compiled_training(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(cuda_products, "installed", lambda: True)
+    monkeypatch.setattr(cuda_products, "version", lambda name: "0.9")
+    cuda_products.fault.cache_clear()
+    gpu = CUDA(torch.cuda, find("H200"), DeviceOptions())
+    assert gpu.packaged_mlp(64, 256) == (None, None)
+    gpu.compiles = True
+    mlp, said = gpu.packaged_mlp(64, 256)
+    assert mlp is cuda_products.mlp
+    assert said == "the MLP's products are made by the package quack-kernels"
+    assert gpu.packaged_mlp(64, 257)[0] is None
+    cuda_products.fault.cache_clear()
+
+
+def test_what_is_not_learnt_from_is_computed_as_elsewhere() -> None:
+    """Samples and validation have rows of any number, which no package was asked about."""
+
+    def refuse(*_: Tensor) -> Tensor:
+        raise AssertionError("the package was asked")
+
+    x, up, down, _ = weights()
+    with torch.no_grad():
+        found = PlainOps(whole_mlp=refuse).mlp(x, up, down)
+    torch.testing.assert_close(found, PlainOps().mlp(x, up, down))

@@ -1,0 +1,184 @@
+"""Micro-batches as one recording: the same gradients and losses as without it, and only where it is sound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ascendchat.chips import GIB, find
+from ascendchat.cli import main
+from ascendchat.data.prefetch import MicroBatch
+from ascendchat.device import DeviceOptions, Scaling, pick
+from ascendchat.device.cpu import CPU
+from ascendchat.dist import World
+from ascendchat.nn.attention import Flash, Reference
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan import schedule
+from ascendchat.plan.shape import Shape
+from ascendchat.train.learner import Learner, optimizer_for
+from ascendchat.train.recorded import learning, pays, short
+
+SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
+
+
+class Recording(CPU):
+    """A CPU that records as an accelerator does: it runs first, then reads and writes the same places for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(DeviceOptions())
+        self.chip, self.dtype, self.compiles = find("H200"), torch.float32, True
+        self.recordings = self.replays = 0
+
+    def compile(self, fn: Any, **options: Any) -> Any:
+        return fn
+
+    def graph(self, fn: Callable[..., Any], *static_inputs: torch.Tensor, updates: Any = None) -> Callable[..., Any]:
+        self.recordings += 1
+        output = [fn(*static_inputs) for _ in range(3)][-1]
+
+        def replay(*inputs: torch.Tensor) -> torch.Tensor:
+            self.replays += 1
+            for static, new in zip(static_inputs, inputs, strict=True):
+                static.copy_(new)
+            with torch.no_grad():
+                return output.copy_(run())  # type: ignore[no-any-return]
+
+        @torch.enable_grad()
+        def run() -> torch.Tensor:
+            return fn(*static_inputs)  # type: ignore[no-any-return]
+
+        return replay
+
+
+def learner_on(device: Any, place: str = "cpu", kernel: Any = None, shape: Shape = SHAPE) -> Learner[GPT]:
+    model = GPT(shape)
+    model.initialise(0)
+    with torch.no_grad():  # else layers start as the identity
+        for name, parameter in model.named_parameters():
+            if name.endswith((".out", ".down")):
+                parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    there = torch.device(place)
+    return Learner(model.to_compute(device.dtype).to(there), kernel or Reference(), device, there)
+
+
+def batches(count: int, rows: int, place: str = "cpu", shape: Shape = SHAPE) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(rows)
+    both = torch.randint(0, shape.vocab, (count, 2, rows, shape.seq_len), generator=generator).to(place)
+    return [MicroBatch(i, t, np.full(rows, shape.seq_len, np.int32), rows * shape.seq_len) for i, t in both]
+
+
+def learnt(learner: Learner[GPT], given: list[MicroBatch], record: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses, and gradients added up over all micro-batches, each with a weight of its own."""
+    optimizer = optimizer_for(learner, schedule.rates(learner.model.shape.dim, 1024))
+    place, losses = given[0].inputs.device, []
+    weights = [torch.tensor(1.0 / (100 + i), device=place) for i in range(len(given))]
+    ahead = torch.tensor(0.4, device=place)
+    learn = learning(learner, given[0], weights[0], ahead, optimizer.zero_grad) if record else None
+    for batch, weight in zip(given, weights):
+        if learn is not None:
+            losses.append(learn(batch, weight, ahead))
+        else:
+            loss = learner.loss(batch, weight, ahead)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+    return [float(loss) for loss in losses], [gradient.clone() for gradient in optimizer.gradients()]
+
+
+def test_gradients_add_up_and_each_loss_is_kept() -> None:
+    device = Recording()
+    found = learnt(learner_on(device), batches(3, 2), True)
+    wanted = learnt(learner_on(Recording()), batches(3, 2), False)
+    assert (device.recordings, device.replays) == (1, 3)
+    assert found[0] == wanted[0]
+    assert len(set(found[0])) == 3
+    for one, other in zip(found[1], wanted[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_micro_batch_of_another_size_is_not_replayed() -> None:
+    device = Recording()
+    mixed = [batches(1, 2)[0], batches(1, 1)[0], batches(1, 2)[0]]
+    found, wanted = learnt(learner_on(device), mixed, True), learnt(learner_on(Recording()), mixed, False)
+    assert device.replays == 2
+    assert found[0] == wanted[0]
+    assert all(torch.equal(one, other) for one, other in zip(found[1], wanted[1], strict=True))
+
+
+def test_without_an_optimizer_no_gradient_is_kept() -> None:
+    learner, (batch,) = learner_on(Recording()), batches(1, 2)
+    weight = torch.tensor(0.1)
+    learn = learning(learner, batch, weight, None, learner.model.zero_grad, keep=False)
+    assert float(learn(batch, weight, None)) == float(learner.loss(batch, weight).detach())
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+
+
+def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(change: Callable[[Any], None]) -> bool:
+        learner = learner_on(Recording())
+        change(learner)
+        return pays(learner, 2)
+
+    class Half(Recording):
+        scaling = Scaling(True, "inf")  # type: ignore[assignment]
+
+    assert asked(lambda learner: None)
+    assert not asked(lambda learner: setattr(learner, "by_document", True))
+    assert not asked(lambda learner: setattr(learner.model, "dropout", 0.1))
+    assert not asked(lambda learner: setattr(learner, "device", Half()))
+    assert not asked(lambda learner: setattr(learner.device, "compiles", False))
+    assert not asked(lambda learner: setattr(learner.device, "chip", find("cpu")))
+    monkeypatch.setattr("ascendchat.dist.world", lambda: World(size=2))
+    assert not asked(lambda learner: None)
+
+
+def test_what_is_long_or_has_no_room_for_two_is_not_recorded() -> None:
+    h200 = find("H200")
+    assert short(Shape.from_depth(6), h200, 8, False)
+    assert short(Shape.from_depth(12), h200, 4, False)
+    assert not short(Shape.from_depth(12), h200, 16, False), "it hides its launches"
+    assert not short(Shape.from_depth(20), h200, 4, False)
+    room = {gib: short(Shape.from_depth(12), replace(h200, memory=gib * GIB), 4, False) for gib in (8, 12, 16, 24)}
+    assert room == {8: False, 12: False, 16: True, 24: True}, "there is room for two"
+    assert not short(Shape.from_depth(2), replace(h200, known=False), 1, False), "its speed is not known"
+
+
+def test_training_is_the_same_with_recorded_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--depth 2 --dim 32 --head-dim 32 --max-seq-len 64 --total-batch-size 512 --device-batch-size 2 --steps 6"
+    quiet = "--eval-every -1 --sample-every 0 --data toyworld --device-type cpu"
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    losses = {}
+    for name, device in (("plain", CPU(DeviceOptions())), ("recorded", Recording())):
+        monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, device=device, **__: device)
+        assert main(["base", *sizes.split(), *quiet.split(), "--run", name]) == 0
+        rows = (tmp_path / "runs" / name / "base" / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+    assert isinstance(device, Recording)
+    assert (device.recordings, device.replays) == (1, 24), "four micro-batches in each of six steps"
+    assert losses["recorded"] == losses["plain"]
+    assert len(losses["plain"]) == 6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_cuda_device_records_what_it_would_do(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCENDCHAT_DTYPE", dtype)
+    shape = Shape.from_depth(4, dim=256, head_dim=64, vocab=512, seq_len=256)
+    found, wanted = (
+        learnt(
+            learner_on(pick("cuda"), "cuda", Flash() if dtype == "bf16" else Reference(), shape),
+            batches(4, 8, "cuda", shape),
+            record,
+        )
+        for record in (True, False)
+    )
+    assert found[0] == pytest.approx(wanted[0], rel=1e-3 if dtype == "bf16" else 1e-5)
+    assert len(set(found[0])) == 4
+    for one, other in zip(found[1], wanted[1], strict=True):
+        assert (one - other).norm() <= (2e-2 if dtype == "bf16" else 1e-4) * other.norm()
