@@ -44,7 +44,10 @@ def train_parts(config: PlanConfig, model: Shape | HFModel, chip: Chip, devices:
     """Bytes by part of one training device."""
     if isinstance(model, HFModel):
         return hf_parts(config, model, chip, devices, rows, config.lora_rank)
-    return memory.training(model, chip, devices, rows, config.activation_checkpointing)
+    parts = memory.training(model, chip, devices, rows, config.activation_checkpointing)
+    if config.goal == "rl":
+        parts["logits"] += memory.policy_logits(chip)
+    return parts
 
 
 def hf_parts(config: PlanConfig, model: HFModel, chip: Chip, devices: int, rows: int, rank: int) -> dict[str, int]:

@@ -114,6 +114,15 @@ def logits_of_chunk(shape: Shape, chip: Chip, rows: int) -> int:
     return min(rows * shape.seq_len, chunk) * shape.padded_vocab * (2 * size + eager)
 
 
+def policy_logits(chip: Chip) -> int:
+    """What the logits of `rl` need beyond those of a chunk of training, where that is compiled and rl's is not: three
+    float32 tensors, of half as many rows, and their gradient in the compute dtype (nn/objective.py)."""
+    size = compute_bytes(chip)
+    if not TRAITS[chip.device_type].compiled:
+        return 0
+    return max(0, HEAD_CHUNK_BYTES[size] // FP32 * (3 * FP32 + size) - 2 * HEAD_CHUNK_BYTES[size])
+
+
 def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
     """Gradients in flight inside the widest block, the MLP: both sides of ReLU² and the residual."""
     return rows * shape.seq_len * (2 * shape.mlp_dim + shape.dim) * compute_bytes(chip)

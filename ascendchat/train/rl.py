@@ -36,7 +36,7 @@ from ascendchat.nn.invariant import InvariantReadout
 from ascendchat.nn.objective import head_logprobs
 from ascendchat.nn.readout import Drawn, Float32Readout, Readout
 from ascendchat.plan.batch import Split
-from ascendchat.plan.memory import caches
+from ascendchat.plan.memory import caches, policy_logits
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
 from ascendchat.tasks import Task
@@ -230,8 +230,9 @@ def batch_rows(answers: int) -> int:
 def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: int, slots: int) -> Split:
     """Micro-batches beside the engine's caches. The last one of a step is filled up with padding, and nobody knows how
     many rows the answers will fill: so they are no larger than keeps a device busy."""
-    counted = shape.counted if isinstance(shape, HFShape) else shape
-    beside = sum(caches(counted, here.device.chip, slots, shape.seq_len).values())
+    own, chip = isinstance(shape, Shape), here.device.chip
+    counted = shape if isinstance(shape, Shape) else shape.counted
+    beside = sum(caches(counted, chip, slots, shape.seq_len).values()) + (policy_logits(chip) if own else 0)
     total = here.world.size * batch_rows(answers) * shape.seq_len
     split = share_out(config, shape, here.device, total, beside)
     while not config.device_batch_size and split.rows * shape.seq_len > BUSY_TOKENS and (less := split.smaller()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -13,8 +12,9 @@ from hypothesis import strategies as st
 from ascendchat import cli
 from ascendchat.chips import GIB, find
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.goals import train_plan
+from ascendchat.plan.goals import train_parts, train_plan
 from ascendchat.plan.memory import (
+    HEAD_CHUNK_BYTES,
     activations,
     allocated,
     compute_dtype,
@@ -26,6 +26,7 @@ from ascendchat.plan.memory import (
     mean_on_device,
     most_sequences,
     optimizer_state,
+    policy_logits,
     training,
     usable,
 )
@@ -120,7 +121,7 @@ def test_npu_attention_keeps_64_bytes_per_head_and_token_and_the_rotation_its_in
 
 def test_a_chip_without_fused_attention_keeps_the_probabilities() -> None:
     shape, old = Shape.from_depth(12, window_pattern="L"), find("Ascend910A")
-    fused = dataclasses.replace(old, fused_attention=True)
+    fused = replace(old, fused_attention=True)
     more = activations(shape, old, 1, False) - activations(shape, fused, 1, False)
     assert more == 2048 * 12 * 6 * (2 * 2 * 2048 - 64)
 
@@ -209,7 +210,7 @@ def test_the_mean_of_the_last_weights_lies_on_the_device_only_if_there_is_room()
     needed = sum(training(shape, chip, 1, 16).values())
     held = needed + 4 * shape.total_parameters
     for memory, size in ((held, held - needed), (held - 2**20, 0)):
-        sized = dataclasses.replace(chip, memory=int(memory / 0.95) + 1)
+        sized = replace(chip, memory=int(memory / 0.95) + 1)
         assert mean_on_device(shape, sized, 1, 16, False) == size
     deep = Shape.from_depth(20)
     parts = training(deep, chip, 1024, 4)
@@ -217,3 +218,17 @@ def test_the_mean_of_the_last_weights_lies_on_the_device_only_if_there_is_room()
     plan = train_plan(PlanConfig(depth=12, device_batch_size=16), chip)["memory"]
     assert plan["parts"]["mean_of_weights"] == held - needed
     assert plan["total"] == held
+
+
+def test_rl_counts_the_logits_that_its_head_holds() -> None:
+    """Six and a half bytes for each element of a chunk of training, 4 of which that counts (a dispatch mode that adds
+    up living storages, on a CPU in bf16: 6.6 at temperature 1)."""
+    chip, chunk = find("H200"), HEAD_CHUNK_BYTES[2] // 2
+    assert (2 * HEAD_CHUNK_BYTES[2] + policy_logits(chip)) / chunk == pytest.approx(6.6, rel=0.07)
+    assert policy_logits(find("Ascend910B3")) == 0, "no head is compiled there"
+    config = PlanConfig(depth=12, chip="H200", device_batch_size=16)
+    plain, policy = (
+        train_parts(replace(config, goal=goal), Shape.from_depth(12), chip, 1, 16) for goal in ("train", "rl")
+    )
+    assert policy.pop("logits") - plain.pop("logits") == policy_logits(chip) == 1.5 * GIB
+    assert policy == plain
