@@ -98,7 +98,7 @@ class Decoder:
         self.bias: Tensor | None = None
         self.counts: Tensor | None = None
         self._steps: dict[StepKey, Callable[[], Tensor]] = {}
-        self._prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
+        self.prepared: list[tuple[int, int]] = []  # rows and keys, the cheapest first; see prepare
         self._models: dict[tuple[int, int], Callable[[], Logits]] = {}  # compiled, by rows and keys
         self._choices: dict[tuple[int, Mode], Callable[[Logits], Tensor]] = {}
 
@@ -234,7 +234,7 @@ class Decoder:
         """
         count = power(rows, 1, self.slots) if self.graphs or self.compiled else rows
         span = power(longest, LEAST_SPAN, self.context) if self.kernel.slices else self.context
-        fits = ((most, reach) for most, reach in self._prepared if most >= rows and reach >= longest)
+        fits = ((most, reach) for most, reach in self.prepared if most >= rows and reach >= longest)
         count, span = next(fits, (count, span))
         key = count, span, mode
         if key not in self._steps:
@@ -255,7 +255,7 @@ class Decoder:
                 self._steps[count, span, mode] = step = self._record(count, span, mode)
                 with self._standing():
                     step()
-        self._prepared = sizes
+        self.prepared = sizes
 
     def _record(self, count: int, span: int, mode: Mode) -> Callable[[], Tensor]:
         read, choose = self._model(count, span), self._choice(count, mode)

@@ -37,6 +37,7 @@ from torch import Tensor
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder
+from ascendchat.infer.gather import Gather
 from ascendchat.infer.generator import Weights, check_fit
 from ascendchat.infer.grammar import grammars
 from ascendchat.infer.inputs import padded_length
@@ -106,7 +107,7 @@ class Engine:
         self.forgotten: list[Job] = []  # whose streams nobody holds any more
         self._left: list[int] = []  # slots whose requests are over, which the decoder does not know yet
         self._group = 1  # requests that enter together at least, while others run
-        self.sheet = Sheet(slots, context, self.vocab)
+        self.sheet, self.gather = Sheet(slots, context, self.vocab), Gather(self)
 
     # ---- the Generator -------------------------------------------------------------------------
 
@@ -217,10 +218,8 @@ class Engine:
 
     def _enter(self) -> None:
         """The longest waiting requests take the free slots."""
-        if not self.waiting:
-            return
-        free = self.sheet.free()
-        if len(free) < min(self._group, len(self.waiting), len(self.running)):
+        free = self.sheet.free() if self.waiting else []
+        if not free or len(free) < min(self._group, len(self.waiting), len(self.running)):
             return
         top = max((slot for slot, other in enumerate(self.running) if other is not None), default=-1)
         while self.waiting and free:
@@ -280,6 +279,7 @@ class Engine:
     def _launch(self) -> bool:
         """Start one decoding step for all rows that need it."""
         sheet = self.sheet
+        self.gather()
         if sheet.bound.any():
             self._collect(0)
         if sheet.forced.any():

@@ -71,6 +71,16 @@ class Sheet:
             del self._watchers[watched]
             self._watch(watched, -1)
 
+    def move(self, sources: Ints, targets: Ints) -> None:
+        """The requests of some slots go on in others, which nobody has."""
+        numbers = self.owner, self.written, self.launched, self.limit, self.prompt, self.mode
+        for column in (*numbers, self.ids, self.versions, self.logprobs, self.plain, self.bound, self.forced):
+            column[targets] = column[sources]
+        for source, target in zip(sources, targets):
+            self._watched[target] = self._watched[source]
+        self.owner[sources] = 0
+        self.bound[sources] = self.forced[sources] = False
+
     def _watch(self, tokens: frozenset[int], more: int) -> None:
         self.watched[[token for token in tokens if 0 <= token < len(self.watched)]] += more
 

@@ -1,0 +1,229 @@
+"""Rows that move together answer as if they had stayed, and steps have fewer rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import engine_models as make
+import pytest
+import torch
+
+from ascendchat.device import Device, pick
+from ascendchat.infer import gather
+from ascendchat.infer.engine import Completion, Engine, Request, Sampling
+from ascendchat.infer.prefix import LEAST_REUSE
+from ascendchat.nn.attention import Reference, Sdpa
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SLOTS, CONTEXT = 32, 160
+MODELS = {
+    "full": {"seq_len": 256, "window_pattern": "L", "kv_heads": 2},
+    "ring": {"seq_len": 40, "window_pattern": "SSL"},  # windows of 40 turn
+}
+KINDS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.8, seed=4, top_k=20, top_p=0.9, repetition_penalty=1.3),
+    Sampling(temperature=1.0, seed=5, presence_penalty=0.5, frequency_penalty=0.7, logit_bias=((7, 3.0), (9, -4.0))),
+    Sampling(temperature=1.0, seed=6, allowed_tokens=tuple(range(10, 60))),
+    Sampling(temperature=0.0, top_logprobs=3),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Device:
+    found = pick(request.param, dtype="fp32", compiled=False)
+    torch.set_float32_matmul_precision("highest")
+    return found
+
+
+class Watched:
+    """An engine whose steps and moves are counted."""
+
+    def __init__(self, engine: Engine, late: int | None = None) -> None:
+        self.engine, self.rows, self.moved = engine, [], 0  # type: tuple[Engine, list[int], int]
+        if late is not None:
+            engine.ahead = late
+        step, move = engine.decoder.step, engine.sheet.move
+
+        def stepped(rows: int, *rest: object) -> torch.Tensor:
+            self.rows.append(rows)
+            return step(rows, *rest)  # type: ignore[arg-type]
+
+        def moved(sources: object, targets: object) -> None:
+            self.moved += len(sources)  # type: ignore[arg-type]
+            move(sources, targets)  # type: ignore[arg-type]
+
+        engine.decoder.step, engine.sheet.move = stepped, moved  # type: ignore[method-assign]
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    """Most answers are short; the last ones, in the highest slots, go on."""
+    draw, vocab, made = random.Random(seed), make.tokenizer().vocab_size, []
+    for number in range(count):
+        prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, 70))]
+        length = draw.randint(40, 70) if number % 7 == 6 or number == count - 1 else draw.randint(1, 12)
+        stops = tuple(range(60 + number, 70 + number)) if number % 2 else ()
+        kind = replace(KINDS[number % len(KINDS)], max_tokens=length, stop_tokens=stops, tools=False, logprobs=True)
+        made.append(Request(prompt, kind))
+    return made
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "PATIENCE", 2)
+
+
+def same(found: list[Completion], expected: list[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids == other.ids
+        assert one.text == other.text
+        assert one.finish_reason == other.finish_reason
+        assert one.versions == other.versions
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        assert [[token for token, _ in top] for top in one.tops] == [[token for token, _ in top] for top in other.tops]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("patient")
+def test_answers_are_those_of_rows_that_stay(
+    device: Device, name: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = make.model(3, **MODELS[name]), requests(SLOTS)
+    moving = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT), late)
+    found = moving.engine.generate(asked)
+    assert moving.moved > 3
+    assert {"stop", "length"} == {answer.finish_reason for answer in found}
+    sheet = moving.engine.sheet
+    assert not sheet._watchers
+    assert not sheet.watched.any(), "nobody's tokens are watched any more"
+    monkeypatch.setattr(gather, "PATIENCE", 10**9)
+    staying = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT), late)
+    same(found, staying.engine.generate(asked))
+    assert staying.moved == 0
+    assert sum(moving.rows) < 0.7 * sum(staying.rows)
+    assert abs(len(moving.rows) - len(staying.rows)) <= 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_rounds_of_random_requests_one_after_the_other(device: Device) -> None:
+    """Whatever earlier ones left in the slots, and more requests than slots."""
+    model = make.model(5, **MODELS["ring"])
+    moving, alone = (Watched(make.engine(model, device, Sdpa(), slots=slots, context=CONTEXT)) for slots in (SLOTS, 3))
+    for seed in range(3):
+        asked = requests(SLOTS + 9 * seed, seed)
+        same(moving.engine.generate(asked), alone.engine.generate(asked))
+    assert moving.moved > 10
+    assert alone.moved == 0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.usefixtures("patient")
+def test_a_tools_result_is_put_in_wherever_the_row_is(device: Device, late: int) -> None:
+    """Moved in the middle of a call, of its result, and behind it."""
+    follows, answer = make.calculator_script()
+    start = [make.tokenizer().specials["<|assistant_start|>"]]
+    watched = Watched(make.engine(make.scripted(follows), device, slots=SLOTS, context=64), late)
+    for short in range(1, 14):
+        watched.moved = 0
+        brief = Request([65], Sampling(temperature=0.0, max_tokens=short, stop_tokens=(), tools=False))
+        *_, found = watched.engine.generate([*[brief] * (SLOTS - 1), Request(start, Sampling(temperature=0.0))])
+        assert found.ids == answer
+        assert found.forced == [False] * 7 + [True] * 4 + [False] * (len(answer) - 11)
+        assert watched.moved == 1
+        assert not watched.engine.sheet.forced.any()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_row_may_move_again_and_its_old_slots_are_idle(device: Device) -> None:
+    model, draw = make.model(8, **MODELS["ring"]), random.Random(2)
+    watched = Watched(make.engine(model, device, Sdpa(), slots=64, context=CONTEXT), 1)
+    engine, greedy = watched.engine, Sampling(temperature=0.0, stop_tokens=(), tools=False)
+    asked = []
+    for length in [3] * 34 + [18] * 20 + [60] * 10:  # the first move leaves 30 rows, the second 10
+        prompt = [draw.randrange(model.shape.vocab) for _ in range(draw.randint(30, 90))]
+        asked.append(Request(prompt, replace(greedy, max_tokens=length)))
+    jobs, places = [engine.add(request) for request in asked], set()
+    while not all(job.done for job in jobs):
+        engine.step()
+        places.add(jobs[-1].slot)
+        idle = [slot for slot, job in enumerate(engine.running) if job is None and slot not in engine._left]
+        assert (engine.decoder.target[idle] == engine.decoder.cache.dump).all()
+        for slot, job in enumerate(engine.running):
+            assert job is None or not job.launched or engine.decoder.held[slot] == int(engine.decoder.length[slot])
+    assert len(places) == 3
+    assert max(watched.rows[-5:]) == 10
+    for job, request in list(zip(jobs, asked))[-12:]:
+        assert job.completion.ids == make.greedy(model, request.prompt, request.sampling.max_tokens, CONTEXT)
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_freed_slots_kept_is_found_behind_their_move(device: Device) -> None:
+    model, draw = make.model(7, **MODELS["full"]), random.Random(1)
+    place = device.bind(0)
+    sizes = {"slots": SLOTS, "context": CONTEXT, "least_reuse": LEAST_REUSE}
+    engine = Engine(model.to(place), Sdpa(), make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
+    watched, vocab = Watched(engine), model.shape.vocab
+    prompts = [[draw.randrange(vocab) for _ in range(60)] for _ in range(SLOTS)]
+    greedy = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
+    lasting = replace(greedy, max_tokens=50)
+    jobs = [engine.add(Request(p, lasting if i >= SLOTS - 3 else greedy)) for i, p in enumerate(prompts)]
+    while not watched.moved:
+        engine.step()
+    again = [engine.add(Request([*p, 5, 6], greedy)) for p in prompts[:6]]
+    while not all(job.done for job in [*jobs, *again]):
+        engine.step()
+    assert watched.moved == 3
+    for prompt, job in zip(prompts[:6], again):
+        assert job.completion.cached_tokens >= 59, "what the first slots had is still there"
+        assert job.completion.ids == make.greedy(model, [*prompt, 5, 6], 3, CONTEXT)
+    for prompt, job in zip(prompts[-3:], jobs[-3:]):
+        assert job.completion.ids == make.greedy(model, prompt, 50, CONTEXT)
+
+
+@pytest.mark.usefixtures("patient")
+def test_nobody_moves_while_others_wait_or_where_it_gives_little(device: Device) -> None:
+    model = make.model(3, **MODELS["full"])
+    few = Watched(make.engine(model, device, Reference(), slots=gather.LEAST - 1, context=64))
+    greedy = Sampling(temperature=0.0, stop_tokens=(), tools=False)
+
+    def lengths(*tokens: int) -> list[Request]:
+        return [Request([3, 4], replace(greedy, max_tokens=number)) for number in tokens]
+
+    few.engine.generate(lengths(*[2] * (gather.LEAST - 2), 30))
+    assert few.moved == 0, "few rows take hardly less time"
+    half = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    half.engine.generate(lengths(*[2] * 7, *[30] * 9))
+    assert half.moved == 0, "more than half of them run"
+    half.engine.generate(lengths(*[2] * 8, *[30] * 8))
+    assert half.moved == 8
+    prepared = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    prepared.engine.decoder.prepared = [(16, 64)]
+    prepared.engine.generate(lengths(*[2] * 15, 30))
+    assert prepared.moved == 0, "there is no smaller step"
+    held = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    jobs = [held.engine.add(request) for request in lengths(*[2] * 15, 40)]
+    for _ in range(3):
+        held.engine.step()
+    held.engine.pause("wait")
+    jobs += [held.engine.add(request) for request in lengths(5)]
+    for _ in range(6):
+        held.engine.step()
+    assert held.moved == 0, "who waits takes the free slots"
+    held.engine.resume()
+    while not all(job.done for job in jobs):
+        held.engine.step()
+    assert held.moved == 1
+
+
+def test_a_short_lull_moves_nobody(device: Device) -> None:
+    model = make.model(3, **MODELS["full"])
+    watched = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    greedy = Sampling(temperature=0.0, stop_tokens=(), tools=False)
+    last = watched.engine.generate([Request([3, 4], replace(greedy, max_tokens=n)) for n in [2] * 15 + [9]])[-1]
+    assert watched.moved == 0
+    assert last.ids == make.greedy(model, [3, 4], 9, 64)
