@@ -73,6 +73,7 @@ class Device(Protocol):
     pin: bool  # host memory can be pinned for asynchronous copies
     compiles: bool  # whether `compile` compiles
     triton: bool  # whether our own Triton kernels run here
+    records_training: bool  # whether a pass with its gradient can be recorded (graph)
     narrow_cache: bool  # whether keys and values can be kept in 8 bits
 
     def count(self) -> int:

@@ -58,7 +58,7 @@ class Accelerator:
     pin = True
     compiles = False
     triton = False
-    narrow_cache = False
+    records_training = narrow_cache = False
     saturates = False  # fp16 overflow shows only in a hardware flag
     graph_class: str  # name of the captured graph's class in `api`
 

@@ -64,6 +64,7 @@ class CPU:
     collective = KINDS["cpu"].collective
     pin = False
     triton = False
+    records_training = False
     narrow_cache = True
 
     def __init__(self, options: DeviceOptions) -> None:

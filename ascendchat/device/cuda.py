@@ -41,6 +41,7 @@ class CUDA(Accelerator):
 
     type = "cuda"
     graph_class = "CUDAGraph"
+    records_training = True
 
     def __init__(self, api: Any, chip: Chip, options: DeviceOptions) -> None:
         super().__init__(api, chip, options)

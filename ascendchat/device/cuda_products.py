@@ -33,6 +33,7 @@ def installed() -> bool:
         return False
 
 
+@cache
 def _package() -> Any:
     """It compiles its kernels when they are first used; they are kept beside what torch.compile makes."""
     keep("QUACK_CACHE_DIR", PACKAGE)
@@ -56,8 +57,8 @@ def refusal(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None
         return None
     if (capability := torch.cuda.get_device_capability(device)) < (9, 0):
         return f"it is for compute capability 9.0 and newer, this is {'.'.join(map(str, capability))}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "it multiplies numbers of 16 bits"
+    if dtype != torch.bfloat16:
+        return "it was tried with bfloat16 only"
     if odd := [size for size in sizes if size % MULTIPLE]:
         return f"it is for sizes that {MULTIPLE} divides, not {odd[0]}"
     return fault()

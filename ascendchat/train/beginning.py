@@ -56,7 +56,8 @@ def begin_with_ours(config: _Config, here: Context, stage: StageName) -> Beginni
 
     learnt_from = settings_of(origin).get("data") or ()
     name = origin.folder.parent.parent.name
-    return Beginning(build(config, shape, here), tokenizer, origin, config, name, add_files, learnt_from)
+    learner = build(config, shape, here, packaged=False)  # log-probabilities of two policies are compared
+    return Beginning(learner, tokenizer, origin, config, name, add_files, learnt_from)
 
 
 def begin_with_theirs(config: _Config, here: Context) -> Beginning[_Config] | None:

@@ -111,10 +111,10 @@ def run(config: BenchTrainConfig) -> int:
             dim=config.dim,
             head_dim=config.head_dim,
         )
+        learner = build(config, shape, here)
         total, chip, checkpointing = config.total_batch_size or 2**19, here.device.chip, config.activation_checkpointing
         rows = config.device_batch_size
         split = fit_split(shape, chip, here.world.size, total, rows=rows, checkpointing=checkpointing)
-        learner = build(config, shape, here)
         bench = Bench(learner, split, config.seed)
         results = {**measure(bench, config.steps_to_time, here.device), **roofline(bench, here.device)}
         eight = isinstance(learner.model.ops, Fp8Ops)  # not what was asked for, but what was timed

@@ -145,8 +145,9 @@ def run_stage(config: ChatTrainConfig, name: StageName) -> int:
             for text in preview_mixture(data, mixture.sources, tokenizer, config.preview, colours(sys.stdout)):
                 say(text)
             return 0
+        learner = build(config, shape, here)  # before the batch is planned: it knows what is kept
         split, steps = batch_and_steps(config, shape, here.device, mixture.per_epoch)
-        stage = ChatStage(name, build(config, shape, here), split, steps, mixture, tokenizer, config, origin)
+        stage = ChatStage(name, learner, split, steps, mixture, tokenizer, config, origin)
         if not saved:
             stage.begin(config.warm_start)
 

@@ -7,6 +7,7 @@ learner.loss(batch, weight).backward()
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar
 
@@ -115,8 +116,9 @@ class Learner(Generic[_Model]):
         return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
 
 
-def operators(config: StepConfig, shape: Shape, here: Context) -> Ops:
-    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs."""
+def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -> Ops:
+    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/heads.py where that runs, and with the
+    MLP of a package, if it may be `packaged`."""
     device = here.device
     heads: Heads | None = None
     if device.triton:
@@ -133,14 +135,16 @@ def operators(config: StepConfig, shape: Shape, here: Context) -> Ops:
         if not lacks:
             return Fp8Ops(here.place, heads)
         here.say(f"--fp8 is ignored: {lacks}")
-    mlp, said = device.packaged_mlp(shape.dim, shape.mlp_dim)
+    mlp, said = device.packaged_mlp(shape.dim, shape.mlp_dim) if packaged else (None, None)
     if said:
         here.say(said)
+    device.chip = replace(device.chip, fused_mlp=mlp is not None)  # for the memory plan
     return device.operators() or PlainOps(heads, mlp)
 
 
-def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
-    """Model and kernel; weights are drawn on the host, so every device starts alike."""
+def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> Learner[GPT]:
+    """Model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where what is
+    computed with gradients is compared with what is computed without, which a package rounds otherwise."""
     device = here.device
     kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
     here.say(reason)
@@ -151,7 +155,7 @@ def build(config: StepConfig, shape: Shape, here: Context) -> Learner[GPT]:
             "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
         )
     here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
-    ops, dropout = operators(config, shape, here), getattr(config, "dropout", 0.0)
+    ops, dropout = operators(config, shape, here, packaged), getattr(config, "dropout", 0.0)
     model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
     model.initialise(config.seed)
     place = here.place

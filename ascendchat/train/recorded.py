@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ascendchat import dist
@@ -19,7 +20,7 @@ from ascendchat.data.prefetch import MicroBatch
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.shape import Shape
-from ascendchat.train.learner import Learner
+from ascendchat.train.learner import Learner, say
 
 SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launches (docs/log.md)
 
@@ -30,7 +31,8 @@ def pays(learner: Learner, rows: int) -> bool:
     """Whether micro-batches of so many rows are recorded: they are short, always the same work, and there is room for
     their activations beside those of work that is not recorded. Several devices were not tried."""
     model, device = learner.model, learner.device
-    if not isinstance(model, GPT) or not device.compiles or not device.chip.graphs or dist.world().size > 1:
+    able = device.records_training and device.compiles and device.chip.graphs
+    if not able or not isinstance(model, GPT) or dist.world().size > 1:
         return False
     same = not learner.by_document and not model.dropout and not device.scaling.needed
     return same and short(model.shape, device.chip, rows, model.checkpoint_activations)
@@ -74,8 +76,15 @@ def learning(
         return [batch.inputs, batch.targets, *(number for number in numbers if number is not None)]
 
     learner.device.release()  # what ran before, unrecorded, has left room for its activations
-    replay = learner.device.graph(run, *(tensor.clone() for tensor in given(like, weight, ahead)))
+    try:
+        replay = learner.device.graph(run, *(tensor.clone() for tensor in given(like, weight, ahead)))
+    except torch.OutOfMemoryError:  # other processes have some of the device's memory
+        say("there is no room to record micro-batches: they are launched one by one")
+        replay = None
     clear()
+    if replay is None:
+        learner.device.release()
+        return plain
 
     def learn(batch: MicroBatch, weight: Tensor, ahead: Tensor | None) -> Tensor:
         if batch.inputs.shape != like.inputs.shape:

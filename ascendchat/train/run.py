@@ -38,8 +38,6 @@ def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[C
             "train on another device (--device-type) or machine, copy the run here, and talk to it: ascendchat chat"
         )
     with joined(device) as here:
-        if not config.fp8 and device.packaged_mlp()[0] is not None:
-            device.chip = replace(device.chip, fused_mlp=True)
         yield here
 
 

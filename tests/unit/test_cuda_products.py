@@ -6,10 +6,12 @@ The package itself needs a Hopper chip: without one a stand-in computes what its
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,11 +19,17 @@ from torch import Tensor
 
 from ascendchat.chips import find
 from ascendchat.cli import main
+from ascendchat.config.rl import RlConfig
+from ascendchat.config.train import BenchTrainConfig
 from ascendchat.device import DeviceOptions, cuda_products
 from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.nn.gpt import PlainOps
+from ascendchat.plan.shape import Shape
+from ascendchat.train import beginning
+from ascendchat.train.learner import build
 from ascendchat.train.loop import Result
+from ascendchat.train.run import training_context
 
 HOPPER = torch.cuda.is_available() and cuda_products.usable(torch.device("cuda"), torch.bfloat16)
 
@@ -36,17 +44,20 @@ def gemm_act(A: Tensor, B: Tensor, *, activation: str, tuned: bool) -> tuple[Ten
 def gemm_dact(A: Tensor, B: Tensor, PreAct: Tensor, *, activation: str, tuned: bool) -> tuple[Tensor, Tensor]:
     assert activation == "relu_sq"
     assert not tuned
+    assert A.is_contiguous()
     positive = torch.relu(PreAct)
     return (A @ B) * 2.0 * positive, positive.square()
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Any:
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    cuda_products._package.cache_clear()
     module: Any = ModuleType("quack.gemm_interface")
     module.gemm_act, module.gemm_dact = gemm_act, gemm_dact
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
-    return module
+    yield module
+    cuda_products._package.cache_clear()
 
 
 def weights(place: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -100,8 +111,9 @@ def test_it_is_left_out_where_it_cannot_run_and_says_so(package: Any, monkeypatc
 
     unused = "the package quack-kernels 0.9 is not used: "
     assert said() == ""
-    assert said(torch.float16, 768, 3072) == ""
-    assert said(torch.float32) == unused + "it multiplies numbers of 16 bits"
+    assert said(torch.bfloat16, 768, 3072) == ""
+    for other in (torch.float16, torch.float32):
+        assert said(other) == unused + "it was tried with bfloat16 only"
     assert said(torch.bfloat16, 768, 3076) == unused + "it is for sizes that 8 divides, not 3076"
     capability[0] = (8, 0)
     assert said() == unused + "it is for compute capability 9.0 and newer, this is 8.0"
@@ -124,33 +136,54 @@ def test_the_real_package_is_near_the_exact_result(compiled: bool) -> None:
         assert (one.double() - other).norm() < 0.01 * other.norm()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+class Packaged(CPU):
+    """A CPU with a package for layers of even sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(DeviceOptions())
+        self.chip = replace(self.chip, fp8=True)
+
+    def packaged_mlp(self, *sizes: int) -> tuple[Any, str | None]:
+        return None if any(size % 8 for size in sizes) else PlainOps().mlp, "there is a package"
+
+    def compile(self, fn: Any, **options: Any) -> Any:
+        return fn
+
+
+@pytest.mark.parametrize(("flags", "used"), [("", True), ("--fp8", False), ("--dim 60 --head-dim 30", False)])
 def test_training_asks_the_device_for_it_and_plans_for_less(
-    fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: str, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plan's chip and the operators agree: both know of the package, or neither does."""
-    asked: list[tuple[int, ...]] = []
-
-    class Packaged(CPU):
-        def packaged_mlp(self, *sizes: int) -> tuple[Any, str | None]:
-            asked.append(sizes)
-            return PlainOps().mlp, "there is a package"
-
-        def compile(self, fn: Any, **options: Any) -> Any:
-            return fn
-
-    device = Packaged(DeviceOptions())
-    device.chip, device.compiles = replace(device.chip, fp8=True), fp8
+    device = Packaged()
+    device.compiles = "fp8" in flags
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: device)
     seen: list[Any] = []
     monkeypatch.setattr("ascendchat.train.run.fit", lambda stage, *_, **__: seen.append(stage) or Result(0))
     sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --steps 1 --device-type cpu --run r"
-    assert main(["base", *sizes.split(), *(["--fp8"] if fp8 else [])]) == 0
-    assert device.chip.fused_mlp == (not fp8)
-    assert ("there is a package" in capsys.readouterr().out) == (not fp8)
-    assert (seen[0].learner.model.ops.whole_mlp is None) == fp8
-    assert ((64, 256) in asked) == (not fp8)
+    assert main(["base", *sizes.split(), *flags.split()]) == 0
+    assert device.chip.fused_mlp == used
+    assert ("there is a package" in capsys.readouterr().out) == ("fp8" not in flags)
+    assert (seen[0].learner.model.ops.whole_mlp is not None) == used
+
+
+def test_where_two_policies_are_compared_no_package_rounds_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Packaged()
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: device)
+    shape = Shape.from_depth(1, dim=32, vocab=64, seq_len=64)
+    for packaged in (True, False):
+        with training_context(BenchTrainConfig()) as here:
+            learner = build(BenchTrainConfig(), shape, here, packaged=packaged)
+        assert (learner.model.ops.whole_mlp is not None) == packaged  # type: ignore[attr-defined]
+        assert device.chip.fused_mlp == packaged
+    made: list[bool] = []
+    monkeypatch.setattr(beginning, "build", lambda *_, packaged=True: made.append(packaged))
+    for name in ("starting_point", "tokenizer_folder", "open_tokenizer", "settings_of"):
+        monkeypatch.setattr(beginning, name, MagicMock())
+    monkeypatch.setattr(beginning.Shape, "from_dict", lambda sizes: shape)
+    beginning.begin_with_ours(RlConfig(), MagicMock(), "rl")
+    assert made == [False]
 
 
 def test_a_gpu_asks_the_package_only_for_compiled_training(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from ascendchat.nn.attention import Flash, Reference
 from ascendchat.nn.gpt import GPT
 from ascendchat.plan import schedule
 from ascendchat.plan.shape import Shape
+from ascendchat.train import horizon
 from ascendchat.train.learner import Learner, optimizer_for
 from ascendchat.train.recorded import learning, pays, short
 
@@ -30,6 +31,8 @@ SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
 
 class Recording(CPU):
     """A CPU that records as an accelerator does: it runs first, then reads and writes the same places for ever."""
+
+    records_training = True
 
     def __init__(self) -> None:
         super().__init__(DeviceOptions())
@@ -119,6 +122,30 @@ def test_without_an_optimizer_no_gradient_is_kept() -> None:
     assert all(parameter.grad is None for parameter in learner.model.parameters())
 
 
+def test_without_room_for_a_recording_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(Recording):
+        def graph(self, fn: Callable[..., Any], *rest: Any, **more: Any) -> Callable[..., Any]:
+            fn(*rest)
+            raise torch.OutOfMemoryError
+
+    found, wanted = (
+        learnt(learner_on(Full()), batches(2, 2), True),
+        learnt(learner_on(Recording()), batches(2, 2), False),
+    )
+    assert "no room to record" in capsys.readouterr().out
+    assert found[0] == wanted[0]
+    assert all(torch.equal(one, other) for one, other in zip(found[1], wanted[1], strict=True))
+
+
+def test_the_speed_is_measured_without_an_optimizer_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(horizon, "SPEED_SECONDS", 0.0)
+    device = Recording()
+    learner, (batch,) = learner_on(device), batches(1, 2)
+    assert horizon.measured_speed(learner, batch) >= 0
+    assert device.replays >= 1
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+
+
 def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(change: Callable[[Any], None]) -> bool:
         learner = learner_on(Recording())
@@ -130,7 +157,8 @@ def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.Mo
 
     assert asked(lambda learner: None)
     assert not asked(lambda learner: setattr(learner, "by_document", True))
-    assert not asked(lambda learner: setattr(learner.model, "dropout", 0.1))
+    assert not asked(lambda learner: setattr(learner, "model", GPT(SHAPE, dropout=0.1)))
+    assert not asked(lambda learner: setattr(learner.device, "records_training", False))
     assert not asked(lambda learner: setattr(learner, "device", Half()))
     assert not asked(lambda learner: setattr(learner.device, "compiles", False))
     assert not asked(lambda learner: setattr(learner.device, "chip", find("cpu")))
