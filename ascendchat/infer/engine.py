@@ -243,7 +243,7 @@ class Engine:
         while self.forgotten:
             self.cancel(self.forgotten.pop())
         left = self.prefill_tokens
-        while self.reading.jobs:
+        while self.reading.jobs or self.reading.copies:  # of a request that ended before it was read, too
             self._dismiss()
             self.reading.begin(self.sheet.free())
             for copies in rounds(self.reading.copies):

@@ -9,6 +9,7 @@ for later prompts goes the other way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LEAST = 16  # rows that a step must run: fewer take hardly less time
 PATIENCE = 8  # steps in a row that half as many rows would do for: moving takes about as long as a few of them
+RECORDING = 256  # such steps in all, before a step of another size is recorded for it, which takes about as long
 
 
 class Gather:
@@ -30,6 +32,7 @@ class Gather:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.sparse = engine, 0
+        self.wanted: Counter[int] = Counter()  # by rows: steps that so many would have done for
 
     def __call__(self) -> None:
         self.sparse = self.sparse + 1 if self.worth() else 0
@@ -40,41 +43,53 @@ class Gather:
             self.move()
 
     def worth(self) -> bool:
-        """Whether a step would have half as many rows. Not while prompts are read or wait for a slot, nor where steps
-        of few sizes were prepared."""
-        engine = self.engine
-        if len(engine.running) < LEAST or engine.waiting or engine.reading.jobs or engine.decoder.prepared:
+        """Whether a step would have half as many rows. Not while prompts are read or wait for a slot."""
+        engine, decoder = self.engine, self.engine.decoder
+        if len(engine.running) < LEAST or engine.waiting or engine.reading.jobs:
             return False
         busy = np.flatnonzero(engine.sheet.owner)
         top = int(busy[-1]) + 1 if len(busy) else 0
-        return top >= LEAST and size(engine.decoder, top) >= 2 * size(engine.decoder, len(busy))
+        few = size(decoder, len(busy))
+        if top < LEAST or size(decoder, top) < 2 * few:
+            return False
+        self.wanted[few] += 1
+        if not (decoder.graphs or decoder.compiled) or self.wanted[few] > RECORDING:
+            return True
+        return any(rows == few for rows, _, _ in decoder._steps)
 
     def move(self) -> None:
         """The rows of the highest slots to the lowest free ones; nothing may be under way."""
-        engine = self.engine
+        engine, held = self.engine, self.engine.prefixes.held
         busy = [slot for slot, job in enumerate(engine.running) if job is not None]
-        free = [slot for slot in range(len(busy)) if engine.running[slot] is None]
-        sources, targets = busy[len(busy) - len(free) :], free
+        targets = [slot for slot in range(len(busy)) if engine.running[slot] is None]
+        sources = busy[len(busy) - len(targets) :]
         if not sources:
             return
-        held, groups = engine.prefixes.held, []
+        groups, records = [], []
         for source, target in zip(sources, targets):
             length, kept = int(engine.decoder.held[source]), held[target]
             groups.append([Copy(source, target, length, (length - 1) % 2)])
-            if kept is not None:
+            if kept is not None and len(kept.tokens) >= engine.prefixes.least:
                 groups[-1].append(Copy(target, source, len(kept.tokens), (len(kept.tokens) - 1) % 2))
-            held[source], held[target] = kept, held[source]
-            job = engine.running[source]
-            assert job is not None
-            engine.running[target], engine.running[source], job.slot = job, None, target
+            else:
+                kept = None
+            records.append((kept, held[source]))
+            held[source] = held[target] = None  # nothing of it may be found if a copy fails
         for copies in rounds(groups):
             engine.decoder.copy(copies)
         move_state(engine.decoder, sources, targets)
         engine.sheet.move(np.array(sources), np.array(targets))
+        for source, target, record in zip(sources, targets, records):
+            held[source], held[target] = record
+            job = engine.running[source]
+            assert job is not None
+            engine.running[target], engine.running[source], job.slot = job, None, target
 
 
 def size(decoder: Decoder, rows: int) -> int:
     """Rows that a step for so many runs."""
+    if decoder.prepared:
+        return next(most for most, _ in decoder.prepared if most >= rows)
     return power(rows, 1, decoder.slots) if decoder.graphs or decoder.compiled else rows
 
 

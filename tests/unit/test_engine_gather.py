@@ -202,9 +202,11 @@ def test_nobody_moves_while_others_wait_or_where_it_gives_little(device: Device)
     half.engine.generate(lengths(*[2] * 8, *[30] * 8))
     assert half.moved == 8
     prepared = Watched(make.engine(model, device, Reference(), slots=16, context=64))
-    prepared.engine.decoder.prepared = [(16, 64)]
-    prepared.engine.generate(lengths(*[2] * 15, 30))
+    prepared.engine.decoder.prepared = [(1, 64), (16, 64)]
+    prepared.engine.generate(lengths(*[2] * 14, 30, 30))
     assert prepared.moved == 0, "there is no smaller step"
+    prepared.engine.generate(lengths(*[2] * 15, 30))
+    assert prepared.moved == 1
     held = Watched(make.engine(model, device, Reference(), slots=16, context=64))
     jobs = [held.engine.add(request) for request in lengths(*[2] * 15, 40)]
     for _ in range(3):
@@ -227,3 +229,70 @@ def test_a_short_lull_moves_nobody(device: Device) -> None:
     last = watched.engine.generate([Request([3, 4], replace(greedy, max_tokens=n)) for n in [2] * 15 + [9]])[-1]
     assert watched.moved == 0
     assert last.ids == make.greedy(model, [3, 4], 9, 64)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_step_of_another_size_is_recorded_when_it_was_wanted_for_long(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make.model(3, **MODELS["full"])
+    watched = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    decoder, greedy = watched.engine.decoder, Sampling(temperature=0.0, stop_tokens=(), tools=False)
+    asked = [Request([3, 4], replace(greedy, max_tokens=number)) for number in [2] * 15 + [40]]
+    monkeypatch.setattr(decoder, "graphs", True)
+    monkeypatch.setattr(gather, "RECORDING", 50)
+    watched.engine.generate(asked)
+    assert watched.moved == 0, "it would have to be recorded"
+    watched.engine.generate(asked)
+    assert watched.moved == 1
+    assert watched.rows[-1] == 1
+    decoder._steps.clear()
+    watched.engine.gather.wanted.clear()
+    watched.engine.generate([Request([3, 4], replace(greedy, max_tokens=5))])
+    watched.engine.generate(asked)
+    assert watched.moved == 2, "it was recorded already"
+
+
+@pytest.mark.usefixtures("patient")
+def test_copies_for_a_request_that_ended_unread_are_made_before_rows_move(device: Device) -> None:
+    """Its stream was let go: the copies named slots that others take now."""
+    model, draw = make.model(7, **MODELS["full"]), random.Random(1)
+    place = device.bind(0)
+    sizes = {"slots": SLOTS, "context": CONTEXT, "least_reuse": LEAST_REUSE}
+    engine = Engine(model.to(place), Sdpa(), make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
+    watched, vocab = Watched(engine), model.shape.vocab
+    prompts = [[draw.randrange(vocab) for _ in range(60)] for _ in range(SLOTS)]
+    greedy = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
+    lasting = replace(greedy, max_tokens=60)
+    jobs = [engine.add(Request(p, lasting if i >= SLOTS - 3 else greedy)) for i, p in enumerate(prompts)]
+    while sum(job.done for job in jobs) < SLOTS - 3:
+        engine.step()
+    dropped = engine.add(Request([*prompts[SLOTS - 2], 5, 6], greedy))  # begins as one that runs: a copy is queued
+    engine.forgotten.append(dropped)
+    while not watched.moved:
+        engine.step()
+        assert not engine.reading.copies
+    jobs.append(engine.add(Request([9, 8, 7], greedy)))
+    while not all(job.done for job in jobs):
+        engine.step()
+    for prompt, job in zip(prompts[-3:], jobs[SLOTS - 3 : SLOTS]):
+        assert job.completion.ids == make.greedy(model, prompt, 60, CONTEXT)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_copy_that_fails_leaves_all_slots_as_they_were(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make.model(3, **MODELS["full"])
+    engine = make.engine(model, device, Reference(), slots=16, context=64)
+    greedy = Sampling(temperature=0.0, stop_tokens=(), tools=False)
+    asked = [Request([3, 4], replace(greedy, max_tokens=number)) for number in [2] * 15 + [40]]
+
+    def fail(copies: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "copy", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.generate(asked)
+    assert engine.running == [None] * 16
+    assert not engine.sheet.owner.any()
+    assert engine.generate(asked)[-1].ids == make.greedy(model, [3, 4], 40, 64)
