@@ -9,16 +9,16 @@ Its kernels are operators of torch here, so that a compiled model calls them wit
 
 from __future__ import annotations
 
-import inspect
 import os
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascendchat.device import packages
 from ascendchat.device.compiling import keep
 
 PACKAGE = "flash-attn-4"
@@ -31,12 +31,8 @@ CALLED = {  # what is given to its two functions by name: they are internal, and
 }
 
 
-@cache
 def installed() -> bool:
-    try:
-        return bool(version(PACKAGE))
-    except PackageNotFoundError:
-        return False
+    return packages.installed(PACKAGE)
 
 
 def _package() -> Any:
@@ -49,12 +45,7 @@ def _package() -> Any:
 @cache
 def fault() -> str | None:
     """Why the package that is installed cannot be called, or None. Asked once, before a model is compiled with it."""
-    try:
-        known = {name: set(inspect.signature(getattr(_package(), name)).parameters) for name in CALLED}
-    except Exception as error:  # noqa: BLE001 - its own, or of a compiler that it imports: of any kind
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    lacking = [f"{name} takes no {word}" for name in CALLED for word in sorted(CALLED[name] - known[name])]
-    return "; ".join(lacking) or None
+    return packages.fault(_package, CALLED)
 
 
 def refusal(device: torch.device) -> str | None:

@@ -8,15 +8,15 @@ write all of (N, M) once more for each. Only the product before the square is ke
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ascendchat.device import packages
 from ascendchat.device.compiling import keep
 
 PACKAGE = "quack-kernels"
@@ -25,12 +25,8 @@ CALLED = {"gemm_act": {"A", "B", *SQUARE}, "gemm_dact": {"A", "B", "PreAct", *SQ
 MULTIPLE = 8  # elements of 16 bits that are read at once
 
 
-@cache
 def installed() -> bool:
-    try:
-        return bool(version(PACKAGE))
-    except PackageNotFoundError:
-        return False
+    return packages.installed(PACKAGE)
 
 
 @cache
@@ -43,12 +39,7 @@ def _package() -> Any:
 @cache
 def fault() -> str | None:
     """Why the package that is installed cannot be called, or None. Asked once, before a model is compiled with it."""
-    try:
-        known = {name: set(inspect.signature(getattr(_package(), name)).parameters) for name in CALLED}
-    except Exception as error:  # noqa: BLE001 - its own, or of a compiler that it imports: of any kind
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    lacking = [f"{name} takes no {word}" for name in CALLED for word in sorted(CALLED[name] - known[name])]
-    return "; ".join(lacking) or None
+    return packages.fault(_package, CALLED)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:

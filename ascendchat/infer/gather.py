@@ -3,8 +3,8 @@ the last slot would cost as much as all of them.
 
     gather()          # before each step
 
-What a row has moves with it, on the device and on the host, and its answer does not change. What the freed slot kept
-for later prompts goes the other way.
+What a row has moves with it, on the device and on the host, and its answer changes no more than with other neighbours.
+What the freed slot kept for later prompts goes the other way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from ascendchat.infer.engine import Engine
 
 LEAST = 16  # rows that a step must run: fewer take hardly less time
-PATIENCE = 8  # steps in a row that half as many rows would do for: moving takes about as long as a few of them
-RECORDING = 256  # such steps in all, before a step of another size is recorded for it, which takes about as long
+# Guesses, not timed on a card: steps in a row that half as many rows would do for, since moving takes as long as a few;
+PATIENCE = 8
+RECORDING = 256  # such steps in all, before a step of another size is recorded, which takes as long as many
 
 
 class Gather:

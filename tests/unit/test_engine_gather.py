@@ -11,9 +11,10 @@ import torch
 
 from ascendchat.device import Device, pick
 from ascendchat.infer import gather
-from ascendchat.infer.engine import Completion, Engine, Request, Sampling
+from ascendchat.infer.engine import Completion, Engine, Job, Request, Sampling
 from ascendchat.infer.prefix import LEAST_REUSE
 from ascendchat.nn.attention import Reference, Sdpa
+from ascendchat.nn.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,20 +162,26 @@ def test_a_row_may_move_again_and_its_old_slots_are_idle(device: Device) -> None
         assert job.completion.ids == make.greedy(model, request.prompt, request.sampling.max_tokens, CONTEXT)
 
 
-@pytest.mark.usefixtures("patient")
-def test_what_freed_slots_kept_is_found_behind_their_move(device: Device) -> None:
-    model, draw = make.model(7, **MODELS["full"]), random.Random(1)
-    place = device.bind(0)
+BRIEF = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
+
+
+def three_go_on(model: GPT, device: Device, tokens: int) -> tuple[Watched, list[list[int]], list[Job]]:
+    """All slots are taken; only the answers in the last three have more than a few tokens."""
+    place, draw = device.bind(0), random.Random(1)
     sizes = {"slots": SLOTS, "context": CONTEXT, "least_reuse": LEAST_REUSE}
     engine = Engine(model.to(place), Sdpa(), make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
-    watched, vocab = Watched(engine), model.shape.vocab
-    prompts = [[draw.randrange(vocab) for _ in range(60)] for _ in range(SLOTS)]
-    greedy = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
-    lasting = replace(greedy, max_tokens=50)
-    jobs = [engine.add(Request(p, lasting if i >= SLOTS - 3 else greedy)) for i, p in enumerate(prompts)]
+    prompts = [[draw.randrange(model.shape.vocab) for _ in range(60)] for _ in range(SLOTS)]
+    kinds = [BRIEF] * (SLOTS - 3) + [replace(BRIEF, max_tokens=tokens)] * 3
+    return Watched(engine), prompts, [engine.add(Request(p, kind)) for p, kind in zip(prompts, kinds)]
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_freed_slots_kept_is_found_behind_their_move(device: Device) -> None:
+    watched, prompts, jobs = three_go_on(model := make.model(7, **MODELS["full"]), device, 50)
+    engine = watched.engine
     while not watched.moved:
         engine.step()
-    again = [engine.add(Request([*p, 5, 6], greedy)) for p in prompts[:6]]
+    again = [engine.add(Request([*p, 5, 6], BRIEF)) for p in prompts[:6]]
     while not all(job.done for job in [*jobs, *again]):
         engine.step()
     assert watched.moved == 3
@@ -256,23 +263,16 @@ def test_a_step_of_another_size_is_recorded_when_it_was_wanted_for_long(
 @pytest.mark.usefixtures("patient")
 def test_copies_for_a_request_that_ended_unread_are_made_before_rows_move(device: Device) -> None:
     """Its stream was let go: the copies named slots that others take now."""
-    model, draw = make.model(7, **MODELS["full"]), random.Random(1)
-    place = device.bind(0)
-    sizes = {"slots": SLOTS, "context": CONTEXT, "least_reuse": LEAST_REUSE}
-    engine = Engine(model.to(place), Sdpa(), make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
-    watched, vocab = Watched(engine), model.shape.vocab
-    prompts = [[draw.randrange(vocab) for _ in range(60)] for _ in range(SLOTS)]
-    greedy = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
-    lasting = replace(greedy, max_tokens=60)
-    jobs = [engine.add(Request(p, lasting if i >= SLOTS - 3 else greedy)) for i, p in enumerate(prompts)]
+    watched, prompts, jobs = three_go_on(model := make.model(7, **MODELS["full"]), device, 60)
+    engine = watched.engine
     while sum(job.done for job in jobs) < SLOTS - 3:
         engine.step()
-    dropped = engine.add(Request([*prompts[SLOTS - 2], 5, 6], greedy))  # begins as one that runs: a copy is queued
+    dropped = engine.add(Request([*prompts[SLOTS - 2], 5, 6], BRIEF))  # begins as one that runs: a copy is queued
     engine.forgotten.append(dropped)
     while not watched.moved:
         engine.step()
         assert not engine.reading.copies
-    jobs.append(engine.add(Request([9, 8, 7], greedy)))
+    jobs.append(engine.add(Request([9, 8, 7], BRIEF)))
     while not all(job.done for job in jobs):
         engine.step()
     for prompt, job in zip(prompts[-3:], jobs[SLOTS - 3 : SLOTS]):
