@@ -76,6 +76,7 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "PATIENCE", 2)
+    monkeypatch.setattr(gather, "RECORDING", 0)  # where steps are recorded, new sizes at once
 
 
 def same(found: list[Completion], expected: list[Completion]) -> None:
