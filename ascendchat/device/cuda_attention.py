@@ -35,6 +35,7 @@ def installed() -> bool:
     return packages.installed(PACKAGE)
 
 
+@cache
 def _package() -> Any:
     """It compiles its kernels when they are first used; they are kept beside what torch.compile makes."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

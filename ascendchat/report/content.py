@@ -22,7 +22,7 @@ DOTS = ("bpb", "val_loss", "accuracy", "core")
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 EXACT = {"lr_scale", "memory_peak"}  # no noise in them
 FROM_ZERO = {"lr_scale", "memory_peak", "tokens_per_second", "mfu", "rollout_tokens_per_second"}
-PACKAGES = "torch", "torch_npu", "numpy", "transformers", "peft", "safetensors"
+PACKAGES = "torch torch_npu CANN CUDA flash-attn-4 quack-kernels numpy transformers peft safetensors".split()
 
 
 # Title and metrics of each panel; those without numbers are left out. A metric that ends with * stands for all that
@@ -309,7 +309,7 @@ def environment(runs: Sequence[RunData]) -> Table:
     for run in runs:
         for stage in run.stages:
             facts: dict[str, Any] = stage.facts
-            known = facts.get("packages") or {}
+            known = {**(facts.get("packages") or {}), **(facts.get("software") or {})}
             packages = ", ".join(f"{name} {known[name]}" for name in PACKAGES if name in known)
             row = [facts.get(name) for name in ("chip", "world", "ascendchat")]
             row += [

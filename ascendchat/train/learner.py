@@ -64,6 +64,16 @@ class Learner(Generic[_Model]):
         eight = isinstance(getattr(model, "ops", None), Fp8Ops)
         self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
 
+    @property
+    def packaged(self) -> list[str]:
+        """What packages compute here that a user may have installed or not."""
+        ops, kernel = getattr(self.model, "ops", None), self.kernel
+        used = {
+            "attention": isinstance(kernel, Flash) and kernel.packaged >= self.model.shape.head_dim,
+            "mlp": isinstance(ops, PlainOps) and ops.whole_mlp is not None,
+        }
+        return [part for part in used if used[part]]
+
     @cached_property
     def reader(self) -> Attention:
         """The kernel for samples and scores, which read caches: the same where it can."""

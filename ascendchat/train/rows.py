@@ -118,6 +118,7 @@ class RowStage(Stage):
         rates = learning_rates(config, shape, split.total)
         self.facts = {  # for the run's record
             "attention": learner.kernel.name,
+            "packaged": learner.packaged,
             "split": vars(split),
             "learning_rates": rates,
             "schedule": asdict(self.curve),

@@ -95,7 +95,7 @@ def train_stage(
             here.say(f"{folder} is finished: {options.start} steps; --resume never starts anew")
             return 0
         here.say(stage.summary() + (f"; continuing after step {options.start}" if options.start else ""))
-        about = {"chip": here.device.chip.name, "world": here.world.size, **facts}
+        about = {"chip": here.device.chip.name, "software": here.device.software(), "world": here.world.size, **facts}
         step = options.start or None
         with open_run(folder, config, facts=about, resume_step=step, track=config.track, main=here.main) as record:
             if here.main:

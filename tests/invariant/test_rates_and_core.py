@@ -54,6 +54,7 @@ def test_rates_and_schedule_that_are_asked_for_are_used_and_recorded(home: Path)
     assert base(home, *asked, *curve) == 0
     full = rates(32, 256, matrix=0.03, embedding=0.2, unembedding=0.004, scalar=0.4)
     assert record(home, "base")["learning_rates"] == {name: rate * 0.5 for name, rate in full.items()}
+    assert (record(home, "base")["packaged"], record(home, "base")["software"]) == ([], {})
     assert record(home, "base")["schedule"] == {"warmup": 2, "warmdown": 0.5, "final": 0.1}
     assert scales(home, "base") == [lr_scale(step, 6, warmup=2, warmdown=0.5, final=0.1) for step in range(6)]
     sft = ["sft", "--data", str(home / "chats.jsonl"), "--device-batch-size", "4", "--total-batch-size", "256", *QUIET]

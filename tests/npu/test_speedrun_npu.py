@@ -43,6 +43,7 @@ def test_every_stage_of_a_recipe_runs_on_two_npus(tmp_path: Path) -> None:
     for stage in ("base", "mid", "sft", "rl"):
         facts = json.loads((tmp_path / "home" / "runs" / "tiny" / stage / "run.json").read_text())
         assert (facts["chip"], facts["world"]) == ("Ascend910B3", 2), stage
+        assert facts["software"]["CANN"], stage
     assert "hccl" in done.stdout
     assert re.search(r"^ +RL$", done.stdout, flags=re.M), "the table of the stages"
     assert os.path.getsize(tmp_path / "home" / "runs" / "tiny" / "report.html") > 10_000

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascendchat.device import cuda_attention
+from ascendchat.device import cuda_attention, pick
 from ascendchat.nn.attention import Flash, Reference
+from ascendchat.nn.gpt import GPT
+from ascendchat.plan.shape import Shape
+from ascendchat.train.learner import Learner
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    """What one test knew of the package is nothing to the next."""
+    known = cuda_attention._package, cuda_attention.fault
+    yield
+    for ask in known:
+        ask.cache_clear()
+
 
 HOPPER = torch.cuda.is_available() and cuda_attention.usable(torch.device("cuda"))
 
@@ -115,6 +129,7 @@ def backward(
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules like those of the package."""
+    cuda_attention._package.cache_clear()
     names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
     modules: list[Any] = [ModuleType(name) for name in names]
     for name, module in zip(names, modules):
@@ -190,6 +205,22 @@ def test_only_training_of_small_heads_asks_the_package(packaged: Flash, monkeypa
     assert asked == [(1, 64, 2, 16)]
 
 
+def test_where_compiled_kernels_lie_is_asked_once(packaged: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes a file to see whether the folder may be used."""
+    asked: list[str] = []
+    monkeypatch.setattr(cuda_attention, "keep", lambda variable, part: asked.append(part))
+    for _ in range(3):
+        packaged.dense(*(torch.randn(1, 64, 2, 16) for _ in "qkv"), 64, 0.2)
+    assert asked == ["flash-attn-4"]
+
+
+@pytest.mark.parametrize(("head_dim", "found"), [(64, ["attention"]), (256, [])])
+def test_a_run_records_what_the_package_computes(packaged: Flash, head_dim: int, found: list[str]) -> None:
+    shape = Shape.from_depth(1, dim=256, head_dim=head_dim, vocab=64, seq_len=64)
+    device = pick("cpu")
+    assert Learner(GPT(shape), packaged, device, device.bind(0)).packaged == found
+
+
 def test_without_the_package_or_a_chip_for_it_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cuda_attention.usable(torch.device("cpu"))
     monkeypatch.setattr(cuda_attention, "installed", lambda: True)
@@ -216,6 +247,7 @@ def test_a_package_that_cannot_be_called_is_left_out_and_said_so(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
 
     def said(head_dim: int = 128) -> str | None:
+        cuda_attention._package.cache_clear()
         cuda_attention.fault.cache_clear()
         found = cuda_attention.notice(cuda, head_dim)
         assert (found == "rows of training are read by the package flash-attn-4") == (
@@ -242,7 +274,6 @@ def test_a_package_that_cannot_be_called_is_left_out_and_said_so(monkeypatch: py
     assert (said() or "").startswith(unused + "ModuleNotFoundError: ")
     monkeypatch.setattr(cuda_attention, "installed", lambda: False)
     assert said() is None
-    cuda_attention.fault.cache_clear()
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs flash-attn-4 and a chip of compute capability 9.0")

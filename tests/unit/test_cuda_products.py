@@ -176,6 +176,7 @@ def test_where_two_policies_are_compared_no_package_rounds_one_of_them(monkeypat
         with training_context(BenchTrainConfig()) as here:
             learner = build(BenchTrainConfig(), shape, here, packaged=packaged)
         assert (learner.model.ops.whole_mlp is not None) == packaged  # type: ignore[attr-defined]
+        assert learner.packaged == ["mlp"] * packaged
         assert device.chip.fused_mlp == packaged
     made: list[bool] = []
     monkeypatch.setattr(beginning, "build", lambda *_, packaged=True: made.append(packaged))
