@@ -13,6 +13,7 @@ from ascendchat.device import Device, pick
 from ascendchat.infer import gather
 from ascendchat.infer.engine import Completion, Engine, Job, Request, Sampling
 from ascendchat.infer.prefix import LEAST_REUSE
+from ascendchat.infer.request import Grammar
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
 
@@ -30,6 +31,7 @@ KINDS = [
     Sampling(temperature=1.0, seed=5, presence_penalty=0.5, frequency_penalty=0.7, logit_bias=((7, 3.0), (9, -4.0))),
     Sampling(temperature=1.0, seed=6, allowed_tokens=tuple(range(10, 60))),
     Sampling(temperature=0.0, top_logprobs=3),
+    Sampling(temperature=1.0, seed=7, grammar=Grammar("regex", "([a-g]{3} )*")),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
 
@@ -66,8 +68,8 @@ def requests(count: int, seed: int = 0) -> list[Request]:
     draw, vocab, made = random.Random(seed), make.tokenizer().vocab_size, []
     for number in range(count):
         prompt = [draw.randrange(vocab) for _ in range(draw.randint(1, 70))]
-        length = draw.randint(40, 70) if number % 7 == 6 or number == count - 1 else draw.randint(1, 12)
-        stops = tuple(range(60 + number, 70 + number)) if number % 2 else ()
+        length = draw.randint(40, 70) if number % 4 == 3 or number == count - 1 else draw.randint(1, 12)
+        stops = tuple(range(60 + number, 70 + number)) if number % 3 == 1 else ()
         kind = replace(KINDS[number % len(KINDS)], max_tokens=length, stop_tokens=stops, tools=False, logprobs=True)
         made.append(Request(prompt, kind))
     return made
