@@ -178,7 +178,7 @@ class Writer:
         draft.rename(final)
         flush(self.folder)
         write_atomic(self.folder / "latest", final.name + "\n")
-        self._retain()
+        self._retain(step)
         for old in earlier(self.folder):
             if step >= max(checkpoints(old), default=0):
                 self._delete(old)
@@ -201,10 +201,11 @@ class Writer:
             found.update(json.loads(part.read_text()))
         return found
 
-    def _retain(self) -> None:
-        """Keep the last few and the best of this run."""
+    def _retain(self, last: int) -> None:
+        """Keep the last few up to the one just written, and the best of this run. Later ones are damaged, since the run
+        did not go on behind them: it will write them again."""
         best, _ = self._best()
-        for step in checkpoints(self.folder)[: -self.keep]:
+        for step in [step for step in checkpoints(self.folder) if step <= last][: -self.keep]:
             if f"step_{step:06d}" != best:
                 self._delete(self.folder / f"step_{step:06d}")
 

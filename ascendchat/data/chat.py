@@ -296,6 +296,7 @@ def split_long(tokenizer: Encoder, messages: Sequence[Message], limit: int, coun
             pieces.append(current)
         current = bos + render_turns(tokenizer, [*system, *group])
         if len(current.ids) > limit:
+            counts.lost_tokens += len(current.ids) - len(bos.ids) - len(body.ids)  # of the system message
             current = cut(bos, body, limit, tokenizer.specials["<|user_start|>"], counts)
     return [piece for piece in [*pieces, *([current] if current else [])] if any(piece.mask)]
 

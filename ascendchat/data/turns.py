@@ -48,6 +48,8 @@ def turn(entry: TableRow) -> Message:
     """ShareGPT's from and value; or role and content, where a message that calls tools needs no content."""
     if "from" in entry:
         return spoken(entry["from"], entry["value"])
+    if entry.get("weight") == 0 and entry["role"] == "assistant":
+        raise ValueError("a reply of weight 0 would be learnt like the others; leave out what is not to be learnt")
     calls = entry.get(CALLS[0]) or ([entry[CALLS[1]]] if entry.get(CALLS[1]) else [])
     if not calls:
         return spoken(entry["role"], entry["content"] or "")

@@ -159,7 +159,7 @@ class Accelerator:
         return replay
 
     def capture(self, fn: Callable[..., Any], *static_inputs: torch.Tensor, **options: Any) -> tuple[Any, Any]:
-        """A graph of `fn`, which needs no gradient, and the outputs that each of its replays writes.
+        """A graph of `fn` and the outputs that each of its replays writes.
 
         It runs first on the stream that is to replay it: once another one had been used, a step of 88 kernels took 4 %
         longer on an H200.

@@ -25,7 +25,7 @@ from ascendchat.hf import library
 from ascendchat.hf.model import ATTENTION, CausalLM, check, register
 from ascendchat.hf.tokenizer import HFTokenizer
 
-HUB_ID = re.compile(r"(models/)?(?P<id>[\w.-]+/[\w.-]+)")
+HUB_ID = re.compile(r"(models/)?(?P<id>\w[\w.-]*/[\w.-]+)")
 BLOCKS, BLOCK = 64, 1 << 16  # of each file that make its fingerprint
 OURS = "ascendchat"  # model type of our own models, as `ascendchat export` writes them
 TOKENIZERS = "tokenizer.json", "*.model", "vocab.*", "*.tiktoken"  # files that hold a vocabulary

@@ -150,13 +150,14 @@ class ChatTemplate:
 
     def _rendered(self, text: str, spans: Sequence[Span]) -> Rendered:
         found = self._marked.encode(text, add_special_tokens=False)
-        mask = [0] * len(found.ids)
+        ids, offsets = found.ids, found.offsets  # each made anew whenever it is asked for
+        mask = [0] * len(ids)
         for span in spans:
-            inside = [at for at, (begin, end) in enumerate(found.offsets) if span.begin <= begin and end <= span.end]
-            last = max((at for at in inside if found.ids[at] in self.stops), default=None)
+            inside = [at for at, (begin, end) in enumerate(offsets) if span.begin <= begin and end <= span.end]
+            last = max((at for at in inside if ids[at] in self.stops), default=None)
             for at in inside:
                 mask[at] = int(last is None or at <= last)  # the newline behind the end of a turn is nobody's
-        return Rendered(found.ids, mask)
+        return Rendered(ids, mask)
 
     def _whole(self, messages: Sequence[Message]) -> list[Rendered]:
         """One piece; or one for each turn of the assistant, where the template writes earlier turns otherwise."""
@@ -187,7 +188,8 @@ class ChatTemplate:
             current += group
         last = self._whole([*system, *current])
         if any(len(piece.ids) > limit for piece in last):
-            last = self._whole(current)
+            longer, last = last, self._whole(current)
+            counts.lost_tokens += sum(len(piece.ids) for piece in longer) - sum(len(piece.ids) for piece in last)
         return [cut(piece, limit, counts) for piece in [*pieces, *last]]
 
     def _knows(self, talk: Sequence[Message], *words: str) -> bool:

@@ -250,7 +250,7 @@ class Decoder:
         spans = sorted({power(least, LEAST_SPAN, self.context) for least in (2 * LEAST_SPAN, 1024, self.context)})
         sizes = sorted((count, span) for count in counts for span in spans)
         for number, (count, span) in enumerate(sizes):
-            say(f"compiling {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
+            say(f"preparing {number + 1} of {len(sizes)}: {count} row(s), {span} keys")
             for mode in PLAIN:
                 self._steps[count, span, mode] = step = self._record(count, span, mode)
                 with self._standing():

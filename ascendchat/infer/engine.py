@@ -170,6 +170,7 @@ class Engine:
     def renew(self, version: int) -> None:
         """A trainer has changed the model's own tensors, in this process: forget what the old wrote."""
         self.prefixes.clear()
+        self.reading.restart()
         self.version = version
 
     def prepare(self, say: Callable[[str], None] = print) -> None:

@@ -101,6 +101,12 @@ class Reading:
             parts.append(Part(job, start, end))
         return parts
 
+    def restart(self) -> None:
+        """Other weights: what was read of the prompts, or is to be copied for them, is no longer theirs."""
+        self.copies.clear()
+        for job in self.jobs:
+            job.cached = UNDECIDED
+
     def done(self, part: Part) -> bool:
         """A part was read; whether it was the last of its prompt."""
         job = part.job

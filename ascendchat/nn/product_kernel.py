@@ -121,7 +121,10 @@ def product(
     tall, wide, deep = blocks.tall, blocks.wide, blocks.deep
     if totals is not None:  # joining is not the matrix units' work: no more rows than there are
         tall = min(tall, max(16, triton.next_power_of_2(rows)))
-    stages = max(1, min(blocks.stages, shared_memory(x.device) // ((tall + wide) * deep * weight.element_size())))
+    stage = (tall + wide) * deep * weight.element_size()
+    if totals is not None:  # the parts wait there too, before they are joined
+        stage += tall * deep * totals.size(-1) * x.element_size()
+    stages = max(1, min(blocks.stages, shared_memory(x.device) // stage))
     each = triton.cdiv(inner, blocks.parts * deep) * deep
     options: dict[str, Any] = {"num_warps": blocks.warps, **({"launch_pdl": True} if pdl else {})}
     _product[triton.cdiv(rows, tall), triton.cdiv(outputs, wide), blocks.parts](

@@ -23,8 +23,9 @@ from ascendchat.plan.shape import Shape
 MIN_STEPS = 1000
 MAX_ROWS = 2**20  # no device batch above this is ever searched
 
-# Share of the chip's peak that training reaches. cuda: measured on H200 46-48 % (depth 12 and 20, 16 to 64 rows);
-# npu: published ports reach 17-29 %; cpu: 58-61 % of the matmul peak measured; mps: cautious, not measured.
+# Share of the chip's peak that training reaches. cuda: an H200 had 46-48 % at first, since then up to 55 % (bf16, depth
+# 12 and 20, 16 to 64 rows); npu: published ports reach 17-29 %; cpu: 58-61 % of the matmul peak measured; mps: a
+# cautious guess.
 MFU = {"npu": 0.25, "cuda": 0.46, "mps": 0.30, "cpu": 0.58}
 
 

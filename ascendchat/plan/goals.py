@@ -168,11 +168,13 @@ def _held(parts: dict[str, int]) -> int:
 
 
 def checkpoint_bytes(config: PlanConfig, model: Shape | HFModel, chip: Chip) -> int:
-    """Bytes on disk: what one device would hold if it were alone; of adapters nothing but themselves."""
+    """Bytes on disk: what one device would hold if it were alone, and the float32 weights beside those of the model's
+    own file also where they are the same; of adapters nothing but themselves."""
     if isinstance(model, HFModel) and config.lora_rank:
         return model.lora_parameters(config.lora_rank) * (memory.compute_bytes(chip) + 3 * memory.FP32)
     alone = dataclasses.replace(config, shard=0, offload=False)
-    return _held(train_parts(alone, model, chip, 1, 1))
+    parts = train_parts(alone, model, chip, 1, 1)
+    return _held(parts) + (0 if parts["masters"] else parts["weights"])
 
 
 def train_plan(config: PlanConfig, chip: Chip, model: Shape | HFModel | None = None) -> dict[str, Any]:

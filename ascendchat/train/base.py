@@ -6,12 +6,12 @@ Reads top to bottom: device, data, shape, batch and horizon, model and optimizer
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ascendchat import dist
@@ -76,8 +76,8 @@ class BaseStage(RowStage):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         self.ahead = torch.full((), schedule.ahead(step, self.steps), device=self.learner.place)
-        if self.dropout:  # what is dropped is a function of the step too: a run that goes on drops the same
-            self.learner.device.seed(mixed(self.seed, dist.world().rank, step))
+        if self.dropout:
+            self.draw_anew(step)
         return super().micro_batches(step)
 
     def learn(self, batch: MicroBatch, scale: float = 1.0) -> Loss:
@@ -142,11 +142,6 @@ class BaseStage(RowStage):
         return {"stage": "base", **super().identity(), "data": data}
 
 
-def mixed(*numbers: int) -> int:
-    """A seed of 63 bits for each list of numbers, different in the last 32 too, which is all that a CPU takes."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
-
-
 class Text(NamedTuple):
     """What a base model reads."""
 
@@ -154,6 +149,15 @@ class Text(NamedTuple):
     corpora: list[tuple[Corpus, float]]
     validation: list[Corpus]
     tokenizer: Tokenizer
+
+
+def check_horizon(config: BaseConfig) -> None:
+    """One flag says how long the run is."""
+    asked = {"--minutes": config.minutes, "--tokens": config.tokens, "--target-flops": config.target_flops}
+    asked["--steps"] = config.num_iterations
+    given = [flag for flag in asked if asked[flag] is not None]
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]} both say how long the run is; give one of them")
 
 
 def open_training_text(config: BaseConfig, here: Context) -> Text:
@@ -170,6 +174,15 @@ def open_training_text(config: BaseConfig, here: Context) -> Text:
     return Text(resolved, corpora, validation, tokenizer)
 
 
+def check_tokenizer(own: Path, text: Text) -> None:
+    """Of a run that is to go on: the usual tokenizer may have been trained anew since."""
+    if own.is_dir() and Tokenizer.load(own).fingerprint != text.tokenizer.fingerprint:
+        raise UserError(
+            f"{own.parent} was begun with another tokenizer than that of {text.config.tokenizer}; go on with its own "
+            f"(--tokenizer {shlex.quote(str(own))}, and --data prepared with it), or begin anew: --resume never"
+        )
+
+
 def open_core(config: BaseConfig) -> list[core.CoreTask]:
     """The tasks for --core-metric-every; what they need and is not there is said at the start."""
     if config.core_metric_every <= 0:
@@ -184,6 +197,7 @@ def open_core(config: BaseConfig) -> list[core.CoreTask]:
 
 def run(config: BaseConfig) -> int:
     """The command."""
+    check_horizon(config)
     with training_context(config) as here:
         text = open_training_text(config, here)
         config = text.config
@@ -193,6 +207,8 @@ def run(config: BaseConfig) -> int:
             depth, row = sizes_for(config, text.corpora, chip)
         folder = run_folder(config.run or f"d{depth}", "base")
         saved = to_continue(folder, config.resume, say=here.say)
+        if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
+            check_tokenizer(folder / "tokenizer", text)
         if config.depth is None and saved:
             before = settings_of(saved).get("minutes")
             if config.minutes not in (None, before) and not config.run:
@@ -234,6 +250,8 @@ def find_data(config: BaseConfig) -> tuple[list[str], Path]:
     """The prepared corpora and their tokenizer. Without --data: what `data prepare` wrote by default, else the embedded
     corpus, which rank 0 makes once, if the run is small enough for it."""
     tokenizer = Path(config.tokenizer) if config.tokenizer else home() / "tokenizer"
+    if config.tokenizer and not tokenizer.is_dir():
+        raise UserError(f"there is no folder {tokenizer}; name that of the tokenizer which prepared the data")
     prepared, first = home() / "data" / "prepared", dist.world().rank == 0
     data = list(config.data)
     if not data and any((prepared / name).is_file() for name in (MANIFEST, MIXTURE)):

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.checkpoint import to_continue
 from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig
@@ -59,7 +58,6 @@ FEW_STEPS = 100  # a step takes fewer rows where the run would have fewer steps 
 FULL_RATE, LORA_RATE, MUON_RATE = 1e-5, 1e-4, 1e-3
 NOT_HERE = "warm_start", "warmdown_ratio", "embedding_lr", "unembedding_lr", "scalar_lr"  # of our own models
 OWN_FACTOR = 0.05  # on the rates of pretraining, for pairs
-LARGEST_SEED = 2**63 - 25  # prime, so that large seeds differ too
 LORA_ONLY = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora", "use_dora"
 
 
@@ -96,9 +94,8 @@ class FinetuneStage(ChatStage):
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:  # type: ignore[override]
         for number, batch in enumerate(super().micro_batches(step)):
-            if self.config.lora_dropout:  # a function of the step, so that a run that goes on drops the same
-                place = (step * self.split.accumulation + number) * self.split.devices + dist.world().rank
-                self.learner.device.seed(((self.seed << 32) + place) % LARGEST_SEED)
+            if self.config.lora_dropout:
+                self.draw_anew(step, number)
             yield batch
 
     def rates(self, step: int) -> dict[str, float]:
@@ -317,6 +314,8 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
             "its Instruct version, or put a chat_template.jinja into its folder"
         )
     here.say(f"starting from {theirs.origin.folder}")
+    if config.max_seq_len and (most := theirs.model.shape.seq_len) < config.max_seq_len:
+        here.say(f"rows of {most} tokens instead of {config.max_seq_len}: the model reads no more")
     return theirs
 
 

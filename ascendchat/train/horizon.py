@@ -182,8 +182,9 @@ def measured_horizon(
         return less is not None
 
     until_it_fits(trial, smaller, learner.model.zero_grad, learner.model, learner.device, say)
-    pace = dist.metrics({"pace": found[-1]})["pace"] * dist.world().size
-    return max(1, int(pace * (config.minutes or 0.0) * 60 * KEPT_SPEED))
+    pace = torch.tensor(found[-1], device=dist.place())
+    dist.all_reduce(pace, "min")  # a step waits for the slowest
+    return max(1, int(pace.item() * dist.world().size * (config.minutes or 0.0) * 60 * KEPT_SPEED))
 
 
 def plan_run(
@@ -195,13 +196,16 @@ def plan_run(
     split, steps = steps_of(config, shape, device, tokens, batch_for(tokens, shape.seq_len))
     if config.minutes is None:
         return split, steps
+    given = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
     if saved and "steps" in saved.state:  # not a model that was imported: train_stage refuses it
         total = saved.state["total_batch"]
         tokens = saved.state["steps"] * total
     else:
-        given = split.total if config.total_batch_size or config.gradient_accumulation_steps else None
         told = corpora, shape.seq_len, optimizer_tokens(shape), given
-        tokens, total = timed(expected_horizon(config, shape, device.chip), *told)
-        split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
+        if given is None:
+            tokens, total = timed(expected_horizon(config, shape, device.chip), *told)
+            split, _ = steps_of(config, shape, device, tokens, total)  # most likely that of the run: compiled only once
         tokens, total = timed(measured_horizon(config, learner, corpora, split, say), *told)
-    return steps_of(config, shape, device, tokens, total)
+    if given is None:
+        return steps_of(config, shape, device, tokens, total)
+    return split, config.num_iterations or max(1, round(tokens / given))

@@ -95,7 +95,9 @@ def start_of(config: ChatTrainConfig, here: Context) -> Folder | Checkpoint | No
     named = config.start
     if named and (folder := find(named)):
         return folder
-    path, saved = Path(named), None
+    path, saved = Path(named).expanduser(), None
+    if "/" in named and not path.exists():
+        raise UserError(f"there is no file or folder {named}")
     if named and (path / "manifest.json").is_file():
         try:
             saved = verify(path, optimizer=False)

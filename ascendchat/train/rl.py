@@ -2,7 +2,8 @@
 
 A step: the model answers each question several times (infer/engine.py), answers are judged (tasks/rewards.py), each is
 compared with the others to its question, and the likelier the better ones become (train/grpo.py). What is generated in
-a step is a pure function of (weights, seed, step): so a run that is resumed generates the very same answers.
+a step is a pure function of (weights, seed, step): so a run that is resumed generates the very same answers, where
+rounding does not follow the number of rows of a step, as on a GPU.
 """
 
 from __future__ import annotations

@@ -95,6 +95,11 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(folder.parts[-parts:]) for folder in folders]
 
 
+def mixed(*numbers: int) -> int:
+    """A seed of 63 bits for each list of numbers, different in the last 32 too, which is all that a CPU takes."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) % 2**63
+
+
 class RowStage(Stage):
     """Batches of rows in, cross-entropy out. A stage says where its batches come from and how it is validated."""
 
@@ -142,6 +147,10 @@ class RowStage(Stage):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         return self._feed.take(step)
+
+    def draw_anew(self, *place: int) -> None:
+        """What is dropped from here on is a function of seed, rank and place: a run that goes on drops the same."""
+        self.learner.device.seed(mixed(self.seed, dist.world().rank, *place))
 
     def probe(self) -> MicroBatch:
         return noise(self.learner, self.split)

@@ -23,12 +23,15 @@ from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
+from ascendchat.plan.batch import Split
 from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.plan.shape import Shape
+from ascendchat.train import horizon
 from ascendchat.train.horizon import sizes_for
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
+HOST: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
 ROWS = 12  # of the global batch: divides among 1, 2, 3, 4 and 6
 
 
@@ -103,6 +106,22 @@ def test_ranks_with_different_chips_choose_one_depth_and_one_length_of_rows(minu
 
 def test_ranks_on_one_cpu_are_not_twice_as_fast_as_it() -> None:
     assert run_ranks(chosen_sizes, 2, True, 1000) == [sizes_of(this_cpu(), 1000)] * 2
+
+
+def paced(rank: int) -> int:
+    """The horizon of a minute where the second rank is four times slower."""
+    dist.init(Host())
+    try:
+        horizon.measured_speed = lambda learner, batch: 1000.0 / (1 + 3 * rank)
+        horizon.first_batch = lambda *_: None  # type: ignore[assignment,return-value]
+        learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=HOST)
+        return horizon.measured_horizon(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
+    finally:
+        dist.teardown()
+
+
+def test_minutes_are_those_of_the_slowest_rank() -> None:
+    assert run_ranks(paced, 2) == [int(2 * 250 * 60 * horizon.KEPT_SPEED)] * 2
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import Batches
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.device import pick
 from ascendchat.plan.batch import Split, batch_for
 from ascendchat.train import base, horizon
 
@@ -78,6 +79,34 @@ def test_a_longer_horizon_that_was_asked_for_is_kept_and_named(words: Path, caps
 def test_numbers_that_make_no_sense_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["base", *SIZES, "--device-type", "cpu", flag, value]) == 2
     assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["--tokens", "--target-flops", "--steps"])
+def test_minutes_and_another_horizon_are_refused(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["base", *SIZES, "--device-type", "cpu", "--minutes", "1", other, "100"]) == 2
+    assert f"--minutes and {other} both say how long the run is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["gradient_accumulation_steps", "total_batch_size"])
+def test_a_batch_that_was_asked_for_is_the_one_that_was_planned(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """And the one with which the run goes on."""
+    asked = {"gradient_accumulation_steps": 4, "total_batch_size": 2**17}[given]
+    config = BaseConfig(minutes=5.0, depth=2, **{given: asked})  # type: ignore[arg-type]
+    shape, corpora = horizon.shape_of(config, 4096), [(SimpleNamespace(tokens=10**7, vocab_size=4096), 1.0)]
+    learner: Any = SimpleNamespace(model=SimpleNamespace(shape=shape), device=pick("cpu"))
+    measured: list[Split] = []
+
+    def speed(config: Any, learner: Any, corpora: Any, split: Split, say: Any) -> int:
+        measured.append(split)
+        return 1_000_000
+
+    monkeypatch.setattr(horizon, "measured_horizon", speed)
+    split, steps = horizon.plan_run(config, learner, corpora, None, print)  # type: ignore[arg-type]
+    assert measured == [split]
+    assert asked in (split.accumulation, split.total)
+    assert steps * split.total == pytest.approx(1_000_000, rel=0.2)
+    saved: Any = SimpleNamespace(state={"steps": steps, "total_batch": split.total})
+    assert horizon.plan_run(config, learner, corpora, saved, print) == (split, steps)  # type: ignore[arg-type]
 
 
 def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> None:

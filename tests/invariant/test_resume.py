@@ -291,3 +291,35 @@ def test_base_without_a_tokenizer_is_refused_before_anything_is_made(
     assert main(command(home, "mute")[3:]) == 2
     assert "no tokenizer in" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_that_is_named_and_absent_is_not_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
+    told = command(home, "mute")[3:]
+    for data in ("toyworld", str(home / "data" / "words")):
+        told[told.index("--data") + 1] = data
+        assert main([*told, "--tokenizer", str(tmp_path / "tokk")]) == 2
+        assert f"there is no folder {tmp_path / 'tokk'}; name that of the tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "tokk").exists()
+    assert not (home / "runs" / "mute").exists()
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_after_another_was_trained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    text = "the red bird sings over the river, under the blue tree; "
+    sizes = "--depth 1 --dim 32 --head-dim 16 --max-seq-len 32 --device-batch-size 2 --total-batch-size 64 --run own"
+    told = ["base", *sizes.split(), *"--data toyworld --device-type cpu --eval-every 0 --sample-every 0".split()]
+    train_tokenizer([text * 20], 300).save(tmp_path / "tokenizer")
+    assert main([*told, "--steps", "2"]) == 0
+    train_tokenizer([text[::-1] * 20], 300).save(tmp_path / "tokenizer")
+    capsys.readouterr()
+    assert main([*told, "--steps", "2"]) == 2
+    own = tmp_path / "runs" / "own" / "base" / "tokenizer"
+    said = capsys.readouterr().err
+    assert f"was begun with another tokenizer than that of {tmp_path / 'tokenizer'}; go on with its own" in said
+    assert f"--tokenizer {own}" in said
+    assert main([*told, "--steps", "2", "--tokenizer", str(own)]) == 0

@@ -207,6 +207,16 @@ def test_a_short_reply_to_a_long_prompt_is_kept_whole() -> None:
     assert (counts.cut_prompts, counts.cut_replies) == (1, 0)
 
 
+@pytest.mark.parametrize("limit", [23, 40])
+def test_a_system_message_that_goes_is_counted_with_what_is_cut(limit: int) -> None:
+    """An exchange of 21 tokens fits behind <|bos|> without it."""
+    counts, talk = Counts(), [message("system", "s" * 50), *exchange(7, 9, 8)]
+    (piece,) = render_pieces(TOKENIZER, talk, limit, counts)
+    assert parse_messages(TOKENIZER, piece.ids) == exchange(7, 9, 8)
+    assert counts.lost_tokens == len(render(TOKENIZER, talk).ids) - len(piece.ids) > 50
+    assert (counts.cut_prompts, counts.cut_replies) == (0, 0)
+
+
 def test_a_conversation_without_a_reply_is_counted_and_not_handed_on() -> None:
     counts = Counts()
     assert render_pieces(TOKENIZER, [message("user", "x" * 100)], 50, counts) == []

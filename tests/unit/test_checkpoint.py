@@ -91,6 +91,28 @@ def test_only_the_last_few_are_kept_and_drafts_of_killed_runs_go(tmp_path: Path)
     assert not list(tmp_path.glob(".step*"))
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_written_stays_though_damaged_steps_are_ahead(tmp_path: Path, keep: int) -> None:
+    writer = Writer(tmp_path, keep=keep)
+    for step in (400, *(500, 600)[:keep]):
+        model, shards = tensors(step)
+        writer.save(step, model=model, shards=shards, state={})
+        writer.mark_best(step, float(step))
+    writer.wait()
+    for step in checkpoints(tmp_path)[1:]:
+        (tmp_path / f"step_{step:06d}" / "model.safetensors").write_bytes(b"damaged")
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.step == 400
+    save(tmp_path, 450, keep=keep)
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.step == 450
+    assert (tmp_path / "latest").read_text() == "step_000450\n"
+    save(tmp_path, 700, 800, keep=keep)
+    assert checkpoints(tmp_path) == [400, *(700, 800)[2 - keep :]]
+
+
 def test_an_earlier_model_is_kept_until_the_new_run_has_passed_it(tmp_path: Path) -> None:
     stage, old, older = (tmp_path / name for name in ("base", "base.old.2", "base.old"))
     save(old, 100, 342)

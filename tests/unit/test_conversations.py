@@ -220,6 +220,15 @@ def test_a_part_the_renderer_does_not_know_is_refused_where_it_is_read(
         assert words in str(caught.value)
 
 
+def test_a_reply_that_is_not_to_be_learnt_is_not_learnt_in_silence(tmp_path: Path) -> None:
+    """As OpenAI's fine-tuning marks it."""
+    talk = [USER, {"role": "assistant", "content": "2", "weight": 1}, {**USER, "weight": 0}]
+    rows = [{"messages": [*talk, {"role": "assistant", "content": "3", "weight": weight}]} for weight in (1, 0)]
+    assert len(list(conversations(write(tmp_path, rows[:1])))) == 1
+    with pytest.raises(UserError, match=r"data\.jsonl: 1 of 2 rows cannot be read: line 2: a reply of weight 0"):
+        list(conversations(write(tmp_path, rows)))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

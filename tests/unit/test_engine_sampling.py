@@ -224,6 +224,27 @@ def test_rows_that_were_kept_go_on_with_the_new_weights(device: Device, late: in
     ), "the new weights say something else in the kept rows"
 
 
+def test_prompts_that_wait_are_read_with_the_new_weights_from_their_beginning(device: Device) -> None:
+    """Not behind what the old ones made of the same words, nor behind a part that they had read."""
+    old, new = (make.model(seed, seq_len=256, window_pattern="L") for seed in (5, 6))
+    place, sizes = device.bind(0), {"slots": 3, "context": 256, "least_reuse": 16, "prefill_tokens": 32}
+    first = make.model(5, seq_len=256, window_pattern="L").to(place)
+    engine = Engine(first, Sdpa(), TEXT, device, place, **sizes)  # type: ignore[arg-type]
+    known, long = ([(7 * i + n) % old.shape.vocab for i in range(length)] for n, length in ((1, 64), (2, 150)))
+    usual = Sampling(max_tokens=8, temperature=0.0, stop_tokens=(), tools=False)
+    engine.generate([Request(known, usual)])
+    asked = [Request(long, usual), Request([*known, 5, 6, 7], usual)]
+    jobs = [engine.add(request) for request in asked]
+    engine.step()
+    assert [job.cached for job in jobs] == [32, 64]
+    engine.load(new.state_dict(), 9, interrupt=True)
+    finish(engine, jobs)
+    for request, job in zip(asked, jobs):
+        assert job.completion.ids == make.greedy(new, request.prompt, 8, 256)
+        assert job.completion.versions == [9] * 8
+        assert job.completion.cached_tokens == 0
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_load_that_interrupts_lets_rows_go_on_with_the_new_weights(device: Device, late: int) -> None:
     engine, old, new = paused_engine(device, late)

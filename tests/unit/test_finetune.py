@@ -244,6 +244,20 @@ def test_an_earlier_fine_tuning_can_be_gone_on_from(place: Path, capsys: pytest.
     assert "model.embed_tokens.weight" in saved.model()
 
 
+@pytest.mark.parametrize("named", ["./absent", "../absent/model", "/absent/model"])
+def test_a_model_that_is_not_there_is_said_to_be_absent(named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--stage", "dpo"]):
+        assert main(["finetune", "--model", named, "--data", "x", "--run", "q", "--device-type", "cpu", *more]) == 2
+        assert f"there is no file or folder {named}" in capsys.readouterr().err
+
+
+def test_rows_that_the_model_cannot_read_become_shorter(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = words(place, "long", "--steps", "1")
+    told[told.index("--max-seq-len") + 1] = "2000"
+    assert main(told) == 0
+    assert "rows of 256 tokens instead of 2000: the model reads no more" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_muon_trains_the_matrices_of_the_layers(place: Path) -> None:
     model = hf_models.opened(place / "tiny").model

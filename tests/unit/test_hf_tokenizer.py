@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models
@@ -171,6 +172,35 @@ def test_a_long_conversation_is_cut_between_exchanges_and_then_in_its_prompt() -
     prompt = render_prompt(made, TALK[:4], 40, counts)
     assert len(prompt) <= 40
     assert made.decode(prompt).endswith("你好<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_system_message_that_goes_is_counted() -> None:
+    made, counts = tokenizer(), Counts()
+    talk = [{"role": "system", "content": "Be brief. " * 30}, *TALK[1:3]]
+    bare, whole = (render(made, part).ids for part in (TALK[1:3], talk))
+    (piece,) = render_pieces(made, talk, len(bare), counts)
+    assert piece.ids == bare
+    assert counts.lost_tokens == len(whole) - len(bare)
+
+
+def test_the_ids_of_a_text_are_made_once_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a list made anew at each look: one look a token took seconds for a long conversation."""
+    made, looks = tokenizer(), list[str]()
+    plain = made.template._marked  # type: ignore[union-attr]
+
+    class Watched:
+        def __init__(self, found: Any) -> None:
+            self.found = found
+
+        def __getattr__(self, name: str) -> Any:
+            looks.append(name)
+            return getattr(self.found, name)
+
+    watched = SimpleNamespace(encode=lambda text, **how: Watched(plain.encode(text, **how)))
+    wanted = render(made, TALK)
+    monkeypatch.setattr(made.template, "_marked", watched)
+    assert render(made, TALK) == wanted
+    assert sorted(looks) == ["ids", "offsets"]
 
 
 def test_the_calculator_of_a_conversation_is_written_as_gsm8k_does() -> None:

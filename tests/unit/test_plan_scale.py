@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 
 import pytest
 
-from ascendchat.chips import find
+from ascendchat.chips import find, this_cpu
+from ascendchat.cli import main
+from ascendchat.config import home
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.batch import COLLECTIVES, Fabric, Split, duration, exchange_seconds
-from ascendchat.plan.goals import train_plan
+from ascendchat.plan.goals import checkpoint_bytes, train_plan
 from ascendchat.plan.scale import lost
+from ascendchat.plan.shape import Shape
 from ascendchat.plan.show import plan_text
 
 CHIP = find("Ascend910B3")
@@ -97,3 +101,14 @@ def test_devices_that_do_not_fill_their_nodes_are_shown_as_asked_for(devices: in
     assert re.search(rf"nodes x devices +{re.escape(shown)}\n", plan_text(facts | plan))
     notes = [note for note in plan["notes"] if "do not fill nodes" in note]
     assert [note.endswith(f"give --devices {whole}") for note in notes] == [True] * bool(whole)
+
+
+def test_a_checkpoint_takes_the_disk_that_is_planned() -> None:
+    """In float32 the weights are written twice: as the model, and with the state of the optimizer."""
+    sizes = "--depth 2 --dim 64 --head-dim 16 --max-seq-len 32 --total-batch-size 64 --device-batch-size 2 --steps 2"
+    quiet = "--eval-every 0 --sample-every 0 --device-type cpu --run disk".split()
+    assert main(["base", *sizes.split(), "--data", "toyworld", *quiet]) == 0
+    folder = home() / "runs" / "disk" / "base" / "step_000002"
+    shape = Shape.from_dict(json.loads((folder / "state.json").read_text())["shape"])
+    found = sum(path.stat().st_size for path in folder.iterdir())
+    assert found == pytest.approx(checkpoint_bytes(PlanConfig(), shape, this_cpu()), rel=0.02)

@@ -78,3 +78,7 @@ def test_stages_that_the_chip_has_no_room_for_are_left_out(monkeypatch: pytest.M
             with pytest.raises(Told) as told:
                 product_kernel.product(x, weight, out[None], blocks)
             assert told.value.args == (wanted[number],)
+        parts, totals = torch.zeros(64, 2, 4, 128, device=PLACE), torch.ones(64, 2, 4, device=PLACE)
+        with pytest.raises(Told) as told:  # which wait there in float32, four for each number of a product
+            product_kernel.product(parts, weight, out[None], SOME_BLOCKS["out"], totals=totals)
+        assert told.value.args == ({227: 2, 99: 1}[room],)
