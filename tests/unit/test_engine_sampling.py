@@ -224,12 +224,14 @@ def test_rows_that_were_kept_go_on_with_the_new_weights(device: Device, late: in
     ), "the new weights say something else in the kept rows"
 
 
-def test_prompts_that_wait_are_read_with_the_new_weights_from_their_beginning(device: Device) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_prompts_that_wait_are_read_with_the_new_weights_from_their_beginning(device: Device, late: int) -> None:
     """Not behind what the old ones made of the same words, nor behind a part that they had read."""
     old, new = (make.model(seed, seq_len=256, window_pattern="L") for seed in (5, 6))
     place, sizes = device.bind(0), {"slots": 3, "context": 256, "least_reuse": 16, "prefill_tokens": 32}
     first = make.model(5, seq_len=256, window_pattern="L").to(place)
     engine = Engine(first, Sdpa(), TEXT, device, place, **sizes)  # type: ignore[arg-type]
+    engine.ahead = late
     known, long = ([(7 * i + n) % old.shape.vocab for i in range(length)] for n, length in ((1, 64), (2, 150)))
     usual = Sampling(max_tokens=8, temperature=0.0, stop_tokens=(), tools=False)
     engine.generate([Request(known, usual)])
