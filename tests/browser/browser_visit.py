@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 PATIENCE = 60_000  # ms: a guard, for machines that are busy with other tests
 
 
@@ -42,7 +44,9 @@ class Visit:
         """Wait for a JavaScript expression; Playwright's own wait needs `eval`, which the page's policy forbids."""
         deadline = time.monotonic() + PATIENCE / 1000
         while not self.page.evaluate(condition):
-            assert time.monotonic() < deadline, f"never came true: {condition}"
+            if time.monotonic() > deadline:
+                said = self.page.get_by_role("alert").all_inner_texts()
+                pytest.fail(f"never came true: {condition}; the page says {said}, its console {self.errors}")
             self.page.wait_for_timeout(20)
 
     def finished(self) -> None:
