@@ -114,7 +114,7 @@ def of_fleet(servers: list[Server]) -> Callable[[random.Random], str | None]:
 
 
 def transcripts(home: Path, run: str) -> list[dict[str, Any]]:
-    files = sorted((home / "runs" / run / "rl/transcripts").iterdir())
+    files = sorted((home / "runs" / run / "rl/transcripts").glob("step_*"))
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
