@@ -57,6 +57,9 @@ def launch(home: Path, name: str, *more: str, factor: int, devices: int = 1) -> 
     environment |= {"ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"CANNSIM_WORKSPACE": f"aclnnRmsNormGrad:{factor}x", "HCCL_BUFFSIZE": "1"}
     command = base(home, name, 2, "--device-type=npu", f"--device-batch-size={8 // devices}", *more)
+    if any(flag.startswith("--minutes") for flag in more):  # in place of the steps
+        at = command.index("--num-iterations")
+        del command[at : at + 2]
     started = ["launch", f"--devices={devices}", "--max-restarts=0", *command]
     result = run(
         [sys.executable, "-m", "ascendchat", *started],
@@ -81,7 +84,7 @@ def test_a_dead_queue_is_started_again_with_the_next_smaller_batch(home: Path) -
 
 @pytest.mark.slow
 def test_so_is_one_that_died_while_the_speed_was_measured(home: Path) -> None:
-    status, output = launch(home, "timed", "--minutes=1", factor=1000)
+    status, output = launch(home, "timed", "--minutes=0.00001", factor=1000)
     assert status == 0, output
     assert "starting again with the next smaller device batch" in output
-    assert len([row for row in read_metrics(home / "runs" / "timed" / "base") if "loss" in row]) == 2
+    assert len([row for row in read_metrics(home / "runs" / "timed" / "base") if "loss" in row]) >= 1
