@@ -214,6 +214,7 @@ async function answer(conversation, parent) {
 }
 
 async function requestOf(conversation, upTo, signal) {
+  if (!state.model) await connect(); // a message may be faster than the name of the model, or the server was away
   const { system, ...sampling } = state.settings;
   const { model } = state;
   const longest = sampling.max_tokens ?? model?.defaults?.max_tokens ?? Infinity;
