@@ -1,5 +1,7 @@
 # make demo   a chat model from the embedded corpus, on this machine
-# make test   the whole suite, as CI runs it
+# make test   all that a change can break, as CI runs it
+# make test-fast  the quick half of it; CHANGED=1: tests of what changed since the last commit, CHANGED=main since that
+# make test-long  what takes hours: long tests, a real vLLM, other torch_npu, every command of the docs; nightly
 # make lint   ruff and mypy
 # make vllm-test  rollouts and weight sync against a real vLLM server on this CPU, in a virtual environment of its own
 # make site   the documentation as a site, in site/; every link checked
@@ -19,7 +21,7 @@ LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
 
-.PHONY: demo test test-fast test-docs test-npu vllm-test lint site cannsim clean
+.PHONY: demo test test-fast test-long test-docs test-npu vllm-test lint site cannsim clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,14 +51,21 @@ endif
 cannsim: $(VENV)/.dev
 	@$(BIN)/python -m cannsim build --verbose
 
-# Everything: first what runs on any machine, three files at a time, then the NPU tests on the simulator (Linux only, like
-# torch_npu), each of the three processes on simulated NPUs of its own.
+# First what runs on any machine, three files at a time, then the NPU tests on the simulator (Linux only, like torch_npu),
+# each of the three processes on simulated NPUs of its own.
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	$(BIN)/python -m pytest -m 'not vllm and not docs' --ignore tests/npu $(TEST_FLAGS)
-	$(if $(LINUX),$(BIN)/python -m cannsim run --devices 4 -- $(BIN)/python -m pytest -m '' tests/npu $(TEST_FLAGS))
+	@$(BIN)/python tests/suite.py $(TEST_FLAGS)
 
-test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TEST_FLAGS)
+CHANGED ?=
+test-fast: $(VENV)/.dev $(if $(CHANGED),$(if $(LINUX),cannsim))
+	@$(BIN)/python $(if $(CHANGED),tests/suite.py --changed $(if $(filter 1,$(CHANGED)),,$(CHANGED)),-m pytest) $(TEST_FLAGS)
+
+# Everything that `make test` leaves out. Each long test names the one in `make test` that holds the same behaviour.
+test-long: $(VENV)/.dev $(if $(LINUX),cannsim)
+	@$(BIN)/python tests/suite.py --long $(TEST_FLAGS)
+	@$(MAKE) --no-print-directory vllm-test
+	@$(MAKE) --no-print-directory site test-docs
+	$(if $(LINUX),@for version in $(NPU_VERSIONS); do $(MAKE) --no-print-directory test-npu NPU=$$version || exit 1; done)
 
 # NPU tests with another pair, `make test-npu NPU=2.6.0.post5`. The environment holds torch and torch_npu only; all else is
 # that of .venv, which follows on its path. Neither wheel brings its dependencies: those of torch name other versions of what
@@ -86,7 +95,7 @@ test-npu: $(NPU_VENV)/.pair
 	@$(MAKE) --no-print-directory -C cannsim/cannsim -j$(or $(shell nproc 2>/dev/null),2) PYTHON=$(abspath $(NPU_BIN)/python) \
 	  BUILD=build-npu-$(NPU) HEADERS=$(abspath $(BIN)/python)
 	CANNSIM_HOME=$(abspath cannsim/cannsim)/build-npu-$(NPU) $(NPU_BIN)/python -m cannsim run --devices 4 -- \
-	  $(NPU_BIN)/python -m pytest -m '' $(NPU_TESTS) $(TEST_FLAGS)
+	  $(NPU_BIN)/python -m pytest -m 'not long' $(NPU_TESTS) $(TEST_FLAGS)
 
 # vLLM has its own torch, so it gets its own environment. Text models need neither torchvision nor torchaudio; wheels of
 # them for CUDA break `import vllm` beside a torch for CPUs.

@@ -34,14 +34,14 @@ with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
+pytest_plugins = ["seconds"]
 
 
 # Seconds of processor time, of files with few slow tests that take long; of others 3 s for each.
 LONG = {
-    "test_servers_killed.py": 75, "test_rhythms.py": 100, "test_rl.py": 70, "test_rl_hf.py": 55, "test_load.py": 47,
-    "test_finetune_resume.py": 47, "test_preference_runs.py": 46, "test_malformed_requests.py": 38, "test_pool.py": 43,
-    "test_cannsim_project.py": 49, "test_launch_ranks.py": 80, "test_engine_prefix.py": 41, "test_fleet.py": 34,
-    "test_default_data.py": 30, "test_device.py": 26, "test_weights.py": 23, "test_speedrun_killed.py": 40,
+    "test_cannsim_project.py": 31, "test_rl.py": 30, "test_rl_elsewhere.py": 30, "test_hf_compiled.py": 24,
+    "test_servers_killed.py": 20, "test_preference_runs.py": 19, "test_fleet.py": 18, "test_launch_ranks.py": 14,
+    "test_rl_hf.py": 12, "test_device.py": 10, "test_engine_prefix.py": 9,
 }  # fmt: skip
 
 

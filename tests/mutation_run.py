@@ -4,9 +4,9 @@
     python tests/mutation_run.py table LIST RESULTS...
 
 Every process that runs at the same time has a TREE of its own, a checkout in which it puts one mutant after the other.
-A mutant meets the tests that execute its line, of every file the fastest first, to the first failure or to SECONDS of
-processor time. COPY holds reached.txt (tests/mutants.py map) and seconds*.json (`pytest --seconds`). Under `python -m
-cannsim run --` these are the tests of tests/npu, for the mutants that RESULTS has as alive.
+A mutant meets the tests that execute its line, fastest first, to the first failure or to SECONDS of processor time.
+COPY holds reached.txt (tests/mutants.py map) and seconds*.json (`pytest --seconds=FILE`). Under `python -m cannsim
+run --` these are the tests of tests/npu, for the mutants that RESULTS has as alive.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ WARM = "setuptools torch torch._dynamo pyarrow.parquet httpx rich.progress token
 
 
 def tests_of(file: str, copy: Path) -> Iterator[tuple[Mutant, list[str]]]:
-    """Every mutant, and the tests that execute its line within SECONDS: in turn the fastest of each file of tests."""
+    """Every mutant, and the fastest tests that execute its line, SECONDS in all."""
     parts = [json.loads(part.read_text()) for part in sorted(copy.glob("seconds*.json"))]
     seconds = {test: value[0] for part in parts for test, value in part.items()}
     wanted = [test for test in seconds if test.startswith("tests/npu/") == bool(os.environ.get("CANNSIM_HOME"))]
@@ -50,8 +51,8 @@ def tests_of(file: str, copy: Path) -> Iterator[tuple[Mutant, list[str]]]:
             tests = reached[mutant.number][name]
             shared = len(tests) == 1 and next(iter(tests))[1] == "(setup)"  # by a fixture of the whole file
             groups.append(of_file[name] if shared else [test for test, _ in tests if test in seconds])
-        if not any(groups):  # in a process without this environment: the files that reach the same module
-            near = {name for other in drawn(file) if other.path == mutant.path for name in reached[other.number]}
+        if not any(groups):  # in a process without this environment: the files that reach the same place
+            near = {name for other in drawn(file) if other.place == mutant.place for name in reached[other.number]}
             groups = [of_file[name] for name in near & of_file.keys()]
         groups = sorted(
             (sorted(group, key=seconds.__getitem__) for group in groups if group), key=lambda g: seconds[g[0]]
@@ -84,6 +85,7 @@ def first_failure(tests: list[str], tree: str, log: Path) -> str:
     if (child := os.fork()) == 0:
         os.setsid()
         os.chdir(tree)
+        sys.modules["__main__"] = types.ModuleType("__main__")  # what spawned processes import again
         sys.path[:1] = [tree, f"{tree}/cannsim"]
         for number in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

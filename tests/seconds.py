@@ -1,6 +1,6 @@
 """Seconds of processor time of every test, and of each part of the suite, printed at its end.
 
-pytest --seconds FILE      # also written as JSON: test -> [seconds of the test and what it started, kind]
+pytest --seconds=FILE      # also written as JSON: test -> [seconds of the test and what it started, kind]
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kind(test: str, own: float, others: float, frames: int) -> str:
     for folder in ("npu", "browser"):
         if test.startswith(f"tests/{folder}/"):
             return {"npu": "simulator"}.get(folder, folder)
-    if frames and own > others:
+    if frames:
         return "compilation"
     return "processes" if others > own else "in this process"
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ascendchat"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -126,19 +124,20 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int]]:
             yield from ((name.value, node.lineno) for name in node.args if isinstance(name, ast.Constant))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_module_imports_only_from_the_layers_below_it(path: Path) -> None:
-    module = name_of(path)
-    own = module.split(".")[0]
-    if own in ("", "__main__"):
-        return
-    assert own in RANK, f"{module} is in no layer: add it to LAYERS"
-    for target, line in imports(tree_of(path), module):
-        parts = target.split(".")
-        if parts[0] != "ascendchat" or len(parts) == 1 or parts[1] in (own, "__version__"):
+def test_a_module_imports_only_from_the_layers_below_it() -> None:
+    wrong = []
+    for path in SOURCES:
+        module = name_of(path)
+        own = module.split(".")[0]
+        if own in ("", "__main__"):
             continue
-        assert parts[1] in RANK, f"{path.name}:{line} imports {target}, which is in no layer"
-        assert RANK[parts[1]] < RANK[own], f"{path.name}:{line}: {own} may not import {parts[1]} (it is not below)"
+        assert own in RANK, f"{module} is in no layer: add it to LAYERS"
+        for target, line in imports(tree_of(path), module):
+            parts = target.split(".")
+            if parts[0] == "ascendchat" and len(parts) > 1 and parts[1] not in (own, "__version__"):
+                below = parts[1] in RANK and RANK[parts[1]] < RANK[own]
+                wrong += [] if below else [f"{path}:{line}: {own} may not import {parts[1]} (it is not below)"]
+    assert wrong == []
 
 
 def hardware_mentions(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -158,22 +157,19 @@ def hardware_mentions(tree: ast.Module) -> Iterator[tuple[str, int]]:
                     yield f'comparison with "{part.value}"', node.lineno
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_hardware_is_named_only_where_a_chip_is_described(path: Path) -> None:
-    module = name_of(path)
-    if within(module, HARDWARE_FILES) or module.startswith("doctor"):
-        return
-    found = list(hardware_mentions(tree_of(path)))
-    assert not found, f"{path.name} names hardware: {found}"
+def test_hardware_is_named_only_where_a_chip_is_described() -> None:
+    others = [path for path in SOURCES if not within(name_of(path), {*HARDWARE_FILES, "doctor"})]
+    assert [f"{path}:{line} names {what}" for path in others for what, line in hardware_mentions(tree_of(path))] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_dependency_is_imported_only_by_its_owner(path: Path) -> None:
-    module = name_of(path)
-    for target, line in imports(tree_of(path), module):
-        owners = OWNERS.get(target.split(".")[0])
-        if owners is not None:
-            assert within(module, owners), f"{path.name}:{line}: only {sorted(owners)} may import {target}"
+def test_a_dependency_is_imported_only_by_its_owner() -> None:
+    wrong = []
+    for path in SOURCES:
+        for target, line in imports(tree_of(path), name_of(path)):
+            owners = OWNERS.get(target.split(".")[0])
+            if owners is not None and not within(name_of(path), owners):
+                wrong.append(f"{path}:{line}: only {sorted(owners)} may import {target}")
+    assert wrong == []
 
 
 def torch_free_modules() -> list[str]:
@@ -199,50 +195,53 @@ def test_torch_free_modules_import_without_torch() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_have_at_most_400_lines_and_functions_at_most_80(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 400, f"{path} has {len(text.splitlines())} lines"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All of a file, methods and inner ones included."""
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def test_a_function_has_at_most_80_lines() -> None:
+    for path in SOURCES + TESTS:
+        for node in functions(path):
             kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
             first = node.body[0].lineno if kernel else node.lineno  # of a kernel, whose arguments stand one a line
             length = (node.end_lineno or node.lineno) - first + 1
             assert length <= 80, f"{path.name}:{node.lineno}: {node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_module_opens_with_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(tree_of(path)), f"{path.name} has no docstring"
+def long_marks(node: ast.AST) -> list[ast.AST]:
+    """Every `pytest.mark.long` in a part of a file, as it is written."""
+    return [part for part in ast.walk(node) if getattr(part, "attr", "") == "long" and "mark.long" in ast.unparse(part)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_no_module_is_a_grab_bag_and_no_error_is_swallowed(path: Path) -> None:
-    assert path.stem not in ("utils", "util", "common", "helpers", "misc")
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ExceptHandler):
-            broad = node.type is None or (
-                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
-            )
-            silent = all(isinstance(s, (ast.Pass, ast.Continue)) for s in node.body)
-            assert not (broad and silent), f"{path.name}:{node.lineno} swallows every error"
+def test_a_long_test_names_the_short_one_that_holds_the_same() -> None:
+    """`make test` leaves out what is marked long(short="test_x"): a test of this name must stand there in its place."""
+    short, long, named = set(), set(), []
+    for path in TESTS:
+        text = path.read_text(encoding="utf-8")
+        if "mark.long" not in text:
+            short |= set(re.findall(r"^ *def (test_\w+)", text, re.M))
+            continue
+        whole = [node for node in tree_of(path).body if isinstance(node, ast.Assign) and long_marks(node)]
+        for node in functions(path):
+            marked = whole or [mark for mark in node.decorator_list if "parametrize" not in ast.unparse(mark)]
+            (long if any(map(long_marks, marked)) else short).add(node.name)
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call) and long_marks(node.func)]
+        assert len(calls) == len(long_marks(tree_of(path))), f"{path}: write pytest.mark.long(short=...)"
+        named += [(path, {word.arg: ast.literal_eval(word.value) for word in call.keywords}) for call in calls]
+    assert not [f"{path}: {given}" for path, given in named if given.get("short") not in short], "no test has this name"
+    assert not [f"{path}: {given}" for path, given in named if given["short"] in long], "it is long itself"
 
 
-@pytest.mark.parametrize("readme", ["README.md", "README.zh.md"])
-def test_paths_in_the_readmes_exist(readme: str) -> None:
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
-    tree = re.findall(r"^((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|txt|toml))(?=\s{2,})", text, flags=re.M)
-    assert links, "the README links to nothing: this test would not notice a broken path"
-    for path in links + tree:
-        assert (ROOT / path).exists(), f"{readme} names {path}, which does not exist"
-
-
-def test_both_languages_have_the_same_pages() -> None:
-    english = sorted(p.name for p in (ROOT / "docs" / "en").glob("*.md"))
-    chinese = sorted(p.name for p in (ROOT / "docs" / "zh").glob("*.md"))
-    assert english == chinese
-    assert english, "no documentation found"
+def test_a_module_opens_with_what_it_is_for_and_swallows_no_error() -> None:
+    for path in SOURCES:
+        assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+        assert path.stem not in ("utils", "util", "common", "helpers", "misc")
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
+                silent = all(isinstance(s, (ast.Pass, ast.Continue)) for s in node.body)
+                assert not (broad and silent), f"{path}:{node.lineno} swallows every error"
 
 
 def test_no_path_of_a_developers_machine_is_committed() -> None:

@@ -58,6 +58,7 @@ def test_every_command_is_run_or_left_out_for_a_reason() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the pages share."""
     return tmp_path_factory.mktemp("docs")
 
 

@@ -29,9 +29,8 @@ class Visit:
         unexpected = [error for error in self.errors if not any(part in error for part in self.expected)]
         assert not unexpected, unexpected
         assert not self.dialogs, self.dialogs
-        elsewhere = [
-            url for url in self.requests if urlsplit(url).netloc != self.origin and not url.startswith("blob:")
-        ]
+        here = f"http://{self.origin}/", "blob:", "about:"
+        elsewhere = [url for url in self.requests if not url.startswith(here)]
         assert not elsewhere, f"the page asked {elsewhere}"
 
     # ---- what tests do again and again
@@ -49,6 +48,11 @@ class Visit:
                 pytest.fail(f"never came true: {condition}; the page says {said}, its console {self.errors}")
             self.page.wait_for_timeout(20)
 
+    def exchange(self, text: str) -> None:
+        """A message and its whole answer."""
+        self.send(text)
+        self.finished()
+
     def finished(self) -> None:
         """Wait until no answer is under way."""
         self.until("!document.querySelector('.running')")
@@ -61,20 +65,40 @@ class Visit:
 
 
 @contextlib.contextmanager
-def visit(chromium: Any, url: str, **options: Any) -> Iterator[Visit]:
-    """Open the page in a fresh profile, and judge at the end what it did."""
-    options = {"locale": "en-GB", "viewport": {"width": 1100, "height": 760}, **options}
-    context = chromium.new_context(**options)
+def tab(chromium: Any, **options: Any) -> Iterator[Any]:
+    """A page in a fresh profile."""
+    context = chromium.new_context(**{"locale": "en-GB", "viewport": {"width": 1100, "height": 760}, **options})
     context.set_default_timeout(PATIENCE)
-    context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url.rstrip("/"))
-    page = context.new_page()
-    seen = Visit(page, urlsplit(url).netloc)
-    context.on("request", lambda request: seen.requests.append(request.url))
-    context.on("dialog", lambda dialog: (seen.dialogs.append(dialog.message), dialog.dismiss()))
-    page.on("pageerror", lambda error: seen.errors.append(str(error)))
-    page.on("console", lambda said: seen.errors.append(said.text) if said.type in ("error", "warning") else None)
-    page.goto(url)
-    seen.until("document.getElementById('composer').placeholder")
-    yield seen
+    yield context.new_page()
     context.close()
+
+
+@contextlib.contextmanager
+def visiting(page: Any, url: str) -> Iterator[Visit]:
+    """Open the address there, and judge at the end what was done."""
+    seen = Visit(page, urlsplit(url).netloc)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url.rstrip("/"))
+    listeners = {
+        "request": lambda request: seen.requests.append(request.url),
+        "dialog": lambda dialog: (seen.dialogs.append(dialog.message), dialog.dismiss()),
+        "pageerror": lambda error: seen.errors.append(str(error)),
+        "console": lambda said: seen.errors.append(said.text) if said.type in ("error", "warning") else None,
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    try:
+        page.goto(url)
+        seen.until("document.getElementById('composer').placeholder")
+        yield seen
+        page.goto("about:blank")
+    finally:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
     seen.check()
+
+
+@contextlib.contextmanager
+def visit(chromium: Any, url: str, **options: Any) -> Iterator[Visit]:
+    """Both: a profile of its own for this visit."""
+    with tab(chromium, **options) as page, visiting(page, url) as seen:
+        yield seen

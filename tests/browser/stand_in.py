@@ -20,21 +20,17 @@ import ascendchat
 
 WEB = Path(ascendchat.__file__).parent / "serve" / "web"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-POLICY = (
-    "default-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'; base-uri 'none'; object-src 'none'"
-)
-MODEL = {
-    **{
-        "context": 2048,
-        "device": "Ascend 910B",
-        "devices": 1,
-        "stage": "sft",
-        "chats": True,
-        "step": 400,
-        "version": 0,
-    },
-    "defaults": {"temperature": 0.6, "top_k": 50, "max_tokens": 512},
+POLICY = "default-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'; base-uri 'none'"
+POLICY += "; object-src 'none'"
+MODEL: dict[str, Any] = {
+    "context": 2048,
+    "device": "Ascend 910B",
+    "devices": 1,
+    "stage": "sft",
+    "chats": True,
+    "step": 400,
 }
+MODEL |= {"version": 0, "defaults": {"temperature": 0.6, "top_k": 50, "max_tokens": 512}}
 WAIT = object()
 Piece = Any  # str: text; bytes: sent as they are; dict: fields of the delta; WAIT
 
@@ -58,6 +54,8 @@ class StandIn:
         self.key = ""  # what Authorization must carry, if anything
         self.model: dict[str, Any] = {**MODEL}
         self.name = "d12/sft"
+        self.named = threading.Event()  # until then nobody hears of the model
+        self.named.set()
         self._gate = threading.Semaphore(0)
         self._http = _Listener(("127.0.0.1", 0), _Handler)
         self._http.owner = self
@@ -69,6 +67,7 @@ class StandIn:
 
     def __exit__(self, *_: object) -> None:
         self._gate.release(1000)
+        self.named.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -119,6 +118,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         owner = self.server.owner
         path = self.path.partition("?")[0]
         if path == "/v1/models":
+            owner.named.wait()
             if self.allowed():
                 card = {"id": owner.name, "object": "model", "created": 0, "owned_by": "ascendchat"}
                 self.reply_json(200, {"object": "list", "data": [{**card, "ascendchat": owner.model}]})

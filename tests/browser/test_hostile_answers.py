@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,8 +71,7 @@ def responsive(chat: Visit, server: StandIn) -> None:
 
 def test_markup_is_shown_and_not_obeyed(chat: Visit, server: StandIn) -> None:
     server.say(*[MARKUP[i : i + 7] for i in range(0, len(MARKUP), 7)])
-    chat.send("<script>window.hacked = 0</script>")
-    chat.finished()
+    chat.exchange("<script>window.hacked = 0</script>")
     inert(chat)
     shown = chat.answers()[0]
     for number in (1, 4, 6, 7):
@@ -85,8 +85,7 @@ def test_markup_is_shown_and_not_obeyed(chat: Visit, server: StandIn) -> None:
 
 def test_links_lead_to_web_pages_and_mail_only(chat: Visit, server: StandIn) -> None:
     server.say("\n\n".join(LINKS))
-    chat.send("Links")
-    chat.finished()
+    chat.exchange("Links")
     first = "p => p.querySelector('a')?.getAttribute('href') ?? null"
     found = chat.page.evaluate(f"[...document.querySelectorAll('.assistant .content > p')].map({first})")
     assert dict(zip(LINKS, found, strict=True)) == LINKS
@@ -98,33 +97,26 @@ def test_links_lead_to_web_pages_and_mail_only(chat: Visit, server: StandIn) -> 
 
 HEAVY = {
     "one line of 100 KB": "word " * 20_000,
-    "one word of 100 KB": "x" * 100_000,
     "stars": "*a **b " * 15_000,
     "a run of stars": "*" * 50_000 + "a" + "*" * 50_000,
-    "exclamation marks": "!" * 100_000,
-    "open brackets": "[" * 50_000,
     "open links": "[a](" * 25_000,
     "brackets in brackets": "[" * 10_000 + "x" + "](https://a.example)" * 10_000,
     "backticks": "".join("`" * (i % 300 + 1) + "a" for i in range(700)),
     "dollars": "$a " * 30_000,
     "backslashes": "\\(" * 40_000,
     "quotes in quotes": ">" * 10_000 + " deep",
-    "quotes, line by line": "\n".join(">" * i + " deep" for i in range(1, 400)),
     "lists in lists": "\n".join("  " * i + "- deep" for i in range(400)),
     "markers in markers": "* - + " * 10_000,
     "braces in a formula": "$$" + "{" * 900 + "}" * 900 + "$$",
     "roots in roots": "$" + "\\sqrt" * 180 + "x$",
     "a table of many rows": "| a | b |\n|---|---|\n" + "| 1 | 2 |\n" * 3_000,
     "a table of many columns": "|a" * 20_000 + "|\n" + "|-" * 20_000 + "|\n",
-    "bars": "|" * 100_000,
     "code": "```python\n" + "def f(x): return 'a' # b\n" * 4_000,
     "an open string in code": "```js\n`" + "'\"`" * 15_000,
     "addresses": "https://a.example/" + "(" * 50_000,
     "entities": "&amp;" * 20_000,
     "blank lines": "\n" * 100_000,
 }
-
-
 DEEPEST = """(() => {
     let most = 0;
     for (const leaf of document.querySelectorAll('.content *')) {
@@ -136,22 +128,28 @@ DEEPEST = """(() => {
 })()"""
 
 
+@pytest.fixture(scope="module")
+def same(chromium: Any) -> Iterator[tuple[Visit, StandIn]]:
+    """One visit for many conversations, and its server."""
+    with StandIn() as server, visit(chromium, server.url) as seen:
+        yield seen, server
+
+
 @pytest.mark.parametrize("kind", HEAVY)
-def test_heavy_answers_do_not_freeze_the_page(chat: Visit, server: StandIn, kind: str) -> None:
+def test_heavy_answers_do_not_freeze_the_page(same: tuple[Visit, StandIn], kind: str) -> None:
+    chat, server = same
     text = HEAVY[kind]
-    step = max(1, len(text) // 40)
+    step = max(1, len(text) // 20)
     server.say(*[text[i : i + step] for i in range(0, len(text), step)])
-    chat.send("Go")
-    chat.finished()
+    chat.page.get_by_role("button", name="New chat").click()
+    chat.exchange("Go")
     assert chat.page.evaluate(DEEPEST) < 120, "an element so deep that a browser may run out of stack"
     inert(chat)
-    responsive(chat, server)
 
 
 def test_writing_direction_is_contained(chat: Visit, server: StandIn) -> None:
     server.say("start \u202eevil\u202c \u2067x\n\nשלום עולם\n\n```python\nif a: \u202e# b\n```\n", "after")
-    chat.send("\u202egnp.exe")
-    chat.finished()
+    chat.exchange("\u202egnp.exe")
     page = chat.page
     assert page.locator(".hl-hidden").inner_text() == "U+202E"
     assert "\u202e" not in page.title()
@@ -182,42 +180,39 @@ def test_broken_bytes_become_replacement_characters(chat: Visit, server: StandIn
     responsive(chat, server)
 
 
-@pytest.mark.parametrize("junk", [b"data: {not json\n\n", b"data: 7\n\ndata: null\n\ndata: []\n\n", b"\x00\x01\x02"])
-def test_a_stream_that_is_not_ours_ends_with_a_message(chat: Visit, server: StandIn, junk: bytes) -> None:
-    server.say("text ", junk)
-    chat.send("Go")
-    chat.finished()
-    assert chat.answers() == ["text"]
+def test_a_stream_that_is_not_ours_ends_with_a_message(chat: Visit, server: StandIn) -> None:
+    junk = [b"data: {not json\n\n", b"data: 7\n\ndata: null\n\ndata: []\n\n", b"\x00\x01\x02"]
+    for count, data in enumerate(junk, 1):
+        server.say("text ", data)
+        chat.send("Go")
+        chat.until(f"document.querySelectorAll('.message.assistant').length === {count}")
+        chat.finished()
+    assert chat.answers() == ["text"] * len(junk)
     responsive(chat, server)
 
 
 def test_an_answer_without_end_is_stopped(chat: Visit, server: StandIn) -> None:
-    server.say(*["0123456789 " * 2000] * 20_000)
+    server.say(*["0123456789 " * 20_000 + "\n\n"] * 1_000)
     chat.send("For ever")
     chat.page.get_by_text("it is too long to show").wait_for()
     assert server.left.wait(60)
     responsive(chat, server)
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        "",
-        "{",
-        "null",
-        "[]",
-        '{"id": 7}',
-        '{"id": "x", "nodes": [null, 7, {"id": "a", "parent": "a", "role": "user", "text": "t"}]}',
-    ],
-)
-def test_damaged_storage_is_passed_over(chat: Visit, server: StandIn, stored: str) -> None:
+DAMAGED = ["", "{", "null", '{"id": "x", "nodes": [null, 7, {"id": "a", "parent": "a", "role": "user", "text": "t"}]}']
+
+STORE = "([key, text]) => localStorage.setItem(key, text)"
+
+
+def test_damaged_storage_is_passed_over(chat: Visit, server: StandIn) -> None:
     server.say("kept")
-    chat.send("A good one")
-    chat.finished()
-    chat.page.evaluate("text => localStorage.setItem('ascendchat.conversation.x', text)", stored)
-    chat.page.evaluate("text => localStorage.setItem('ascendchat.settings', text)", stored)
-    chat.page.reload()
-    chat.page.locator(".assistant", has_text="kept").wait_for()
+    chat.exchange("A good one")
+    for at, stored in enumerate(DAMAGED):
+        chat.page.evaluate(STORE, [f"ascendchat.conversation.{at}", stored])
+    for settings in DAMAGED[1:3]:
+        chat.page.evaluate(STORE, ["ascendchat.settings", settings])
+        chat.page.reload()
+        chat.page.locator(".assistant", has_text="kept").first.wait_for()
     responsive(chat, server)
 
 
@@ -230,12 +225,10 @@ FILL = """() => {
 
 def test_a_full_storage_is_said_and_loses_nothing_that_was_kept(chat: Visit, server: StandIn) -> None:
     server.say("kept")
-    chat.send("A good one")
-    chat.finished()
+    chat.exchange("A good one")
     chat.page.evaluate(FILL)
     server.say("not kept")
-    chat.send("One more")
-    chat.finished()
+    chat.exchange("One more")
     chat.page.get_by_text("The storage of this browser is full").wait_for()
     assert chat.answers() == ["kept", "not kept"]
     chat.page.reload()

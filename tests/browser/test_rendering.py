@@ -1,14 +1,19 @@
-"""Markdown, code and maths as the page draws them: small texts in, the outline of the elements out."""
+"""Markdown, code and maths as the page draws them: small texts in, the outline of the elements out. And whether
+everybody can read the pages, that of `ascendchat report` too: axe finds nothing serious."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from browser_visit import Visit, visit
 from stand_in import WEB, StandIn
+
+from ascendchat.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -160,22 +165,46 @@ def test_axe_finds_nothing_serious(chromium: Any, server: StandIn) -> None:
     for scheme in ("light", "dark"):
         # axe itself needs what the policy of the page forbids.
         with visit(chromium, server.url, color_scheme=scheme, bypass_csp=True, reduced_motion="reduce") as chat:
-            check(chat, f"{scheme}, empty")
             server.say(
                 "# T\n\n*a* `b` [c](https://c.example)\n\n- d\n\n> e\n\n| f | g |\n|---|---|\n| 1 | 2 |\n\n",
                 "```python\ndef f(): return 'x' + 1  # y\n```\n\n$$x = \\frac{1}{2}$$",
                 {"ascendchat": {"tool": {"kind": "tool", "text": "1+1"}}},
                 finish="length",
             )
-            chat.send("Show everything")
-            chat.finished()
+            chat.exchange("Show everything")
             server.refuse(503, {"Retry-After": "7"})
             chat.expected = ("503",)
-            chat.send("Again")
-            chat.finished()
-            check(chat, f"{scheme}, a conversation")
+            chat.exchange("Again")
             chat.page.get_by_role("button", name="Conversation menu").click()
-            check(chat, f"{scheme}, menu")
-            chat.page.keyboard.press("Escape")
-            chat.page.get_by_role("button", name="Settings").click()
-            check(chat, f"{scheme}, settings")
+            check(chat, f"{scheme}, a conversation and its menu")
+            if scheme == "light":
+                chat.page.keyboard.press("Escape")
+                chat.page.get_by_role("button", name="Settings").click()
+                check(chat, "settings")
+                chat.page.keyboard.press("Escape")
+                chat.page.get_by_role("button", name="New chat").click()
+                check(chat, "empty")
+
+
+def test_the_page_of_a_report_is_whole_by_itself_and_can_be_read_by_everybody(
+    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.base", reason="axe is not installed: pip install -e '.[dev]'")
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    folder = tmp_path / "runs" / "demo" / "base"
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "time": 1.0 * step, "loss": 5 / step, "lr_scale": 1.0} for step in range(1, 40)]
+    rows.append({"step": 40, "time": 40.0, "samples": ["The capital of France is Paris.", "你好"]})  # type: ignore[dict-item]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text("depth: 4\n")
+    assert main(["report", "--run", "demo"]) == 0
+    page = chromium.new_page(viewport={"width": 1240, "height": 900})
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((tmp_path / "runs" / "demo" / "report.html").as_uri())
+    assert page.locator("figure img").evaluate("image => image.complete && image.naturalWidth") > 500
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.evaluate(axe.AXE_SCRIPT)
+    found = page.evaluate("async () => (await axe.run()).violations.map((v) => [v.impact, v.id, v.nodes[0].html])")
+    page.close()
+    assert [entry for entry in found if entry[0] in ("serious", "critical")] == []

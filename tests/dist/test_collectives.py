@@ -1,7 +1,8 @@
-"""Every collective between 1, 2, 3 and 4 real processes over Gloo. Each world starts once."""
+"""Every collective in a world of 1 and of 3 real processes over Gloo. Each world starts once."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -74,8 +75,9 @@ def every_collective(rank: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[1, 3])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank has seen."""
     return run_ranks(every_collective, request.param, seconds=120)
 
 
@@ -83,40 +85,32 @@ def reduced(op: str, stack: torch.Tensor) -> torch.Tensor:
     return {"sum": stack.sum(0), "mean": stack.mean(0), "max": stack.amax(0), "min": stack.amin(0)}[op]
 
 
-def test_each_rank_knows_its_place(results: list[dict[str, Any]]) -> None:
+def test_each_rank_knows_its_place_until_the_world_is_torn_down(results: list[dict[str, Any]]) -> None:
     assert [r["world"].rank for r in results] == list(range(len(results)))
     assert {r["world"].size for r in results} == {len(results)}
+    assert all(r["after teardown"] == (1, False) for r in results)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_all_reduce_rounds_only_once(results: list[dict[str, Any]], op: str, dtype: torch.dtype) -> None:
-    expected = reduced(op, torch.stack([value_of(r) for r in range(len(results))])).to(dtype).tolist()
-    assert all(r[f"all_reduce {op} {dtype}"] == expected for r in results)
+def test_reductions_round_only_once_and_leave_each_rank_its_part(results: list[dict[str, Any]]) -> None:
+    for dtype, op in itertools.product(DTYPES, OPS):
+        expected = reduced(op, torch.stack([value_of(r) for r in range(len(results))])).to(dtype).tolist()
+        assert all(r[f"all_reduce {op} {dtype}"] == expected for r in results), (op, dtype)
+        for rank, result in enumerate(results):
+            stack = torch.stack([value_of(r) + 10 * rank for r in range(len(results))])
+            assert result[f"reduce_scatter {op} {dtype}"] == reduced(op, stack).to(dtype).tolist(), (op, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_leaves_each_rank_its_slice(results: list[dict[str, Any]], op: str, dtype: torch.dtype) -> None:
-    for rank, result in enumerate(results):
-        stack = torch.stack([value_of(r) + 10 * rank for r in range(len(results))])
-        assert result[f"reduce_scatter {op} {dtype}"] == reduced(op, stack).to(dtype).tolist()
+def test_all_gather_keeps_the_order_of_ranks(results: list[dict[str, Any]]) -> None:
+    for dtype in DTYPES:
+        expected = [value_of(rank).to(dtype).tolist() for rank in range(len(results))]
+        assert all(r[f"all_gather {dtype}"] == expected for r in results), dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_gather_keeps_the_order_of_ranks(results: list[dict[str, Any]], dtype: torch.dtype) -> None:
-    expected = [value_of(rank).to(dtype).tolist() for rank in range(len(results))]
-    assert all(r[f"all_gather {dtype}"] == expected for r in results)
-
-
-def test_integers_are_summed_but_not_averaged(results: list[dict[str, Any]]) -> None:
+def test_integers_are_summed_and_wrong_arguments_refused(results: list[dict[str, Any]]) -> None:
     size = len(results)
     assert all(r["integers"] == [size * (size + 1) // 2, 100 * size] for r in results)
-    assert all(r["mean of integers refused"] for r in results)
-
-
-def test_wrong_arguments_are_refused(results: list[dict[str, Any]]) -> None:
-    assert all(r["unknown op refused"] and r["wrong size refused"] for r in results)
+    for what in ("mean of integers", "unknown op", "wrong size"):
+        assert all(r[f"{what} refused"] for r in results), what
 
 
 def test_views_that_are_not_contiguous_are_reduced_in_place(results: list[dict[str, Any]]) -> None:
@@ -139,7 +133,3 @@ def test_metrics_are_averaged_by_name(results: list[dict[str, Any]]) -> None:
     size = len(results)
     assert all(r["metrics"] == {"accuracy": 0.125 * (size - 1), "loss": (size + 1) / 2} for r in results)
     assert any(r["different metrics refused"] for r in results)
-
-
-def test_teardown_leaves_a_world_of_one(results: list[dict[str, Any]]) -> None:
-    assert all(r["after teardown"] == (1, False) for r in results)

@@ -1,4 +1,4 @@
-"""What one rank of 8, 64 and 1,024 hands to its process group and keeps is what `ascendchat plan` counts with."""
+"""What one rank of 8 and of 1,024 hands to its process group and keeps is what `ascendchat plan` counts with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _products_in_float32() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [8, 64, 1024])
+@pytest.mark.parametrize("size", [8, 1024])
 def test_a_rank_exchanges_and_keeps_what_the_plan_says(size: int, one_thread: None) -> None:
     found = our_step(size, rank=size // 2)
     reduced, gathered, between = exchanged_elements(SHAPE, size)

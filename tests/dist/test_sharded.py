@@ -82,6 +82,7 @@ def rank_main(rank: int, *arguments: Any) -> Trained:
 
 @pytest.fixture(scope="module")
 def alone() -> Trained:
+    """What one process makes of all steps."""
     return train(STEPS, 0)
 
 
@@ -92,7 +93,7 @@ def same(found: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2)])
 def test_weights_that_are_shared_out_train_like_whole_ones(ranks: int, together: int, alone: Trained) -> None:
     assert alone[0][-1] < alone[0][0]
     found = run_ranks(rank_main, ranks, STEPS, together, seconds=300)
@@ -130,7 +131,7 @@ def losses_around_a_load(rank: int) -> tuple[float, float]:
             with torch.no_grad():
                 if looks:
                     model(rows[:, :-1], attend)
-                optimizer.load(lambda shard: weights[shard.parameter][shard.start : shard.stop], 0)
+                optimizer.load(lambda shard, known=weights: known[shard.parameter][shard.start : shard.stop], 0)
                 found.append(head_loss(model(rows[:, :-1], attend), model.head, rows[:, 1:], SHAPE.vocab).item())
         return found[0], found[1]
     finally:

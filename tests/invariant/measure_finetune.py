@@ -1,10 +1,10 @@
-"""A real model, tuned by `ascendchat finetune`, by TRL's SFTTrainer, and by a plain loop, on the same conversations.
+"""A real model, tuned by `ascendchat finetune` and by TRL's SFTTrainer, on the same conversations.
 
 python tests/invariant/measure_finetune.py MODEL DATA FOLDER [STEPS LENGTH ROWS HELD_OUT [ROLES]]   # minutes on a CPU
-pip install trl datasets                # for the role trl; ROLES: ours,trl,plain, one process each, as often as named
+pip install trl datasets                # for the role trl; ROLES: ours,trl, one process each, as often as named
 FULL=1 DEVICE=cuda python ...           # all weights instead of LoRA; on a GPU, in bf16
 
-TRL and the plain loop (transformers and peft) get the conversations that are packed into our rows of each step, padded
+TRL gets the conversations that are packed into our rows of each step, padded
 to the longest, since without a varlen kernel TRL's packing lets them see each other. AdamW, clipping and a cosine from
 the first step on are the same everywhere. Each prints the held-out loss before and after, and of the steps alone (not
 of opening the model) the seconds of the clock and of the processor; those other programs on the machine change less.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import os
 import resource
 import subprocess
@@ -222,30 +221,6 @@ def trl(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
     return before, task.loss(trainer.model), losses, clock
 
 
-def plain(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
-    """A loop of transformers, peft and torch."""
-    import torch
-
-    from ascendchat.hf.lora import peft_library
-
-    net = task.network() if FULL else peft_library().get_peft_model(task.network(), task.adapters())
-    before, clock, losses, steps = task.loss(net), Clock(), list[float](), len(task.steps)
-    learns = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learns, lr=RATE, weight_decay=0.0)
-    for step, batch in enumerate(task.steps):
-        with clock.step():
-            there = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
-            loss = net(**there, use_cache=False).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(learns, 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    return before, task.loss(net), losses, clock
-
-
 def device_peak() -> int:
     """Bytes of the GPU."""
     import torch
@@ -257,7 +232,7 @@ def measure(role: str, argv: list[str]) -> dict[str, Any]:
     """One of them, in this process."""
     model, data, _, steps, length, rows, held_out = argv
     task = Task(model, data, int(steps), int(length), int(rows), float(held_out))
-    before, after, losses, clock = {"ours": ours, "trl": trl, "plain": plain}[role](task, argv)
+    before, after, losses, clock = {"ours": ours, "trl": trl}[role](task, argv)
     return {
         "role": role,
         "before": before,

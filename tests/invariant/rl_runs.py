@@ -1,9 +1,11 @@
-"""RL runs that are started often: a tiny model, `ascendchat rl` that starts warm, and a
-real `ascendchat serve --weight-updates` that can be killed and started again on its port."""
+"""RL runs of a tiny model: `ascendchat rl` in this process or in one that starts warm, and a real
+`ascendchat serve --weight-updates` that can be killed and started again on its port."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import signal
 import socket
@@ -12,7 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,6 +25,7 @@ import engine_models as make
 from warm_process import Popen, ServerPopen, children
 
 from ascendchat.checkpoint import Writer
+from ascendchat.cli import main
 from ascendchat.config import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.optim import MuonAdamW, groups
@@ -31,10 +36,30 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds after which a test gives up, on however busy a machine
 KEY = "a-key-of-the-tests-1234"
 REWARDS = '''
+import os, time
+
+
 def vowels(prompt, completion, **row):
     """Share of the bytes that are vowels, in steps: some groups have no difference."""
     found = sum(letter in "aeiouAEIOU" for letter in completion) / max(1, len(completion))
     return round(found * 12) / 12
+
+
+async def waited(prompt, completion, **row):
+    assert row["task"].startswith("toy_") and isinstance(row["answer"], str)
+    return vowels(prompt, completion)
+
+
+def moody(prompt, completion, **row):
+    """Raises, dies or hangs for some answers."""
+    mood = len(completion) % 8
+    if mood == 0:
+        raise RuntimeError("no mood")
+    if mood == 1:
+        os._exit(3)
+    if mood == 2:
+        time.sleep(3600)
+    return vowels(prompt, completion)
 
 
 async def twice(generator, row):
@@ -45,6 +70,22 @@ async def twice(generator, row):
     talk.say("again")
     return talk.trajectory(await generator.reward(await talk.reply(max_tokens=12)))
 '''
+# `ascendchat rl` that kills itself in the step that is its first word.
+DYING = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from dying import die
+from ascendchat.cli import main
+from ascendchat.train.policy import RlStage
+
+begin, last = RlStage.micro_batches, int(sys.argv[1])
+
+def begin_or_die(self, step):
+    return die() if step == last else begin(self, step)
+
+RlStage.micro_batches = begin_or_die
+sys.exit(main(sys.argv[2:]))
+"""
 COMMON = "--device-type cpu --sample-every 0 --log-every 1 --eval-every -1 --device-batch-size 2 --lr-multiplier 0.3"
 MOST = 24  # tokens of an answer
 SIZES = f"--data toy_arithmetic_en --prompts-per-step 4 --samples 4 --max-new-tokens {MOST} --save-every 2"
@@ -75,19 +116,33 @@ def words(run: str, *more: str, steps: int = 6) -> list[str]:
     return ["rl", *reward, *SIZES.split(), *COMMON.split(), *more]
 
 
-def start(home: Path, command: list[str]) -> subprocess.Popen[bytes]:
-    """What it says goes to home/log."""
+def start(
+    home: Path, command: list[str], how: Any = None, program: tuple[str, ...] = ("-m", "ascendchat")
+) -> subprocess.Popen[bytes]:
+    """What it says goes to home/log. `how`: a class like subprocess.Popen, by default one that starts warm."""
     variables = {"ASCENDCHAT_HOME": str(home), "ASCENDCHAT_API_KEYS": KEY, "OMP_NUM_THREADS": "1"}
     with (home / "log").open("ab") as log:
-        words = [sys.executable, "-m", "ascendchat", *command]
-        return Popen(words, env={**os.environ, **variables}, cwd=home, stdout=log, stderr=log)
+        words = [sys.executable, *program, *command]
+        return (how or Popen)(words, env={**os.environ, **variables}, cwd=home, stdout=log, stderr=log)
 
 
-def finish(home: Path, command: list[str], status: int = 0) -> str:
+def run_here(home: Path, command: list[str], status: int = 0) -> str:
+    """Run it in this process, where a process of its own is not the point; what it said."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        patch.setenv("ASCENDCHAT_HOME", str(home))
+        patch.setenv("ASCENDCHAT_API_KEYS", KEY)
+        patch.chdir(home)
+        found = main(command)
+    assert found == status, said.getvalue()[-5000:]
+    return said.getvalue()
+
+
+def finish(home: Path, command: list[str], status: int = 0, how: Any = None) -> str:
     """Run it to its end; what it said."""
     log = home / "log"
     before = log.stat().st_size if log.exists() else 0
-    process = start(home, command)
+    process = start(home, command, how)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE)
     said = log.read_bytes()[before:].decode(errors="replace")
@@ -99,6 +154,12 @@ def finish(home: Path, command: list[str], status: int = 0) -> str:
 
 def rows_of(home: Path, run: str) -> list[dict[str, float]]:
     return [row for row in read_metrics(home / "runs" / run / "rl") if "loss" in row]
+
+
+def transcripts(home: Path, run: str) -> list[dict[str, Any]]:
+    """Every answer of a run, as its transcripts have them."""
+    files = sorted((home / "runs" / run / "rl/transcripts").glob("step_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def done(home: Path, run: str) -> int:
@@ -113,6 +174,12 @@ def result(home: Path, run: str, steps: int) -> dict[str, bytes]:
     """The bytes of the last checkpoint."""
     folder = home / "runs" / run / "rl" / f"step_{steps:06d}"
     return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optim-0-of-1.safetensors")}
+
+
+def kill_in(home: Path, command: list[str], step: int) -> None:
+    """kill -9 in that step, when the checkpoint before it is written."""
+    process = start(home, [str(step), *command], program=("-c", DYING))
+    assert process.wait(PATIENCE) == -signal.SIGKILL, (home / "log").read_text(errors="replace")[-5000:]
 
 
 def wait_until(true: Callable[[], bool]) -> None:

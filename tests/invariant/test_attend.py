@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     train_tokenizer(texts, 300).save(folder / "tokenizer")
-    prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
+    forked = multiprocessing.get_context("fork")  # a worker that starts anew imports for a second
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ascendchat.data.prepare.multiprocessing.get_context", lambda way: forked)
+        prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
         patch.setenv("ASCENDCHAT_HOME", str(folder))
         assert train(folder, "base") == 0
     return folder
@@ -58,47 +61,39 @@ def weights(home: Path) -> bytes:
     return (home / "runs" / "r" / "sft" / "step_000003" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("stage", [pytest.param("mid", marks=pytest.mark.slow), "sft"])
-def test_conversations_see_only_themselves_unless_rows_are_asked_for(
-    home: Path, stage: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert attend_of(home, "base") == "row"
-    assert train(home, stage) == 0
-    assert SEES["document"] in capsys.readouterr().out
-    assert attend_of(home, stage) == "document"
-    assert train(home, stage, "--attend", "row", "--resume", "never") == 0
-    assert SEES["row"] in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "had", ["row", *[pytest.param(had, marks=pytest.mark.slow) for had in ("document", "nothing: an older run")]]
-)
-def test_a_run_that_goes_on_sees_what_it_saw(home: Path, had: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = had if had in SEES else "row"
-    assert train(home, "sft", "--attend", before) == 0
-    whole, run = weights(home), home / "runs" / "r" / "sft"
-    shutil.rmtree(run / "step_000003")  # as if it had been killed before
-    if had not in SEES:
-        settings = (run / "config.yaml").read_text().splitlines()
-        (run / "config.yaml").write_text("\n".join(line for line in settings if not line.startswith("attend:")) + "\n")
-    capsys.readouterr()
-    assert train(home, "sft") == 0
-    said = capsys.readouterr().out
-    assert SEES[before] in said
-    assert "continuing after step 2" in said
-    assert "continuing with --attend" not in said
-    assert weights(home) == whole
-    assert attend_of(home, "sft") == before
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_otherwise_because_it_was_asked_to_says_so(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(home, "sft", "--attend", "row") == 0
+def goes_on(home: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """What a run says that had been killed before its last step and goes on."""
     shutil.rmtree(home / "runs" / "r" / "sft" / "step_000003")
     capsys.readouterr()
-    assert train(home, "sft", "--attend", "document") == 0
+    assert train(home, "sft", *more) == 0
     said = capsys.readouterr().out
-    assert SEES["document"] in said
-    assert "continuing with --attend document; before, this run had row" in said
+    assert "continuing after step 2" in said
+    return said
+
+
+def test_conversations_see_only_themselves_by_default(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attend_of(home, "base") == "row"
+    assert train(home, "sft") == 0
+    assert SEES["document"] in capsys.readouterr().out
+    assert attend_of(home, "sft") == "document"
+
+
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow, id="an older run")])
+def test_a_run_that_goes_on_sees_what_it_saw_unless_something_else_is_asked_for(
+    home: Path, recorded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(home, "sft", "--attend", "row") == 0
+    assert SEES["row"] in capsys.readouterr().out
+    whole, settings = weights(home), home / "runs" / "r" / "sft" / "config.yaml"
+    if not recorded:
+        lines = settings.read_text().splitlines()
+        settings.write_text("\n".join(line for line in lines if not line.startswith("attend:")) + "\n")
+    said = goes_on(home, capsys)
+    assert SEES["row"] in said
+    assert "continuing with --attend" not in said
+    assert weights(home) == whole
+    assert attend_of(home, "sft") == "row"
+    if recorded:
+        said = goes_on(home, capsys, "--attend", "document")
+        assert SEES["document"] in said
+        assert "continuing with --attend document; before, this run had row" in said

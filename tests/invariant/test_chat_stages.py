@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
-import time
-from contextlib import redirect_stderr, redirect_stdout
+import signal
 from pathlib import Path
 
+import commands
 import pytest
+from commands import sentence
 from safetensors.torch import load_file
-from warm_process import Popen
 
 from ascendchat.cli import main
 from ascendchat.config.finetune import FinetuneConfig
@@ -24,12 +20,7 @@ from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.record import read_metrics
 from ascendchat.train import finetune
 
-WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
-STEPS = 18
-
-
-def sentence(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +28,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny base model, and conversations of which some are far longer than a row."""
     folder = tmp_path_factory.mktemp("chat")
     rng = random.Random(0)
-    texts = [sentence(rng, rng.randint(5, 60)) for _ in range(200)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts), encoding="utf-8")
-    train_tokenizer(texts, 300).save(folder / "tokenizer")
-    prepare([str(folder / "text.jsonl")], folder / "tokenizer", folder / "words", val_fraction=0.1, workers=1)
+    commands.prepare_texts(folder, commands.sentences(200))
     rows = []
-    for number in range(120):
+    for number in range(60):
         long = 600 if number % 10 == 0 else 8
         turns = [("user", sentence(rng, long)), ("assistant", sentence(rng, long))]
         rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    commands.write_lines(folder / "chats.jsonl", rows)
     sizes = {"depth": 2, "dim": 32, "head-dim": 16, "max-seq-len": 64, "device-batch-size": 4, "total-batch-size": 512}
     flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     finish(folder, ["base", *flags, "--data", str(folder / "words"), "--run", "tiny", "--num-iterations", "4"])
@@ -56,32 +44,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUIET = ["--device-type", "cpu", "--sample-every", "0", "--log-every", "1"]
 
 
-def start(home: Path, words: list[str]) -> Popen:
-    """In a process of its own, to be killed."""
-    environment = {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "ascendchat", *words, *QUIET]
-    return Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def finish(home: Path, words: list[str], status: int = 0) -> str:
-    """In this process, which has torch already; what was printed."""
-    output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
-        patch.setenv("ASCENDCHAT_HOME", str(home))
-        assert main([*words, *QUIET]) == status, output.getvalue()
-    return output.getvalue()
-
-
-def finish_apart(home: Path, words: list[str]) -> None:
-    output, _ = (process := start(home, words)).communicate()
-    assert process.returncode == 0, output
+    return commands.finish(home, [*words, *QUIET], status)
 
 
 def stage(home: Path, name: str, start_from: str, *more: str) -> list[str]:
-    sizes = (
-        f"--device-batch-size 4 --total-batch-size 512 --num-iterations {STEPS} --save-every 3 --eval-every 6".split()
-    )
-    return [name, "--data", str(home / "chats.jsonl"), "--start", start_from, *sizes, *more]
+    sizes = f"--device-batch-size 4 --total-batch-size 512 --num-iterations {STEPS} --save-every 2 --eval-every 3"
+    return [name, "--data", str(home / "chats.jsonl"), "--start", start_from, *sizes.split(), *more]
+
+
+@pytest.fixture(scope="module")
+def sft(home: Path) -> str:
+    """What a run says that nothing disturbs; it has the name `whole`."""
+    return finish(home, stage(home, "sft", "tiny", "--run", "whole"))
 
 
 def final(home: Path, run: str, name: str) -> dict[str, bytes]:
@@ -89,13 +64,12 @@ def final(home: Path, run: str, name: str) -> dict[str, bytes]:
     return {key: tensor.numpy().tobytes() for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param("mid", marks=pytest.mark.slow), "sft"])
-def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path, name: str) -> None:
-    output = finish(home, stage(home, name, "tiny", "--run", f"long_{name}"))
-    assert f"starting from {home / 'runs' / 'tiny' / 'base'}" in output
-    assert " too long " in output
-    assert " 0 too long" not in output
-    rows = read_metrics(home / "runs" / f"long_{name}" / name)
+def test_conversations_longer_than_a_row_are_counted_and_give_no_nan(home: Path, sft: str) -> None:
+    """The run is that with which a killed one is compared."""
+    assert f"starting from {home / 'runs' / 'tiny' / 'base'}" in sft
+    assert " too long " in sft
+    assert " 0 too long" not in sft
+    rows = read_metrics(home / "runs" / "whole" / "sft")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == STEPS
     assert all(0 < loss < 10 for loss in losses)
@@ -115,22 +89,12 @@ def test_data_is_shown_as_the_model_sees_it_and_nothing_is_trained(home: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mid", "sft"])
-def test_a_killed_stage_ends_with_the_same_weights(home: Path, name: str) -> None:
-    finish(home, stage(home, name, "tiny", "--run", f"whole_{name}"))
-    rng, kills = random.Random(0), 0
-    while kills < 4:
-        process = start(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
-        assert process.stdout is not None
-        for line in process.stdout:
-            if " step " in line:
-                break
-        time.sleep(rng.random() * 0.2)
-        process.kill()
-        kills += 1
-        process.wait()
-    finish_apart(home, stage(home, name, "tiny", "--run", f"killed_{name}"))
-    assert final(home, f"killed_{name}", name) == final(home, f"whole_{name}", name)
+def test_a_killed_stage_ends_with_the_same_weights(home: Path, sft: str) -> None:
+    words = stage(home, "sft", "tiny", "--run", "killed")
+    status, said = commands.signalled(home, [*words, *QUIET], 5, signal.SIGKILL)
+    assert status == -signal.SIGKILL, said
+    assert "continuing after step" in finish(home, words)
+    assert final(home, "killed", "sft") == final(home, "whole", "sft")
 
 
 def test_a_start_that_does_not_exist_and_a_foreign_tokenizer_are_refused(home: Path, tmp_path: Path) -> None:
@@ -144,18 +108,15 @@ def test_a_start_that_does_not_exist_and_a_foreign_tokenizer_are_refused(home: P
 
 
 @pytest.mark.slow
-def test_sft_prefers_the_mid_trained_model_of_its_run(home: Path) -> None:
-    finish(home, stage(home, "mid", "tiny", "--run", "chain"))
-    output = finish(home, stage(home, "sft", "chain", "--run", "chain"))
-    assert f"starting from {home / 'runs' / 'chain' / 'mid'}" in output
-
-
-@pytest.mark.slow
-def test_a_model_carries_its_tokenizer_wherever_it_is_used_from(home: Path, tmp_path: Path) -> None:
-    shutil.copytree(home / "runs" / "tiny", tmp_path / "runs" / "moved")
+def test_sft_prefers_the_mid_trained_model_of_its_run_and_carries_its_tokenizer_anywhere(
+    home: Path, tmp_path: Path
+) -> None:
+    text = ["--data", str(home / "words"), "--num-iterations", "2"]
+    finish(home, stage(home, "mid", "tiny", "--run", "chain", *text))
+    shutil.copytree(home / "runs" / "chain", tmp_path / "runs" / "moved")
     shutil.copy(home / "chats.jsonl", tmp_path)
-    output = finish(tmp_path, stage(tmp_path, "sft", "moved", "--run", "moved"))
-    assert f"starting from {tmp_path / 'runs' / 'moved' / 'base'}" in output
+    output = finish(tmp_path, stage(tmp_path, "sft", "moved", "--run", "moved", "--num-iterations", "1"))
+    assert f"starting from {tmp_path / 'runs' / 'moved' / 'mid'}" in output
     assert (tmp_path / "runs" / "moved" / "sft" / "tokenizer" / "bpe.json").is_file()
 
 
@@ -163,9 +124,7 @@ def test_a_model_carries_its_tokenizer_wherever_it_is_used_from(home: Path, tmp_
 def test_a_few_conversations_are_enough(home: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join((home / "chats.jsonl").read_text().splitlines()[1:4]), encoding="utf-8")
-    words = stage(home, "sft", "tiny", "--run", "few")
-    words[2] = str(few)
-    output = finish(home, words)
+    output = finish(home, stage(home, "sft", "tiny", "--run", "few", "--data", str(few), "--num-iterations", "1"))
     assert "too small to keep some for validation" in output
     assert "val_loss" in output
 
@@ -175,7 +134,6 @@ def test_a_few_conversations_are_enough(home: Path, tmp_path: Path) -> None:
     [
         (["--gradient-accumulation-steps", "7"], "does not fit --total-batch-size 512"),
         (["--gradient-accumulation-steps", "0"], "--gradient-accumulation-steps must be at least 1"),
-        (["--device-batch-size", "0"], "--device-batch-size must be at least 1"),
         (["--keep", "-1"], "--keep must be at least 1"),
         (["--data", "{chats}=0.5,{words}"], "a weight, or none"),
         (["--data", "{chats}=much"], "is not a weight"),
@@ -197,7 +155,9 @@ def test_evaluation_questions_in_the_mixture_are_reported_in_the_run(home: Path,
     exam = [{"question": ask["content"], "answer": f"{reply['content']} #### 1"} for ask, reply in chats[1:6]]
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, exam)), encoding="utf-8")
-    output = finish(home, stage(home, "sft", "tiny", "--run", "leaks", "--source", str(tmp_path)))
+    output = finish(
+        home, stage(home, "sft", "tiny", "--run", "leaks", "--source", str(tmp_path), "--num-iterations", "1")
+    )
     assert "gsm8k: 5 of 5 test questions are in the mixture (chats train 5)\n" in output
     assert output.count("  gsm8k test row") == 3
     assert len((home / "runs" / "leaks" / "sft" / "overlaps.txt").read_text().splitlines()) == 5
@@ -205,9 +165,9 @@ def test_evaluation_questions_in_the_mixture_are_reported_in_the_run(home: Path,
 
 @pytest.mark.slow
 def test_a_warm_start_goes_on_with_the_moments_and_their_count(home: Path) -> None:
-    finish(home, stage(home, "sft", "tiny", "--run", "warm", "--warm-start"))
-    state = json.loads((home / "runs" / "warm" / "sft" / f"step_{STEPS:06d}" / "state.json").read_text())
-    assert state["updates"] == 4 + STEPS
+    finish(home, stage(home, "sft", "tiny", "--run", "warm", "--warm-start", "--num-iterations", "2"))
+    state = json.loads((home / "runs" / "warm" / "sft" / "step_000002" / "state.json").read_text())
+    assert state["updates"] == 4 + 2
 
 
 @pytest.mark.slow
@@ -223,16 +183,13 @@ def test_base_trains_on_a_single_text_without_validation(home: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mid", "sft"])
-def test_text_alone_is_validated_in_bits_per_byte(home: Path, name: str) -> None:
-    words = stage(home, name, "tiny", "--run", f"text_{name}")
-    words[2] = str(home / "words")
-    finish(home, words)
-    rows = read_metrics(home / "runs" / f"text_{name}" / name)
+def test_text_alone_is_validated_in_bits_per_byte(home: Path) -> None:
+    finish(home, stage(home, "sft", "tiny", "--run", "text", "--data", str(home / "words")))
+    rows = read_metrics(home / "runs" / "text" / "sft")
     assert not any("val_loss" in row for row in rows)
     bits = [row["bpb"] for row in rows if "bpb" in row]
     assert bits[0] > bits[-1] > 0
-    best = (home / "runs" / f"text_{name}" / name / "best").read_text().split()
+    best = (home / "runs" / "text" / "sft" / "best").read_text().split()
     assert float(best[1]) == min(bits)
 
 

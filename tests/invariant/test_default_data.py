@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from ascendchat.cli import main
 from ascendchat.config import load_yaml
+from ascendchat.data import toyworld
 from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import train_tokenizer
 
@@ -19,6 +22,13 @@ STAGE = "--device-batch-size 2 --total-batch-size 64 --steps 1 --run h".split()
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new home, and a small part of the embedded corpus: all of it takes seconds to learn from and to prepare."""
+    told, read, talks = toyworld.documents, toyworld.texts, toyworld.chats
+    monkeypatch.setattr(toyworld, "documents", lambda split: islice(told(split), 60))
+    monkeypatch.setattr(toyworld, "texts", lambda: islice(read(), 300))
+    monkeypatch.setattr(toyworld, "chats", lambda *given, **more: islice(talks(*given, **more), 50))
+    forked = multiprocessing.get_context("fork")  # a worker that starts anew imports for a second
+    monkeypatch.setattr("ascendchat.data.prepare.multiprocessing.get_context", lambda way: forked)
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -38,16 +48,16 @@ def data_of(home: Path, stage: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("flags", [[], ["--depth", "12"], ["--depth", "2", "--steps", "100000"], ["--tokens", "1e9"]])
 def test_a_run_too_long_for_the_embedded_corpus_is_told_how_to_get_text(
-    home: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+    home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["base", "--device-type", "cpu", *flags]) == 2
-    said = capsys.readouterr()
-    assert "ascendchat data fetch climbmix --shards" in said.err
-    assert "ascendchat data prepare climbmix" in said.err
-    assert "--data toyworld" in said.err
-    assert not (home / "data").exists()
+    for flags in ([], ["--depth", "12"], ["--depth", "2", "--steps", "100000"], ["--tokens", "1e9"]):
+        assert main(["base", "--device-type", "cpu", *flags]) == 2
+        said = capsys.readouterr().err
+        assert "ascendchat data fetch climbmix --shards" in said
+        assert "ascendchat data prepare climbmix" in said
+        assert "--data toyworld" in said
+        assert not (home / "data").exists()
 
 
 @pytest.mark.slow
@@ -63,7 +73,7 @@ def test_a_tiny_run_takes_the_embedded_corpus_and_its_stages_the_embedded_talk(
 
 
 @pytest.mark.slow
-def test_the_embedded_corpus_by_name_is_never_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_embedded_corpus_by_name_is_never_refused(home: Path) -> None:
     own = words(home, "own")  # so the tokenizer is another one than usual
     assert main(["base", *TINY, *QUIET, "--data", f"toyworld=0.25,{own}=0.75", "--target-param-data-ratio", "1e5"]) == 0
     assert data_of(home, "base") == [f"{home / 'data' / 'toyworld'}=0.25", f"{own}=0.75"]
@@ -79,10 +89,10 @@ def test_what_data_prepare_wrote_by_default_is_found(home: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["mid", "sft"])
 def test_a_model_of_other_text_takes_the_published_conversations(
-    home: Path, stage: str, capsys: pytest.CaptureFixture[str]
+    home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stage = "sft"  # of `mid` test_tasks_mixture.py asks the same
     assert main(["base", *TINY, *QUIET, "--data", words(home, "own")]) == 0
     assert main([stage, *STAGE, *QUIET]) == 2
     assert "`ascendchat data fetch smoltalk mmlu gsm8k identity`" in capsys.readouterr().err

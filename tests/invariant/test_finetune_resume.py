@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import random
 import shutil
-import subprocess
+import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import finish, run_apart, signalled
 from safetensors.torch import load_file
 from warm_process import TheirsPopen
 
@@ -22,43 +19,21 @@ import hf_models
 
 from ascendchat.record import read_metrics
 
-STEPS = 12
-KILLS = int(os.environ.get("ASCENDCHAT_TEST_KILLS", "3"))  # ten when a release is made
-pytestmark = pytest.mark.slow
+STEPS = 6
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, rng = tmp_path_factory.mktemp("finetune-resume"), random.Random(0)
-    hf_models.save(folder / "tiny", "qwen2", initializer_range=0.1)
-    pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(80)]
-    rows = [{"instruction": f"What is {a} plus {b}?", "output": f"The answer is {a + b}."} for a, b in pairs]
-    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return folder
+    """A tiny Qwen2, and sums to learn."""
+    return hf_models.save_with_sums(tmp_path_factory.mktemp("finetune-resume"), num_hidden_layers=2)
 
 
-def command(run: str, *more: str, ranks: int = 1) -> list[str]:
+def words(run: str, *more: str) -> list[str]:
     sizes = f"--max-seq-len 96 --total-batch-size 384 --device-batch-size 2 --steps {STEPS} --learning-rate 0.01"
-    pace = "--save-every 2 --keep 9 --eval-every 4 --sample-every 0 --log-every 1 --device-type cpu"
+    pace = "--save-every 2 --keep 9 --eval-every 3 --sample-every 0 --log-every 1 --device-type cpu"
     named = ["finetune", "--model", "tiny", "--data", "sums.jsonl", "--run", run, "--lora", "--lora-rank", "4"]
-    launch = ["launch", "--devices", str(ranks), "--device-type", "cpu"] if ranks > 1 else []
-    return [sys.executable, "-m", "ascendchat", *launch, *named, *sizes.split(), *pace.split(), *more]
-
-
-def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "ASCENDCHAT_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def start(home: Path, words: list[str], how: type[subprocess.Popen[str]] = TheirsPopen) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return how(words, env=environment(home), cwd=home, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(home: Path, run: str, *more: str, ranks: int = 1, how: type[subprocess.Popen[str]] = TheirsPopen) -> str:
-    process = start(home, command(run, *more, ranks=ranks), how)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return output
+    return [*named, *sizes.split(), *pace.split(), *more]
 
 
 def final(home: Path, run: str, file: str = "model.safetensors") -> dict[str, torch.Tensor]:
@@ -67,7 +42,8 @@ def final(home: Path, run: str, file: str = "model.safetensors") -> dict[str, to
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> dict[str, torch.Tensor]:
-    finish(home, "whole", how=subprocess.Popen)  # nothing in common with those that are killed
+    """The adapters of this process, which has nothing in common with those that are killed."""
+    finish(home, words("whole"))
     return final(home, "whole")
 
 
@@ -80,19 +56,11 @@ def cut(home: Path, run: str, last: int) -> None:
     (folder / "latest").write_text(f"step_{last:06d}\n", encoding="utf-8")
 
 
-def kill_at_random_moments(home: Path, run: str, times: int, *more: str, behind: str = " step ") -> str:
-    """Each time soon after it has said `behind`; what it says when it then comes to its end."""
-    rng = random.Random(1)
-    for _ in range(times):
-        process = start(home, command(run, *more))
-        assert process.stdout is not None
-        for line in process.stdout:
-            if behind in line:
-                break
-        time.sleep(rng.random() * 0.3)
-        process.kill()
-        process.wait()
-    return finish(home, run, *more)
+def killed(home: Path, run: str, *more: str) -> str:
+    """Killed in its fifth step, while the fourth is saved; what it says when it then comes to its end."""
+    status, said = signalled(home, words(run, *more), 5, signal.SIGKILL, TheirsPopen)
+    assert status == -signal.SIGKILL, said
+    return finish(home, words(run, *more))
 
 
 def assert_same_end(home: Path, one: str, other: str) -> None:
@@ -102,29 +70,31 @@ def assert_same_end(home: Path, one: str, other: str) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), file
 
 
-def test_kills_at_random_moments_change_nothing(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    kill_at_random_moments(home, "killed", KILLS)
+def test_a_kill_changes_nothing(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    assert "continuing after step" in killed(home, "killed")
     assert_same_end(home, "killed", "whole")
 
 
+@pytest.mark.long(short="test_a_run_goes_on_to_the_same_bytes_and_other_bits_are_another_run")
 @pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
     reason="bitsandbytes is not installed: pip install -e '.[qlora]' to run this test",
 )
 def test_a_kill_changes_nothing_where_the_base_is_held_in_4_bits(home: Path) -> None:
-    finish(home, "four-bits", "--bits", "4", how=subprocess.Popen)
-    said = kill_at_random_moments(home, "four-bits-killed", 1, "--bits", "4", behind=" step 7/")
-    assert "continuing after step" in said
+    finish(home, words("four-bits", "--bits", "4"))
+    assert "continuing after step" in killed(home, "four-bits-killed", "--bits", "4")
     assert_same_end(home, "four-bits-killed", "four-bits")
 
 
 def test_a_run_moves_from_one_rank_to_two_and_back(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     shutil.copytree(home / "runs" / "whole", home / "runs" / "moved")
+    cut(home, "moved", 2)
+    launch = ["-m", "ascendchat", "launch", "--devices", "2", "--device-type", "cpu"]
+    status, said = run_apart(home, [*launch, *words("moved")], TheirsPopen)
+    assert status == 0, said
+    assert (home / "runs" / "moved" / "hf" / "step_000004" / "optim-1-of-2.safetensors").is_file()
     cut(home, "moved", 4)
-    finish(home, "moved", ranks=2)
-    assert (home / "runs" / "moved" / "hf" / "step_000008" / "optim-1-of-2.safetensors").is_file()
-    cut(home, "moved", 8)
-    assert "continuing after step 8" in finish(home, "moved")
+    assert "continuing after step 4" in finish(home, words("moved"))
     found = final(home, "moved")
     for name, tensor in undisturbed.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=1e-2, msg=name)
@@ -132,12 +102,3 @@ def test_a_run_moves_from_one_rank_to_two_and_back(home: Path, undisturbed: dict
         [row["loss"] for row in read_metrics(home / "runs" / run / "hf") if "loss" in row] for run in ("whole", "moved")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-
-
-def test_a_checkpoint_half_deleted_by_hand_is_noticed(home: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    shutil.copytree(home / "runs" / "whole", home / "runs" / "halved")
-    victim = home / "runs" / "halved" / "hf" / f"step_{STEPS:06d}" / "model.safetensors"
-    victim.unlink()
-    said = finish(home, "halved")
-    assert f"DAMAGED CHECKPOINT, NOT USED: {victim} is missing" in said
-    assert all(torch.equal(final(home, "halved")[name], tensor) for name, tensor in undisturbed.items())

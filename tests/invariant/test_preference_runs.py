@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,11 @@ import torch
 import warm_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
 import hf_models
 from preference_runs import STEPS, config_of, train, write_pairs
-from ranks import run_ranks
 
 from ascendchat.config import UserError
+from ascendchat.launch.port import free_port
 from ascendchat.nn.preference import Pairs, preference
 from ascendchat.record import read_metrics
 from ascendchat.record.saved import checkpoints
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Qwen2 and 60 pairs."""
     folder = tmp_path_factory.mktemp("pairs")
     hf_models.save(folder / "tiny", "qwen2", initializer_range=0.1, num_hidden_layers=2)
     write_pairs(folder / "pairs.jsonl")
@@ -50,13 +52,12 @@ def whole(place: Path) -> Path:
     return place / "runs" / "whole" / "hf"
 
 
-def finish(place: Path, run: str, *words: str) -> int:
-    return ran(place, run, *words).returncode
-
-
-def ran(place: Path, run: str, *words: str, how: Any = warm_process.TheirsPopen) -> subprocess.CompletedProcess[str]:
+def ran(
+    place: Path, run: str, *words: str, how: Any = warm_process.TheirsPopen, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A run of DPO in a process of its own."""
     script = Path(__file__).with_name("preference_runs.py")
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", **variables}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     command = [sys.executable, str(script), str(place), run, "dpo", *words]
     return warm_process.run(command, how=how, env=environment, timeout=600, capture_output=True, text=True)
@@ -135,22 +136,28 @@ def test_dpo_begins_at_the_logarithm_of_two_and_learns_to_prefer(whole: Path) ->
     assert json.loads((whole / "step_000008" / "state.json").read_text())["method"] == "dpo"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["orpo", "simpo"])
 def test_losses_without_a_reference_keep_none(place: Path, method: str) -> None:
-    assert train(place, method, method) == 0
+    """With the settings of the optimizer that were given."""
+    more = {"lr_scheduler_type": "constant", "max_grad_norm": 0.25, "warmup_steps": 2, "num_iterations": 4}
+    assert train(place, method, method, **more) == 0
     folder = place / "runs" / method / "hf"
     rows = steps_of(folder)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.05
+    assert [row["lr_scale"] for row in rows] == [0.5, 1.0, 1.0, 1.0]
+    assert [row["clip"] for row in rows] == [0.25] * 4
+    assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[-1]["margin"] > rows[0]["margin"]
     assert not list(folder.glob("reference*"))
 
 
 @pytest.mark.slow
-def test_the_reference_is_read_again_and_a_damaged_one_made_anew(place: Path, whole: Path) -> None:
+def test_the_reference_is_read_again_and_a_damaged_one_made_anew(
+    place: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = whole / "reference.safetensors"
     kept = path.read_bytes()
-    assert f"read from {path}" in ran(place, "whole").stdout
+    assert train(place, "whole", "dpo") == 0
+    assert f"read from {path}" in capsys.readouterr().out
     path.write_bytes(kept[:-5] + b"wrong")
     (whole / "step_000008").rename(whole / "gone")
     assert "computed once" in ran(place, "whole").stdout
@@ -167,22 +174,21 @@ def test_the_reference_of_a_model_with_another_config_is_another_one(
     shutil.copytree(place / "tiny", model)
     more = {"num_iterations": 1, "start": str(model), "resume": "never"}
     found = []
-    for eps in (1e-6, 1e-6, 1e-2):
+    for eps in (1e-6, 1e-2):
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": eps}))
         os.environ["ASCENDCHAT_HOME"] = str(place)
         assert finetune_run(replace(config_of(place, "config", "dpo"), **more)) == 0
         found.append("computed once" in capsys.readouterr().out)
-    assert found == [True, False, True]
+    assert found == [True, True]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_in_the_same_bytes(place: Path, whole: Path) -> None:
-    assert finish(place, "killed", "1") == -9, "before the first checkpoint"
-    assert finish(place, "killed", "5") == -9
+    assert ran(place, "killed", "5").returncode == -signal.SIGKILL
     folder = place / "runs" / "killed" / "hf"
     assert checkpoints(folder)[-1] == 3
-    assert finish(place, "killed") == 0
+    assert ran(place, "killed").returncode == 0
     for file in ("step_000008/model.safetensors", "step_000008/optim-0-of-1.safetensors", "reference.safetensors"):
         assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
     names = "step", "loss", "accuracy", "margin", "gradient_norm"
@@ -190,34 +196,21 @@ def test_a_run_that_is_killed_ends_in_the_same_bytes(place: Path, whole: Path) -
     assert first == second
 
 
-def of_rank(rank: int, folder: str, run: str, steps: int) -> int:
-    return train(Path(folder), run, "dpo", num_iterations=steps)
-
-
 @pytest.mark.slow
 def test_two_ranks_train_like_one_and_a_run_moves_between_them(place: Path, whole: Path) -> None:
     one = steps_of(whole)
-    assert run_ranks(of_rank, 2, str(place), "ranks", STEPS, seconds=300) == [0, 0]
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(2) as threads:
+        ranks = threads.map(lambda n: ran(place, "ranks", RANK=str(n), LOCAL_RANK=str(n), **job), range(2))
+    assert [rank.returncode for rank in ranks] == [0, 0]
     two = steps_of(place / "runs" / "ranks" / "hf")
     for name in ("loss", "margin", "accuracy", "gradient_norm"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=2e-3, abs=2e-4), name
     folder = place / "runs" / "ranks" / "hf"
-    last = folder / "step_000008"
-    for path in last.iterdir():
-        path.unlink()
-    last.rmdir()
+    shutil.rmtree(folder / "step_000008")
     assert train(place, "ranks", "dpo") == 0, "goes on alone from step 6, which two ranks have saved"
     rows = steps_of(folder)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in one], rel=2e-3, abs=2e-4)
-
-
-@pytest.mark.slow
-def test_settings_of_the_optimizer_are_those_that_were_given(place: Path) -> None:
-    more = {"lr_scheduler_type": "constant", "max_grad_norm": 0.25, "warmup_steps": 2, "num_iterations": 4}
-    assert train(place, "given", "orpo", **more) == 0
-    rows = steps_of(place / "runs" / "given" / "hf")
-    assert [row["lr_scale"] for row in rows] == [0.5, 1.0, 1.0, 1.0]
-    assert [row["clip"] for row in rows] == [0.25] * 4
 
 
 @pytest.mark.slow

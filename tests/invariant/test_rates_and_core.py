@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 
 from ascendchat.cli import main
-from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
 from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.record import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 from core_bundle import write_bundle
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 64 --device-batch-size 4 --total-batch-size 256".split()
 QUIET = "--device-type cpu --eval-every -1 --sample-every -1 --save-every -1 --run h".split()
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with a tokenizer, a prepared corpus and conversations."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     texts = [f"the {a} tree and the {b} bird saw one old dog" for a in "abcdefgh" for b in "stuvwxyz"]
     chats = [[{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}] for t in texts]
-    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    train_tokenizer(texts, 300).save(tmp_path / "tokenizer")
-    prepare([str(tmp_path / "text.jsonl")], tmp_path / "tokenizer", tmp_path / "words", val_fraction=0.1, workers=1)
+    commands.write_lines(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    commands.prepare_texts(tmp_path, texts)
     return tmp_path
 
 
@@ -98,16 +94,3 @@ def test_without_the_core_tasks_the_next_step_is_said_before_anything_is_trained
     said = capsys.readouterr()
     assert "ascendchat data fetch core" in said.err
     assert "parameters" not in said.out
-
-
-@pytest.mark.slow
-def test_core_on_two_ranks_is_that_of_the_finished_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_bundle(home / "data" / "core")
-    words = [*SIZES, *QUIET, "--data", str(home / "words"), "--steps", "4", "--core-metric-every", "2"]
-    program = [sys.executable, "-m", "ascendchat", "launch", "--devices", "2", "base", *words]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [row for row in read_metrics(home / "runs" / "h" / "base") if "core" in row]
-    assert [row["step"] for row in rows] == [2, 4]
-    assert main("eval base --run h --eval core --max-per-task 500 --device-type cpu --json".split()) == 0
-    assert json.loads(capsys.readouterr().out)["core"]["core"] == pytest.approx(rows[-1]["core"])

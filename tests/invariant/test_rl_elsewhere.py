@@ -2,170 +2,187 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import test_rl
-from test_rl import finish, rl, start
+import rl_runs as runs
+from rl_runs import Server, done, finish, kill_in, result, rows_of, run_here, start, transcripts, wait_until, words
 from torch import Tensor
+from warm_process import ServerPopen
 
 from ascendchat.checkpoint import read_file
+from ascendchat.record import read_metrics
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
-from server_process import KEY, ServerProcess, wait_until
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 STEPS = 4
-home = test_rl.home  # the fixture: a base model that has learnt next to nothing
+EXAMINED = "--eval-every", "2", "--eval-examples", "4"
 
 
-def servers_of(run: str) -> list[int]:
-    """Processes of the server that a run has started for itself, with its wrapper."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace")
-        except OSError:  # it has just ended
-            continue
-        if f"/{run}/rl/rollouts/key" in words:
-            found.append(int(path.parent.name))
-    return found
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of random weights, and functions that judge."""
+    return runs.make_home(tmp_path_factory.mktemp("elsewhere"), runs.talkative())
 
 
-def fronts_of(run: str) -> list[int]:
-    """`ascendchat serve` itself."""
-    return [pid for pid in servers_of(run) if b"launch.tied" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Server]:
+    """A server of somebody else's; tests that kill it start it again."""
+    with runs.serving(home) as serving:
+        yield serving
 
 
-def transcripts(home: Path, run: str) -> list[list[dict[str, object]]]:
-    paths = sorted((home / "runs" / run / "rl" / "transcripts").iterdir())
-    return [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in paths]
+@pytest.fixture(scope="module")
+def local(home: Path) -> str:
+    """The name of a run with the engine in the trainer's process."""
+    run_here(home, words("local", *EXAMINED, steps=STEPS))
+    return "local"
 
 
-def assert_same(home: Path, one: str, other: str, steps: int = STEPS) -> None:
+@pytest.fixture(scope="module")
+def stream(home: Path, server: Server) -> str:
+    """The name of a run that trains on groups as they finish."""
+    finish(home, words("stream", "--rhythm", "stream", "--rollouts", server.url, steps=STEPS))
+    return "stream"
+
+
+def assert_same(home: Path, one: str, other: str) -> None:
     """The same answers, and weights that differ by what rounding makes of them: a batch is put together as requests
     arrive, so log-probabilities differ in their last digit, and Adam makes steps of equal size of tiny gradients."""
     assert transcripts(home, one) == transcripts(home, other)
-    last = f"rl/step_{steps:06d}"
+    last = f"rl/step_{STEPS:06d}"
     mine, theirs, before = (
         read_file(home / "runs" / name / "model.safetensors")
-        for name in (f"{one}/{last}", f"{other}/{last}", "tiny/base/step_000030")
+        for name in (f"{one}/{last}", f"{other}/{last}", "tiny/sft/step_000001")
     )
     assert distance(mine, theirs) < 1e-3 * distance(mine, before)
+    scores = [[row["accuracy"] for row in accuracies(home, run)] for run in (one, other)]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 2
+
+
+def accuracies(home: Path, run: str) -> list[dict[str, float]]:
+    """What the examinations of a run have found."""
+    return [row for row in read_metrics(home / "runs" / run / "rl") if "accuracy" in row]
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((one[name] - other[name]).square().sum() for name in one)) ** 0.5
 
 
-@pytest.fixture(scope="module")
-def local(home: Path) -> str:
-    """A run with the engine in the trainer's process."""
-    finish(home, rl("local", "vowels", "--eval-every", "2", "--eval-examples", "8", steps=STEPS))
-    return "local"
+def servers_of(run: str) -> list[int]:
+    """Processes of the server that a run has started for itself, with its wrapper."""
+    return [pid for pid, words in commands().items() if f"/{run}/rl/rollouts/key" in words]
 
 
-def elsewhere(run: str, *more: str, steps: int = STEPS) -> list[str]:
-    return rl(run, "vowels", "--eval-every", "2", "--eval-examples", "8", *more, steps=steps)
+def front_of(run: str) -> int:
+    """`ascendchat serve` itself."""
+    (pid,) = (pid for pid in servers_of(run) if "launch.tied" not in commands().get(pid, "launch.tied"))
+    return pid
 
 
-def wait_for_step(process: subprocess.Popen[str], number: int) -> list[str]:
-    lines = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if f" step {number}" in line or f"step {number}/" in line:
-            return lines
-    raise AssertionError("".join(lines))
+def commands() -> dict[int, str]:
+    """The command line of every process there is."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found[int(path.parent.name)] = path.read_bytes().decode(errors="replace")
+        except OSError:  # it has just ended
+            continue
+    return found
 
 
-@pytest.mark.slow
-def test_a_server_of_its_own_learns_what_the_engine_here_does(home: Path, local: str) -> None:
-    output = finish(home, elsewhere("own", "--rollout-devices", "1"))
-    assert_same(home, local, "own")
-    rows = [test_rl.read_metrics(home / "runs" / run / "rl") for run in (local, "own")]
-    scores = [[row["accuracy"] for row in mine if "accuracy" in row] for mine in rows]
-    assert scores[0] == scores[1]
-    assert len(scores[0]) == 2
-    assert "starting 1 server(s) for rollouts" in output
-    folder = home / "runs" / "own" / "rl" / "rollouts"
+def test_a_server_teaches_what_the_engine_here_does(home: Path, server: Server, local: str) -> None:
+    run_here(home, words("there", "--rollouts", server.url, *EXAMINED, steps=STEPS))
+    assert_same(home, local, "there")
+    assert server.running, "it is somebody else's"
+
+
+def test_two_ranks_share_a_server_of_their_own_which_is_started_again_when_it_dies(home: Path, local: str) -> None:
+    command = ["launch", "--devices", "2", *words("own", "--rollout-devices", "1", steps=STEPS)]
+    process = start(home, command, how=ServerPopen)
+    wait_until(lambda: process.poll() is not None or done(home, "own") >= 1)
+    os.kill(front_of("own"), signal.SIGKILL)
+    assert process.wait(runs.PATIENCE) == 0, (home / "log").read_text(errors="replace")[-3000:]
+    said = (home / "log").read_text(errors="replace")
+    for sentence in ("starting 1 server(s) for rollouts", "it is started again", "is in service again"):
+        assert sentence in said
+    one, own = rows_of(home, local), rows_of(home, "own")
+    assert own[0]["reward"] == pytest.approx(one[0]["reward"], abs=1e-6), "the same answers"
+    assert own[0]["gradient_norm"] == pytest.approx(one[0]["gradient_norm"], rel=1e-3)
+    assert len(own) == STEPS
+    assert all(row["logprob_gap"] < 1e-4 for row in own), "other weights have answered"
+    assert len(list((home / "runs/own/rl/transcripts").iterdir())) == STEPS * 2
+    folder = home / "runs/own/rl/rollouts"
     assert (folder / "key").stat().st_mode & 0o077 == 0
     assert {path.name for path in folder.iterdir()} <= {"key", "server-0.log", f"weights-{STEPS}.safetensors"}
     assert not servers_of("own"), "it ends with the command"
 
 
-@pytest.mark.slow
-def test_the_server_ends_when_its_trainer_is_killed_and_the_run_goes_on(home: Path, local: str) -> None:
-    process = start(home, elsewhere("orphan", "--rollout-devices", "1", "--save-every", "1"))
-    wait_for_step(process, 2)
-    assert servers_of("orphan")
-    process.kill()
-    process.wait()
-    wait_until(lambda: not servers_of("orphan"), "the end of the server")
-    finish(home, elsewhere("orphan", "--rollout-devices", "1", "--save-every", "1"))
-    assert_same(home, local, "orphan")
+def test_stream_trains_on_the_same_answers_at_first(home: Path, local: str, stream: str) -> None:
+    """One update from the same weights: the sum of the gradients in another order, and nothing else."""
+    here, there = rows_of(home, local)[0], rows_of(home, stream)[0]
+    assert there["reward"] == here["reward"]
+    assert there["gradient_norm"] == pytest.approx(here["gradient_norm"], rel=1e-3)
+    assert there["rollout_tokens_per_second"] > 0
 
 
-@pytest.mark.slow
-def test_a_server_of_its_own_that_dies_is_started_again(home: Path, local: str) -> None:
-    process = start(home, elsewhere("revived", "--rollout-devices", "1"))
-    wait_for_step(process, 1)
-    (front,) = fronts_of("revived")
-    os.kill(front, signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert "it is started again" in output
-    assert "is in service again" in output
-    assert_same(home, local, "revived")
-    assert not servers_of("revived")
+def test_a_killed_trainer_of_a_server_ends_in_the_same_bytes(home: Path, server: Server, stream: str) -> None:
+    command = words("killed", "--rhythm", "stream", "--rollouts", server.url, steps=STEPS)
+    kill_in(home, command, step=3)
+    finish(home, command)
+    assert result(home, "killed", STEPS) == result(home, stream, STEPS)
+    assert [row["reward"] for row in rows_of(home, "killed")] == [row["reward"] for row in rows_of(home, stream)]
 
 
-@pytest.mark.slow
-def test_two_ranks_share_one_server(home: Path) -> None:
-    finish(home, ["launch", "--devices", "2", *rl("both-here", "vowels", steps=3)])
-    finish(home, ["launch", "--devices", "2", *rl("both", "vowels", "--rollout-devices", "1", steps=3)])
-    assert_same(home, "both-here", "both", steps=3)
-    assert not servers_of("both")
+def test_async_keeps_the_bound_and_finishes_whoever_is_killed(home: Path, server: Server, local: str) -> None:
+    """The trainer in the middle, later its server, which comes back with the weights that it was started with."""
+    steps = 6
+    command = words("async", "--rhythm", "async", "--staleness", "2", "--rollouts", server.url, steps=steps)
+    kill_in(home, command, step=2)
+    process = start(home, command)
+    wait_until(lambda: process.poll() is not None or done(home, "async") >= 3)
+    server.kill()
+    server.start()
+    assert process.wait(runs.PATIENCE) == 0, (home / "log").read_text(errors="replace")[-3000:]
+    rows = rows_of(home, "async")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["staleness_max"] <= 2 for row in rows)
+    assert max(row["staleness_max"] for row in rows) > 0, "nothing was generated ahead"
+    assert rows[0]["reward"] == rows_of(home, local)[0]["reward"], "the first answers are of the first weights"
+    lines = transcripts(home, "async")
+    assert len(lines) == steps * 4 * 4
+    assert {line["finish"] for line in lines} <= {"stop", "length"}
 
 
-@pytest.mark.slow
-def test_of_two_servers_one_is_killed_and_comes_back(home: Path, local: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--run", "tiny", "--slots", "16")
-    servers = [ServerProcess(home, *flags).start() for _ in range(2)]
-    monkeypatch.setenv("ASCENDCHAT_API_KEYS", KEY)
-    try:
-        urls = ",".join(server.ready().url for server in servers)
-        process = start(home, elsewhere("two-servers", "--rollouts", urls))
-        wait_for_step(process, 1)
-        servers[0].kill()
-        servers[0].start()
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-        assert_same(home, local, "two-servers")
-        assert all(server.process.poll() is None for server in servers), "they are somebody else's"
-    finally:
-        for server in servers:
-            server.kill()
+def test_a_workflow_is_asked_of_a_server(home: Path, server: Server) -> None:
+    flags = "--rhythm", "stream", "--rollouts", server.url, "--workflow", "judges:twice"
+    run_here(home, words("turns", *flags, steps=2))
+    rows = rows_of(home, "turns")
+    assert len(rows) == 2
+    assert all(row["staleness_max"] == 0 for row in rows)
+    assert all(row["logprob_gap"] < 1e-4 for row in rows), "other weights have answered"
+    assert sum(row["rejected"] for row in rows) > 0
+    assert all("[user] again" in line["answer"] for line in transcripts(home, "turns"))
 
 
-@pytest.mark.slow
 def test_what_cannot_work_is_one_sentence(home: Path) -> None:
     block = "inference_engine: {type: vllm, vllm_config: {device: cpu, %s: bfloat16}}\n"
     (home / "engine.yaml").write_text(block % "dtype", encoding="utf-8")
     (home / "typo.yaml").write_text(block % "dtyp", encoding="utf-8")
+    nobody = "--rollouts", "http://127.0.0.1:1"
     cases: list[tuple[list[str], str]] = [
         (["--config", "engine.yaml"], "vLLM opens models of Hugging Face"),
         (["--config", "typo.yaml"], "unknown setting dtyp; did you mean dtype?"),
-        (["--rollouts", "http://127.0.0.1:1", "--rollout-devices", "1"], "exclude each other"),
+        ([*nobody, "--rollout-devices", "1"], "exclude each other"),
         (["--rollout-devices", "1", "--batch-invariant"], "--batch-invariant holds for answers of this process only"),
-        (["--rollouts", "http://127.0.0.1:1", "--rollout-patience", "1"], "no answer from http://127.0.0.1:1"),
-        (["--rollout-key-file", "nowhere", "--rollouts", "http://127.0.0.1:1"], "--rollout-key-file nowhere"),
+        ([*nobody, "--rollout-patience", "1"], "no answer from http://127.0.0.1:1"),
+        (["--rollout-key-file", "nowhere", *nobody], "--rollout-key-file nowhere"),
     ]
     for flags, sentence in cases:
-        output = finish(home, rl("x", "vowels", *flags), status=2)
-        assert sentence in output
-        assert "Traceback" not in output
+        said = run_here(home, words("x", *flags), status=2)
+        assert sentence in said
+        assert "Traceback" not in said

@@ -1,12 +1,12 @@
-"""`kill -9` of the servers of `ascendchat rl`, two of them, at random points: it ends as if nothing had happened.
+"""`kill -9` of the servers of `ascendchat rl`, two of them or its own: it ends as if nothing had happened.
 
-Killed are fronts, their workers, or all at once. ASCENDCHAT_TEST_KILLS=20 takes many minutes.
+Killed are fronts, their workers, or all at once; ASCENDCHAT_TEST_KILLS=20 of them at random points take many minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import random
 import signal
@@ -14,18 +14,18 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rl_runs as runs
-from rl_runs import MOST, Server, children_of, done, finish, result, rows_of, start, wait_until, words
+from rl_runs import MOST, Server, children_of, done, finish, result, rows_of, start, transcripts, wait_until, words
 
 from ascendchat.checkpoint import verify
 from ascendchat.train.buffer import from_tensors
 from ascendchat.train.rollout import Question
 
-KILLS = int(os.environ.get("ASCENDCHAT_TEST_KILLS", "2"))
-STEPS = max(4, KILLS)
+pytestmark = pytest.mark.slow
+KILLS = int(os.environ.get("ASCENDCHAT_TEST_KILLS", "0"))  # at random points, after those of the test
+STEPS = max(4, KILLS + 2)
 ENDS = runs.make.tokenizer().stops
 WITNESS = f'''
 from judges import vowels
@@ -38,11 +38,12 @@ def whole(prompt, completion, completion_ids, finish, **row):
         raise RuntimeError(f"a fragment: {{finish}}, {{len(completion_ids)}} tokens")
     return vowels(prompt, completion, **row)
 '''
-FLAGS = "--reward", "witness:whole", "--save-every", "1", "--keep", str(STEPS)
+Strike = Callable[[int, str], bool]  # at a server of that trainer; False: none is there to be struck
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat model, and a reward that counts what it should not be given."""
     folder = runs.make_home(tmp_path_factory.mktemp("killed"), runs.talkative())
     (folder / "witness.py").write_text(WITNESS, encoding="utf-8")
     return folder
@@ -50,72 +51,79 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(home: Path) -> Iterator[list[Server]]:
+    """Two of them, with that model."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(runs.serving(home)) for _ in range(2)]
 
 
-@pytest.fixture(scope="module", params=["sync", "stream"])
-def whole(request: pytest.FixtureRequest, home: Path, servers: list[Server]) -> str:
-    """The rhythm of a run `whole-RHYTHM` that nobody has disturbed."""
-    finish(home, words(f"whole-{request.param}", *flags_of(request.param, servers), steps=STEPS))
-    return str(request.param)
+@pytest.fixture(scope="module")
+def whole(home: Path, servers: list[Server]) -> str:
+    """A run that nobody has disturbed."""
+    finish(home, command("whole", "stream", servers))
+    return "whole"
 
 
-def flags_of(rhythm: str, servers: list[Server]) -> list[str]:
-    return [*FLAGS, "--rhythm", rhythm, "--rollouts", ",".join(server.url for server in servers)]
+def command(run: str, rhythm: str, servers: list[Server]) -> list[str]:
+    """Of a run that asks these servers, or one of its own where there are none."""
+    where = ["--rollouts", ",".join(server.url for server in servers)] if servers else ["--rollout-devices", "1"]
+    flags = ["--reward", "witness:whole", "--save-every", "1", "--keep", str(STEPS), "--rhythm", rhythm]
+    return words(run, *flags, *where, steps=STEPS)
 
 
-def strike(front: int, chance: random.Random) -> str | None:
-    """Kill the front, a worker of it, or all its processes at once; None where it has no workers."""
-    what, workers = chance.choice(["front", "worker", "all"]), children_of(front)
+def kill(what: str, front: int) -> bool:
+    """The front, a worker of it, or all its processes at once; False where it has no workers yet."""
+    workers = children_of(front)
     if not workers:
-        return None
-    pids = {"front": [front], "worker": workers[:1], "all": [front, *workers]}[what]
-    for pid in pids:
+        return False
+    for pid in {"front": [front], "worker": workers[:1], "all": [front, *workers]}[what]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return what
+    return True
 
 
-def disturb(home: Path, run: str, process: Any, strike: Callable[[random.Random], str | None], seed: int) -> list[str]:
-    """Strike at random points of a run, about once a step; what was killed. None: nothing was there to be killed."""
-    chance, struck = random.Random(seed), []
-    while len(struck) < KILLS and process.poll() is None:
-        reached = len(struck) * (STEPS - 2) // KILLS
-        wait_until(lambda: process.poll() is not None or done(home, run) >= reached)  # noqa: B023 (called here)
-        time.sleep(chance.uniform(0.0, 1.0))
-        if process.poll() is None and (what := strike(chance)):
-            struck.append(what)
+def disturb(home: Path, run: str, words: list[str], strike: Strike, *kinds: str) -> None:
+    """Start a run and strike after every step, while the next answers are written; it must end well."""
+    chance, process, struck = random.Random(KILLS), start(home, words), 0
+    kinds += tuple(chance.choice(["front", "worker", "all"]) for _ in range(KILLS))
+    while struck < len(kinds) and process.poll() is None:
+        wait_until(lambda: process.poll() is not None or done(home, run) > struck)  # noqa: B023 (called here)
+        time.sleep(chance.uniform(0.0, 1.0) if KILLS else 0.02)
+        struck += process.poll() is None and strike(process.pid, kinds[struck])
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(runs.PATIENCE)
     if process.poll() is None:
         process.kill()
     assert process.returncode == 0, (home / "log").read_text(errors="replace")[-5000:]
-    print(f"{run}: killed {len(struck)} times: {', '.join(struck)}")
-    assert len(struck) >= max(1, KILLS * 3 // 4), f"it was only struck {len(struck)} times"
-    return struck
+    assert struck == len(kinds), f"it was only struck {struck} times"
 
 
-def of_fleet(servers: list[Server]) -> Callable[[random.Random], str | None]:
-    """Of servers that somebody starts again when their front has died."""
+def at_fleet(servers: list[Server]) -> Strike:
+    """At one after the other; somebody starts again what has ended."""
+    turn = itertools.count()
 
-    def once(chance: random.Random) -> str | None:
-        for server in servers:
-            if not server.running:
-                server.begin()
-        there = [server for server in servers if server.running and server.ready]
-        what = strike((server := chance.choice(there)).process.pid, chance) if there else None
-        if what in ("front", "all"):
+    def once(_: int, what: str) -> bool:
+        server = servers[next(turn) % len(servers)]
+        struck = server.running and server.ready and kill(what, server.process.pid)
+        if struck and what != "worker":
             server.process.wait()
             server.begin()
-        return what
+        return struck
 
     return once
 
 
-def transcripts(home: Path, run: str) -> list[dict[str, Any]]:
-    files = sorted((home / "runs" / run / "rl/transcripts").glob("step_*"))
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+def at_its_own(trainer: int, what: str) -> bool:
+    """At the server that the trainer has started, when its worker answers and another waits for its death."""
+    tied = [pid for pid in children_of(trainer) if b"launch.tied" in command_of(pid)]
+    fronts = [front for pid in tied for front in children_of(pid)]
+    return bool(fronts) and len(children_of(fronts[0])) > 1 and kill(what, fronts[0])
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def check_nothing_is_half(home: Path, run: str) -> None:
@@ -123,6 +131,7 @@ def check_nothing_is_half(home: Path, run: str) -> None:
     rows = rows_of(home, run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert sum(row["unjudged"] for row in rows) == 0, "the witness has seen a fragment"
+    assert all(row["staleness_max"] <= 2 for row in rows)
     assert {line["finish"] for line in transcripts(home, run)} <= {"stop", "length"}
     for folder in (home / "runs" / run / "rl").glob("step_*"):
         slots, _ = from_tensors(verify(folder).extras(), lambda number: Question(number, None, number, []))  # type: ignore[arg-type]
@@ -134,47 +143,25 @@ def check_nothing_is_half(home: Path, run: str) -> None:
                     assert answer.ids[-1] in ENDS if answer.finish_reason == "stop" else len(answer.ids) == MOST
 
 
-@pytest.mark.slow
-def test_a_fleet_that_is_killed_again_and_again_changes_no_byte(home: Path, servers: list[Server], whole: str) -> None:
-    run = f"killed-{whole}"
-    process = start(home, words(run, *flags_of(whole, servers), steps=STEPS))
-    disturb(home, run, process, of_fleet(servers), seed=KILLS)
+def check_same(home: Path, run: str, whole: str) -> None:
+    """Not a byte is different."""
     check_nothing_is_half(home, run)
-    assert transcripts(home, run) == transcripts(home, f"whole-{whole}")
-    assert result(home, run, STEPS) == result(home, f"whole-{whole}", STEPS)
+    assert transcripts(home, run) == transcripts(home, whole)
+    assert result(home, run, STEPS) == result(home, whole, STEPS)
 
 
-@pytest.mark.slow
-def test_async_trains_on_nothing_half_or_too_old_though_its_servers_are_killed(
-    home: Path, servers: list[Server]
-) -> None:
-    process = start(home, words("killed-async", *flags_of("async", servers), steps=STEPS))
-    disturb(home, "killed-async", process, of_fleet(servers), seed=KILLS)
-    check_nothing_is_half(home, "killed-async")
-    assert all(row["staleness_max"] <= 2 for row in rows_of(home, "killed-async"))
+def test_a_fleet_that_is_killed_changes_no_byte(home: Path, servers: list[Server], whole: str) -> None:
+    """First all of one server, then a worker of the other."""
+    disturb(home, "killed", command("killed", "stream", servers), at_fleet(servers), "all", "worker")
+    check_same(home, "killed", whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", ["stream"], indirect=True)
-def test_the_server_that_rl_has_started_itself_is_killed(home: Path, servers: list[Server], whole: str) -> None:
-    """Two processes that answer behind one front, which rl looks after."""
-    run = f"own-{whole}"
-    process = start(home, words(run, *FLAGS, "--rhythm", whole, "--rollout-devices", "2", steps=STEPS))
-
-    def once(chance: random.Random) -> str | None:
-        tied = [pid for pid in children_of(process.pid) if b"launch.tied" in command_of(pid)]
-        fronts = [front for pid in tied for front in children_of(pid)]
-        there = bool(fronts) and len(children_of(fronts[0])) > 1  # its workers have begun
-        return strike(fronts[0], chance) if there else None
-
-    disturb(home, run, process, once, seed=KILLS + 1)
-    check_nothing_is_half(home, run)
-    assert transcripts(home, run) == transcripts(home, f"whole-{whole}")
-    assert result(home, run, STEPS) == result(home, f"whole-{whole}", STEPS)
+def test_async_trains_on_nothing_half_or_too_old_though_a_server_is_killed(home: Path, servers: list[Server]) -> None:
+    disturb(home, "async", command("async", "async", servers), at_fleet(servers), "front")
+    check_nothing_is_half(home, "async")
 
 
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has just ended
-        return b""
+def test_the_server_that_rl_has_started_itself_is_killed(home: Path, whole: str) -> None:
+    """Which rl looks after: it starts a new one and gives it the weights."""
+    disturb(home, "own", command("own", "stream", []), at_its_own, "front")
+    check_same(home, "own", whole)

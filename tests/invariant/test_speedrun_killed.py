@@ -20,8 +20,8 @@ from small_recipe import write_recipe
 from warm_process import ServerPopen, children
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = int(os.environ.get("ASCENDCHAT_KILLS", "2"))
-STEPS = 9
+KILLS = int(os.environ.get("ASCENDCHAT_KILLS", "1"))
+STEPS = 5
 PATIENCE = 1500  # seconds, on however busy a machine
 STAGES = 8
 

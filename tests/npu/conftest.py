@@ -1,4 +1,6 @@
-"""Tests in this folder run on the simulated CANN:   python -m cannsim run --devices 4 -- pytest tests/npu
+"""Tests in this folder run on the simulated CANN:
+
+    python -m cannsim run --devices 4 -- pytest -m '' tests/npu        # or one of its files
 
 `on_npu(code, ...)` runs a program on a fresh simulated machine, as one process or as several ranks.
 """
@@ -21,6 +23,7 @@ import pytest
 import cannsim
 
 HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parent / name) for name in ("unit", "serve", "invariant")]  # their tiny models and servers
 REASON = "run through make test: python -m cannsim run -- pytest tests/npu"
 READY = cannsim.built() and cannsim.active()
 
@@ -37,6 +40,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.npu)
             if not READY:
                 item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    """The first NPU, bound."""
+    from ascendchat.device import pick
+
+    found = pick("npu")
+    found.bind(0)
+    return found
 
 
 @dataclass
@@ -83,17 +96,21 @@ class Server:
         self.process.wait(timeout=30)
 
 
+OnNpu = Callable[..., list[Rank]]
+
+
 @pytest.fixture(scope="session")
 def _server() -> Iterator[Server]:
+    """One for all tests of this process."""
     server = Server()
     yield server
     server.close()
 
 
-@pytest.fixture
-def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
+@pytest.fixture(scope="session")
+def _new_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, object]]:
     """A program on a machine of its own (own CANNSIM_STATE)."""
-    numbers = itertools.count()
+    folder, numbers = tmp_path_factory.mktemp("jobs"), itertools.count()
 
     def new(
         code: str,
@@ -104,10 +121,10 @@ def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
         timeout: float = 180,
         **env: object,
     ) -> dict[str, object]:
-        folder = tmp_path / f"job{next(numbers)}"
-        folder.mkdir()
+        own = folder / str(next(numbers))
+        own.mkdir()
         variables = {
-            "CANNSIM_STATE": folder / "state",
+            "CANNSIM_STATE": own / "state",
             "CANNSIM_DEVICES": devices or ranks,
             "CANNSIM_CHIP": chip,
             "OMP_NUM_THREADS": 1,
@@ -115,13 +132,13 @@ def _new_job(tmp_path: Path) -> Callable[..., dict[str, object]]:
         }
         env_text = {name: str(value) for name, value in variables.items()}
         text = textwrap.dedent(code)
-        return {"code": text, "ranks": ranks, "env": env_text, "folder": str(folder), "timeout": timeout}
+        return {"code": text, "ranks": ranks, "env": env_text, "folder": str(own), "timeout": timeout}
 
     return new
 
 
-@pytest.fixture
-def on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> Callable[..., list[Rank]]:
+@pytest.fixture(scope="session")
+def on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> OnNpu:
     """on_npu(code, ranks=1, devices=..., chip=..., timeout=180, check=True, **env) -> one Rank per process.
 
     With check the test fails when a rank fails.
@@ -137,7 +154,7 @@ def on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> Calla
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def many_on_npu(_server: Server, _new_job: Callable[..., dict[str, object]]) -> Callable[..., list[list[Rank]]]:
     """many_on_npu(code, ranks, [env, ...], **settings): the same program in many environments at the same time."""
 

@@ -1,4 +1,4 @@
-"""Starts the processes of one test quickly: imports torch and torch_npu once, then forks every rank from there.
+"""Starts the processes of one test quickly: imports torch, torch_npu and us once, then forks every rank from there.
 
     python tests/npu/rank_server.py  (started by the fixture `on_npu` of conftest.py; jobs and results are JSON lines)
 
@@ -9,6 +9,7 @@ The server itself never touches a device, so each rank starts the simulated CANN
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,12 @@ import sys
 import time
 import traceback
 from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+OURS = [
+    *("ascendchat.cli", "ascendchat.train.base", "ascendchat.train.mid", "ascendchat.train.sft", "ascendchat.train.rl"),
+    *("ascendchat.infer.engine", "ascendchat.doctor.selftest_device", "numpy", "safetensors.torch"),
+]
 
 
 def free_port() -> int:
@@ -107,6 +114,9 @@ def main() -> None:
     import torch.nn.parallel
     import torch_npu  # noqa: F401
 
+    sys.path.append(os.path.join(os.path.dirname(HERE), "unit"))  # programs import its tiny models
+    for name in OURS:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not disturb the answers

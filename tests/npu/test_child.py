@@ -1,7 +1,4 @@
-"""`cannsim run` and its child: a signal for the one reaches the other, whenever it comes.
-
-python -m cannsim run -- pytest tests/npu/test_child.py
-"""
+"""`cannsim run` and its child: a signal for the one reaches the other, whenever it comes."""
 
 from __future__ import annotations
 

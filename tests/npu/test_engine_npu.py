@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import engine_models as make
 import pytest
 import torch
 
 import cannsim
 from ascendchat.device import Device, pick
-from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.infer.engine import Request, Sampling
 from ascendchat.infer.request import Grammar
 from ascendchat.nn.attention import Sdpa, choose
 from ascendchat.nn.gpt import GPT
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-import engine_models as make
-
 CONTEXT = 48
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    found = pick("npu")
-    found.bind(0)
-    return found
 
 
 def requests(vocab: int, count: int, seed: int = 0) -> list[Request]:
@@ -53,19 +42,18 @@ def almost_greedy(model: GPT, request: Request, ids: list[int], tolerance: float
     return exact / len(ids)
 
 
-@pytest.mark.parametrize("sizes", [{"seq_len": 16}, {"seq_len": 12, "kv_heads": 2}], ids=["ring", "grouped"])
-def test_float32_tokens_are_those_of_the_cpu(device: Device, sizes: dict[str, object]) -> None:
-    sizes = {"dim": 64, "head_dim": 16, **sizes}
+def test_float32_tokens_are_those_of_the_cpu(device: Device) -> None:
+    sizes: dict[str, object] = {"dim": 64, "head_dim": 16, "seq_len": 12, "kv_heads": 2}
     host, model = make.model(1, **sizes), make.model(1, device.operators(), **sizes)
     engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
-    for batch in range(4):
+    for batch in range(2):
         batch_requests = requests(host.shape.vocab, 5, batch)
         for request, answer in zip(batch_requests, engine.generate(batch_requests)):
             assert answer.ids == make.greedy(host, request.prompt, request.sampling.max_tokens, CONTEXT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_fused_decode_kernel_runs_and_agrees(device: Device, dtype: torch.dtype) -> None:
+def test_the_fused_decode_kernel_runs_and_agrees(device: Device) -> None:
+    dtype = torch.bfloat16
     sizes: dict[str, object] = {"seq_len": 16, "kv_heads": 2, "dim": 64, "head_dim": 16}
     host = make.model(1, **sizes).to_compute(dtype).to_compute(torch.float32)  # the same rounded weights
     model = make.model(1, device.operators(), **sizes).to_compute(dtype)
@@ -80,7 +68,7 @@ def test_the_fused_decode_kernel_runs_and_agrees(device: Device, dtype: torch.dt
     assert steps >= 1
     assert launched["aclnnFusedInferAttentionScoreV3"] >= 3 * steps, "one per layer of every step that was recorded"
     assert launched["aclnnFlashAttentionScore"] % 3 == 0, "prompts go through the training kernel"
-    shares = [almost_greedy(host, r, a.ids, 0.05 if dtype == torch.float16 else 0.4) for r, a in zip(asked, answers)]
+    shares = [almost_greedy(host, r, a.ids, 0.4) for r, a in zip(asked, answers)]
     assert sum(shares) / len(shares) > 0.9
 
 
@@ -104,22 +92,7 @@ def test_seeds_draw_the_same_tokens_as_on_the_cpu(device: Device) -> None:
     assert [answer.ids for answer in there] == [answer.ids for answer in here]
 
 
-def test_new_weights_reach_the_graphs_that_were_captured_before(device: Device) -> None:
-    sizes: dict[str, object] = {"seq_len": 16, "dim": 64, "head_dim": 16}
-    model, later = make.model(1, device.operators(), **sizes), make.model(2, **sizes)
-    engine = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT)
-    asked = requests(later.shape.vocab, 5)
-    before = engine.generate(asked)
-    captured = dict(engine.decoder._steps)
-    assert captured
-    engine.load(later.state_dict(), 7)
-    after = engine.generate(asked)
-    assert engine.decoder._steps == captured, "nothing was captured again"
-    expected = [make.greedy(later, request.prompt, request.sampling.max_tokens, CONTEXT) for request in asked]
-    assert [answer.ids for answer in after] == expected != [answer.ids for answer in before]
-    assert {answer.version for answer in after} == {7}
-
-
+@pytest.mark.slow
 def test_bias_penalties_tops_and_grammars_in_captured_graphs_equal_the_cpu(device: Device) -> None:
     host, model = make.model(2, seq_len=16), make.model(2, device.operators(), seq_len=16)
     ways: list[dict[str, Any]] = [
@@ -167,53 +140,27 @@ def test_kept_rows_go_on_with_new_weights_in_the_same_graphs(device: Device) -> 
     assert [versions for _, versions in found[0]] == [[0] * 4 + [7] * 5] * 2
 
 
-def test_an_engine_can_do_without_captured_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a trainer's process: TASK_QUEUE_ENABLE=2 allows none."""
-    model = make.model(1, device.operators(), seq_len=16)
-    asked = requests(model.shape.vocab, 5)
-    place = device.bind(0)
-    graphed = make.engine(model, device, Sdpa(), slots=3, context=CONTEXT).generate(asked)
-    monkeypatch.setattr(device, "graph", lambda *_: pytest.fail("a graph was captured"))
-    engine = Engine(model, Sdpa(), make.tokenizer(), device, place, slots=3, context=CONTEXT, graphs=False)
-    assert engine.generate(asked) == graphed
-
-
 OLD_CHIP = """
-    import random, sys
-    sys.path.insert(0, {unit!r})
-    import torch
-    import engine_models as make
-    from ascendchat.device import pick
-    from ascendchat.infer.engine import Request, Sampling
-    from ascendchat.nn.attention import choose
+import torch
+import engine_models as make
+from test_engine_npu import CONTEXT, almost_greedy, requests
+from ascendchat.device import pick
+from ascendchat.nn.attention import choose
 
-    device = pick("npu")
-    device.bind(0)
-    assert device.dtype == torch.float16 and not device.chip.graphs
-    kernel, reason = choose("npu", device.dtype, 16)
-    sizes = dict(seq_len=16, kv_heads=2, dim=64, head_dim=16)
-    host = make.model(1, **sizes).to_compute(torch.float16).to_compute(torch.float32)
-    model = make.model(1, device.operators(), **sizes).to_compute(torch.float16)
-    engine = make.engine(model, device, kernel, slots=2, context=48)
-    draw, exact, total = random.Random(0), 0, 0
-    asked = [
-        Request([draw.randrange(host.shape.vocab) for _ in range(draw.randint(1, 40))],
-                Sampling(max_tokens=6, temperature=0.0, stop_tokens=(), tools=False)) for _ in range(4)
-    ]
-    for request, answer in zip(asked, engine.generate(asked)):
-        row = list(request.prompt)
-        for token in answer.ids:
-            logits = make.logits_of(host, row, 48)
-            assert logits[token] >= logits.max() - 0.05
-            exact, total = exact + (int(logits.argmax()) == token), total + 1
-            row.append(token)
-    assert exact >= 0.9 * total, (exact, total)
-    print(reason)
+device = pick("npu")
+device.bind(0)
+assert device.dtype == torch.float16 and not device.chip.graphs
+kernel, reason = choose("npu", device.dtype, 16)
+assert reason.startswith("attention: eager"), reason
+sizes = dict(seq_len=16, kv_heads=2, dim=64, head_dim=16)
+host = make.model(1, **sizes).to_compute(torch.float16).to_compute(torch.float32)
+model = make.model(1, device.operators(), **sizes).to_compute(torch.float16)
+asked = requests(host.shape.vocab, 4)
+answers = make.engine(model, device, kernel, slots=2, context=CONTEXT).generate(asked)
+shares = [almost_greedy(host, request, answer.ids, 0.05) for request, answer in zip(asked, answers)]
+assert sum(shares) / len(shares) > 0.9, shares
 """
 
 
-@pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend910A"])
-def test_chips_without_bf16_generate_in_fp16(on_npu: Callable[..., list[Any]], chip: str) -> None:
-    unit = str(Path(__file__).resolve().parents[1] / "unit")
-    (rank,) = on_npu(OLD_CHIP.format(unit=unit), chip=chip, timeout=120)
-    assert "attention: eager" in rank.output
+def test_chips_without_bf16_generate_in_fp16(on_npu: Callable[..., list[Any]]) -> None:
+    on_npu(OLD_CHIP, chip="Ascend310P3", timeout=120)

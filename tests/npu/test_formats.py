@@ -1,7 +1,4 @@
-"""Private formats keep what was cast to them; operators without a simulation say their name, or run boxed, or end it.
-
-python -m cannsim run -- pytest tests/npu/test_formats.py
-"""
+"""Private formats keep what was cast to them; operators without a simulation say their name, or run boxed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Captured graphs (torch.npu.NPUGraph) on the simulated runtime.
-
-python -m cannsim run -- pytest tests/npu/test_graphs.py
-"""
+"""Captured graphs (torch.npu.NPUGraph) on the simulated runtime."""
 
 from __future__ import annotations
 
@@ -25,68 +22,87 @@ assert cannsim.counters()["aclmdlRIExecuteAsync"][0] == 3
 """
 
 
-@pytest.mark.parametrize("queue", [0, 1])  # torch_npu refuses to capture in mode 2
-def test_a_captured_graph_replays_with_new_inputs(on_npu, queue):
-    on_npu(GRAPH, TASK_QUEUE_ENABLE=queue)
+PROGRAMS = {
+    "replays with new inputs": GRAPH,
+    "streams that fork and join": """
+import torch
+static, side = torch.zeros(4, device="npu"), torch.npu.Stream()
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        doubled = static * 2
+    torch.npu.current_stream().wait_stream(side)
+    result = doubled + 1
+static.fill_(4.0)
+graph.replay()
+torch.npu.synchronize()
+assert result.cpu().tolist() == [9.0] * 4
+""",
+    "a capture goes on after a synchronisation was refused": """
+import torch
+static = torch.zeros(4, device="npu")
+graph, stream = torch.npu.NPUGraph(), torch.npu.Stream()
+torch.npu.synchronize()
+with torch.npu.stream(stream):
+    graph.capture_begin()
+    try:
+        (static + 1).sum().item()
+    except RuntimeError as error:
+        assert "107027" in str(error), error
+    else:
+        raise AssertionError("not refused")
+    result = static + 2
+    graph.capture_end()
+static.fill_(3.0)
+graph.replay()
+torch.npu.synchronize()
+assert result.cpu().tolist() == [5.0] * 4
+""",
+    "a captured training step equals the eager one": """
+import copy, torch
+torch.manual_seed(0)
+eager = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).npu()
+captured = copy.deepcopy(eager)
+
+def step(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad.zero_()
+    return loss
+
+for parameter in (*eager.parameters(), *captured.parameters()):
+    parameter.grad = torch.zeros_like(parameter)
+static, start = torch.zeros(4, 8, device="npu"), copy.deepcopy(captured.state_dict())
+side = torch.npu.Stream()
+side.wait_stream(torch.npu.current_stream())
+with torch.npu.stream(side):
+    step(captured, static)  # warm up
+torch.npu.current_stream().wait_stream(side)
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    loss = step(captured, static)
+captured.load_state_dict(start)
+for seed in range(3):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).npu()
+    wanted = step(eager, x).item()
+    static.copy_(x)
+    graph.replay()
+    assert abs(loss.item() - wanted) < 1e-6, (seed, loss.item(), wanted)
+""",
+}
 
 
-def test_a_graph_may_fork_and_join_streams(on_npu):
-    on_npu(
-        """
-        import torch
-        static, side = torch.zeros(4, device="npu"), torch.npu.Stream()
-        graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph):
-            side.wait_stream(torch.npu.current_stream())
-            with torch.npu.stream(side):
-                doubled = static * 2
-            torch.npu.current_stream().wait_stream(side)
-            result = doubled + 1
-        static.fill_(4.0)
-        graph.replay()
-        torch.npu.synchronize()
-        assert result.cpu().tolist() == [9.0] * 4
-        """
-    )
+@pytest.mark.parametrize("situation", PROGRAMS)
+def test_graphs_are_captured_and_replayed(on_npu, situation):
+    on_npu(PROGRAMS[situation], TASK_QUEUE_ENABLE=1)  # torch_npu refuses to capture in mode 2
 
 
-def test_synchronising_a_stream_that_is_captured_is_refused(on_npu):
-    (rank,) = on_npu(
-        """
-        import torch
-        static = torch.zeros(4, device="npu")
-        with torch.npu.graph(torch.npu.NPUGraph()):
-            print((static + 1).cpu())
-        """,
-        check=False,
-    )
-    assert not rank.ok
-    assert "captur" in rank.output
-
-
-def test_a_capture_goes_on_after_a_synchronisation_was_refused(on_npu):
-    on_npu(
-        """
-        import torch
-        static = torch.zeros(4, device="npu")
-        graph, stream = torch.npu.NPUGraph(), torch.npu.Stream()
-        torch.npu.synchronize()
-        with torch.npu.stream(stream):
-            graph.capture_begin()
-            try:
-                (static + 1).sum().item()
-            except RuntimeError as error:
-                assert "107027" in str(error), error
-            else:
-                raise AssertionError("not refused")
-            result = static + 2
-            graph.capture_end()
-        static.fill_(3.0)
-        graph.replay()
-        torch.npu.synchronize()
-        assert result.cpu().tolist() == [5.0] * 4
-        """
-    )
+def test_a_graph_is_captured_without_a_launch_queue(on_npu):
+    on_npu(GRAPH, TASK_QUEUE_ENABLE=0)
 
 
 def test_the_dump_of_a_graph_is_a_trace_that_torch_npu_can_align(on_npu, tmp_path):
@@ -104,45 +120,6 @@ def test_the_dump_of_a_graph_is_a_trace_that_torch_npu_can_align(on_npu, tmp_pat
         assert len({{event["tid"] for event in raw}}) == 1 and raw[0]["ts"] < raw[1]["ts"], raw
         aligned = json.load(open("{tmp_path}/dump.aligned.json"))  # only when the dump has all that it needs
         assert [event["ts"] for event in aligned] == [0, 0.7], aligned
-        """
-    )
-
-
-def test_a_captured_training_step_equals_the_eager_one(on_npu):
-    on_npu(
-        """
-        import copy, torch
-        torch.manual_seed(0)
-        eager = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).npu()
-        captured = copy.deepcopy(eager)
-
-        def step(model, x):
-            loss = model(x).square().mean()
-            loss.backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad.zero_()
-            return loss
-
-        for parameter in (*eager.parameters(), *captured.parameters()):
-            parameter.grad = torch.zeros_like(parameter)
-        static, start = torch.zeros(4, 8, device="npu"), copy.deepcopy(captured.state_dict())
-        side = torch.npu.Stream()
-        side.wait_stream(torch.npu.current_stream())
-        with torch.npu.stream(side):
-            step(captured, static)  # warm up
-        torch.npu.current_stream().wait_stream(side)
-        graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph):
-            loss = step(captured, static)
-        captured.load_state_dict(start)
-        for seed in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).npu()
-            wanted = step(eager, x).item()
-            static.copy_(x)
-            graph.replay()
-            assert abs(loss.item() - wanted) < 1e-6, (seed, loss.item(), wanted)
         """
     )
 

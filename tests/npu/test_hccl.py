@@ -1,7 +1,4 @@
-"""Collectives on the simulated HCCL, with real processes.
-
-python -m cannsim run -- pytest tests/npu/test_hccl.py
-"""
+"""Collectives on the simulated HCCL, with real processes."""
 
 from __future__ import annotations
 
@@ -34,9 +31,7 @@ def same(found, wanted):
     assert torch.equal(found.cpu().to(wanted.dtype), wanted.expand_as(found)), (found.cpu(), wanted)
 """
 
-ALL = (
-    START
-    + """
+ALL = """
 total = world * (world + 1) // 2
 for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64):
     for op, wanted in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, world), (dist.ReduceOp.MIN, 1)):
@@ -77,18 +72,11 @@ dist.all_gather_object(objects, {"rank": rank}); assert objects == [{"rank": r} 
 work = dist.all_reduce(x := torch.ones(4, device="npu"), async_op=True); work.wait(); same(x, float(world))
 dist.barrier()
 """
-)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_collective_and_type_gives_the_right_result(on_npu, ranks):
-    on_npu(ALL, ranks)
-
-
-def test_messages_between_ranks_arrive_in_any_order(on_npu):
-    on_npu(
-        START
-        + """
+PROGRAMS = {  # situation: (ranks, settings, program)
+    "every collective and type": (3, {}, ALL),
+    "messages between ranks, in any order": (3, {}, """
 long = torch.arange(700000.0)
 if rank == 0: dist.send(long.npu(), 1)
 if rank == 1:
@@ -99,15 +87,8 @@ operations = [dist.P2POp(dist.isend, torch.full((300000,), 10.0 * rank + k, devi
 operations += [dist.P2POp(dist.irecv, received[k], before) for k in range(2)]
 for request in dist.batch_isend_irecv(operations): request.wait()
 for k in range(2): same(received[k], 10.0 * before + k)
-""",
-        3,
-    )
-
-
-def test_subgroups_work_beside_each_other(on_npu):
-    on_npu(
-        START
-        + """
+"""),
+    "subgroups beside each other": (4, {}, """
 even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
 mine = even if rank % 2 == 0 else odd
 for step in range(5):
@@ -116,16 +97,8 @@ for step in range(5):
     same(x, float(2 * step + (2 if rank % 2 == 0 else 4)))
     dist.all_reduce(x)
     same(x, float(8 * step + 12))
-""",
-        4,
-    )
-
-
-def test_a_collective_is_ordered_with_its_stream_only(on_npu):
-    """The result must not be read before wait(): with a slow device the old value is still there."""
-    on_npu(
-        START
-        + """
+"""),
+    "the old value is still there before wait() on a slow device": (2, {"CANNSIM_DELAY_US": 200000}, """
 x = torch.ones(4, device="npu")
 dist.all_reduce(x)
 torch.npu.synchronize()
@@ -134,19 +107,40 @@ seen = torch.npu.Event(); seen.record()
 assert not work.is_completed()
 work.wait()
 same(x, 4.0)
-""",
-        2,
-        CANNSIM_DELAY_US=200000,
-    )
+"""),
+    "communicators take their buffers from the device": (2, {"HCCL_BUFFSIZE": 100}, """
+import cannsim
+dist.all_reduce(torch.ones(4, device="npu")); torch.npu.synchronize()
+assert cannsim.allocated(rank) >= 2 * 100 * 2**20, cannsim.allocated(rank)
+"""),
+    "communicators share a buffer of the same name": (2, {"HCCL_BUFFSIZE": 100}, """
+import cannsim
+from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+def held(name):
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_name": name}
+    group = dist.new_group(range(world), backend="hccl", pg_options=options)
+    before = cannsim.allocated(rank)
+    x = torch.ones(4, device="npu"); dist.all_reduce(x, group=group); same(x, float(world))
+    return (cannsim.allocated(rank) - before) // (200 * 2**20)
+assert [held(name) for name in ("a", "a", "b", "a")] == [1, 0, 1, 0]
+"""),
+    "any number of sub-communicators": (2, {"HCCL_BUFFSIZE": 1, "ROOTINFO_SUBCOMM_ENABLE": 1}, """
+import cannsim
+dist.all_reduce(torch.ones(1, device="npu"))
+for number in range(30):
+    x = torch.full((4,), float(number), device="npu")
+    dist.all_reduce(x, group=dist.new_group(range(world)))
+    same(x, float(world * number))
+if rank == 0: assert cannsim.counters()["HcclCreateSubCommConfig"][0] == 30
+"""),
+}  # fmt: skip
 
 
-def test_a_float64_reduction_is_refused(on_npu):
-    ranks = on_npu(
-        START + "dist.all_reduce(torch.ones(4, dtype=torch.float64).npu()); torch.npu.synchronize()", 2, check=False
-    )
-    for rank in ranks:
-        assert not rank.ok
-        assert "float64" in rank.output or "Unsupported data type" in rank.output or "not support" in rank.output
+@pytest.mark.parametrize("situation", PROGRAMS)
+def test_collectives_give_the_right_results(on_npu, situation):
+    ranks, settings, program = PROGRAMS[situation]
+    on_npu(START + program, ranks, **settings)
 
 
 def test_libhccl_itself_refuses_what_the_chip_cannot_reduce():
@@ -251,58 +245,6 @@ for step in range(100):
     )
     assert [rank.status for rank in ranks] == ["signal 9"] * 2
     assert {name for name in set(os.listdir("/dev/shm")) - before if "cannsim" in name or "hccl" in name} == set()
-
-
-def test_communicators_take_their_buffers_from_the_device(on_npu):
-    on_npu(
-        START
-        + """
-import cannsim
-dist.all_reduce(torch.ones(4, device="npu")); torch.npu.synchronize()
-assert cannsim.allocated(rank) >= 2 * 100 * 2**20, cannsim.allocated(rank)
-""",
-        2,
-        HCCL_BUFFSIZE=100,
-    )
-
-
-def test_communicators_share_a_buffer_of_the_same_name(on_npu):
-    on_npu(
-        START
-        + """
-import cannsim
-from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-def held(name):
-    options = ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_name": name}
-    group = dist.new_group(range(world), backend="hccl", pg_options=options)
-    before = cannsim.allocated(rank)
-    x = torch.ones(4, device="npu"); dist.all_reduce(x, group=group); same(x, float(world))
-    return (cannsim.allocated(rank) - before) // (200 * 2**20)
-assert [held(name) for name in ("a", "a", "b", "a")] == [1, 0, 1, 0]
-""",
-        2,
-        HCCL_BUFFSIZE=100,
-    )
-
-
-def test_a_communicator_has_any_number_of_sub_communicators(on_npu):
-    (first, *_) = on_npu(
-        START
-        + """
-import cannsim
-dist.all_reduce(torch.ones(1, device="npu"))
-for number in range(70):
-    x = torch.full((4,), float(number), device="npu")
-    dist.all_reduce(x, group=dist.new_group(range(world)))
-    same(x, float(world * number))
-print("made", cannsim.counters()["HcclCreateSubCommConfig"][0])
-""",
-        2,
-        HCCL_BUFFSIZE=1,
-        ROOTINFO_SUBCOMM_ENABLE=1,
-    )
-    assert "made 70" in first.output
 
 
 @pytest.mark.parametrize(

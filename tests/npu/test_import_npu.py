@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import nanochat_reference as nanochat
 import pytest
 import torch
 
@@ -17,17 +17,12 @@ from ascendchat.infer.load import open_model
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.model import dense
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-import nanochat_reference as nanochat
-
 RANKS = {bytes([value]): value for value in range(256)}
 STATE = {"name": "x", "pat_str": nanochat.PATTERN, "mergeable_ranks": RANKS, "special_tokens": nanochat.specials(256)}
 
 
-@pytest.mark.parametrize("era", ["2026-01", "2026-03-14"])
-def test_logits_on_the_npu_are_those_of_the_published_formulas(
-    era: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_on_the_npu_are_those_of_the_published_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    era = "2026-03-14"
     monkeypatch.setenv("ASCENDCHAT_DTYPE", "fp32")
     config = nanochat.sizes(era, 265, sequence_len=128, n_layer=3)
     given = nanochat.weights(era, config, 320)

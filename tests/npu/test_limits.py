@@ -1,7 +1,4 @@
-"""What cannsim has learnt of hardware: compressed masks, published limits, streams, processes, known faults.
-
-python -m cannsim run -- pytest tests/npu/test_limits.py
-"""
+"""What cannsim has learnt of hardware: compressed masks, published limits, streams, processes, known faults."""
 
 from __future__ import annotations
 
@@ -105,6 +102,8 @@ def capture():
         x + 1
     return graph
 
+for _ in range(80):
+    capture().reset()  # gives its streams back
 try:
     while len(graphs) < 100:
         graphs.append(capture())
@@ -115,21 +114,8 @@ except RuntimeError as error:
 
 def test_streams_run_out_when_graphs_hold_them(on_npu: OnNpu) -> None:
     (few,), (many,) = (on_npu(GRAPHS, CANNSIM_STREAMS=limit, TASK_QUEUE_ENABLE=1, check=False) for limit in (60, 2048))
-    assert re.search(r"after \d+ True", few.output), few
+    assert re.search(r"after [1-9]\d* True", few.output), few
     assert "after" not in many.output, many
-
-
-def test_a_destroyed_graph_gives_its_streams_back(on_npu: OnNpu) -> None:
-    on_npu(
-        "import torch, gc; x = torch.zeros(4, device='npu')\n"
-        "for _ in range(80):\n"
-        "    graph = torch.npu.NPUGraph()\n"
-        "    with torch.npu.graph(graph):\n"
-        "        x + 1\n"
-        "    graph.reset()\n",
-        CANNSIM_STREAMS=60,
-        TASK_QUEUE_ENABLE=1,
-    )
 
 
 PROCESSES = """
@@ -268,6 +254,7 @@ int aclrtMallocAlign32(void** address, size_t bytes, int policy) {
 """
 
 
+@pytest.mark.slow
 def test_a_preloaded_library_finds_the_function_behind_its_own(tmp_path: Path) -> None:
     (tmp_path / "hook.c").write_text(HOOK)
     hook = tmp_path / "libhook.so"

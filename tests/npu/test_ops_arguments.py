@@ -1,7 +1,4 @@
-"""Arguments that operators once ignored in silence: they change the result, or are refused by name.
-
-python -m cannsim run -- pytest tests/npu/test_ops_arguments.py
-"""
+"""Arguments that operators once ignored in silence: they change the result, or are refused by name."""
 
 from __future__ import annotations
 
@@ -11,13 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_cases import torch_npu
 
 import cannsim
-
-try:
-    import torch_npu
-except ImportError:  # the tests of this folder are skipped then
-    torch_npu = None
 
 SOURCES = cannsim.ROOT / "src" / "ops"
 # Parameters that no result depends on: how, not what, is computed, and what the output already says.

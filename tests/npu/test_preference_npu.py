@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
+from preference_runs import config_of, write_pairs
 
 import cannsim
 from ascendchat.device import pick
@@ -18,16 +19,12 @@ from ascendchat.tasks.pairs import open_pair_mixture
 from ascendchat.train.learner import Learner
 from ascendchat.train.preference import PreferenceStage
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "invariant"))
-import hf_models
-from preference_runs import config_of, write_pairs
-
 LAYERS = 2
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and pairs."""
     folder = tmp_path_factory.mktemp("pairs")
     hf_models.save(folder / "tiny", "qwen2", num_hidden_layers=LAYERS, initializer_range=0.1)
     write_pairs(folder / "pairs.jsonl", 24)
@@ -43,7 +40,7 @@ def stage_on(kind: str, kernel: str, place: Path, method: str) -> PreferenceStag
     return PreferenceStage(method, learner, Split(1, 3, 1, 192), 4, mixture, opened.tokenizer, config, origin)
 
 
-@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo"])
+@pytest.mark.parametrize("method", ["dpo", "simpo"])
 def test_a_step_on_pairs_is_that_of_the_cpu(method: str, place: Path) -> None:
     cpu, npu = stage_on("cpu", "reference", place, method), stage_on("npu", "npu_fusion", place, method)
     if method == "dpo":

@@ -23,7 +23,7 @@ def train(place, kernel, first, last, optimizer_of):
     model.initialise(0)
     optimizer = optimizer_of(model)
     attend, losses = dense(model, KERNELS[kernel]), []
-    for step in range(4):
+    for step in range(3):
         rows = torch.randint(0, 61, (8, 25), generator=torch.Generator().manual_seed(step % 2))[first:last].to(place)
         loss = head_loss(model(rows[:, :-1], attend), model.head, rows[:, 1:], SHAPE.vocab)
         loss.backward()
@@ -59,6 +59,7 @@ dist.teardown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "together", "offload"), [(2, 2, 1), (4, 2, 0)])
 def test_shares_on_simulated_npus_train_and_are_saved_like_a_cpu(
     on_npu, ranks: int, together: int, offload: int

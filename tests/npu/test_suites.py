@@ -1,7 +1,4 @@
-"""Other people's test files are run one by one, and what happens to them is sorted by cause.
-
-python -m cannsim run -- pytest tests/npu/test_suites.py
-"""
+"""Other people's test files are run one by one, and what happens to them is sorted by cause."""
 
 from __future__ import annotations
 
@@ -20,99 +17,38 @@ from cannsim import suites_causes, suites_server
 HEAD = "import unittest, torch, torch_npu\n\n\nclass T(unittest.TestCase):\n"
 STARTED = "torch_npu.npu_random_choice_with_mask(torch.ones(4).npu() > 0, 2)"  # nobody waits for it
 MISSING = f"{STARTED}[0].cpu()"
-FILES = {
-    "passed": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 2])\n",
-    "skipped": "    @unittest.skip('another chip')\n    def test_a(self):\n        pass\n",
-    "wrong": "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 3])\n",
-    "missing": f"    def test_a(self):\n        {MISSING}\n",
-    "refused": "    def test_a(self):\n        torch.ones(2, dtype=torch.int32).npu().add_(torch.ones(2).npu())\n",
-    "dies": "    def test_a(self):\n        import os\n        os.abort()\n",
-    "hangs": "    def test_a(self):\n        import time\n        time.sleep(100)\n",
-    "error": "    def test_a(self):\n        raise KeyError('x')\n",
-}
-NONE = "def test_a():\n    pass\n"  # for pytest; unittest finds nothing
-FRESH = f"import sys\nTORCH = 'torch' in sys.modules\n{HEAD}    def test_a(self):\n        assert not TORCH\n"
-# torch_npu ends the process at an operator that fails in its second thread.
-DIES = FILES["dies"].replace("os.abort", "os.write(2, b'EZ3002: Optype [Old] of Ops')\n        os.abort")
-UNSEEN = f"    def test_a(self):\n        {STARTED}\n"
-SEEN = f"    def test_a(self):\n        with self.assertRaises(RuntimeError):\n            {MISSING}\n"
-STOPPED = FILES["passed"] + "        torch.npu.stop_device(0)\n"
-# A file goes on behind a test that poisoned the device.
-MIXED = FILES["missing"] + "\n    def test_b(self):\n        self.assertEqual(torch.ones(1).npu().item(), 1)\n"
-
-
-@pytest.mark.slow
-def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
-    for cause, body in {
-        **FILES,
-        "mixed": MIXED,
-        "unseen": UNSEEN,
-        "seen": SEEN,
-        "stopped": STOPPED,
-        "ended": DIES,
-    }.items():
-        (tmp_path / f"test_{cause}.py").write_text(HEAD + body)
-    (tmp_path / "test_none.py").write_text(NONE)
-    results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), "--timeout", "20"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-    rows = {Path(row["file"]).stem: row for row in map(json.loads, results.read_text().splitlines())}
-    assert {name: rows[name]["cause"] for name in (f"test_{c}" for c in FILES)} == {f"test_{c}": c for c in FILES}
-    assert (rows["test_none"]["cause"], rows["test_none"]["detail"]) == ("error", "no unittest tests")
-    assert [cause for _, cause, _ in rows["test_mixed"]["tests"]] == ["missing", "passed"]
-    late = [rows[f"test_{name}"]["cause"] for name in ("unseen", "seen", "stopped")]
-    assert late == ["missing", "passed", "passed"]
-    assert rows["test_ended"]["tests"] == [["test_ended.T.test_a", "missing", "Old"]]
-    assert f"| {tmp_path.name}, files | 14 | 3 | 1 | 1 |" in printed
-    before = results.read_bytes()
-    (tmp_path / "disabled.json").write_text('{"test_a (__main__.T)": ["", [""]]}')
-    command += ["--disabled", str(tmp_path / "disabled.json")]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert results.read_bytes() == before
-    assert f"| {tmp_path.name}, files | 14 | 4 | 9 | 0 |" in printed, "the file without tests is an error still"
-    (tmp_path / "disabled.json").write_text("{")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
-    assert "cannot be read" in done.stderr
-
-
-EARLIER = """import os, unittest
-class T(unittest.TestCase):
-    def test_a(self):
-        os.write(2, b"EZ3002: Optype [Old] of Ops\\n")
-    def test_b(self):
-        os.abort()
-"""
-
-
-def test_a_process_does_not_die_of_an_operator_that_an_earlier_test_missed(tmp_path: Path) -> None:
-    (tmp_path / "test_earlier.py").write_text(EARLIER)
-    words = "import json, pathlib, sys; from cannsim.suites_server import File; "
-    words += "file = File(pathlib.Path(sys.argv[1]), 60); file.run(); print(json.dumps(file.tests))"
-    command = [sys.executable, "-c", words, str(tmp_path / "test_earlier.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-    found = json.loads(printed.splitlines()[-1])
-    assert [found[f"test_earlier.T.test_{name}"][0] for name in "ab"] == ["passed", "dies"]
-
-
-LEFT = """
-    def test_a(self):
+PASSES = "    def test_a(self):\n        self.assertEqual((torch.ones(2).npu() + 1).tolist(), [2, 2])\n"
+LEFT = """    def test_a(self):
         import subprocess
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         open("left.pid", "w").write(str(process.pid))
 """
-
-
-@pytest.mark.slow
-def test_processes_that_a_test_leaves_behind_are_ended(tmp_path: Path) -> None:
-    (tmp_path / "test_left.py").write_text(HEAD + LEFT)
-    results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results)]
-    subprocess.run(command, capture_output=True, timeout=600, check=True)
-    assert json.loads(results.read_text())["cause"] == "passed"
-    assert not Path("/proc", (tmp_path / "left.pid").read_text()).exists()
-
-
+FILES = {  # name: (its tests, the cause of the file)
+    "passed": (PASSES, "passed"),
+    "skipped": ("    @unittest.skip('another chip')\n    def test_a(self):\n        pass\n", "skipped"),
+    "wrong": ("    def test_a(self):\n        self.assertEqual(torch.ones(2).npu().tolist(), [2, 3])\n", "wrong"),
+    "missing": (f"    def test_a(self):\n        {MISSING}\n", "missing"),
+    "refused": ("    def test_a(self):\n        torch.ones(2).int().npu().add_(torch.ones(2).npu())\n", "refused"),
+    "dies": ("    def test_a(self):\n        import os\n        os.abort()\n", "dies"),
+    "hangs": ("    def test_a(self):\n        import time\n        time.sleep(1000)\n", "hangs"),
+    "error": ("    def test_a(self):\n        raise KeyError('x')\n", "error"),
+    # torch_npu ends the process at an operator that fails in its second thread.
+    "ended": (
+        "    def test_a(self):\n        import os\n        os.write(2, b'EZ3002: Optype [Old] of Ops')\n"
+        "        os.abort()\n",
+        "missing",
+    ),
+    "unseen": (f"    def test_a(self):\n        {STARTED}\n", "missing"),
+    "seen": (
+        f"    def test_a(self):\n        with self.assertRaises(RuntimeError):\n            {MISSING}\n",
+        "passed",
+    ),
+    "stopped": (f"{PASSES}        torch.npu.stop_device(0)\n", "passed"),
+    # A file goes on behind a test that poisoned the device.
+    "mixed": (f"    def test_a(self):\n        {MISSING}\n{PASSES.replace('test_a', 'test_b')}", "missing"),
+    "left": (LEFT, "passed"),
+}
+NONE = "def test_a():\n    pass\n"  # for pytest; unittest finds nothing
 RANKS = """import os, unittest, torch, torch_npu
 import torch.distributed as dist, torch.multiprocessing as mp
 
@@ -139,40 +75,101 @@ class T(unittest.TestCase):
         for process in processes: process.join()
         self.assertEqual([process.exitcode for process in processes], [0, 0])
         self.assertEqual([x for _, x in found], [[3.0] * 3] * 2)
-        return {parent for parent, _ in found}
+        self.assertNotEqual({parent for parent, _ in found}, {os.getpid()}, "forked from one that has torch")
 
     def test_a(self):
-        self.assertEqual(self.ranks(PORT) == {os.getpid()}, FRESH)
+        self.ranks(PORT)
 
     def test_b(self):
         self.ranks(PORT + 1)
 """
+FRESH = """import multiprocessing, os, sys, unittest
+TORCH = "torch" in sys.modules
+
+
+def rank_main(results):
+    results.put(os.getppid())
+
+
+class T(unittest.TestCase):
+    def test_a(self):
+        assert not TORCH, "who needs it imports it"
+
+    def test_b(self):
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        process = context.Process(target=rank_main, args=(results,))
+        process.start()
+        assert results.get() == os.getpid(), "spawned as the test says"
+        process.join()
+"""
+
+
+def suites(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The command, with its results beside the folder."""
+    words = [sys.executable, "-m", "cannsim", "suites", str(folder), "--results", str(folder.parent / "results.jsonl")]
+    return subprocess.run([*words, *options], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [[], ["--fresh"]])
-def test_ranks_that_a_test_spawns_get_its_variables(tmp_path: Path, option: list[str]) -> None:
-    """Forked from a process that has torch imported; with --fresh spawned as the test says."""
+def test_files_are_sorted_by_cause_and_not_run_again(tmp_path: Path) -> None:
+    folder, results = tmp_path / "theirs", tmp_path / "results.jsonl"
+    folder.mkdir()
+    for name, (body, _) in FILES.items():
+        (folder / f"test_{name}.py").write_text(HEAD + body)
+    (folder / "test_none.py").write_text(NONE)
+    (folder / "test_fresh.py").write_text(FRESH)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        head = f"PORT, FRESH = {free.getsockname()[1]}, {bool(option)}\n"
-    (tmp_path / "test_ranks.py").write_text(head + RANKS)
-    results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), *option]
-    subprocess.run(command, capture_output=True, timeout=600, check=True)
-    assert [cause for _, cause, _ in json.loads(results.read_text())["tests"]] == ["passed", "passed"], (
-        results.read_text()
-    )
+        (folder / "test_ranks.py").write_text(f"PORT = {free.getsockname()[1]}\n{RANKS}")
+    done = suites(folder, "--timeout", "30")
+    assert done.returncode == 0, done.stderr
+    found = map(json.loads, results.read_text().splitlines())
+    rows = {Path(row["file"]).stem.removeprefix("test_"): row for row in found}
+    assert {name: rows[name]["cause"] for name in FILES} == {name: cause for name, (_, cause) in FILES.items()}
+    assert (rows["none"]["cause"], rows["none"]["detail"]) == ("error", "no unittest tests")
+    assert [cause for _, cause, _ in rows["mixed"]["tests"]] == ["missing", "passed"]
+    assert rows["ended"]["tests"] == [["test_ended.T.test_a", "missing", "Old"]]
+    assert [cause for _, cause, _ in rows["ranks"]["tests"]] == ["passed", "passed"], rows["ranks"]
+    assert rows["fresh"]["cause"] == "wrong", "torch was imported ahead"
+    assert not Path("/proc", (folder / "left.pid").read_text()).exists(), "what a test leaves behind is ended"
+    assert "| theirs, files | 17 | 5 | 1 | 2 |" in done.stdout, done.stdout
+    before = results.read_bytes()
+    (tmp_path / "disabled.json").write_text('{"test_a (__main__.T)": ["", [""]]}')
+    done = suites(folder, "--disabled", str(tmp_path / "disabled.json"))
+    assert results.read_bytes() == before
+    assert "| theirs, files | 17 | 6 | 9 | 1 |" in done.stdout, f"one without tests is an error still: {done.stdout}"
+    (tmp_path / "disabled.json").write_text("{")
+    done = suites(folder, "--disabled", str(tmp_path / "disabled.json"))
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("option", "cause"), [([], "wrong"), (["--fresh"], "passed")])
-def test_fresh_files_import_torch_themselves(tmp_path: Path, option: list[str], cause: str) -> None:
-    (tmp_path / "test_fresh.py").write_text(FRESH)
-    results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "cannsim", "suites", str(tmp_path), "--results", str(results), *option]
-    subprocess.run(command, capture_output=True, timeout=600, check=True)
-    assert json.loads(results.read_text())["cause"] == cause
+def test_fresh_files_import_torch_and_spawn_ranks_themselves(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "test_fresh.py").write_text(FRESH)
+    suites(tmp_path / "theirs", "--fresh")
+    (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert row["cause"] == "passed", row
+
+
+EARLIER = """import os, unittest
+class T(unittest.TestCase):
+    def test_a(self):
+        os.write(2, b"EZ3002: Optype [Old] of Ops\\n")
+    def test_b(self):
+        os.abort()
+"""
+
+
+def test_a_process_does_not_die_of_an_operator_that_an_earlier_test_missed(tmp_path: Path) -> None:
+    (tmp_path / "test_earlier.py").write_text(EARLIER)
+    words = "import json, pathlib, sys; from cannsim.suites_server import File; "
+    words += "file = File(pathlib.Path(sys.argv[1]), 60); file.run(); print(json.dumps(file.tests))"
+    command = [sys.executable, "-c", words, str(tmp_path / "test_earlier.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    found = json.loads(printed.splitlines()[-1])
+    assert [found[f"test_earlier.T.test_{name}"][0] for name in "ab"] == ["passed", "dies"]
 
 
 def test_what_a_file_does_before_its_tests_is_done_and_the_tests_are_left_to_us(tmp_path: Path) -> None:

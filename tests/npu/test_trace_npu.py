@@ -1,7 +1,4 @@
-"""`cannsim trace` counts what the processes launched, moved and held; the first error ends a process that asked for it.
-
-python -m cannsim run --devices 2 -- pytest tests/npu/test_trace_npu.py
-"""
+"""`cannsim trace` counts what processes launched, moved and held; the first error ends one that asked for it."""
 
 from __future__ import annotations
 
@@ -34,20 +31,13 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def _traced() -> dict[str, Any]:
-    return {}
-
-
-@pytest.fixture
-def traced(_traced: dict[str, Any], on_npu: Callable[..., Any], tmp_path: Path) -> dict[str, Any]:
+def traced(on_npu: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What is made of the lines that two ranks wrote to one file."""
-    if not _traced:
-        lines = tmp_path / "trace.jsonl"
-        on_npu(PROGRAM, ranks=2, CANNSIM_TRACE=lines, CANNSIM_TRACE_DETAIL=1)
-        _traced["table"] = trace.report(lines, tmp_path / "deep" / "trace.json")
-        _traced["chrome"] = json.loads((tmp_path / "deep" / "trace.json").read_text())
-        _traced["processes"] = trace.processes(trace.read(lines))
-    return _traced
+    folder = tmp_path_factory.mktemp("trace")
+    lines, chrome = folder / "trace.jsonl", folder / "deep" / "trace.json"
+    on_npu(PROGRAM, ranks=2, CANNSIM_TRACE=lines, CANNSIM_TRACE_DETAIL=1)
+    table = trace.report(lines, chrome)
+    return {"table": table, "chrome": json.loads(chrome.read_text()), "processes": trace.processes(trace.read(lines))}
 
 
 def test_a_trace_counts_launches_bytes_aicpu_and_collectives_of_each_rank(traced: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Servers that many tests of the API share: one start each per session."""
+"""Servers that many tests share: one start each per session."""
 
 from __future__ import annotations
 

@@ -63,11 +63,13 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def pool(home: Path, **settings: Any) -> AsyncIterator[Pool]:
-    """A pool whose workers answer, by default with random weights; $ASCENDCHAT_HOME must be `home`."""
+    """A pool whose workers answer, by default with random weights."""
     if not (home / "runs").exists():
         save(home, make.model(seq_len=CONTEXT))
     made = Pool(ServeConfig(device_type="cpu", run="tiny", stage="sft", **{"slots": 4, **settings}))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASCENDCHAT_HOME", str(home))
+        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(child, "subprocess", warm_workers())
         try:
             await made.start()

@@ -77,20 +77,13 @@ class Answer:
     def json(self) -> Any:
         return json.loads(self.body)
 
-    @property
-    def error(self) -> dict[str, Any]:
-        return checked(self.json)
-
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error, whose envelope is checked."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert "Traceback" not in response.text
-    return checked(response.json())
-
-
-def checked(body: Any) -> dict[str, Any]:
+    body = response.json()
     assert set(body) == {"error"}, body
     assert set(body["error"]) == {"message", "type", "param", "code"}, body
     return dict(body["error"])
@@ -172,9 +165,9 @@ class Server:
                 connection.sendall(data)
             return drain(connection)
 
-    def metric(self, name: str, **headers: str) -> float:
+    def metric(self, name: str) -> float:
         """Sum over its labels."""
-        text = self.ask("GET", "/metrics", **headers).body.decode()
+        text = self.get("/metrics").text
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.M))
 
     def logged(self, answer: Answer, log: Path | None = None) -> dict[str, Any]:
@@ -183,8 +176,8 @@ class Server:
         wait_until(lambda: f'"id": "{name}"' in file.read_text())
         return next(json.loads(line) for line in file.read_text().splitlines() if f'"id": "{name}"' in line)
 
-    def answers(self, **headers: str) -> bool:
-        return self.ask("POST", CHAT, question(), **headers).status == 200
+    def answers(self) -> bool:
+        return self.ask("POST", CHAT, question()).status == 200
 
 
 def drain(connection: socket.socket) -> bytes:
@@ -195,13 +188,12 @@ def drain(connection: socket.socket) -> bytes:
     return data
 
 
-def stream(server: Server, tokens: int = CONTEXT, **headers: str) -> socket.socket:
+def stream(server: Server, tokens: int = CONTEXT) -> socket.socket:
     """A connection on which a long answer has begun to arrive."""
     connection = server.connect()
     body = json.dumps(question(tokens, stream=True)).encode()
-    lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-    lines += [f"Content-Length: {len(body)}", *(f"{name}: {value}" for name, value in headers.items())]
-    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     seen = b""
     while b'"content":"a' not in seen.replace(b" ", b""):
         chunk = connection.recv(4096)

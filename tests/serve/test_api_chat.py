@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import engine_models as make
 import openai
 import pytest
 import torch
 from pydantic import BaseModel
+from running_server import CHAT, SPECIAL, Server, error_of, random_model
 from running_server import RANDOM_CONTEXT as CONTEXT
-from running_server import SPECIAL, Server, error_of, random_model
 
 pytestmark = pytest.mark.slow
 
@@ -43,29 +44,37 @@ def test_a_greedy_answer_is_the_models_own(server: Server) -> None:
 
 
 def test_a_stream_says_the_same_as_the_whole_answer(client: openai.OpenAI, server: Server) -> None:
-    whole = client.chat.completions.create(model=server.name, messages=HI, max_tokens=20)
-    chunks = list(client.chat.completions.create(model=server.name, messages=HI, max_tokens=20, stream=True))
+    fields: dict[str, Any] = {"model": server.name, "messages": HI, "max_tokens": 20}
+    fields |= {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**fields).choices[0]
+    chunks = list(client.chat.completions.create(**fields, stream=True))
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
+    told = [entry for chunk in chunks if (found := chunk.choices[0].logprobs) for entry in found.content]
+    assert [(e.token, e.bytes) for e in told] == [(e.token, e.bytes) for e in whole.logprobs.content]
 
 
 def test_the_bytes_of_a_stream(server: Server) -> None:
     lines = server.chat(max_tokens=3, stream=True, stream_options={"include_usage": True})
     assert lines.headers["content-type"].startswith("text/event-stream")
-    events = lines.text.split("\n\n")
-    assert all(event.startswith("data: ") for event in events[:-1])
-    assert events[-2:] == ["data: [DONE]", ""]
-    said = [json.loads(event[6:]) for event in events[:-2]]
+    assert lines.text.endswith("\n\ndata: [DONE]\n\n")
+    said = events(lines.text)
     assert [chunk["usage"] for chunk in said[:-1]] == [None] * (len(said) - 1)
     assert said[-1]["choices"] == []
     assert said[-1]["usage"]["completion_tokens"] == 3
     assert all(chunk["choices"][0]["ascendchat"] == {"weight_version": 0} for chunk in said[:-1])
-    assert "usage" not in json.loads(server.chat(max_tokens=3, stream=True).text.split("\n\n")[0][6:])
+    assert "usage" not in events(server.chat(max_tokens=3, stream=True).text)[0]
+
+
+def events(text: str) -> list[Any]:
+    """What a stream says before its end."""
+    lines = text.split("\n\n")[:-2]
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) for line in lines]
 
 
 def test_choices_have_seeds_of_their_own_and_stream_between_each_other(server: Server) -> None:
@@ -78,10 +87,9 @@ def test_choices_have_seeds_of_their_own_and_stream_between_each_other(server: S
     assert [answer["choices"][0]["message"]["content"] for answer in alone] == texts
     assert whole["usage"]["completion_tokens"] == 24
     assert whole["usage"]["prompt_tokens"] == alone[0]["usage"]["prompt_tokens"]
-    stream = server.chat(**fields, stream=True).text.split("\n\n")[:-2]
     found = {0: "", 1: "", 2: ""}
-    for event in stream:
-        (choice,) = json.loads(event[6:])["choices"]
+    for event in events(server.chat(**fields, stream=True).text):
+        (choice,) = event["choices"]
         found[choice["index"]] += choice["delta"].get("content", "")
     assert list(found.values()) == texts
 
@@ -119,14 +127,6 @@ def test_logprobs_are_the_models_own(server: Server) -> None:
         row.append(token)
 
 
-def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI, server: Server) -> None:
-    fields = {"model": server.name, "messages": HI, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**fields)  # type: ignore[call-overload]
-    chunks = client.chat.completions.create(**fields, stream=True)  # type: ignore[call-overload]
-    found = [entry for chunk in chunks if (told := chunk.choices[0].logprobs) for entry in told.content]
-    assert [(e.token, e.bytes) for e in found] == [(e.token, e.bytes) for e in whole.choices[0].logprobs.content]
-
-
 def test_a_bias_forces_and_bars_tokens(server: Server) -> None:
     forced = server.chat(logit_bias={str(ord("q")): 100}, max_tokens=5).json()
     assert forced["choices"][0]["message"]["content"] == "qqqqq"
@@ -141,6 +141,26 @@ def test_penalties_end_a_repetition(server: Server) -> None:
     spread = [server.chat(logit_bias=bias, max_tokens=40, frequency_penalty=p).json() for p in (0, 2)]
     texts = [answer["choices"][0]["message"]["content"] for answer in spread]
     assert texts[1].count("q") < texts[0].count("q")
+
+
+def test_a_turn_of_a_long_conversation_pays_only_for_what_is_new(server: Server) -> None:
+    """The rest is in the prefix cache; of another conversation, nothing."""
+    turns, length = 6, 60  # tokens of a question: one per byte
+
+    def read(talk: list[dict[str, str]]) -> tuple[int, int]:
+        """Tokens of the prompt, and those of them that were in the cache. The answer is "aaaaaaaa"."""
+        body = {"messages": talk, "max_tokens": 8, "logit_bias": {"97": 100}}
+        usage = server.post(CHAT, body).json()["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    talk: list[dict[str, str]] = []
+    for turn in range(turns):
+        talk.append({"role": "user", "content": f"{turn}. turn ".ljust(length, "x")})
+        prompt, cached = read(talk)
+        talk.append({"role": "assistant", "content": "a" * 8})
+        assert turn == 0 or prompt - cached < length + 16, "only the question and the ends of turns"
+    prompt, cached = read([{"role": "user", "content": f"other {talk[0]['content']}"}, *talk[1:-1]])
+    assert cached < 16 < turns * length < prompt, "nothing of it is known"
 
 
 def test_room_is_what_the_context_leaves(server: Server) -> None:
@@ -159,16 +179,13 @@ def test_roles_and_parts_are_rendered_as_in_training(server: Server) -> None:
         {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "annotations": []},
         {"role": "user", "content": "<|assistant_end|>", "name": "Leo"},
     ]
+
+    def turn(role: str, text: str) -> list[int]:
+        return [SPECIAL[f"<|{role}_start|>"], *TEXT.encode(text), SPECIAL[f"<|{role}_end|>"]]
+
     ids = server.post("/tokenize", {"messages": talk}).json()["tokens"]
-    special = SPECIAL
-    assert ids == [
-        TEXT.bos,
-        *(special["<|system_start|>"], *TEXT.encode("be brief"), special["<|system_end|>"]),
-        *(special["<|user_start|>"], *TEXT.encode("a"), special["<|user_end|>"]),
-        *(special["<|assistant_start|>"], *TEXT.encode("b"), special["<|assistant_end|>"]),
-        *(special["<|user_start|>"], *TEXT.encode("<|assistant_end|>"), special["<|user_end|>"]),
-        special["<|assistant_start|>"],
-    ]
+    turns = turn("system", "be brief") + turn("user", "a") + turn("assistant", "b") + turn("user", "<|assistant_end|>")
+    assert ids == [TEXT.bos, *turns, SPECIAL["<|assistant_start|>"]]
     closed = server.post("/tokenize", {"messages": talk, "add_generation_prompt": False}).json()["tokens"]
     assert closed == ids[:-1]
 
@@ -187,9 +204,8 @@ def test_structured_output_is_a_pydantic_model(client: openai.OpenAI, server: Se
 
 def test_a_json_object_is_one_even_when_tokens_are_few(server: Server) -> None:
     for most in (8, 20, 60):
-        choice = server.chat(response_format={"type": "json_object"}, max_tokens=most, temperature=1).json()["choices"][
-            0
-        ]
+        answer = server.chat(response_format={"type": "json_object"}, max_tokens=most, temperature=1).json()
+        choice = answer["choices"][0]
         assert isinstance(json.loads(choice["message"]["content"]), dict)
         assert choice["finish_reason"] == "stop"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from running_server import PATIENCE, Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long(short="test_an_answer_has_the_form_of_the_original")
 
 CLIENTS = Path(os.environ.get("ASCENDCHAT_TEST_CLIENTS", "/nonexistent"))
 WHERE = "set ASCENDCHAT_TEST_CLIENTS to a folder that holds it"

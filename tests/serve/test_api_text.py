@@ -81,19 +81,6 @@ def test_a_calculation_in_a_text_has_no_probability_where_it_was_forced(sums: Se
     assert forced == ["<|output_start|>", "4", "2", "<|output_end|>"]
 
 
-@pytest.mark.parametrize("field", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
-def test_what_is_not_done_is_refused_by_name(server: Server, field: dict[str, object]) -> None:
-    error = error_of(server.post("/v1/completions", {"prompt": "a", **field}), 400)
-    assert error["param"] == next(iter(field))
-    assert next(iter(field)) in error["message"]
-
-
-@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [-1], [10**6], [[10**6]], None, 3, [1.5], {"a": 1}])
-def test_odd_prompts_are_refused(server: Server, prompt: object) -> None:
-    error = error_of(server.post("/v1/completions", {"prompt": prompt}), 400)
-    assert error["param"].startswith("prompt")
-
-
 def test_models(client: openai.OpenAI, server: Server) -> None:
     (card,) = client.models.list().data
     assert card.id == server.name == "random/sft"

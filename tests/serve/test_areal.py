@@ -27,6 +27,7 @@ CONTEXT = 160
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of random weights."""
     folder = tmp_path_factory.mktemp("areal")
     save(folder, make.model(3))
     return folder
@@ -34,6 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[ServerProcess]:
+    """A server of this model, which takes weights."""
     made = ServerProcess(home, "--slots", "4", "--context", str(CONTEXT)).start()
     try:
         yield made.ready()
@@ -43,6 +45,7 @@ def server(home: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def engine(server: ServerProcess) -> Iterator[VLLMRemoteEngine]:
+    """Connected to it, with the weights of model 3 as version 1."""
     made = VLLMRemoteEngine(api_key=KEY, tokenizer=TEXT)
     made.initialize(server.url)
     made.update_weights(WeightUpdateMeta(1, make.model(3).state_dict())).result()

@@ -6,13 +6,13 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from running_server import make, save, serving
+from running_server import Server
 
 from ascendchat import cli
 from ascendchat.config import UserError, parse
@@ -60,27 +60,27 @@ LINES = ': a comment\n\ndata: {"a": "你"}\n\nevent: x\r\ndata:{"b": 2}\r\n\r\nd
 FOUND = ['{"a": "你"}'.encode(), b'{"b": 2}', b"[DONE]"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("form", ["chunked", "length", "close"])
 def test_events_are_read_however_the_bytes_are_cut(form: str, size: int) -> None:
-    if form == "chunked":
-        cuts = [LINES[at : at + 5] for at in range(0, len(LINES), 5)]
-        wire = EVENTS.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(map(chunk, cuts)) + b"0\r\n\r\n"
-    elif form == "length":
-        wire = EVENTS.encode() + f"Content-Length: {len(LINES)}\r\n\r\n".encode() + LINES
-    else:
-        wire = EVENTS.encode() + b"\r\n" + LINES
+    cuts = [chunk(LINES[at : at + 5]) for at in range(0, len(LINES), 5)]
+    wire = (
+        EVENTS.encode()
+        + {
+            "chunked": b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(cuts) + b"0\r\n\r\n",
+            "length": b"Content-Length: %d\r\n\r\n" % len(LINES) + LINES,
+            "close": b"\r\n" + LINES,
+        }[form]
+    )
     heads: list[bytes] = []
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
+        while not heads or form != "close":
             heads.append((await request_of(reader))[0])
             for at in range(0, len(wire), size):
                 writer.write(wire[at : at + size])
                 await writer.drain()
                 await asyncio.sleep(0)
-            if form == "close":
-                return
 
     async def ask(address: Address) -> Any:
         connection = await connect(address)
@@ -90,9 +90,8 @@ def test_events_are_read_however_the_bytes_are_cut(form: str, size: int) -> None
             await connection.post("/v1/completions", {}, events.append)
         return first.status, events, connection.used, connection.closed
 
-    status, events, used, closed = against(script, ask)
-    assert status == 200
-    assert (events, used, closed) == ((FOUND, 1, True) if form == "close" else (FOUND * 2, 2, False))
+    expected = (FOUND, 1, True) if form == "close" else (FOUND * 2, 2, False)
+    assert against(script, ask) == (200, *expected)
     assert heads[0].startswith(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:")
     assert b"\r\nAuthorization: Bearer sk-1\r\n" in heads[0]
 
@@ -101,17 +100,11 @@ def config_for(**settings: Any) -> BenchServeConfig:
     return BenchServeConfig(**{"seconds": 0.2, "concurrency": 1, "timeout": 60.0, **settings})
 
 
-def asked(script: Script, **settings: Any) -> Sample:
-    """One request to a server that does what the script says."""
-
-    async def ask(address: Address) -> Sample:
-        asker = Asker(config_for(**settings), address, "m")
-        found = await asker.ask(0, time.monotonic())
-        asker.close()
-        return found
-
-    sample: Sample = against(script, ask)
-    return sample
+async def first_answer(address: Address, **settings: Any) -> Sample:
+    asker = Asker(config_for(**settings), address, "m")
+    found = await asker.ask(0, time.monotonic())
+    asker.close()
+    return found
 
 
 def answering(wire: bytes) -> Script:
@@ -152,23 +145,20 @@ BUSY = b'{"error": {"message": "the server is busy"}}'
     ],
 )
 def test_failures_are_told_apart(wire: bytes, error: str) -> None:
-    found = asked(answering(wire))
+    found = against(answering(wire), first_answer)
     assert found.error == error
     if not error:
         assert (found.prompt_tokens, found.completion_tokens) == (7, 9), "of usage, not the two pieces"
         assert found.arrived < found.first <= found.last <= found.ended
 
 
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
 def test_an_answer_that_never_ends_is_a_timeout_and_a_missing_server_no_connection() -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
-    assert asked(silent, timeout=0.05).error == "timeout"
-
-    async def nowhere() -> Sample:
-        return await Asker(config_for(), Address("127.0.0.1", 1, False), "m").ask(0, time.monotonic())
-
-    assert asyncio.run(nowhere()).error.startswith("no connection: ")
+    assert against(silent, lambda address: first_answer(address, timeout=0.05)).error == "timeout"
+    assert asyncio.run(first_answer(Address("127.0.0.1", 1, False))).error.startswith("no connection: ")
 
 
 def test_a_connection_that_the_server_closed_between_two_requests_is_no_failure() -> None:
@@ -193,9 +183,6 @@ def test_a_connection_that_the_server_closed_between_two_requests_is_no_failure(
 
 
 def test_a_cancelled_request_leaves_no_connection_behind() -> None:
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-
     async def ask(address: Address) -> bool:
         connection = await connect(address)
         with pytest.raises(asyncio.TimeoutError):
@@ -204,7 +191,7 @@ def test_a_cancelled_request_leaves_no_connection_behind() -> None:
             await connection.post("/v1/completions", {})
         return connection.closed
 
-    assert against(script, ask)
+    assert against(silent, ask)
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_number_and_differ_otherwise() -> None:
@@ -253,11 +240,11 @@ def test_with_poisson_the_time_counts_from_the_arrival_while_others_are_answered
     assert last.first - last.arrived > 0.02 * len(samples) - 0.5, "what stood in the queue is counted"
 
 
-@pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 100])
-def test_percentiles_are_numpys(percent: int) -> None:
+def test_percentiles_are_numpys() -> None:
     values = sorted(random.Random(0).random() for _ in range(37))
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-    assert percentile([3.0], percent) == 3.0
+    for percent in (0, 50, 99, 100):
+        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+        assert percentile([3.0], percent) == 3.0
 
 
 def test_the_table_holds_what_was_measured() -> None:
@@ -281,21 +268,19 @@ def test_the_table_holds_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("http://127.0.0.1:8000", ("127.0.0.1", 8000, False, "")),
-        ("localhost:9000/v1", ("localhost", 9000, False, "")),
-        ("https://chat.example.org/model/v1/", ("chat.example.org", 443, True, "/model")),
-        ("http://[::1]:8000", ("::1", 8000, False, "")),
+        ("http://127.0.0.1:8000", Address("127.0.0.1", 8000, False)),
+        ("localhost:9000/v1", Address("localhost", 9000, False)),
+        ("https://chat.example.org/model/v1/", Address("chat.example.org", 443, True, "/model")),
+        ("http://[::1]:8000", Address("::1", 8000, False)),
+        *((wrong, None) for wrong in ("ftp://h", "http://", "http://h:port", "://")),
     ],
 )
-def test_addresses(url: str, expected: tuple[str, int, bool, str]) -> None:
-    found = Address.parse(url)
-    assert (found.host, found.port, found.secure, found.base) == expected
-
-
-@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "://"])
-def test_what_is_no_address_is_one_sentence(url: str) -> None:
-    with pytest.raises(UserError, match="is not the address of a server"):
-        Address.parse(url)
+def test_addresses_and_what_is_none(url: str, expected: Address | None) -> None:
+    if expected:
+        assert Address.parse(url) == expected
+    else:
+        with pytest.raises(UserError, match="is not the address of a server"):
+            Address.parse(url)
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,23 +311,17 @@ def test_what_is_no_server_is_one_sentence(wire: bytes, said: str) -> None:
     assert Reply(200, {}).body == b""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("served")
-    save(home, make.model(3))
-    with serving(home) as running:
-        yield running.url
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "completions"])
-def test_a_real_server_under_load_from_two_processes(server: str, api: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = f"--url {server} --api {api} -c 6 --seconds 2 --prompt-tokens 20 --max-tokens 24 --processes 2 --warmup 0.5"
-    config = parse(BenchServeConfig, [*flags.split(), "--compare-serial", "--json"])
+def test_a_real_server_under_load_from_two_processes(
+    server: Server, api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--url {server.url} --api {api} -c 4 --seconds 0.5 --prompt-tokens 20 --max-tokens 24 --processes 2"
+    config = parse(BenchServeConfig, [*flags.split(), "--warmup=0.1", "--compare-serial", "--json"])
     assert run(config) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["errors"], found["model"], found["processes"]) == ({}, "tiny/sft", 2)
-    assert found["requests"] >= 6
+    assert (found["errors"], found["model"], found["processes"]) == ({}, "random/sft", 2)
+    assert found["requests"] >= 4, "at least one of each client"
     assert found["total_completion_tokens"] == 24 * found["requests"], "every answer has its full length"
     if api == "completions":
         assert found["total_prompt_tokens"] == 20 * found["requests"]

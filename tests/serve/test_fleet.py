@@ -45,6 +45,7 @@ def ids(answers: Sequence[Completion]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+    """Two servers of a model with random weights; a test may kill them."""
     home = tmp_path_factory.mktemp("fleet")
     save(home, make.model(3))
     made = [ServerProcess(home, "--slots", "2", "--context", str(CONTEXT)).start() for _ in range(2)]
@@ -57,6 +58,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerPro
 
 @pytest.fixture
 def said() -> list[str]:
+    """What the fleet has said."""
     return []
 
 
@@ -93,7 +95,7 @@ def test_the_samples_of_a_prompt_stay_together() -> None:
 
 
 def test_two_servers_answer_as_one_engine_does(fleet: Fleet, servers: list[ServerProcess]) -> None:
-    asked, before = requests(), [server.asked() for server in servers]
+    asked, before = requests(samples=3), [server.asked() for server in servers]
     answers = fleet.generate(asked)
     assert ids(answers) == expected(make.model(3), asked)
     assert {answer.version for answer in answers} == {1}
@@ -107,7 +109,7 @@ def test_two_servers_answer_as_one_engine_does(fleet: Fleet, servers: list[Serve
 def test_weights_go_to_servers_that_have_others_by_the_same_number(fleet: Fleet) -> None:
     """As after a run of another trainer, or with a server of another stage: both begin with version 0."""
     asked, other = requests(prompts=2), make.model(5)
-    with Fleet.open([member.url for member in fleet.members], say=print, **SETTINGS) as second:
+    with Fleet.open([fleet.members[0].url], say=print, **SETTINGS) as second:
         second.load(other.state_dict(), 1)
         assert ids(second.generate(asked)) == expected(other, asked)
         assert second.version == 1
@@ -116,19 +118,18 @@ def test_weights_go_to_servers_that_have_others_by_the_same_number(fleet: Fleet)
 def test_a_server_that_is_killed_loses_nothing_and_comes_back_with_the_current_weights(
     fleet: Fleet, servers: list[ServerProcess], said: list[str]
 ) -> None:
-    new = make.model(6)
-    fleet.load(new.state_dict(), 7)
-    asked = requests(prompts=8, samples=4, tokens=40)
+    new, asked = make.model(6), requests(prompts=6, tokens=40)
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.extend(fleet.generate(asked)))
     asking.start()
     wait_until(lambda: all(member.load for member in fleet.members))
     servers[0].kill()
     asking.join(180)
-    assert ids(answers) == expected(new, asked), "each answer once, in its place, with the tokens of its seed"
-    assert {answer.version for answer in answers} == {7}
+    assert ids(answers) == expected(make.model(3), asked), "each answer once, in its place, with the tokens of its seed"
+    assert {answer.version for answer in answers} == {1}
     wait_until(lambda: in_service(fleet) == [False, True])
     assert any(servers[0].url in line and "out of service" in line for line in said)
+    fleet.load(new.state_dict(), 7)
     assert ids(fleet.generate(asked[:4])) == expected(new, asked[:4])
     servers[0].start()  # it opens the weights of model 3
     wait_until(lambda: in_service(fleet) == [True, True], "its return")
@@ -137,47 +138,22 @@ def test_a_server_that_is_killed_loses_nothing_and_comes_back_with_the_current_w
     assert found[0]["checksum"] == found[1]["checksum"] is not None
 
 
-def test_weights_that_do_not_fit_change_nothing(fleet: Fleet, servers: list[ServerProcess]) -> None:
-    asked = requests(prompts=2)
-    before = ids(fleet.generate(asked))
-    weights = dict(make.model(5).state_dict())
-    weights["smear"] = weights["smear"].new_zeros(17)
-    with pytest.raises(ValueError, match="smear"):
-        fleet.load(weights, 2)
-    assert (fleet.version, in_service(fleet)) == (1, [True, True])
-    answers = fleet.generate(asked)
-    assert (ids(answers), {answer.version for answer in answers}) == (before, {1})
-
-
-def test_a_server_that_dies_before_new_weights_gets_them_later(fleet: Fleet, servers: list[ServerProcess]) -> None:
-    servers[1].kill()
-    new = make.model(8)
-    fleet.load(new.state_dict(), 2)
-    asked = requests(prompts=4)
-    assert (in_service(fleet), fleet.version) == ([True, False], 2)
-    assert ids(fleet.generate(asked)) == expected(new, asked)
-    servers[1].start()
-    wait_until(lambda: all(in_service(fleet)), "its return")
-    assert ids(fleet.generate(asked)) == expected(new, asked)
-
-
 def test_a_server_whose_weights_somebody_else_replaced_is_not_believed(
     fleet: Fleet, servers: list[ServerProcess], said: list[str]
 ) -> None:
     with Remote.open(servers[0].url, api_key=KEY) as stranger:
         stranger.load(make.model(9).state_dict(), 0)
-    asked = requests()
+    asked = requests(samples=1)
     assert ids(fleet.generate(asked)) == expected(make.model(3), asked)
     assert any("version 0 instead of 1" in line for line in said)
     wait_until(lambda: all(in_service(fleet)), "its return")
-    assert ids(fleet.generate(asked)) == expected(make.model(3), asked)
 
 
 def test_a_server_that_hangs_is_left_and_its_answers_are_asked_elsewhere(
     fleet: Fleet, servers: list[ServerProcess], said: list[str]
 ) -> None:
     fleet.hang = 10.0
-    asked = requests(prompts=8, samples=4, tokens=40)
+    asked = requests(tokens=24)
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.extend(fleet.generate(asked)))
     servers[0].signal(signal.SIGSTOP)
@@ -187,23 +163,6 @@ def test_a_server_that_hangs_is_left_and_its_answers_are_asked_elsewhere(
     assert ids(answers) == expected(make.model(3), asked)
     assert any("generates nothing" in line for line in said)
     wait_until(lambda: all(in_service(fleet)), "its return")
-
-
-def test_a_rank_that_only_asks_waits_until_another_has_sent_the_weights_again(
-    fleet: Fleet, servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server was started anew while the rank that sends weights had nothing to ask: it must look by itself."""
-    monkeypatch.setattr("ascendchat.infer.fleet.IDLE", 1.0)
-    new = make.model(7)
-    fleet.load(new.state_dict(), 5)
-    asked = requests(prompts=2)
-    with Fleet.open([servers[0].url], pushes=False, say=lambda text: None, hang=120.0, **SETTINGS) as asking:
-        asking.renew(5)
-        assert ids(asking.generate(asked)) == expected(new, asked)
-        servers[0].kill()
-        servers[0].start().ready()  # it opens the weights of model 3
-        answers = asking.generate(asked)
-    assert (ids(answers), {answer.version for answer in answers}) == (expected(new, asked), {5})
 
 
 def test_no_server_at_all_is_a_sentence_after_a_while(servers: list[ServerProcess], fleet: Fleet) -> None:

@@ -1,70 +1,298 @@
-"""Who may ask a server that listens on this machine only: Host, Origin, paths, sizes, headers of every answer."""
+"""What the guard lets through to the application and what it answers itself: Host, Origin, keys, rates, sizes, faults.
+
+Most of it is asked without a network: the guard around a small application.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from running_server import CHAT, Server, question, serving, stream
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from running_server import CHAT
 
-MOST = 20_000  # bytes of a body
+from ascendchat.config import parse
+from ascendchat.config.serve import ServeConfig
+from ascendchat.infer.request import Piece
+from ascendchat.serve import metrics
+from ascendchat.serve.guard import AccessLog, Guard, replay
+from ascendchat.serve.keys import Keys
+from ascendchat.serve.messages import Part
+
+MODELS = "/v1/models"
+MOST = 2000  # bytes of a body
+KEY = "first-key-0123456789"
+APP = "https://app.example"
+LOCAL = ("Host", "localhost:80")
+app = FastAPI()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("open"), "--max-body", str(MOST)) as running:
-        yield running
+@app.get("/fault")
+async def fault() -> None:
+    raise ZeroDivisionError("the password is 1234")
 
 
-def head_and_body(answer: bytes) -> tuple[int, bytes, bytes]:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    return int(head.split()[1]), head, body
+@app.get("/status/{status}")
+async def answer_with(status: int) -> Any:
+    return StreamingResponse(iter([b"words of the application"]), status_code=status)
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:{}", "localhost.", "127.0.0.1:{}", "127.0.0.2", "[::1]:{}"])
-def test_a_server_on_this_machine_answers_to_its_own_names(server: Server, host: str) -> None:
-    assert server.ask("GET", "/v1/models", Host=host.format(server.port)).status == 200
+@app.get("/deep")
+async def deep() -> None:
+    await deep()
+
+
+@app.get("/cut")
+async def cut() -> Any:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"begun"
+        raise ZeroDivisionError("the password is 1234")
+
+    return StreamingResponse(pieces())
+
+
+@app.post(CHAT)
+async def speak() -> Any:
+    metrics.Meter(3).part(Part(0, [Piece("text", "ab")], [1, 2], [], [], []))
+    return JSONResponse({})
+
+
+@app.api_route("/{path:path}", methods=["GET", "POST", "OPTIONS", "HEAD", "DELETE"])
+async def count(request: Request) -> Any:
+    return JSONResponse({"bytes": len(await request.body())})
+
+
+class Reply:
+    """What was sent to the client, and the line of the access log."""
+
+    def __init__(self, sent: list[Any], line: dict[str, Any]) -> None:
+        starts = [message for message in sent if message["type"] == "http.response.start"]
+        assert len(starts) <= 1, "answered twice"
+        self.status = starts[0]["status"] if starts else None
+        self.headers = {name.decode(): value.decode() for start in starts for name, value in start["headers"]}
+        self.body, self.line = b"".join(message.get("body", b"") for message in sent), line
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return dict(json.loads(self.body)["error"])
+
+    @property
+    def refused(self) -> tuple[int, str]:
+        return self.status or 0, self.error["code"]
+
+
+class Guarded:
+    """The guard of a server with these flags and keys, around the application above."""
+
+    def __init__(self, folder: Path, *flags: str, keys: tuple[str, ...] = ()) -> None:
+        self.log, self.reached = folder / "log", 0
+
+        async def counted(scope: Any, receive: Any, send: Any) -> None:
+            self.reached += 1
+            await app(scope, receive, send)
+
+        config = parse(ServeConfig, ["--max-body", str(MOST), *flags])
+        self.guard = Guard(counted, config, Keys([*keys]), AccessLog(str(self.log)))
+
+    def ask(
+        self,
+        path: str,
+        *headers: tuple[str, str],
+        method: str = "GET",
+        body: tuple[bytes, ...] = (b"",),
+        host: bool = True,
+        client: tuple[str, int] | None = ("127.0.0.1", 1),
+        gone: bool = False,
+    ) -> Reply:
+        """`host`: with the header Host of this machine; `gone`: the client leaves before its request is whole."""
+        sent: list[Any] = []
+        lines = [(name.lower().encode(), value.encode()) for name, value in (*[LOCAL] * host, *headers)]
+        scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+        scope |= {"headers": lines, "client": client, "scheme": "http", "root_path": "", "http_version": "1.1"}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.3"}, "server": ("127.0.0.1", 80)}
+        more = [True] * (len(body) - 1) + [False]
+        pieces = [{"type": "http.request", "body": piece, "more_body": on} for piece, on in zip(body, more)]
+        given = iter([{"type": "http.disconnect"}] if gone else pieces)
+
+        async def receive() -> Any:
+            for message in given:
+                return message
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asyncio.run(asyncio.wait_for(self.guard(scope, receive, send), 60))
+        return Reply(sent, json.loads(self.log.read_text().splitlines()[-1]))
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Guarded:
+    """A server that listens on this machine only, without keys."""
+    return Guarded(tmp_path)
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Guarded:
+    """A server that others can reach, with one key, a page that may use it, and a name of its own."""
+    flags = ("--host=0.0.0.0", f"--cors-origin={APP}", "--allowed-host=chat.example", "--rate-limit=2")
+    return Guarded(tmp_path, *flags, keys=(KEY,))
+
+
+BEARER = ("Authorization", f"Bearer {KEY}")
+
+# ---- who may ask ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:{}", "localhost.evil.example", "10.0.0.1", "[fe80::1]", "127.0.0.1.evil.example"]
-    + ["localhost@evil.example", "local host", "[::1", "0.0.0.0", "é", "127.1"],
+    ("host", "status"),
+    [(name, 200) for name in ("LOCALHOST:80", "localhost.", "127.0.0.1:80", "127.0.0.2", "[::1]:80")]
+    + [(name, 421) for name in ("evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1")]
+    + [(name, 421) for name in ("[fe80::1]", "localhost@evil.example", "local host", "[::1", "0.0.0.0", "é", "127.1")],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/", "/health"])
-def test_a_name_that_was_rebound_to_this_machine_is_misdirected(server: Server, host: str, path: str) -> None:
-    answer = server.ask("GET", path, Host=host.format(server.port).encode().decode("latin-1"))
-    assert (answer.status, answer.error["code"]) == (421, "host_not_allowed")
+def test_a_server_on_this_machine_answers_to_its_own_names_only(guarded: Guarded, host: str, status: int) -> None:
+    """Not to one that a page of a stranger has rebound to this machine."""
+    for path in (MODELS, "/", "/health"):
+        answer = guarded.ask(path, ("Host", host), host=False)
+        assert answer.status == status
+        assert status == 200 or answer.error["code"] == "host_not_allowed"
+    assert guarded.reached == (3 if status == 200 else 0)
 
 
-@pytest.mark.parametrize("lines", [b"", b"Host: localhost\r\nHost: evil.example\r\n", b"Host:\r\n"])
-def test_a_request_has_exactly_one_host(server: Server, lines: bytes) -> None:
-    status, _, body = head_and_body(server.raw(b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n" + lines + b"\r\n"))
-    assert status == 400
-    assert "error" in json.loads(body)
+@pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"], [""]])
+def test_a_request_has_exactly_one_host(guarded: Guarded, hosts: list[str]) -> None:
+    answer = guarded.ask(MODELS, *[("Host", host) for host in hosts], host=False)
+    assert answer.status == 400
+    said = "the header host stands there more than once" if len(hosts) > 1 else "the header Host is missing"
+    assert answer.error["message"] == said
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "http://localhost", "x"])
-def test_a_page_of_another_origin_cannot_make_the_model_work(server: Server, origin: str) -> None:
-    before = server.metric("ascendchat_prompt_tokens_total")
-    answer = server.ask("POST", CHAT, question(), Origin=origin, Host=f"localhost:{server.port}")
-    assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
-    assert server.metric("ascendchat_prompt_tokens_total") == before
+@pytest.mark.parametrize("host", ["chat.example", "chat.example:443", "192.168.1.7", "[2001:db8::1]:80", "localhost"])
+def test_a_public_server_answers_to_addresses_and_named_hosts(keyed: Guarded, host: str) -> None:
+    assert keyed.ask(MODELS, ("Host", host), BEARER, host=False).status == 200
+    assert keyed.ask(MODELS, ("Host", "evil.example"), BEARER, host=False).status == 421
 
 
-def test_our_own_page_and_clients_without_origin_may_ask(server: Server) -> None:
-    own = f"localhost:{server.port}"
-    assert server.ask("POST", CHAT, question(), Origin=f"http://{own}", Host=own).status == 200
-    assert server.ask("POST", CHAT, question(), Origin=f"https://{own}", Host=own).status == 200, "behind a TLS proxy"
-    assert server.answers()
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [(name, 403) for name in ("https://evil.example", "null", "http://localhost:1", "http://localhost", "x")]
+    + [("http://localhost:80", 200), ("https://LOCALHOST:80", 200)],  # our own page, also behind a TLS proxy
+)
+def test_a_page_of_another_origin_cannot_make_the_model_work(guarded: Guarded, origin: str, status: int) -> None:
+    answer = guarded.ask(CHAT, ("Origin", origin), method="POST")
+    assert (answer.status, guarded.reached) == (status, int(status == 200))
+    assert status == 200 or answer.error["code"] == "origin_not_allowed"
+    for method in ("GET", "OPTIONS"):  # which change nothing; but no page can read the answer
+        headers = guarded.ask(MODELS, ("Origin", origin), method=method).headers
+        assert not [name for name in headers if name.startswith("access-control")]
 
 
-def test_without_cors_origin_no_other_page_can_read_an_answer(server: Server) -> None:
-    for method in ("GET", "OPTIONS"):
-        answer = server.ask(method, "/v1/models", Origin="https://evil.example", Access_Control_Request_Method="POST")
-        assert not [name for name in answer.headers if name.startswith("access-control")]
+def test_pages_of_the_named_origin_may_ask_and_read(keyed: Guarded) -> None:
+    wanted = ("Access-Control-Request-Headers", "authorization,content-type,x-stainless-os")
+    preflight = keyed.ask(CHAT, ("Origin", APP), wanted, method="OPTIONS")
+    assert (preflight.status, preflight.body, keyed.reached) == (200, b"", 0), "answered by the guard, without a key"
+    assert preflight.headers["access-control-allow-origin"] == APP
+    assert preflight.headers["access-control-allow-headers"] == wanted[1]
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert preflight.headers["vary"] == "Origin"
+    odd = keyed.ask(CHAT, ("Origin", APP), ("Access-Control-Request-Headers", "a\r\nb: c"), method="OPTIONS")
+    assert odd.headers["access-control-allow-headers"] == "authorization, content-type"
+    answer = keyed.ask(CHAT, ("Origin", APP), BEARER, method="POST")
+    assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, APP)
+    denied = keyed.ask(CHAT, ("Origin", APP), method="POST")
+    assert (denied.status, denied.headers["access-control-allow-origin"]) == (401, APP), "a page can read why"
+    for other in ("http://app.example", "https://app.example.evil", "https://evil.app.example", f"{APP}:1"):
+        assert keyed.ask(CHAT, ("Origin", other), BEARER, method="POST").status == 403
+        assert "access-control-allow-origin" not in keyed.ask(CHAT, ("Origin", other), method="OPTIONS").headers
 
+
+@pytest.mark.parametrize("path", ["/", "/web/app.js", "/health", "/health/live", "/health/ready"])
+def test_the_page_and_health_need_no_key_and_are_not_counted(keyed: Guarded, path: str) -> None:
+    for _ in range(3):
+        assert keyed.ask(path).status == 200
+    assert keyed.ask(path).headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [MODELS, "/metrics", "/openapi.json", "/nowhere", "//", "//health", "/health/", "/HEALTH", "/web/../v1/models"]
+    + ["/health/../metrics", "/web/a/b", "/./v1/models", "/health\n", "/web/", "/health/live/x"],
+)
+def test_everything_else_needs_a_key(keyed: Guarded, path: str) -> None:
+    answer = keyed.ask(path)
+    assert (answer.refused, answer.headers["www-authenticate"]) == ((401, "invalid_api_key"), "Bearer")
+    assert answer.error["message"].startswith("this server needs an API key")
+    head = keyed.ask(path, method="HEAD", client=("127.0.0.2", 1))
+    assert (head.status, head.body, keyed.reached) == (401, b"", 0)
+
+
+@pytest.mark.parametrize("sent", [f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} "])
+def test_a_key_opens_however_its_header_is_spelt(keyed: Guarded, sent: str) -> None:
+    answer = keyed.ask(MODELS, ("Authorization", sent))
+    assert (answer.status, answer.headers["cache-control"]) == (200, "no-store")
+    assert keyed.ask(MODELS, BEARER, ("Authorization", sent)).status == 400, "only one"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ["Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY} x", f"Bearer {KEY.upper()}"]
+    + ["Bearer é", f"Bearer{KEY}"],
+)
+def test_a_wrong_key_is_401(keyed: Guarded, sent: str) -> None:
+    answer = keyed.ask(MODELS, ("Authorization", sent))
+    assert (answer.status, answer.error["message"]) == (401, "this API key is not valid")
+
+
+def test_a_key_that_is_too_busy_waits_and_the_others_do_not(keyed: Guarded) -> None:
+    """Two per minute."""
+    assert [keyed.ask(MODELS, BEARER).status for _ in range(2)] == [200, 200]
+    busy = keyed.ask(MODELS, BEARER)
+    assert (busy.refused, keyed.reached) == ((429, "rate_limit_exceeded"), 2)
+    assert 1 <= int(busy.headers["retry-after"]) <= 30
+    assert [keyed.ask(MODELS, client=("10.0.0.9", 1)).status for _ in range(3)] == [401, 401, 429], "guesses, too"
+
+
+# ---- what is asked ----------------------------------------------------------------------------------
+
+
+def test_a_body_may_have_as_many_bytes_as_allowed_and_no_more(guarded: Guarded) -> None:
+    half = b"x" * (MOST // 2)
+    fits = guarded.ask("/size", method="POST", body=(half, half))
+    assert json.loads(fits.body) == {"bytes": MOST}, "all of its pieces arrive"
+    assert guarded.ask("/size", method="POST", body=(half, half, b"x")).refused == (413, "request_too_large")
+    for length in (str(MOST + 1), "9" * 5000):
+        announced = guarded.ask("/size", ("Content-Length", length), method="POST")
+        assert announced.refused == (413, "request_too_large"), "nothing of it is read"
+    assert guarded.reached == 1
+
+
+def test_uploaded_weights_may_be_longer_and_nothing_else(tmp_path: Path) -> None:
+    guarded, body = Guarded(tmp_path, "--weight-updates"), (b"x" * MOST, b"y")
+    binary = ("Content-Type", "application/octet-stream")
+    assert json.loads(guarded.ask("/update_weights", binary, method="POST", body=body).body) == {"bytes": MOST + 1}
+    assert guarded.ask("/update_weights", method="POST", body=body).status == 413
+    assert guarded.ask(CHAT, binary, method="POST", body=body).status == 413
+
+
+def test_the_application_gets_the_body_once_and_then_what_the_client_does() -> None:
+    async def left() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def both() -> list[Any]:
+        receive = replay(b"body", left)
+        return [await receive(), await receive()]
+
+    first, second = asyncio.run(both())
+    assert (first["body"], first["more_body"], second["type"]) == (b"body", False, "http.disconnect")
+
+
+# ---- what is answered and written down --------------------------------------------------------------
 
 EVERY_ANSWER = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
@@ -77,134 +305,77 @@ EVERY_ANSWER = {
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
+    ("path", "header", "status"),
     [
-        ("GET", "/v1/models", {}, 200),
-        ("GET", "/health", {}, 200),
-        ("GET", "/nowhere", {}, 404),
-        ("PUT", CHAT, {}, 405),
-        ("GET", "/v1/models", {"Host": "evil.example"}, 421),
-        ("POST", CHAT, {"Origin": "null"}, 403),
-        ("POST", CHAT, {"Content-Length": "99999999"}, 413),
+        ("/", LOCAL, 400),
+        (MODELS, ("X", "y"), 200),
+        ("/status/404", ("X", "y"), 404),
+        ("/", ("Content-Length", "9999"), 413),
     ],
 )
 def test_every_answer_has_the_security_headers(
-    server: Server, method: str, path: str, headers: dict[str, str], status: int
+    guarded: Guarded, path: str, header: tuple[str, str], status: int
 ) -> None:
-    answer = server.ask(method, path, **headers)
-    assert answer.status == status
+    answer = guarded.ask(path, header)
+    assert (answer.status, answer.line["status"]) == (status, status)
     assert answer.headers.items() >= EVERY_ANSWER.items()
-    assert answer.headers["x-request-id"].startswith("req_")
-    assert "server" not in answer.headers
+    assert answer.headers["x-request-id"] == answer.line["id"]
+    assert answer.line["id"].startswith("req_")
 
 
-def test_malformed_requests_and_streams_have_the_security_headers_too(server: Server) -> None:
-    status, head, _ = head_and_body(server.raw(b"GET / HTTP/9.9\r\n\r\n"))
-    assert status == 400
-    body = json.dumps(question(stream=True)).encode()
-    request = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    streamed = server.raw(f"{request}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    assert b"data: [DONE]" in streamed
-    for answer in (head, head_and_body(streamed)[1]):
-        for name, value in EVERY_ANSWER.items():
-            assert f"{name}: {value}".encode() in answer.lower()
+def test_a_request_id_is_kept_when_it_is_harmless_and_made_otherwise(guarded: Guarded) -> None:
+    named = guarded.ask("/health", ("X-Request-Id", "my-id.7"))
+    assert named.headers["x-request-id"] == named.line["id"] == "my-id.7"
+    for bad in ("a b", "x" * 65, "<script>", "é", '"', ""):
+        assert guarded.ask("/health", ("X-Request-Id", bad)).headers["x-request-id"].startswith("req_")
 
 
-def test_a_request_id_is_kept_when_it_is_harmless_and_made_otherwise(server: Server) -> None:
-    named = server.ask("GET", "/health", X_Request_Id="my-id.7")
-    assert named.headers["x-request-id"] == "my-id.7"
-    assert server.logged(named)["path"] == "/health"
-    for bad in ("a b", "x" * 65, "<script>", "é", '"'):
-        assert server.ask("GET", "/health", X_Request_Id=bad).headers["x-request-id"].startswith("req_")
+def test_the_access_log_has_tokens_and_the_digest_of_the_key_and_no_contents(keyed: Guarded) -> None:
+    answer = keyed.ask(CHAT, BEARER, method="POST", body=(b'"my-secret"',))
+    line = {name: value for name, value in answer.line.items() if name not in ("time", "id", "ms")}
+    counted = {"prompt_tokens": 3, "completion_tokens": 2}
+    asked = {"client": "127.0.0.1", "key": "ed60d752", "method": "POST", "path": CHAT}
+    assert line == {**asked, "status": 200, **counted}
+    assert answer.line["ms"] > 0
+    assert "client" not in keyed.ask("/health", client=None).line
 
 
-def test_nothing_that_a_client_sends_becomes_a_header_or_a_line_of_the_log(server: Server) -> None:
-    server.logged(server.ask("GET", "/health"))  # so that the lines of all tests before are there
-    lines = len(server.log.read_text().splitlines())
-    for path in (b"/a%0d%0aSet-Cookie:%20x=1", b"/web/%0d%0aSet-Cookie:%20x=1", b"/a%0a%7b%22id%22:%22forged%22%7d"):
-        answer = server.raw(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        status, head, _ = head_and_body(answer)
-        assert status == 404
-        assert b"set-cookie" not in head.lower()
-    server.logged(server.ask("GET", "/nowhere"))
-    added = server.log.read_text().splitlines()[lines:]
-    assert len(added) == 4
-    assert all(json.loads(line)["status"] == 404 for line in added)
+def test_messages_are_logged_when_that_was_asked_for(tmp_path: Path) -> None:
+    line = Guarded(tmp_path, "--log-messages").ask(CHAT, method="POST", body=('"你好"'.encode(), b"\xff")).line
+    assert (line["request"], line["answer"]) == ('"你好"\ufffd', "ab")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/web/../api.py", "/web/%2e%2e/api.py", "/web/..%2fapi.py", "/web/%2e%2e%2f%2e%2e%2fcli.py", "/web/..%5capi.py"]
-    + ["/web//etc/passwd", "/web/%2fetc%2fpasswd", "/web/..", "/web/.", "/web/", "/web/%00", "/web/index.html%00.js"]
-    + ["/../../../../etc/passwd", "/web/....//api.py", "/web/%252e%252e%252fapi.py", "/web/%c0%ae%c0%ae/api.py"],
-)
-def test_only_files_of_the_page_can_be_fetched(server: Server, path: str) -> None:
-    request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
-    status, _, body = head_and_body(server.raw(request))
-    assert status in (400, 404)
-    assert b"import" not in body
-    assert b"root:" not in body
+def test_a_fault_of_ours_is_503_without_its_words(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        answer = guarded.ask("/fault")
+    assert (answer.status, answer.error["type"], answer.line["status"]) == (503, "server_error", 503)
+    assert answer.line["id"] in answer.error["message"], "the client can name it to the operator"
+    assert b"password" not in answer.body
+    assert "the password is 1234" in caplog.text, "the log has the whole of it"
+    assert "Traceback" in caplog.text
+    assert answer.line["id"] in caplog.text
 
 
-def test_a_body_over_the_limit_is_413_however_it_is_sent(server: Server) -> None:
-    long = question(messages=[{"role": "user", "content": "x" * MOST}])
-    answer = server.ask("POST", CHAT, long)
-    assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-    chunked = b"%x\r\n%s\r\n" % (1000, b" " * 1000) * (MOST // 1000 + 1)
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    status, _, body = head_and_body(server.raw(head.encode() + chunked))
-    assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
-    fits = question(metadata={}, messages=[{"role": "user", "content": "hi"}])
-    padded = json.dumps(fits).encode().ljust(MOST)
-    assert server.ask("POST", CHAT, padded).status != 413
+@pytest.mark.parametrize(("status", "passed"), [(500, False), (504, False), (503, True), (499, True)])
+def test_answers_that_speak_of_faults_are_not_passed_on_but_for_a_busy_server(
+    guarded: Guarded, status: int, passed: bool
+) -> None:
+    answer = guarded.ask(f"/status/{status}")
+    assert (answer.status, b"words of the application" in answer.body) == (status if passed else 503, passed)
 
 
-def test_a_request_that_is_nested_without_end_or_has_endless_numbers_is_400(server: Server) -> None:
-    for body in (b"[" * 15_000, b'{"a":' * 3000, b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"):
-        assert server.ask("POST", CHAT, body).status == 400, body[:20]
-    for number in ("1" * 15_000, "1e99999", "-" + "9" * 15_000):
-        text = json.dumps(question()).replace('"max_tokens": 3', f'"max_tokens": {number}').encode()
-        assert server.ask("POST", CHAT, text).status == 400, number[:20]
-    assert server.answers()
+def test_endless_recursion_is_the_requests_fault(guarded: Guarded) -> None:
+    answer = guarded.ask("/deep")
+    assert answer.status == 400
+    assert "nested" in answer.error["message"]
 
 
-def test_the_access_log_counts_tokens_and_keeps_no_contents(server: Server) -> None:
-    answer = server.ask("POST", CHAT, question(5, messages=[{"role": "user", "content": "my-secret"}]))
-    assert answer.json["usage"]["completion_tokens"] == 5
-    line = server.logged(answer)
-    assert line["completion_tokens"] == 5
-    assert line["prompt_tokens"] == answer.json["usage"]["prompt_tokens"]
-    assert (line["method"], line["path"], line["status"], line["client"]) == ("POST", CHAT, 200, "127.0.0.1")
-    assert line["ms"] > 0
-    assert "my-secret" not in server.log.read_text()
+def test_an_answer_that_breaks_off_is_left_incomplete(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> None:
+    answer = guarded.ask("/cut")
+    assert (answer.status, answer.body, answer.line["status"]) == (200, b"begun", 200)
+    assert "the password is 1234" in caplog.text
 
 
-def test_metrics_count_requests_tokens_and_times(server: Server) -> None:
-    names = ["prompt_tokens_total", "generated_tokens_total", "first_token_seconds_count", "token_gap_seconds_count"]
-    before = [server.metric(f"ascendchat_{name}") for name in names]
-    with stream(server, 200) as connection:
-        while b"[DONE]" not in connection.recv(65536):
-            pass
-    after = [server.metric(f"ascendchat_{name}") for name in names]
-    prompt, generated, first, gaps = (b - a for a, b in zip(before, after))
-    assert (generated, first) == (200, 1)
-    assert prompt > 0
-    assert 0 < gaps < 200, "tokens that came with the first have no gap"
-    text = server.ask("GET", "/metrics").body.decode()
-    assert f'ascendchat_requests_total{{route="{CHAT}",status="200"}}' in text
-    assert "nowhere" not in text, "a client cannot make new labels"
-    for name in ("requests_running 0.0", "requests_waiting 0.0", "workers_ready 1.0", "weight_version 0.0"):
-        assert f"ascendchat_{name}" in text
-
-
-def test_health_says_live_and_ready(server: Server) -> None:
-    assert server.ask("GET", "/health").json == {"status": "ready", "workers": 1}
-    assert server.ask("GET", "/health/ready").status == server.ask("GET", "/health/live").status == 200
-
-
-def test_no_answer_holds_a_trace_or_a_path_of_this_machine(server: Server) -> None:
-    for method, path, body in (("GET", "/", None), ("POST", CHAT, {}), ("POST", CHAT, b"{"), ("POST", CHAT, [])):
-        answer = server.ask(method, path, body)
-        assert b"Traceback" not in answer.body
-        assert b"site-packages" not in answer.body
-        assert answer.status in (200, 400, 404, 503)
+def test_a_client_that_went_before_its_request_was_whole_is_499_in_the_log(guarded: Guarded) -> None:
+    answer = guarded.ask("/fault", gone=True)
+    assert (answer.status, answer.body, answer.line["status"]) == (None, b"", 499)

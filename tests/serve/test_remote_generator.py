@@ -1,15 +1,13 @@
-"""The same tokens from an engine here and from a real server over HTTP: evaluation, samples, chat, everything asked."""
+"""The same tokens from an engine here and from a real server over HTTP, whatever is asked, with old and new weights."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import itertools
-import json
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +19,7 @@ from running_server import endless, make, save, serving
 
 from ascendchat import tasks
 from ascendchat.config.infer import ChatConfig
-from ascendchat.data.chat import Conversation, render_prompt
+from ascendchat.data.chat import render_prompt
 from ascendchat.device import pick
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
 from ascendchat.infer.engine import Engine
@@ -31,7 +29,6 @@ from ascendchat.infer.request import Completion, Piece, Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 from ascendchat.serve.terminal import Chat
-from ascendchat.tasks.base import Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -51,6 +48,7 @@ def served(folder: Path, made: GPT, *flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def random_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server with random weights, which can be replaced."""
     flags = ("--slots", "3", "--context", str(CONTEXT), "--weight-updates")
     with served(tmp_path_factory.mktemp("random"), make.model(3), *flags) as url:
         yield url
@@ -66,6 +64,7 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def remote(random_server: str) -> Iterator[Remote]:
+    """A connection to it."""
     with Remote.open(random_server, api_key=KEY, tokenizer=TEXT) as opened:
         yield opened
 
@@ -117,7 +116,6 @@ ASKED = [
     Sampling(max_tokens=9, seed=8, logit_bias=((97, 100.0), (98, 100.0))),
     Sampling(max_tokens=30, seed=3, allowed_tokens=(97, 98, 99), stop_tokens=(99,), keep_stop=True, logprobs=True),
     Sampling(max_tokens=10_000, seed=9, stop_tokens=()),  # to the end of the context
-    Sampling(max_tokens=40, seed=10, logprobs=True, stop_tokens=tuple(range(97, 140)), keep_stop=True),
 ]
 
 
@@ -132,7 +130,7 @@ def test_everything_that_can_be_asked_is_answered_with_the_same_tokens(remote: R
 
 def test_streams_bring_the_same(remote: Remote) -> None:
     engine = local(make.model(3))
-    for request in [Request(prompts(1)[0], sampling) for sampling in ASKED]:
+    for request in [Request(prompts(1)[0], ASKED[i]) for i in (0, 3, 7)]:
         streams = [generator.stream(request) for generator in (engine, remote)]
         here, there = (joined(list(stream)) for stream in streams)
         assert there == here
@@ -169,49 +167,26 @@ class Recorder:
         return found
 
 
-class Quiz(Task):
-    """Two to five letters to choose from."""
-
-    name, kind, baseline = "quiz", "choice", 0.25
-
-    def __len__(self) -> int:
-        return 8
-
-    def prompt(self, index: int) -> Conversation:
-        return [{"role": "user", "content": f"Question {index}?" * (1 + index)}]
-
-    def letters(self, index: int) -> Sequence[str]:
-        return "ABCDE"[: 2 + index % 4]
-
-    def answer(self, index: int) -> int:
-        return index % 2
-
-
 def test_eval_chat_gives_the_same_tokens_over_http(remote: Remote) -> None:
     found = []
     for generator in (local(make.model(3)), remote):
         recorder = Recorder(generator)
-        asking = Examiner(TEXT, GeneratorChooser(recorder), recorder, 8, samples=2, temperature=0.8)
-        some = replace(asking, max_rows=3)
-        outcomes = [examine(tasks.load(name), some) for name in ("toy_fact_en", "toy_arithmetic_zh")]
-        outcomes.append(examine(Quiz(), asking))
-        found.append((alike(recorder.answers), [(one.right, one.cropped) for one in outcomes]))
+        asking = Examiner(TEXT, GeneratorChooser(recorder), recorder, 8, samples=2, temperature=0.8, max_rows=3)
+        outcome = examine(tasks.load("toy_fact_en"), asking)
+        found.append((alike(recorder.answers), outcome.right, outcome.cropped))
     assert found[0] == found[1]
-    assert len(found[0][0]) == 2 * 3 * 2 + 8
+    assert len(found[0][0]) == 3 * 2
 
 
-def test_chat_shows_and_remembers_the_same_over_http(remote: Remote, scripted_server: str) -> None:
-    scripted = make.scripted(make.calculator_script()[0])
-    with Remote.open(scripted_server, api_key=KEY, tokenizer=TEXT) as other:
-        pairs = [(local(make.model(3)), remote), (local(scripted), other)]
-        for pair in pairs:
-            seen = []
-            for generator in pair:
-                out = io.StringIO()
-                talk = Chat(generator, TEXT, ChatConfig(temperature=0.9, seed=7, max_tokens=20), True, out, colour=True)
-                assert all([talk.answer("17+25?"), talk.answer("and again?")])
-                seen.append((out.getvalue(), talk.messages))
-            assert seen[0] == seen[1]
+def test_chat_shows_and_remembers_the_same_over_http(scripted_server: str) -> None:
+    seen = []
+    with Remote.open(scripted_server, api_key=KEY, tokenizer=TEXT) as remote:
+        for generator in (local(make.scripted(make.calculator_script()[0])), remote):
+            out = io.StringIO()
+            talk = Chat(generator, TEXT, ChatConfig(temperature=0.9, seed=7, max_tokens=20), True, out, colour=True)
+            assert all([talk.answer("17+25?"), talk.answer("and again?")])
+            seen.append((out.getvalue(), talk.messages))
+    assert seen[0] == seen[1]
     assert seen[0][0].endswith("你好!\n")
 
 
@@ -257,46 +232,17 @@ def test_ctrl_c_and_close_end_an_answer_and_free_its_slot(tmp_path: Path) -> Non
         assert time.monotonic() - began < 60
 
 
-def wanted(url: str, path: str, key: str = KEY) -> Any:
-    request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {key}"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)
-
-
-def test_new_weights_answer_like_an_engine_built_with_them(remote: Remote, random_server: str) -> None:
-    requests = [Request(prompt, Sampling(max_tokens=8, temperature=0.0, stop_tokens=())) for prompt in prompts()]
-    old, new = make.model(3), make.model(6)
-    try:
-        remote.load(new.state_dict(), 12)
-        there = remote.generate(requests)
-        assert [one.ids for one in there] == [one.ids for one in local(new).generate(requests)]
-        assert {one.version for one in there} == {12} == {version for one in there for version in one.versions}
-        weights = {**old.state_dict()}
-        del weights["smear"]
-        with pytest.raises(ValueError, match="smear is missing"):
-            remote.load(weights, 13)
-        assert (remote.version, wanted(random_server, "/v1/models")["data"][0]["ascendchat"]["version"]) == (12, 12)
-        with Remote.open(random_server, api_key=KEY, tokenizer=TEXT) as later:
-            assert later.version == 12
-    finally:
-        remote.load(old.state_dict(), 0)
-    assert [one.ids for one in remote.generate(requests)] == [one.ids for one in local(old).generate(requests)]
-
-
 def test_interrupted_answers_go_on_with_new_weights_and_every_token_names_its_own(
     remote: Remote, random_server: str
 ) -> None:
     """Without a pause that lasts: the server goes on by itself, and its checksum is that of what was sent."""
-    requests = [
-        Request(prompt, Sampling(max_tokens=90, seed=3, stop_tokens=(), logprobs=True)) for prompt in prompts(3)
-    ]
+    sampling = Sampling(max_tokens=90, seed=3, stop_tokens=(), logprobs=True)
+    requests = [Request(prompt, sampling) for prompt in prompts(3)]
     old, new = make.model(3), make.model(6)
-    answers: list[Completion] = []
-    asking = threading.Thread(target=lambda: answers.extend(remote.generate(requests)), daemon=True)
     try:
         for _ in range(20):  # until one was caught in the middle
-            answers.clear()
-            asking = threading.Thread(target=lambda: answers.extend(remote.generate(requests)), daemon=True)
+            answers: list[Completion] = []
+            asking = threading.Thread(target=lambda into=answers: into.extend(remote.generate(requests)), daemon=True)
             asking.start()
             time.sleep(0.05)
             remote.load(new.state_dict(), 12, interrupt=True)
@@ -306,15 +252,16 @@ def test_interrupted_answers_go_on_with_new_weights_and_every_token_names_its_ow
             remote.load(old.state_dict(), 11)
         else:
             pytest.fail("no answer was interrupted")
-        assert wanted(random_server, "/is_paused") == {"is_paused": False}
-        for request, answer in zip(requests, answers):
+        for answer in answers:
             assert (answer.finish_reason, len(answer.ids)) == ("length", len(answer.versions))
-            for i, (version, logprob) in enumerate(zip(answer.versions, answer.logprobs)):
-                if version != 12 or i % 7:
-                    continue
-                row = [*request.prompt, *answer.ids[:i]]
-                expected = make.logits_of(new, row, CONTEXT).log_softmax(-1)[answer.ids[i]]
-                if answer.versions[0] == 12:  # its cache was not begun by the old weights
-                    assert logprob == pytest.approx(expected.item(), abs=1e-4)
+            assert answer.versions == sorted(answer.versions)
+        last = remote.generate(requests)  # their prompts are not behind what the old weights have cached
+        assert [one.ids for one in last] == [one.ids for one in local(new).generate(requests)]
+        weights = {name: tensor for name, tensor in old.state_dict().items() if name != "smear"}
+        with pytest.raises(ValueError, match="smear is missing"):
+            remote.load(weights, 13)
+        assert remote.version == 12
+        with Remote.open(random_server, api_key=KEY, tokenizer=TEXT) as later:
+            assert later.version == 12
     finally:
         remote.load(old.state_dict(), 0)

@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,13 @@ from ascendchat.serve.weights import NAME
 pytestmark = pytest.mark.slow
 
 CONTEXT = 512
+LAST = 5  # version of the weights, one after the other
 KEY = "a-key-for-the-trainer"
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model of random weights, for the workers of this test."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     served.save(tmp_path, model(0))
@@ -66,8 +66,8 @@ def same(answer: Part, expected: Completion) -> bool:
     return answer.ids == expected.ids and close
 
 
-def test_twenty_replacements_under_load_never_mix_versions(home: Path) -> None:
-    """Two workers, one of them killed twice; what an answer says of its version is true to the last digit."""
+def test_replacements_under_load_never_mix_versions(home: Path) -> None:
+    """Two workers, one of them killed; what an answer says of its version is true to the last digit."""
     asked = real.request(24, (5, 6, 7), logprobs=True)
     expected = {seed: reference(seed, asked) for seed in range(3)}
     sources = {seed: folder(home, seed) if seed else file(home, seed) for seed in range(3)}
@@ -86,18 +86,18 @@ def test_twenty_replacements_under_load_never_mix_versions(home: Path) -> None:
                 break
             except Failure:  # a worker that was killed meanwhile
                 await asyncio.sleep(0.2)
-        await real.until(lambda: sum(answer.versions[0] == version for answer in answers) > 4)
+        await real.until(lambda: any(answer.versions[0] == version for answer in answers))
 
     async def test() -> None:
         async with real.pool(home, devices=2, slots=2) as pool:
             clients = [asyncio.ensure_future(client(pool, bool(n % 2))) for n in range(6)]
-            await real.until(lambda: len(answers) > 2)
-            for version in range(1, 21):
-                if version in (7, 14):
-                    os.kill(real.pid(pool.processes[version % 2]), signal.SIGKILL)
+            await real.until(lambda: bool(answers))
+            for version in range(1, LAST + 1):
+                if version == 3:
+                    os.kill(real.pid(pool.processes[1]), signal.SIGKILL)
                 await update(pool, version)
             await real.until(lambda: len(pool.ready) == 2)
-            assert {process.loaded.version for process in pool.processes if process.loaded} == {20}
+            assert {process.loaded.version for process in pool.processes if process.loaded} == {LAST}
             assert len({process.checksum for process in pool.processes}) == 1
             for task in clients:
                 task.cancel()
@@ -107,7 +107,7 @@ def test_twenty_replacements_under_load_never_mix_versions(home: Path) -> None:
         (version,) = set(answer.versions)
         assert len(answer.versions) == len(answer.ids) == 24
         assert same(answer, expected[version % 3]), version
-    assert {answer.versions[0] for answer in answers} == set(range(21))
+    assert {answer.versions[0] for answer in answers} == set(range(LAST + 1))
 
 
 def test_pausing_keeps_finishes_or_ends_what_is_under_way(home: Path) -> None:
@@ -152,26 +152,19 @@ def test_pausing_keeps_finishes_or_ends_what_is_under_way(home: Path) -> None:
             assert rest.finish_reason == "cancelled"
             assert len(rest.ids) < 4000
             await pool.resume()
+
+            for end in (lambda: pool.pause("abort"), pool.resume):  # hastened, or taken back
+                ended = pool.submit(real.request(4000), streams=True)
+                await ended.__anext__()
+                waiting = asyncio.ensure_future(pool.pause("wait"))
+                await real.until(lambda: pool.paused == "wait")
+                assert not waiting.done()
+                await end()
+                await waiting
+                ended.cancel()
+                await pool.resume()
             await pool.resume()
             assert (await real.whole(pool.submit(real.request(10), streams=False))).ids == fresh[0].ids
-
-    real.run(test)
-
-
-def test_a_pause_that_waits_can_be_hastened_or_taken_back(home: Path) -> None:
-    async def test() -> None:
-        async with real.pool(home, slots=2) as pool:
-            for end in ("abort", "resume"):
-                ticket = pool.submit(real.request(4000), streams=True)
-                await ticket.__anext__()
-                waiting = asyncio.ensure_future(pool.pause("wait"))
-                await asyncio.sleep(0.05)
-                assert not waiting.done()
-                await (pool.pause("abort") if end == "abort" else pool.resume())
-                await waiting
-                ticket.cancel()
-                await pool.resume()
-            assert (await real.whole(pool.submit(real.request(), streams=False))).ids
 
     real.run(test)
 
@@ -179,14 +172,10 @@ def test_a_pause_that_waits_can_be_hastened_or_taken_back(home: Path) -> None:
 def broken(home: Path) -> Iterator[tuple[str, str]]:
     """Sources that no worker may take, and what is said of them."""
     weights = dict(model(3).state_dict())
-    for name, change, says in [
-        ("missing", {"smear": None}, "smear is missing"),
-        ("wide", {"smear": torch.zeros(2)}, "instead of"),
-        ("nan", {"smear": torch.full_like(weights["smear"], float("nan"))}, "not finite, in smear"),
-    ]:
-        changed = {key: tensor for key, tensor in {**weights, **change}.items() if tensor is not None}
-        save_file(changed, home / name)
-        yield str(home / name), says
+    save_file({name: tensor for name, tensor in weights.items() if name != "smear"}, home / "missing")
+    yield str(home / "missing"), "smear is missing"
+    save_file({**weights, "smear": torch.full_like(weights["smear"], float("nan"))}, home / "nan")
+    yield str(home / "nan"), "not finite, in smear"
     (home / "cut").write_bytes(save(weights)[:-100])
     yield str(home / "cut"), "not a whole safetensors file"
     yield str(served.save(home, served.make.model(1, seq_len=64), run="short")), "a model of another shape"
@@ -206,7 +195,7 @@ def test_weights_that_do_not_fit_change_nothing_anywhere(home: Path) -> None:
                     await pool.load(source, 5)
             os.kill(real.pid(pool.processes[1]), signal.SIGSTOP)  # one cannot even look at them
             loading = asyncio.ensure_future(pool.load(file(home, 1), 5))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             os.kill(real.pid(pool.processes[1]), signal.SIGKILL)
             with pytest.raises(Failure, match="worker 1 has died"):
                 await loading
@@ -223,14 +212,13 @@ def test_a_version_in_use_takes_only_the_weights_it_has(home: Path) -> None:
 
     async def test() -> None:
         async with real.pool(home) as pool:
-            for version, own in [(0, 0), (5, 1)]:
-                await pool.load(file(home, own), version)
-                before = pool.processes[0].checksum
-                for other in (file(home, 2), folder(home, 2)):
-                    with pytest.raises(UserError, match=f"version {version} is in use with other weights"):
-                        await pool.load(other, version)
-                await pool.load(folder(home, own), version)
-                assert (pool.version, pool.processes[0].checksum) == (version, before)
+            await pool.load(file(home, 1), 5)
+            before = pool.processes[0].checksum
+            for other in (file(home, 2), folder(home, 2)):
+                with pytest.raises(UserError, match="version 5 is in use with other weights"):
+                    await pool.load(other, 5)
+            await pool.load(folder(home, 1), 5)
+            assert (pool.version, pool.processes[0].checksum) == (5, before)
             await pool.load(file(home, 2), 0)  # no answer has this version any more
             assert pool.version == 0
 
@@ -289,11 +277,9 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         assert card(server)["step"] == 9
         for path, body, says in [
             ("/update_weights", {"folder": source, "version": 9}, "no checkpoint folder on the server"),
-            ("/update_weights", {"folder": source}, "version must be a whole number"),
             ("/update_weights", {"folder": source, "version": 2**63}, "version must be a whole number"),
             ("/update_weights", {"version": 9}, "send {"),
             ("/update_weights?version=9", b"no weights", "not a whole safetensors file"),
-            ("/update_weights?version=x", b"", "version must be a whole number"),
             ("/update_weights?version=9", bytes(1 << 25), "bytes are not the weights of this model"),
         ]:
             status, answer = ask(server, "POST", path, body)
@@ -301,15 +287,6 @@ def test_a_trainer_replaces_weights_over_http(home: Path) -> None:
         assert ask(server, "GET", "/weights")[1]["version"] == 8
         mine = list(Path(tempfile.gettempdir()).glob(f"{NAME}{server.process.pid}-*"))
         assert len(mine) == 1
-        assert len(list(mine[0].iterdir())) == 1
-        os.kill(worker := server.workers[1], signal.SIGSTOP)
-        with ThreadPoolExecutor() as threads:
-            asked = threads.submit(ask, server, "POST", "/update_weights?version=9", save(dict(model(1).state_dict())))
-            served.wait_until(lambda: len(list(mine[0].iterdir())) == 2)
-            time.sleep(2)  # until the workers have been asked to look at them
-            os.kill(worker, signal.SIGKILL)
-            status, answer = asked.result()
-        assert (status, "has died" in answer["error"]["message"]) == (503, True), "they may be sent again"
         assert len(list(mine[0].iterdir())) == 1
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(served.PATIENCE) == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.device import Device
-from ascendchat.infer.engine import Engine
+from ascendchat.device import Device, pick
+from ascendchat.infer.engine import Engine, Job, Request
 from ascendchat.nn.attention import Attention, Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
@@ -41,17 +42,51 @@ def model(seed: int = 0, ops: object = None, depth: int = 3, **sizes: object) ->
     return made
 
 
-def engine(made: GPT, device: Device, kernel: Attention | None = None, *, slots: int = 4, context: int = 64) -> Engine:
+def exact(kind: str) -> Device:
+    """A device whose products are not rounded: tokens are compared, not a tolerance."""
+    found = pick(kind, dtype="fp32", compiled=False)
+    torch.set_float32_matmul_precision("highest")
+    return found
+
+
+def engine(
+    made: GPT,
+    device: Device,
+    kernel: Attention | None = None,
+    *,
+    slots: int = 4,
+    context: int = 64,
+    late: int | None = None,
+    **more: Any,
+) -> Engine:
+    """`late`: passes whose results are not read at once, as on accelerators; `more`: as Engine takes it."""
     place = device.bind(0)
-    return Engine(made.to(place), kernel or Reference(), tokenizer(), device, place, slots=slots, context=context)
+    sizes = {"slots": slots, "context": context, **more}
+    found = Engine(made.to(place), kernel or Reference(), tokenizer(), device, place, **sizes)
+    found.ahead = found.ahead if late is None else late
+    return found
+
+
+def finish(running: Engine, *jobs: Job) -> None:
+    """Step until they are done, for so many steps as no test of these has."""
+    for _ in range(2000):
+        if all(job.done for job in jobs):
+            return
+        running.step()
+    raise AssertionError("the engine does not come to an end")
 
 
 @torch.no_grad()
-def logits_of(made: GPT, row: list[int], context: int) -> torch.Tensor:
-    """Next-token logits (V,) after a row: no cache, everything computed again, reference attention."""
-    tokens = torch.tensor([row], device=made.head.device)
-    hidden = made(tokens, dense(made, Reference(), context))[0, -1]
+def logits_along(made: GPT, prompt: list[int], ids: list[int], context: int) -> torch.Tensor:
+    """(tokens, V): what each token of an answer is chosen from: no cache, alone, reference attention."""
+    row = torch.tensor([[*prompt, *ids]], device=made.head.device)
+    hidden = made(row, dense(made, Reference(), context))[0, len(prompt) - 1 : -1]
     return softcap(hidden @ made.head[: made.shape.vocab].t())
+
+
+def logits_of(made: GPT, row: list[int], context: int) -> torch.Tensor:
+    """Next-token logits (V,) after a row."""
+    return logits_along(made, row, [0], context)[0]
 
 
 def greedy(made: GPT, prompt: list[int], count: int, context: int, stops: tuple[int, ...] = ()) -> list[int]:
@@ -63,6 +98,12 @@ def greedy(made: GPT, prompt: list[int], count: int, context: int, stops: tuple[
             break
         row.append(token)
     return row[len(prompt) :]
+
+
+def assert_greedy(made: GPT, request: Request, ids: list[int], context: int) -> None:
+    """As many tokens as were asked for or fit, each of them the likeliest one after all before it."""
+    assert len(ids) == min(request.sampling.max_tokens, context - len(request.prompt))
+    assert ids == logits_along(made, request.prompt, ids, context).argmax(dim=-1).tolist()
 
 
 def scripted(follows: dict[int, int], seq_len: int = 256) -> GPT:

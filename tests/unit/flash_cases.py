@@ -1,5 +1,5 @@
-"""Random calls of FlashAttention's functions on any device, against a definition in float64: one query and one head
-at a time, as their documentation says it. Used by test_flash_functions.py and, on cannsim, by its NPU twin."""
+"""Random calls of FlashAttention's functions on any device, against a definition in float64, as their
+documentation says it. Used by test_flash_functions.py and, on cannsim, by its NPU twin."""
 
 from __future__ import annotations
 
@@ -29,32 +29,25 @@ def definition(
 ) -> tuple[Tensor, Tensor]:
     """One sequence: (Tq, H, D) and (Tk, K, D) to (Tq, H, D) and the logsumexp (H, Tq)."""
     queries, heads, dim = q.shape
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    k, v = (x.repeat_interleave(heads // x.size(1), dim=1) for x in (k, v))
+    distance = torch.arange(len(k) - queries, len(k))[:, None] - torch.arange(len(k))
     left, right = window_size
-    out, lse = [], []
-    for i in range(queries):
-        place = i + len(k) - queries
-        seen = [
-            j
-            for j in range(len(k))
-            if (j <= place or not causal) and (left < 0 or j >= place - left) and (right < 0 or j <= place + right)
-        ]
-        for h in range(heads):
-            group = h // (heads // k.size(1))
-            if not seen:
-                out.append(q[i, h] * 0)
-                lse.append(torch.tensor(float("inf"), dtype=q.dtype))
-                continue
-            scores = k[seen, group] @ q[i, h] * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            if alibi_slopes is not None:
-                scores = scores - alibi_slopes[h] * torch.tensor([abs(place - j) for j in seen])
-            out.append(scores.softmax(0) @ v[seen, group])
-            lse.append(scores.logsumexp(0))
-    if not queries:
-        return q, torch.zeros(heads, 0, dtype=q.dtype)
-    return torch.stack(out).view(queries, heads, dim), torch.stack(lse).view(queries, heads).T
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        seen &= distance >= 0
+    if left >= 0:
+        seen &= distance <= left
+    if right >= 0:
+        seen &= -distance <= right
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (dim**-0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * distance.abs()
+    blind = ~seen.any(dim=1)[:, None]  # queries that see nothing get zeros
+    weights = scores.masked_fill(~(seen | blind), float("-inf")).softmax(dim=-1) * ~blind
+    lse = scores.masked_fill(~seen, float("-inf")).logsumexp(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.masked_fill(blind[:, 0], float("inf"))
 
 
 class Draw(random.Random):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,18 @@ def save(folder: Path, kind: str = "qwen2", template: str | None = CHATML, **siz
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return made
+
+
+def save_with_sums(folder: Path, **sizes: Any) -> Path:
+    """A tiny Qwen2 to train, sums to learn, and pairs of a right and a wrong answer: `tiny`, `sums`, `pairs.jsonl`."""
+    save(folder / "tiny", "qwen2", initializer_range=0.1, **sizes)
+    rng = random.Random(0)
+    sums = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(60)]
+    rows = [{"instruction": f"What is {a} plus {b}?", "output": f"The answer is {a + b}."} for a, b in sums]
+    pairs = [{"prompt": r["instruction"], "chosen": r["output"], "rejected": "I do not know."} for r in rows]
+    for name, lines in (("sums", rows), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return folder
 
 
 def opened(folder: Path, seq_len: int | None = None) -> OpenedFolder:

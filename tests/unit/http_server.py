@@ -67,7 +67,6 @@ class Asked:
 
     path: str
     span: str
-    status: int = 0
     sent: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -107,9 +106,6 @@ class Server:
     def sent(self, path: str = "") -> int:
         """Bytes of content sent, over all requests or those for one path."""
         return sum(a.sent for a in self.asked if not path or a.path == path)
-
-    def spans(self) -> list[str]:
-        return [a.span for a in self.asked if a.path in self.files]
 
     def settle(self) -> None:
         """Wait until no answer is under way any more: those to a killed process end when a write fails."""
@@ -193,15 +189,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         owner.asked.append(asked)
         if path in owner.json:
             document, headers = owner.json[path]
-            return self._small(asked, 200, json.dumps(document).encode(), headers)
+            return self._small(200, json.dumps(document).encode(), headers)
         file = owner.files.get(unquote(self.path)) or owner.files.get(path)  # the first: content chosen by a query
         if file is None:
-            return self._small(asked, 404, b"not found")
+            return self._small(404, b"not found")
         fault = file.faults.pop(0) if file.faults else file.always
         return self._answer(asked, file, fault)
 
-    def _small(self, asked: Asked, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        asked.status = status
+    def _small(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
@@ -212,11 +207,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, asked: Asked, file: File, fault: str) -> None:
         kind, _, value = fault.partition(":")
         if kind.isdigit():
-            return self._small(asked, int(kind), b"no", {"Retry-After": value} if value else {})
+            return self._small(int(kind), b"no", {"Retry-After": value} if value else {})
         if kind == "redirect":
-            return self._small(asked, 302, b"", {"Location": value})
+            return self._small(302, b"", {"Location": value})
         if kind == "html":
-            return self._small(asked, 200, b"<!DOCTYPE html><html>please log in</html>")
+            return self._small(200, b"<!DOCTYPE html><html>please log in</html>")
         content, tag = file.content, f'"{hashlib.md5(file.content).hexdigest()}"'
         if kind == "change" and file.changed is not None:
             file.content = file.changed
@@ -225,7 +220,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found and kind != "whole" and self.headers.get("If-Range", tag) == tag:
             start, end, status = int(found[1]), min(end, int(found[2] or end) + 1), 206
             if start >= len(content):
-                return self._small(asked, 416, b"", {"Content-Range": f"bytes */{len(content)}"})
+                return self._small(416, b"", {"Content-Range": f"bytes */{len(content)}"})
         if kind == "wrong-range" and status == 206:
             start, end = max(0, start - 7), max(1, end - 7)
         body = bytearray(content[start:end])
@@ -237,7 +232,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             body = body[:announced]
         if kind == "long-length":
             announced += 100
-        asked.status = status
         self.send_response(status)
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")

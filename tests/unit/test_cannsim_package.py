@@ -33,14 +33,12 @@ def test_in_a_clone_the_installed_package_wins_over_the_folder_of_the_same_name(
     assert not (REPOSITORY / "cannsim" / "__init__.py").exists(), "the folder of the project is no package"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_it_imports_nothing_of_ascendchat_and_keeps_to_its_size(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert not [name for name in names if name.split(".")[0] == "ascendchat"]
-    assert ast.get_docstring(tree), "opens with what it is for"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+def test_it_imports_nothing_of_ascendchat_and_keeps_to_its_size() -> None:
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(?:import|from) ascendchat\b", text, re.M), path
+        assert ast.get_docstring(ast.parse(text)), f"{path} opens with what it is for"
+        assert len(text.splitlines()) <= 400, path
 
 
 FAKE_COMPILER = """#!/bin/sh
@@ -70,6 +68,7 @@ class Installed:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Installed:
+    """The package as pip leaves it, with a compiler that writes down what it is asked for."""
     ignored = shutil.ignore_patterns("build", "__pycache__")
     shutil.copytree(cannsim.ROOT, tmp_path / "my project" / "site" / "cannsim", ignore=ignored)
     (tmp_path / "g++").write_text(FAKE_COMPILER)
@@ -97,9 +96,6 @@ def test_two_first_uses_build_once_and_a_third_builds_nothing(installed: Install
     assert len(compiled) == len(set(compiled)), "nothing was compiled twice"
     assert installed.build().communicate(timeout=300) == (f"{folder}\n", "")
     assert installed.compiled() == compiled
-    source = installed.folder / "site" / "cannsim" / "src" / "runtime" / "config.cpp"
-    source.write_text(source.read_text() + "// changed\n")
-    assert Path(installed.build().communicate(timeout=300)[0].strip()) != folder, "other sources, another build"
 
 
 @linux
@@ -110,6 +106,9 @@ def test_in_a_clone_a_build_for_other_versions_is_left_alone(
     monkeypatch.setattr(build, "ROOT", installed.folder / "site" / "cannsim")
     monkeypatch.setenv("CANNSIM_CACHE", str(installed.folder / "cache"))
     monkeypatch.delenv("CANNSIM_HOME", raising=False)
+    source, before = build.ROOT / "src" / "runtime" / "config.cpp", build.key.__wrapped__()
+    source.write_text(source.read_text() + "// changed\n")
+    assert build.key.__wrapped__() != before, "other sources, another build"
     beside, cached = build.ROOT / "build", installed.folder / "cache" / build.key()
     (installed.folder / "site" / "pyproject.toml").write_text('[project]\nname = "another"\n')
     assert build.home() == cached, "a wheel has left its own file in site-packages: this is no clone"
@@ -126,11 +125,12 @@ def test_in_a_clone_a_build_for_other_versions_is_left_alone(
 
 @linux
 def test_a_torch_below_a_folder_with_a_space_is_found_by_the_compiler() -> None:
-    for name in ("torch", "npu"):
-        folder = f"/home/my user/{name}"
-        command = ["make", "-n", "-B", "-C", cannsim.ROOT, f"PYTHON={sys.executable}", f"{name}={folder}", "BUILD=/no"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        words = [word for line in done.stdout.splitlines() if " -c src/ops/" in line for word in shlex.split(line)]
+    folders = {name: f"/home/my user/{name}" for name in ("torch", "npu")}
+    given = [f"{name}={folder}" for name, folder in folders.items()]
+    command = ["make", "-n", "-B", "-C", cannsim.ROOT, f"PYTHON={sys.executable}", *given, "BUILD=/no"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = [word for line in done.stdout.splitlines() if " -c src/ops/" in line for word in shlex.split(line)]
+    for folder in folders.values():
         assert [word for word in words if word.startswith(f"{folder}/include")]
 
 
@@ -216,12 +216,10 @@ def test_a_ctrl_c_reaches_the_command_once_and_other_signals_are_passed_on(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("CANNSIM_DEVICES", "two", "CANNSIM_DEVICES=two is not a whole number"),
         ("CANNSIM_DEVICES", "65", "CANNSIM_DEVICES=65 is not a number of NPUs from 0 to 64"),
         ("CANNSIM_MEMORY_GB", "64GB", "CANNSIM_MEMORY_GB=64GB is not a number"),
         ("CANNSIM_PROCESSES_PER_DEVICE", "0", "CANNSIM_PROCESSES_PER_DEVICE=0 is not a number of processes above 0"),
         ("CANNSIM_HARDWARE", "wrong-reduce,nan-grad", "CANNSIM_HARDWARE=nan-grad is not one of mask-past-512, "),
-        ("CANNSIM_FAULT", "aclInit:1:5o7015", "CANNSIM_FAULT: cannot read 'aclInit:1:5o7015'"),
         ("CANNSIM_FAULT", "aclInit:1:507015@one", "CANNSIM_FAULT: cannot read 'aclInit:1:507015@one'"),
         ("CANNSIM_DEVICES", "2", ""),
     ],
@@ -316,7 +314,6 @@ def test_every_code_that_explain_knows_by_heart_has_a_sentence_of_the_runtime() 
         (["run", "--chip", "A100", "--", "true"], "argument --chip: A100 is not known; take one of Ascend910A, "),
         (["run", "--processes-per-device", "0", "--", "true"], "--processes-per-device: 0 is no number of processes"),
         (["trace", "--memory-gb", "0", "--", "true"], "argument --memory-gb: 0 is no number of GiB above 0"),
-        (["suites", "--devices", "two", "x"], "argument --devices: two is no number of NPUs from 0 to 64"),
         pytest.param(
             ["trace", "-o", "/", "--", "true"], "cannsim: -o / cannot be written (Is a dir", marks=with_libraries
         ),
@@ -332,22 +329,6 @@ def test_wrong_options_are_told_in_a_sentence(
         status = stop.code
     assert status == 2
     assert answer in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_readme_says_the_same_in_both_languages() -> None:
-    """Commands, programs and the first columns of the tables, without comments."""
-
-    def said(name: str) -> tuple[list[str], list[str]]:
-        text = (REPOSITORY / "cannsim" / name).read_text(encoding="utf-8")
-        code = [
-            line.split("#")[0].rstrip()
-            for block in re.findall(r"```\w+\n(.*?)```", text, re.S)
-            for line in block.splitlines()
-        ]
-        return code, [name for row in re.findall(r"^\| (`.*?`) \|", text, re.M) for name in re.findall(r"`[^`]+`", row)]
-
-    assert said("README.md") == said("README.zh.md")
-    assert all(len(part) > 20 for part in said("README.md"))
 
 
 def test_every_variable_that_the_sources_read_is_in_the_readme() -> None:

@@ -9,16 +9,20 @@ import random
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ascendchat.checkpoint import Damaged, Writer, newest, verify
+from ascendchat import files
+from ascendchat.checkpoint import Checkpoint, Damaged, Writer, newest, to_continue, verify
 from ascendchat.config import UserError
-from ascendchat.files import begin_sha256, sha256, write_atomic
+from ascendchat.dist import World
+from ascendchat.files import begin_sha256, check_folder, sha256, write_atomic
 from ascendchat.nn.optim import Shard
 from ascendchat.record.earlier import earlier, notice, set_aside
 from ascendchat.record.saved import checkpoints, read_ahead
@@ -33,21 +37,45 @@ def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]
 def save(folder: Path, *steps: int, keep: int = 5) -> None:
     writer = Writer(folder, keep=keep)
     for step in steps:
-        model, shards = tensors(step)
-        writer.save(step, model=model, shards=shards, state={"shape": {"depth": 3}})
+        save_step(writer, step)
     writer.wait()
 
 
-def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
-    save(tmp_path, 3, 7)
-    found = newest(tmp_path)
+def save_step(writer: Writer, step: int) -> None:
+    model, shards = tensors(step)
+    writer.save(step, model=model, shards=shards, state={"shape": {"depth": 3}})
+
+
+def found_in(folder: Path, **how: Any) -> Checkpoint:
+    """The newest whole checkpoint, of which there is one."""
+    found = newest(folder, **how)
     assert found is not None
+    return found
+
+
+def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"  # not made by anybody yet
+    save(folder, 3, 7)
+    found = found_in(folder)
     assert found.step == 7
     assert found.state["shape"] == {"depth": 3}
     model, shards = tensors(7)
     assert all(torch.equal(found.model()[name], tensor) for name, tensor in model.items())
     assert torch.equal(found.reader()(Shard("a", "first", 2, 9)), shards["a|first|0|10"][2:9])
-    assert (tmp_path / "latest").read_text() == "step_000007\n"
+    assert (folder / "latest").read_text() == "step_000007\n"
+
+
+def test_weights_of_the_optimizer_are_its_own_and_of_an_imported_model_those_of_the_model(tmp_path: Path) -> None:
+    model, exact = {"w": torch.ones(4, 3).bfloat16()}, torch.arange(12.0)
+    for name, shards in (("trained", {"w|weight|0|5": exact[:5], "w|weight|5|12": exact[5:]}), ("imported", {})):
+        writer = Writer(tmp_path / name)
+        writer.save(1, model=model, shards=shards, state={})
+        writer.wait()
+    assert torch.equal(found_in(tmp_path / "trained").reader()(Shard("w", "weight", 3, 9)), exact[3:9])
+    read = found_in(tmp_path / "imported").reader()
+    assert torch.equal(read(Shard("w", "weight", 3, 9)), torch.ones(6))
+    with pytest.raises(UserError, match="without the state of its optimizer; start a stage from it without"):
+        read(Shard("w", "first", 0, 12))
 
 
 def test_saving_copies_so_that_training_may_go_on_at_once(tmp_path: Path) -> None:
@@ -57,7 +85,7 @@ def test_saving_copies_so_that_training_may_go_on_at_once(tmp_path: Path) -> Non
     writer.save(1, model=model, shards=shards, state={})
     model["a"].zero_()
     writer.wait()
-    assert torch.equal(newest(tmp_path).model()["a"], expected)  # type: ignore[union-attr]
+    assert torch.equal(found_in(tmp_path).model()["a"], expected)
 
 
 @pytest.mark.parametrize("patience", [0.0, 600.0])
@@ -76,9 +104,8 @@ def test_who_waits_for_a_slow_disk_is_told(patience: float, tmp_path: Path, monk
 
     monkeypatch.setattr(Writer, "_write", slow)
     monkeypatch.setattr("ascendchat.checkpoint.PATIENCE", patience)
-    model, shards = tensors(1)
     writer = Writer(tmp_path, say=say)
-    writer.save(1, model=model, shards=shards, state={})
+    save_step(writer, 1)
     writer.wait()
     assert said == ([] if patience else [f"waiting until the checkpoint is on disk, in {tmp_path}"])
     assert checkpoints(tmp_path) == [1]
@@ -91,26 +118,20 @@ def test_only_the_last_few_are_kept_and_drafts_of_killed_runs_go(tmp_path: Path)
     assert not list(tmp_path.glob(".step*"))
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_what_was_just_written_stays_though_damaged_steps_are_ahead(tmp_path: Path, keep: int) -> None:
-    writer = Writer(tmp_path, keep=keep)
-    for step in (400, *(500, 600)[:keep]):
-        model, shards = tensors(step)
-        writer.save(step, model=model, shards=shards, state={})
+def test_what_was_just_written_stays_though_damaged_steps_are_ahead(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, keep=2)
+    for step in (400, 500, 600):
+        save_step(writer, step)
         writer.mark_best(step, float(step))
     writer.wait()
-    for step in checkpoints(tmp_path)[1:]:
+    for step in (500, 600):
         (tmp_path / f"step_{step:06d}" / "model.safetensors").write_bytes(b"damaged")
-    found = newest(tmp_path)
-    assert found is not None
-    assert found.step == 400
-    save(tmp_path, 450, keep=keep)
-    found = newest(tmp_path)
-    assert found is not None
-    assert found.step == 450
+    assert found_in(tmp_path).step == 400
+    save(tmp_path, 450, keep=2)
+    assert found_in(tmp_path).step == 450
     assert (tmp_path / "latest").read_text() == "step_000450\n"
-    save(tmp_path, 700, 800, keep=keep)
-    assert checkpoints(tmp_path) == [400, *(700, 800)[2 - keep :]]
+    save(tmp_path, 700, 800, keep=2)
+    assert checkpoints(tmp_path) == [400, 700, 800]
 
 
 def test_an_earlier_model_is_kept_until_the_new_run_has_passed_it(tmp_path: Path) -> None:
@@ -119,12 +140,14 @@ def test_an_earlier_model_is_kept_until_the_new_run_has_passed_it(tmp_path: Path
     save(older, 120)
     (tmp_path / "base.older").mkdir()  # not ours
     writer = Writer(stage)
-    model, shards = tensors(5)
     for step, left in ((119, [older, old]), (120, [old]), (341, [old]), (342, [])):
-        writer.save(step, model=model, shards=shards, state={})
+        save_step(writer, step)
         writer.wait()
         assert earlier(stage) == left, step
     assert (tmp_path / "base.older").is_dir()
+    save(old, 999)
+    writer.forget_earlier()  # the new run is finished, though it was shorter
+    assert earlier(stage) == []
 
 
 def test_the_way_back_leads_to_the_model_with_most_steps_whatever_its_path(tmp_path: Path) -> None:
@@ -153,14 +176,13 @@ def test_what_cannot_be_deleted_is_named_once_and_ends_nothing(tmp_path: Path, m
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # as on NFS while somebody reads a file in it
 
     writer = Writer(tmp_path, keep=1, say=said.append)
-    model, shards = tensors(5)
     with monkeypatch.context() as nfs:
         nfs.setattr("ascendchat.checkpoint.shutil.rmtree", busy)
         for step in (1, 2, 3, 3):  # the last one again, as after a resume
-            writer.save(step, model=model, shards=shards, state={})
+            save_step(writer, step)
             writer.wait()
     assert checkpoints(tmp_path) == [3]
-    assert newest(tmp_path).step == 3  # type: ignore[union-attr]
+    assert found_in(tmp_path).step == 3
     assert len(said) == 3
     assert all("could not be deleted (Directory not empty); training goes on" in line for line in said)
     Writer(tmp_path)
@@ -170,13 +192,12 @@ def test_what_cannot_be_deleted_is_named_once_and_ends_nothing(tmp_path: Path, m
 def test_who_only_uses_the_model_does_not_need_the_optimizer_files(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "step_000002" / "optim-0-of-1.safetensors").unlink()
-    assert newest(tmp_path, say=lambda text: None).step == 1  # type: ignore[union-attr]
-    found = newest(tmp_path, optimizer=False)
-    assert found is not None
+    assert found_in(tmp_path, say=lambda text: None).step == 1
+    found = found_in(tmp_path, optimizer=False)
     assert found.step == 2
     assert set(found.model()) == set(tensors(2)[0])
     (tmp_path / "step_000002" / "model.safetensors").write_bytes(b"damaged")
-    assert newest(tmp_path, optimizer=False, say=lambda text: None).step == 1  # type: ignore[union-attr]
+    assert found_in(tmp_path, optimizer=False, say=lambda text: None).step == 1
 
 
 def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: Path) -> None:
@@ -184,7 +205,7 @@ def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: P
     rng = random.Random(0)
     files = sorted(p.name for p in (tmp_path / "good" / "step_000002").iterdir())
     assert files == ["manifest.json", "model.safetensors", "optim-0-of-1.safetensors", "state.json"]
-    for number in range(24):
+    for number in range(8):
         folder = tmp_path / f"try{number}"
         shutil.copytree(tmp_path / "good", folder)
         victim = folder / "step_000002" / files[number % 4]
@@ -194,10 +215,8 @@ def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: P
         said: list[str] = []
         found = newest(folder, say=said.append)
         if victim.name == "manifest.json" and not said:  # a bit of white space, or of a number nobody needs
-            assert (
-                json.loads(victim.read_text())["files"]
-                == json.loads((tmp_path / "good" / "step_000002" / "manifest.json").read_text())["files"]
-            )
+            good = tmp_path / "good" / "step_000002" / "manifest.json"
+            assert json.loads(victim.read_text())["files"] == json.loads(good.read_text())["files"]
             continue
         assert found is not None
         assert found.step == 1
@@ -218,7 +237,7 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    read = newest(tmp_path).reader()  # type: ignore[union-attr]
+    read = found_in(tmp_path).reader()
     with pytest.raises(UserError, match="holds 10 of 12 values of a first"):
         read(Shard("a", "first", 0, 12))
     with pytest.raises(UserError, match="another version of ascendchat: it has no first of other"):
@@ -228,6 +247,19 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
     assert newest(tmp_path / "nothing") is None
+
+
+def test_a_run_that_shall_not_go_on_takes_only_what_its_own_launch_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 4)
+    (tmp_path / "run.json").write_text(json.dumps({"launch": "one"}))
+    taken = {}
+    for launch in ("", "one", "two"):
+        monkeypatch.setenv("ASCENDCHAT_LAUNCH", launch)
+        taken[launch] = to_continue(tmp_path, "never") is not None
+        assert to_continue(tmp_path, "auto") is not None
+    assert taken == {"": False, "one": True, "two": False}
 
 
 def test_an_error_while_writing_is_raised_in_the_training_thread(tmp_path: Path) -> None:
@@ -242,8 +274,7 @@ def test_an_error_while_writing_is_raised_in_the_training_thread(tmp_path: Path)
 def test_the_best_one_is_kept_besides_the_last(tmp_path: Path) -> None:
     writer = Writer(tmp_path, keep=2)
     for step in range(1, 7):
-        model, shards = tensors(step)
-        writer.save(step, model=model, shards=shards, state={})
+        save_step(writer, step)
         writer.mark_best(step, [3.0, 1.0, 2.0, 2.0, 1.5, 1.0][step - 1])
     writer.wait()
     assert checkpoints(tmp_path) == [2, 5, 6]
@@ -256,32 +287,89 @@ def test_what_a_killed_run_of_other_ranks_left_behind_is_in_no_new_checkpoint(tm
     save_file({Shard("a", "first", 0, 5).key(): torch.ones(5)}, draft / "optim-1-of-2.safetensors")
     (draft / "part-1").write_text("{}")
     save(tmp_path, 3)
-    found = newest(tmp_path)
-    assert found is not None
+    found = found_in(tmp_path)
     assert torch.equal(found.reader()(Shard("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
     save_file({Shard("a", "first", 0, 5).key(): torch.ones(5)}, found.folder / "optim-1-of-2.safetensors")
     assert torch.equal(found.reader()(Shard("a", "first", 0, 10)), tensors(3)[1]["a|first|0|10"])
 
 
-def test_a_rank_that_is_ahead_keeps_its_draft(tmp_path: Path) -> None:
-    writer = Writer(tmp_path)
-    (tmp_path / ".step_000009.writing").mkdir()  # another rank has begun the next checkpoint
-    model, shards = tensors(1)
-    writer.save(1, model=model, shards=shards, state={})
-    writer.wait()
+class Ranks:
+    """Two ranks of one job, in this process: the one that `now` names speaks. `waits`: rank 0 has looked in vain."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.waits = 0, threading.Event()
+        clock = SimpleNamespace(monotonic=time.monotonic, time_ns=time.time_ns, sleep=lambda _: self.waits.set())
+        monkeypatch.setattr("ascendchat.checkpoint.dist.world", lambda: World(self.now, 2))
+        monkeypatch.setattr("ascendchat.checkpoint.dist.barrier", lambda: None)
+        monkeypatch.setattr("ascendchat.checkpoint.time", clock)
+
+    def writer(self, rank: int, folder: Path) -> Writer:
+        self.now = rank
+        return Writer(folder)
+
+
+def test_a_checkpoint_gets_its_name_when_the_slowest_rank_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(monkeypatch)
+    first, second = ranks.writer(0, tmp_path), ranks.writer(1, tmp_path)
+    (tmp_path / ".step_000009.writing").mkdir()  # a rank that is ahead has begun the next one
+    model, shards = tensors(4)
+    halves = [{f"a|first|{low}|{low + 5}": shards["a|first|0|10"][low : low + 5]} for low in (0, 5)]
+    ranks.now = 0
+    first.save(4, model=model, shards=halves[0], state={})
+    assert ranks.waits.wait(20), "rank 0 does not wait for the part of rank 1"
+    assert checkpoints(tmp_path) == []
+    ranks.now = 1
+    second.save(4, model=model, shards=halves[1], state={})
+    second.mark_best(4, 0.5)  # which is for rank 0 to say
+    first.wait()
+    ranks.now = 0
+    assert torch.equal(found_in(tmp_path).reader()(Shard("a", "first", 0, 10)), shards["a|first|0|10"])
+    assert not (tmp_path / "best").exists()
     assert (tmp_path / ".step_000009.writing").is_dir()
+
+
+@pytest.mark.parametrize(("gone", "limit", "said"), [({1}, 99.0, "has ended"), (set(), -1.0, "shared by all nodes")])
+def test_a_rank_that_never_writes_its_part_is_named(
+    gone: set[int], limit: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ascendchat.checkpoint.ended", lambda: gone)
+    monkeypatch.setattr("ascendchat.checkpoint.PART_TIMEOUT", limit)
+    writer = Ranks(monkeypatch).writer(0, tmp_path)
+    writer.save(1, model={}, shards={}, state={})
+    with pytest.raises(UserError, match=f"rank 1 .*did not write its part.*{said}|rank 1 {said}.*its part"):
+        writer.wait()
+    assert checkpoints(tmp_path) == []
+
+
+def test_old_drafts_are_cleared_before_any_rank_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".step_000001.writing").mkdir()
+    left: list[list[Path]] = []
+    monkeypatch.setattr("ascendchat.checkpoint.dist.barrier", lambda: left.append([*tmp_path.iterdir()]))
+    Writer(tmp_path)
+    assert left == [[]], "a rank that has passed the barrier would lose what it writes"
 
 
 def test_a_checksum_that_was_begun_is_not_believed_when_the_file_has_changed_since(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"old")
     begin_sha256(path)
+    files._begun[path].join()
     write_atomic(path, "new")
     assert sha256(path) == hashlib.sha256(b"new").hexdigest()
     begin_sha256(path)
     path.unlink()
     with pytest.raises(FileNotFoundError):
         sha256(path)
+
+
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UserError, match="taken is a file, and a folder is needed there"):
+        check_folder(tmp_path / "taken" / "out" / "deeper")
+    check_folder(tmp_path / "out" / "deeper")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_a_checksum_is_begun_of_checkpoints_only_and_where_a_thread_can_start(

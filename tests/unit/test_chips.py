@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
@@ -16,42 +15,20 @@ from ascendchat.config import UserError
 
 
 @pytest.mark.parametrize(
-    ("spelling", "name"),
+    ("spellings", "name"),
     [
-        ("Ascend910B3", "Ascend910B3"),
-        ("910B3", "Ascend910B3"),
-        ("ascend910b3", "Ascend910B3"),
+        ("Ascend910B3|910B3|ascend910b3|Ascend 910B3|昇腾910B3", "Ascend910B3"),
         ("910B4-1", "Ascend910B4-1"),
-        ("Ascend 910B3", "Ascend910B3"),
-        ("昇腾910B3", "Ascend910B3"),
         ("910ProB", "Ascend910ProB"),
         ("Ascend910_9372", "Ascend910_9372"),
         ("Ascend950DT_95A1", "Ascend950DT"),
-        ("NVIDIA H200", "NVIDIA H200"),
-        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3"),
-        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100 80GB HBM3|h100", "NVIDIA H100 80GB HBM3"),
         ("  NVIDIA  GeForce RTX 4090 ", "NVIDIA GeForce RTX 4090"),
-        ("Apple M2 Max", "Apple M2 Max"),
         ("CPU", "cpu"),
     ],
 )
-def test_find_knows_the_spellings_of_torch_and_the_vendor_tools(spelling: str, name: str) -> None:
-    assert find(spelling).name == name
-
-
-def test_a_driver_that_says_910B_without_a_digit_has_the_old_chip_without_bf16() -> None:
-    old, new = detected("Ascend910B", "npu", 0), detected("Ascend910B3", "npu", 0)
-    assert (old.bf16, old.fused_attention, old.memory) == (False, False, 32 * GIB)
-    assert (new.bf16, new.fused_attention, new.memory) == (True, True, 64 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("name", "teraflops"),
-    [("Ascend910B1", 373.9), ("Ascend910B2C", 353.9), ("Ascend910B3", 294.9), ("Ascend910B4", 245.8)]
-    + [("Ascend910_9392", 353.9), ("Ascend910_9362", 245.8), ("Ascend910A", 256), ("NVIDIA H200", 989.4)],
-)
-def test_peaks_are_dense_matrix_figures(name: str, teraflops: float) -> None:
-    assert find(name).flops == pytest.approx(teraflops * 1e12)
+def test_find_knows_the_spellings_of_torch_and_the_vendor_tools(spellings: str, name: str) -> None:
+    assert {find(spelling).name for spelling in spellings.split("|")} == {name}
 
 
 @pytest.mark.parametrize(
@@ -79,14 +56,6 @@ def test_a_name_of_several_chips_is_answered_with_the_choices_and_each_of_them_w
     assert len(figures) > 1 or " " not in choices  # the choice matters
 
 
-def test_every_chip_named_in_such_an_answer_is_in_the_table() -> None:
-    for choice in chips._FAMILIES.values():
-        named = re.findall(r"Ascend\w+|[AHV]100[-\w]*|RTX \d+", choice)
-        assert named
-        for name in named:
-            find(name)
-
-
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
     with pytest.raises(UserError, match=r"no chip '910B5' .*910B3"):
         find("910B5")
@@ -104,27 +73,25 @@ def test_a_name_with_something_behind_it_never_matches_the_shorter_chip(name: st
             find(longer)
 
 
-def test_no_two_chips_share_a_spelling() -> None:
+def test_spellings_differ_and_figures_are_plausible_and_in_base_units() -> None:
     spellings = [s.casefold() for chip in CHIPS.values() for s in (chip.name, *chip.aliases)]
     assert len(spellings) == len(set(spellings))
-
-
-@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
-def test_figures_are_plausible_and_in_base_units(chip: chips.Chip) -> None:
-    assert chip.device_type in KINDS
-    assert 4 * GIB <= chip.memory <= 300 * GIB
-    assert 0 <= chip.reserved < chip.memory / 4
-    assert 1e10 < chip.flops < 1e16
-    assert 1e10 < chip.bandwidth < 1e13
-    assert chip.node_link > 1e8
-    assert chip.flops / chip.bandwidth > 1  # every chip computes faster than it reads
-    assert chip.known
+    for chip in CHIPS.values():
+        assert chip.device_type in KINDS, chip.name
+        assert 4 * GIB <= chip.memory <= 300 * GIB, chip.name
+        assert 0 <= chip.reserved < chip.memory / 4, chip.name
+        assert 1e10 < chip.flops < 1e16, chip.name
+        assert 1e10 < chip.bandwidth < min(1e13, chip.flops), "every chip computes faster than it reads"
+        assert chip.node_link > 1e8, chip.name
+        assert chip.known, chip.name
 
 
 def test_a_detected_chip_has_the_memory_the_driver_reports() -> None:
     assert detected("Ascend910B3", "npu", 61 * GIB).memory == 61 * GIB
     assert detected("Ascend910B3", "npu", 61 * GIB).reserved == 0  # the driver's part is already taken off
     assert detected("Ascend910B3", "npu", 0).reserved == 3 * GIB
+    old = detected("Ascend910B", "npu", 0)  # without a digit: the old chip
+    assert (old.bf16, old.fused_attention, old.memory) == (False, False, 32 * GIB)
 
 
 def test_a_detected_chip_that_is_not_in_the_table_gets_cautious_figures_and_says_so() -> None:
@@ -145,7 +112,7 @@ def test_this_cpu_is_this_machine() -> None:
 
 def test_a_share_of_the_peak_is_only_shown_where_the_peak_is_known() -> None:
     """A CPU measured while others hold its cores, and an unlisted GPU taken for a slow one, showed over 100 % MFU."""
-    assert find("Ascend910B3").peak == 294.9e12
+    assert find("Ascend910B3").peak == 294.9e12, "of dense matrices"
     assert detected("NVIDIA H200", "cuda", 140 * GIB).peak == 989.4e12
     assert chips.this_cpu().peak is None
     assert detected("NVIDIA X999", "cuda", 80 * GIB).peak is None
@@ -153,17 +120,10 @@ def test_a_share_of_the_peak_is_only_shown_where_the_peak_is_known() -> None:
 
 def test_each_device_type_names_its_variable_its_collective_and_its_tool() -> None:
     assert list(KINDS) == ["npu", "cuda", "mps", "cpu"]
-    assert (KINDS["npu"].visible, KINDS["npu"].collective, KINDS["npu"].tool) == (
-        "ASCEND_RT_VISIBLE_DEVICES",
-        "hccl",
-        "npu-smi",
-    )
-    assert (KINDS["cuda"].visible, KINDS["cuda"].collective, KINDS["cuda"].tool) == (
-        "CUDA_VISIBLE_DEVICES",
-        "nccl",
-        "nvidia-smi",
-    )
-    assert {KINDS["cpu"].collective, KINDS["mps"].collective} == {"gloo"}
+    facts = {name: (kind.visible, kind.collective, kind.tool) for name, kind in KINDS.items()}
+    assert facts["npu"] == ("ASCEND_RT_VISIBLE_DEVICES", "hccl", "npu-smi")
+    assert facts["cuda"] == ("CUDA_VISIBLE_DEVICES", "nccl", "nvidia-smi")
+    assert facts["cpu"][1] == facts["mps"][1] == "gloo"
 
 
 def test_chips_and_device_and_env_import_without_torch() -> None:

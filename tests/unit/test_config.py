@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError, dump, home, load_yaml, option, parse, wants_help
@@ -105,43 +105,27 @@ def yaml_file(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_defaults_without_flags() -> None:
-    assert parse(Sample, []) == Sample()
-
-
-@pytest.mark.parametrize(
-    "flag",
-    ["--device-batch-size", "--device_batch_size", "--device-batch_size", "--batch", "--micro-batch", "--micro_batch"],
-)
-@pytest.mark.parametrize("joined", [True, False])
-def test_dashes_and_underscores_and_aliases_are_the_same_flag(flag: str, joined: bool) -> None:
-    assert parse(Sample, [f"{flag}=32"] if joined else [flag, "32"]).device_batch_size == 32
+def test_dashes_and_underscores_and_aliases_are_the_same_flag() -> None:
+    for flag in ("--device-batch-size", "--device_batch_size", "--device-batch_size", "--batch", "--micro_batch"):
+        assert parse(Sample, [f"{flag}=32"]) == parse(Sample, [flag, "32"]) == Sample(device_batch_size=32)
 
 
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [
         (["--lr", "-1e-3"], "lr", -1e-3),
-        (["--warmup", "-5"], "warmup", -5),
         (["--tokens", "1e9"], "tokens", 10**9),
-        (["--tokens", "1_000"], "tokens", 1000),
         (["--tokens", "auto"], "tokens", None),
         (["--device-type", "npu"], "device_type", "npu"),
-        (["--device-type", "none"], "device_type", None),
         (["--json"], "json", True),
         (["--json", "false"], "json", False),
-        (["--json=off"], "json", False),
         (["--no-json"], "json", False),
-        (["--resume"], "resume", True),
         (["--no-resume"], "resume", False),
         (["--resume=auto"], "resume", None),
-        (["--level", "3"], "level", 3),
         (["--track", "b, c,"], "track", ("b", "c")),
-        (["--sizes", "1,2"], "sizes", (1, 2)),
         (["--name", "a=b"], "name", "a=b"),
         (["--name=--odd"], "name", "--odd"),
         (["--lr", "1", "--lr", "2"], "lr", 2.0),
-        (["--", "--lr", "2"], "lr", 2.0),
     ],
 )
 def test_values_of_flags(argv: list[str], field: str, value: object) -> None:
@@ -154,34 +138,21 @@ def test_values_of_flags(argv: list[str], field: str, value: object) -> None:
     ("argv", "said"),
     [
         (["--device-btch-size", "3"], "unknown flag --device-btch-size; did you mean --device-batch-size?"),
-        (["--device_typ=npu"], "did you mean --device-type?"),
-        (["--confg", "x"], "did you mean --config?"),
         (["--zzzzzzzz"], "choose from: --device-type, --device-batch-size, --batch"),
         (["--device-type", "cuad"], "--device-type: 'cuad' is not a valid value; did you mean cuda? (choose"),
-        (["--device-type", "gpu"], "(choose from: npu, cuda, mps, cpu)"),
-        (["--device-type", "tpu-v5"], "choose from: npu, cuda, mps, cpu"),
-        (["--level", "4"], "choose from: 1, 2, 3"),
         (["--tokens", "many"], "--tokens: 'many' is not a whole number"),
-        (["--tokens", "1.5"], "is not a whole number"),
-        (["--tokens", "inf"], "is not a whole number"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
-        (["--sizes", "1,x"], "--sizes: 'x' is not a whole number"),
         (["--json=maybe"], "is not true or false"),
         (["--name"], "--name needs a value"),
         (["--name", ""], "--name has an empty value; leave the flag out"),
-        (["--name= "], "--name has an empty value"),
-        (["--track", ""], "--track has an empty value"),
         (["--track", ","], "--track must not be empty"),
-        (["--tokens", ""], "--tokens has an empty value"),
         (["--lr", "nan"], "--lr: 'nan' is not a number"),
-        (["--lr", "1e999"], "--lr: '1e999' is not a number"),
         (["--share", "0"], "--share must be greater than 0 and less than 1, found 0"),
         (["--share", "1"], "--share must be greater than 0 and less than 1, found 1"),
         (["--rows", "0"], "--rows must be at least 1 and at most 1e6, or -1, found 0"),
         (["--rows", "1000001"], "--rows must be at least 1 and at most 1e6, or -1, found 1000001"),
         (["--weights", "1,-2"], "--weights must be at least 0, found -2"),
         (["--name", "--json"], "--name needs a value"),
-        (["--name", "--"], "--name needs a value"),
         (["--no-lr"], "only a switch can be negated"),
         (["--no-json=true"], "takes no value"),
         (["word"], "unexpected argument 'word'"),
@@ -206,20 +177,13 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     [
         ("devise_type: npu", "unknown setting devise_type; did you mean device_type?"),
         ("warmup: yes", "warmup: True is not a whole number"),
-        ("lr: true", "lr: True is not a number"),
-        ("lr: .nan", "lr: nan is not a number"),
         ("share: 2", "c.yaml: share must be greater than 0 and less than 1, found 2.0"),
-        ("rows: -5", "c.yaml: rows must be at least 1 and at most 1e6, or -1, found -5"),
         ("weights: [1, -1]", "c.yaml: weights must be at least 0, found -1"),
         ("track: []", "c.yaml: track must not be empty"),
-        ("warmup: 2.5", "not a whole number"),
         ("name: off", "put it in quotes"),
-        ("name: 2024-01-01", "put it in quotes"),
         ("device_type: gpu", "c.yaml: device_type: 'gpu' is not a valid value"),
-        ("lr: [1, 2]", "is not a number"),
         ("- a\n- b", "must hold `name: value` lines"),
         ("a: [1", "is not valid YAML"),
-        ("a: \x00", "is not valid YAML"),
     ],
 )
 def test_wrong_yaml_names_the_file_and_the_setting(tmp_path: Path, text: str, said: str) -> None:
@@ -263,23 +227,7 @@ def test_dumped_config_reads_back_the_same(tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.getbasetemp() / "round.yaml"
     path.write_text(dump(config), encoding="utf-8")
     assert parse(Sample, ["--config", str(path)]) == config
-
-
-def test_dumped_config_keeps_chinese_readable() -> None:
-    assert "中文" in dump(Sample(name="中文"))
-
-
-@settings(deadline=None)
-@given(samples)
-def test_flags_read_back_the_same(config: Sample) -> None:
-    argv = [
-        f"--{field.name.replace('_', '-')}={getattr(config, field.name)}"
-        for field in dataclasses.fields(Sample)
-        if field.name not in ("track", "sizes", "extra", "weights")
-    ]
-    argv += [f"--sizes={','.join(map(str, config.sizes))}"]
-    assume(config.name.strip() and config.sizes)  # an empty value is refused
-    assert parse(Sample, argv) == dataclasses.replace(config, track=("a",), extra={}, weights=())
+    assert "中文" in dump(config) or not config.name.startswith("中文"), "it stays readable"
 
 
 def test_bare_words_fill_the_field_that_takes_them(tmp_path: Path) -> None:
@@ -326,11 +274,6 @@ def test_help_text_has_every_flag_its_docs_and_defaults(monkeypatch: pytest.Monk
     assert rows["--json"] == "--json print JSON"
     assert rows["--device-type"] == "--device-type {npu,cuda,mps,cpu} device to use"
     assert help_page("x", Words).splitlines()[0] == "usage: x [--flags] FILES"
-
-
-def test_configs_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        parse(Sample, []).lr = 1.0  # type: ignore[misc]
 
 
 def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

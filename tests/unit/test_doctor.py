@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,7 @@ import pytest
 from ascendchat.chips import find
 from ascendchat.config import home
 from ascendchat.device import smi
-from ascendchat.doctor import (
-    checks,
-    checks_cann,
-    checks_npu,
-    checks_system,
-    conclusion,
-    plain_lines,
-    probe,
-)
+from ascendchat.doctor import checks, checks_cann, checks_npu, checks_system, conclusion, plain_lines, probe
 from ascendchat.doctor.checks import Check, Machine
 from ascendchat.doctor.probe import Probe
 
@@ -150,95 +142,127 @@ def test_every_complaint_says_why_and_how_to_mend_it_in_both_languages(tmp_path:
     assert len(plain_lines(sick, bad)) >= 3 * len(bad)
 
 
-# ------------------------------------------------------------------------------------------------ torch and torch_npu
+# ------------------------------------------------------------------------------------------------ one check each
+
+BROKEN = Probe({}, "Traceback ...\nImportError: libtorch_cpu.so: cannot open shared object file")
+TWO = "RuntimeError: Two accelerators cannot be used at the same time in PyTorch: npu and cuda."
+HELD = "Initialize:... error code is 507033\n[Error]: Failed to start the device."
+SET_ENV = "source /usr/local/Ascend/cann/set_env.sh"
 
 
-def test_torch_npu_without_cann_on_a_server_names_set_env_and_autoload(tmp_path: Path) -> None:
-    machine = replace(atlas(tmp_path), npu=Probe({}, LIBHCCL))
-    machine = replace(machine, environ={"PATH": os.environ["PATH"]})
-    told(checks_npu.torch_npu(machine), "fail", "libhccl.so", "source /usr/local/Ascend/cann/set_env.sh", "AUTOLOAD=0")
-    told(checks_cann.cann(machine), "fail", "not loaded", "source /usr/local/Ascend/cann/set_env.sh")
-    told(checks_npu.device(machine), "fail", "Ascend chip is here")
+def asked(**variables: str) -> Callable[[Path], Machine]:
+    """An Atlas server whose shell has these variables."""
+    return lambda path: with_env(atlas(path), **variables)
 
 
-def test_torch_and_torch_npu_of_different_versions_are_a_failure(tmp_path: Path) -> None:
-    machine = atlas(tmp_path, versions={"torch": "2.13.0+cpu", "torch_npu": "2.12.0"})
-    told(checks_npu.torch_npu(machine), "fail", "pip install torch==2.12.0 torch_npu==2.12.0")
-    same = atlas(tmp_path, versions={"torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4"})
-    told(checks_npu.torch_npu(same), "ok")
+def visible(numbers: str) -> Callable[[Path], Machine]:
+    return asked(ASCEND_RT_VISIBLE_DEVICES=numbers)
 
 
-def test_cuda_build_of_torch_beside_torch_npu_is_a_conflict(tmp_path: Path) -> None:
-    error = "RuntimeError: Two accelerators cannot be used at the same time in PyTorch: npu and cuda."
-    cuda = Probe({**CPU_TORCH.values, "cuda_build": "12.8"})
-    machine = atlas(tmp_path, npu=Probe({}, error), torch=cuda)
-    told(checks_npu.two_accelerators(machine), "fail", "CUDA 12.8", "torch==2.12.0+cpu")
+def versions(torch: str, torch_npu: str) -> Callable[[Path], Machine]:
+    return lambda path: atlas(path, versions={"torch": torch, "torch_npu": torch_npu})
 
 
-def test_chip_without_torch_npu_says_what_to_install(tmp_path: Path) -> None:
-    """The pair of the CANN that is there, not the newest torch_npu."""
-    machine = atlas(tmp_path, npu=None, versions={"torch": "2.13.0+cpu"})
-    told(checks_npu.torch_npu(machine), "fail", "pip install torch==2.12.0 torch_npu==2.12.0 decorator")
-    put(tmp_path / "old/ascend-toolkit/8.5.0/ascend_toolkit_install.info", "version=8.5.0\n")
-    old = {**machine.environ, "ASCEND_HOME_PATH": str(tmp_path / "old/ascend-toolkit/8.5.0")}
-    told(checks_npu.torch_npu(replace(machine, environ=old)), "fail", "torch_npu==2.9.0 decorator")
+def unloaded(path: Path) -> Machine:
+    """CANN is on the disk, and nobody has loaded it."""
+    return atlas(path, npu=Probe({}, LIBHCCL), environ={"PATH": os.environ["PATH"]})
 
 
-def test_chip_on_the_bus_without_any_driver_is_noticed(tmp_path: Path) -> None:
-    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/vendor", "0x19e5\n")
-    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/class", "0x120000\n")
-    machine = laptop(tmp_path)
-    told(checks_cann.driver(machine), "fail", "version.info")
-    told(checks_cann.device_nodes(machine), "fail", "/dev/davinci0")
-    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/class", "0x020000\n")  # a network card of the same maker
-    assert not machine.has_chip
-
-
-def test_torch_that_is_missing_or_broken_is_a_failure(tmp_path: Path) -> None:
-    broken = Probe({}, "Traceback ...\nImportError: libtorch_cpu.so: cannot open shared object file")
-    told(checks_npu.torch(laptop(tmp_path, torch=broken)), "fail", "libtorch_cpu.so", "pip install --force-reinstall")
-    told(checks_npu.torch(laptop(tmp_path, torch=broken, versions={})), "fail", "pip install torch")
-
-
-def test_gpu_that_torch_cannot_see_is_a_warning(tmp_path: Path) -> None:
-    seen = smi.Readings("nvidia-smi", devices=[smi.DeviceReading(0, "NVIDIA H200")])
-    told(checks_npu.device(laptop(tmp_path, nvidia_smi=seen)), "warn", "NVIDIA H200", "only the CPU")
-
-
-def test_device_that_another_process_holds_is_a_failure_that_names_clean(tmp_path: Path) -> None:
-    machine = atlas(tmp_path)
+def npu_says(path: Path, **values: Any) -> Machine:
+    machine = atlas(path)
     assert machine.npu is not None
-    held = "Initialize:... error code is 507033\n[Error]: Failed to start the device."
-    busy = replace(machine, npu=Probe({**machine.npu.values, "problem": held}))
-    told(checks_npu.device(busy), "fail", "507033", "ascendchat clean")
+    return replace(machine, npu=Probe({**machine.npu.values, **values}))
+
+
+def smi_fails(said: str) -> Callable[[Path], Machine]:
+    return lambda path: laptop(path, npu_smi=smi.Problem(said, "npu-smi"))
+
+
+def without_driver(path: Path) -> Machine:
+    """The chip is on the bus, and nothing is installed."""
+    put(path / "sys/bus/pci/devices/0000:c1:00.0/vendor", "0x19e5\n")
+    put(path / "sys/bus/pci/devices/0000:c1:00.0/class", "0x120000\n")
+    return laptop(path)
+
+
+def old_cann(path: Path) -> Machine:
+    """A chip with CANN 8.5, and no torch_npu."""
+    put(path / "old/ascend-toolkit/8.5.0/ascend_toolkit_install.info", "version=8.5.0\n")
+    machine = atlas(path, npu=None, versions={"torch": "2.13.0+cpu"})
+    return with_env(machine, ASCEND_HOME_PATH=str(path / "old/ascend-toolkit/8.5.0"))
+
+
+def sick(path: Path) -> Machine:
+    return atlas(path, npu_smi=smi.parse_npu_table((SAMPLES / "a2_25.txt").read_text()))
+
+
+def unseen_gpu(path: Path) -> Machine:
+    return laptop(path, nvidia_smi=smi.Readings("nvidia-smi", devices=[smi.DeviceReading(0, "NVIDIA H200")]))
+
+
+def cuda_torch(path: Path) -> Machine:
+    return atlas(path, npu=Probe({}, TWO), torch=Probe({**CPU_TORCH.values, "cuda_build": "12.8"}))
+
+
+def no_torch_npu(path: Path) -> Machine:
+    return atlas(path, npu=None, versions={"torch": "2.13.0+cpu"})
+
+
+PAIR = "pip install torch==2.12.0 torch_npu==2.12.0"
+CASES: list[tuple[Callable[[Machine], Check], Callable[[Path], Machine], str, list[str]]] = [
+    (checks_npu.torch, lambda path: laptop(path, torch=BROKEN), "fail", ["libtorch_cpu", "pip install --force-reins"]),
+    (checks_npu.torch, lambda path: laptop(path, torch=BROKEN, versions={}), "fail", ["pip install torch"]),
+    (checks_npu.torch_npu, unloaded, "fail", ["libhccl.so", SET_ENV, "AUTOLOAD=0"]),
+    (checks_npu.torch_npu, versions("2.13.0+cpu", "2.12.0"), "fail", [PAIR]),
+    (checks_npu.torch_npu, versions("2.10.0+cpu", "2.10.0.post4"), "ok", []),
+    (checks_npu.torch_npu, no_torch_npu, "fail", [f"{PAIR} decorator"]),  # the pair of this CANN, not the newest
+    (checks_npu.torch_npu, old_cann, "fail", ["torch_npu==2.9.0 decorator"]),
+    (checks_npu.two_accelerators, cuda_torch, "fail", ["CUDA 12.8", "torch==2.12.0+cpu"]),
+    (checks_npu.device, unloaded, "fail", ["Ascend chip is here"]),
+    (checks_npu.device, unseen_gpu, "warn", ["NVIDIA H200", "only the CPU"]),
+    (checks_npu.device, lambda path: npu_says(path, problem=HELD), "fail", ["507033", "ascendchat clean"]),
+    (checks_npu.device, lambda p: with_env(laptop(p), ASCENDCHAT_DEVICE="npu"), "fail", ["ASCENDCHAT_DEVICE=npu"]),
+    (checks_npu.device, asked(ASCENDCHAT_DEVICE="cpu"), "ok", ["cpu"]),
+    (checks_npu.device, lambda path: with_env(unloaded(path), ASCENDCHAT_DEVICE="cpu"), "ok", ["cpu"]),
+    (checks_npu.visible_devices, visible("0,1,2"), "ok", ["0,1,2"]),
+    (checks_npu.visible_devices, visible("2,1"), "fail", ["export ASCEND_RT_VISIBLE_DEVICES=1,2"]),
+    (checks_npu.visible_devices, visible("0, 1"), "fail", ["export ASCEND_RT_VISIBLE_DEVICES=0,1"]),
+    (checks_npu.visible_devices, visible("0,1,8"), "fail", ["export ASCEND_RT_VISIBLE_DEVICES=0,1"]),
+    (checks_npu.collectives, atlas, "ok", ["hccl"]),
+    (checks_npu.collectives, lambda path: npu_says(path, hccl=False), "fail", ["hccl is missing", "gloo"]),
+    (checks_npu.variables, asked(ASCEND_LAUNCH_BLOCKING="1"), "warn", ["slower", "unset ASCEND_LAUNCH_BLOCKING"]),
+    (checks_cann.cann, atlas, "ok", ["9.1.0"]),
+    (checks_cann.cann, unloaded, "fail", ["not loaded", SET_ENV]),
+    (checks_cann.cann, versions("2.9.0", "2.9.0"), "warn", ["CANN 9.1.0", "CANN 8.5.0"]),
+    (checks_cann.cann, asked(ASCEND_HOME_PATH="/nowhere/cann"), "fail", ["/nowhere/cann does not exist", SET_ENV]),
+    (checks_cann.driver, without_driver, "fail", ["version.info"]),
+    (checks_cann.device_nodes, without_driver, "fail", ["/dev/davinci0"]),
+    (checks_cann.npu_smi, sick, "warn", ["5 Alarm", "npu-smi info -t health -i 5"]),
+    (checks_cann.npu_smi, smi_fails("dcmi model initialized failed. ret is -8020"), "fail", ["another container"]),
+    (checks_cann.npu_smi, smi_fails("dcmi module: ret is -8005"), "fail", ["-8005", "--device /dev/davinci0"]),
+    (checks_cann.npu_smi, smi_fails("npu-smi did not answer within 15 s"), "fail", ["dmesg"]),
+    (checks_system.mirror, lambda p: laptop(p, mirror="late"), "warn", ["export HF_ENDPOINT=https://hf-mirror.com"]),
+    (checks_system.mirror, lambda path: laptop(path, mirror=None), "skip", ["HF_HUB_OFFLINE"]),
+]
+
+
+@pytest.mark.parametrize(("check", "machine", "status", "parts"), CASES)
+def test_a_check_tells_what_it_found_and_what_to_do(
+    tmp_path: Path, check: Callable[[Machine], Check], machine: Callable[[Path], Machine], status: str, parts: list[str]
+) -> None:
+    told(check(machine(tmp_path)), status, *parts)
+
+
+def test_a_network_card_of_the_same_maker_is_no_chip(tmp_path: Path) -> None:
+    assert without_driver(tmp_path).has_chip
+    put(tmp_path / "sys/bus/pci/devices/0000:c1:00.0/class", "0x020000\n")
+    assert not laptop(tmp_path).has_chip
 
 
 def test_next_command_names_the_chip_only_when_the_table_knows_it(tmp_path: Path) -> None:
     for name, ending in (("NVIDIA H200", " --chip 'NVIDIA H200'"), ("NVIDIA Future 1", "")):
         machine = laptop(tmp_path, torch=Probe({**CPU_TORCH.values, "cuda": [name], "cuda_bf16": True, "nccl": True}))
         assert conclusion(machine, checks.run_checks(machine))[1] == "ascendchat plan --depth 12" + ending
-
-
-def test_device_asked_for_by_variable_must_be_there(tmp_path: Path) -> None:
-    told(checks_npu.device(with_env(laptop(tmp_path), ASCENDCHAT_DEVICE="npu")), "fail", "ASCENDCHAT_DEVICE=npu")
-    told(checks_npu.device(with_env(atlas(tmp_path), ASCENDCHAT_DEVICE="cpu")), "ok", "cpu")
-    unusable = replace(atlas(tmp_path), npu=Probe({}, LIBHCCL))
-    told(checks_npu.device(with_env(unusable, ASCENDCHAT_DEVICE="cpu")), "ok", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("value", "status", "part"),
-    [
-        ("0,1,2", "ok", "0,1,2"),
-        ("2,1", "fail", "export ASCEND_RT_VISIBLE_DEVICES=1,2"),
-        ("0, 1", "fail", "export ASCEND_RT_VISIBLE_DEVICES=0,1"),
-        ("0,1,8", "fail", "export ASCEND_RT_VISIBLE_DEVICES=0,1"),
-    ],
-)
-def test_visible_devices_are_checked_for_order_spaces_and_range(
-    tmp_path: Path, value: str, status: str, part: str
-) -> None:
-    told(checks_npu.visible_devices(with_env(atlas(tmp_path), ASCEND_RT_VISIBLE_DEVICES=value)), status, part)
 
 
 @pytest.mark.parametrize(("chip", "status"), [("Ascend910B3", "ok"), ("Ascend910B", "warn"), ("Ascend310P3", "warn")])
@@ -251,31 +275,7 @@ def test_bf16_is_told_by_the_whole_name_of_the_chip(tmp_path: Path, chip: str, s
         assert not find(check.fix.split()[-1]).bf16
 
 
-def test_missing_collective_backend_is_a_failure_with_many_devices(tmp_path: Path) -> None:
-    machine = atlas(tmp_path)
-    assert machine.npu is not None
-    without = replace(machine, npu=Probe({**machine.npu.values, "hccl": False}))
-    told(checks_npu.collectives(machine), "ok", "hccl")
-    told(checks_npu.collectives(without), "fail", "hccl is missing", "gloo")
-
-
-def test_harmful_settings_are_reported_with_their_cost(tmp_path: Path) -> None:
-    machine = with_env(atlas(tmp_path), ASCEND_LAUNCH_BLOCKING="1", NPU_PERF_MODE="high")
-    told(checks_npu.variables(machine), "warn", "slower", "unset ASCEND_LAUNCH_BLOCKING NPU_PERF_MODE")
-
-
 # ------------------------------------------------------------------------------------------------ CANN, driver, tools
-
-
-def test_cann_of_another_release_than_torch_npu_wants_is_a_warning(tmp_path: Path) -> None:
-    machine = atlas(tmp_path, versions={"torch": "2.9.0", "torch_npu": "2.9.0"})
-    told(checks_cann.cann(machine), "warn", "CANN 9.1.0", "CANN 8.5.0")
-    told(checks_cann.cann(atlas(tmp_path)), "ok", "9.1.0")
-
-
-def test_cann_path_that_does_not_exist_is_a_failure(tmp_path: Path) -> None:
-    machine = with_env(atlas(tmp_path), ASCEND_HOME_PATH="/nowhere/cann")
-    told(checks_cann.cann(machine), "fail", "/nowhere/cann does not exist", "source /usr/local/Ascend/cann/set_env.sh")
 
 
 def test_operators_of_another_chip_are_a_failure(tmp_path: Path) -> None:
@@ -284,23 +284,6 @@ def test_operators_of_another_chip_are_a_failure(tmp_path: Path) -> None:
     kernels = tmp_path / "usr/local/Ascend/cann/opp/built-in/op_impl/ai_core/tbe/kernel"
     (kernels / "ascend910b").rename(kernels / "ascend310p")
     told(checks_cann.operator_package(machine), "fail", "needs ascend910b, found ascend310p", "910b-ops_9.1.0")
-
-
-@pytest.mark.parametrize(
-    ("said", "part"),
-    [
-        ("npu-smi failed (exit status 255): dcmi model initialized failed, ... ret is -8020", "another container"),
-        ("npu-smi failed (exit status 0): dcmi module initialize failed. ret is -8005", "--device /dev/davinci0"),
-        ("npu-smi did not answer within 15 s", "dmesg"),
-    ],
-)
-def test_npu_smi_failures_are_told_apart(tmp_path: Path, said: str, part: str) -> None:
-    told(checks_cann.npu_smi(laptop(tmp_path, npu_smi=smi.Problem(said, "npu-smi"))), "fail", said, part)
-
-
-def test_sick_device_is_named(tmp_path: Path) -> None:
-    readings = smi.parse_npu_table((SAMPLES / "a2_25.txt").read_text())
-    told(checks_cann.npu_smi(atlas(tmp_path, npu_smi=readings)), "warn", "5 Alarm", "npu-smi info -t health -i 5")
 
 
 def test_missing_device_files_are_named_for_docker(tmp_path: Path) -> None:
@@ -339,24 +322,15 @@ def test_ports_of_hccl_that_are_taken_are_named(tmp_path: Path) -> None:
     told(checks_system.ports(with_env(machine, HCCL_IF_BASE_PORT="50000")), "ok")
 
 
-def test_unreachable_hub_gives_the_mirror_command_and_offline_is_respected(tmp_path: Path) -> None:
-    told(checks_system.mirror(laptop(tmp_path, mirror="timed out")), "warn", "export HF_ENDPOINT=https://hf-mirror.com")
-    told(checks_system.mirror(laptop(tmp_path, mirror=None)), "skip", "HF_HUB_OFFLINE")
-
-
 def test_proxy_is_shown_without_its_password(tmp_path: Path) -> None:
     check = checks_system.proxy(with_env(laptop(tmp_path), https_proxy="http://me:secret@proxy.lan:3128"))
     told(check, "warn", "proxy.lan:3128", "no_proxy")
     assert "secret" not in str(check)
 
 
-def test_reach_gives_up_in_time_when_nobody_answers() -> None:
-    with socket.socket() as server:  # accepts the connection, never answers
-        server.bind(("127.0.0.1", 0))
-        server.listen(1)
-        began = time.monotonic()
-        assert probe.reach(f"http://127.0.0.1:{server.getsockname()[1]}", seconds=0.5)
-        assert time.monotonic() - began < 30
+def test_reach_gives_up_when_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts the connection, never answers
+        assert probe.reach(f"http://127.0.0.1:{server.getsockname()[1]}", seconds=0.2)
 
 
 # ------------------------------------------------------------------------------------------------ stored files

@@ -9,9 +9,13 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from warm_process import ServerPopen
+from warm_process import run as run_warm
 
 from ascendchat.cli import main
 from ascendchat.config import home
@@ -36,32 +40,22 @@ def doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
 @pytest.mark.skipif(look().cann, reason="CANN is loaded here, so `import torch` does not fail")
 def test_doctor_runs_where_import_torch_fails_and_names_the_way_out() -> None:
+    """And where a stored file is missing: one failed check is status 1, with its fix."""
+    folder = home() / "tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"files": {"tokenizer.json": {"bytes": 9, "sha256": ""}}}))
     done = doctor("--json")
     report = json.loads(done.stdout)
-    assert done.returncode == (0 if report["ok"] else 1)
+    assert (done.returncode, report["ok"]) == (1, False)
+    (stored,) = [c for c in report["checks"] if "tokenizer.json: missing" in c["found"]]
+    assert (stored["status"], stored["fix"].startswith("rm -r ")) == ("fail", True)
     check = next(c for c in report["checks"] if c["name"] == "torch_npu")
     assert check["status"] in ("warn", "fail")
     assert "ImportError: libhccl.so" in check["found"]
     assert "set_env.sh" in json.dumps(check)
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in json.dumps(check)
     assert report["device"]["count"] >= 1
-    assert report["next"].split()[0] in ("ascendchat", "source", "export")
-
-
-@pytest.mark.slow
-def test_failed_check_gives_exit_status_one_and_its_fix_as_the_next_command() -> None:
-    folder = home() / "tokenizer"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"files": {"tokenizer.json": {"bytes": 9, "sha256": ""}}}))
-    done = doctor(**{AUTOLOAD: "0"})
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("fail") and "tokenizer.json: missing" in line)
-    assert lines[at + 1].strip().startswith("why: ")
-    assert lines[at + 2].strip().startswith("fix: rm -r ")
-    assert "stored data" in lines[-2]
-    assert lines[-1].startswith("next: ")
-    assert not done.stderr
+    assert report["next"].split()[0] in ("ascendchat", "source", "export", "rm")
 
 
 def test_probe_reports_a_crash_a_hang_and_noise_around_the_answer() -> None:
@@ -129,6 +123,10 @@ def test_watch_prints_devices_as_plain_lines_when_not_a_terminal(
     assert "1 Ascend910  7%  45.4 GiB / 64.0 GiB  37 °C  OK  VLLMWorker_TP:812733 42.2 GiB" in lines[1]
 
 
+def test_numbers_that_mean_nothing_are_refused() -> None:
+    assert main(["doctor", "--watch", "--interval", "0"]) == main(["doctor", "--devices", "0"]) == 2
+
+
 def test_watch_shows_the_cpu_where_there_is_no_device() -> None:
     (row,) = device_rows(smi.Problem("none", missing=True), Cpu())
     assert row[0].startswith("cpu (")
@@ -144,18 +142,16 @@ def test_cpu_use_is_the_busy_share_between_two_readings(tmp_path: Path) -> None:
     assert cpu.use(stat) == pytest.approx(37.5)
 
 
-def test_interval_must_be_positive() -> None:
-    assert main(["doctor", "--watch", "--interval", "0"]) == 2
-
-
 # ---------------------------------------------------------------------------------------------------- --devices
 
 
 @pytest.mark.slow
-def test_collective_on_two_processes_is_checked_and_timed() -> None:
-    done = doctor("--devices", "2", "--device-type", "cpu", "--json", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_collective_on_two_processes_is_checked_and_timed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collective, "subprocess", SimpleNamespace(run=partial(run_warm, how=ServerPopen)))
+    assert main(["doctor", "--devices", "2", "--device-type", "cpu", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
     assert (result["ok"], result["devices"], result["backend"], result["faults"]) == (True, 2, "gloo", [])
     assert [row["bytes"] for row in result["rows"]] == [1 << 16, 1 << 20, 1 << 24]
     assert all(row["all_reduce_gbs"] > 0.001 and row["all_gather_gbs"] > 0.001 for row in result["rows"])
@@ -176,18 +172,3 @@ def test_wrong_collective_results_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "all_gather", lossy)
     _, faults = collective.time_collectives(4096, 0, 1, torch.device("cpu"), lambda: None)
     assert faults == ["rank 0: all_gather of 4096 bytes"]
-
-
-def test_less_than_one_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--devices", "0"]) == 2
-    assert "--devices must be at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_device_type_that_is_not_here_fails_with_its_reason() -> None:
-    if look().nodes:
-        pytest.skip("there is an NPU here")
-    done = doctor("--devices", "1", "--device-type", "npu", **{AUTOLOAD: "0"})
-    assert done.returncode == 2
-    assert "NPU" in done.stderr
-    assert "Traceback" not in done.stderr

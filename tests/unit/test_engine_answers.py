@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,34 +18,35 @@ from ascendchat.infer.text import TextStream
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials
-GREEDY = {"temperature": 0.0}
+START, END = SPECIAL["<|assistant_start|>"], SPECIAL["<|assistant_end|>"]
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: a second thread only gets in the way
-    yield pick("cpu", compiled=False)
-    torch.set_num_threads(threads)
+@pytest.fixture
+def device(one_thread: None) -> Device:
+    """A CPU."""
+    return pick("cpu", compiled=False)
 
 
-def scripted(device: Device, *runs: list[int], slots: int = 2, context: int = 64) -> Engine:
-    return make.engine(make.scripted(make.script(*runs)), device, slots=slots, context=context)
+def asked(prompt: list[int] | None = None, **settings: Any) -> Request:
+    return Request(prompt or [START], Sampling(temperature=0.0, **settings))
 
 
-def letters(text: str, end: bool = True) -> list[int]:
-    return [SPECIAL["<|assistant_start|>"], *TEXT.encode(text), *([SPECIAL["<|assistant_end|>"]] if end else [])]
+def calculating(device: Device, slots: int = 1, late: int = 0) -> tuple[Engine, list[int]]:
+    """An engine that calls the calculator, and its answer. `late`: passes whose results are not read at once."""
+    follows, answer = make.calculator_script()
+    return make.engine(make.scripted(follows), device, slots=slots, late=late), answer
 
 
-START = [SPECIAL["<|assistant_start|>"]]
+def saying(device: Device, text: str, slots: int = 2, context: int = 64) -> Engine:
+    """An engine that answers with this text."""
+    run = [START, *TEXT.encode(text), END]
+    return make.engine(make.scripted(make.script(run)), device, slots=slots, context=context)
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_calculator_call_gets_its_result_forced_in(device: Device, late: int) -> None:
-    follows, answer = make.calculator_script()
-    engine = make.engine(make.scripted(follows), device, slots=3)
-    engine.ahead = late  # results read at once, or one pass late as on accelerators
-    found = engine.generate([Request([0] * n + START, Sampling(**GREEDY, logprobs=True)) for n in (0, 5, 9, 2)])
+    engine, answer = calculating(device, 3, late)
+    found = engine.generate([asked([0] * n + [START], logprobs=True) for n in (0, 5, 9, 2)])
     for completion in found:
         assert completion.ids == answer
         assert (completion.text, completion.finish_reason) == ("你好!", "stop")
@@ -58,14 +58,12 @@ def test_a_calculator_call_gets_its_result_forced_in(device: Device, late: int) 
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("limit", range(1, 18))
-def test_an_answer_may_end_anywhere_in_a_tool_call(device: Device, limit: int, late: int) -> None:
-    follows, answer = make.calculator_script()
-    engine = make.engine(make.scripted(follows), device, slots=1)
-    engine.ahead = late
-    (found,) = engine.generate([Request(START, Sampling(**GREEDY, max_tokens=limit))])
-    assert found.ids == answer[:limit]
-    assert found.finish_reason == ("length" if limit <= len(answer) else "stop")
+def test_an_answer_may_end_anywhere_in_a_tool_call(device: Device, late: int) -> None:
+    engine, answer = calculating(device, late=late)
+    for limit in range(1, 18):
+        (found,) = engine.generate([asked(max_tokens=limit)])
+        assert found.ids == answer[:limit]
+        assert found.finish_reason == ("length" if limit <= len(answer) else "stop"), limit
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -74,44 +72,36 @@ def test_a_row_that_ends_in_a_tools_result_writes_nothing_more(
 ) -> None:
     """It is over before the next step, which its neighbour still needs: a ring that turns once more would lose a key
     that is promised to other prompts."""
-    follows, answer = make.calculator_script()
-    engine = make.engine(make.scripted(follows), device, slots=2)
-    engine.ahead = late
-    step, written = engine.decoder.step, []
+    engine, answer = calculating(device, 2, late)
+    step, written = engine.decoder.step, set[int]()
 
-    def watched(*arguments):  # type: ignore[no-untyped-def]
+    def watched(*arguments: Any) -> torch.Tensor:
         idle = [slot for slot, job in enumerate(engine.running) if job is None]
-        written.extend(engine.decoder.target[idle].tolist())
+        written.update(engine.decoder.target[idle].tolist())
         return step(*arguments)
 
     monkeypatch.setattr(engine.decoder, "step", watched)
     for limit in range(answer.index(SPECIAL["<|output_start|>"]) + 1, answer.index(SPECIAL["<|output_end|>"]) + 2):
-        ends = engine.add(Request(START, Sampling(**GREEDY, max_tokens=limit)))
-        goes_on = engine.add(Request(START, Sampling(**GREEDY, max_tokens=limit + 4, stop_tokens=(), tools=False)))
-        while not goes_on.done:
-            engine.step()
+        ends = engine.add(asked(max_tokens=limit))
+        goes_on = engine.add(asked(max_tokens=limit + 4, stop_tokens=(), tools=False))
+        make.finish(engine, goes_on)
         assert ends.completion.ids == answer[:limit]
-    assert written
-    assert set(written) == {engine.decoder.cache.dump}
+    assert written == {engine.decoder.cache.dump}
 
 
 def test_tools_can_be_turned_off(device: Device) -> None:
-    follows, _ = make.calculator_script()
-    engine = make.engine(make.scripted(follows), device)
-    (found,) = engine.generate([Request(START, Sampling(**GREEDY, tools=False, max_tokens=9))])
+    engine, _ = calculating(device)
+    (found,) = engine.generate([asked(tools=False, max_tokens=9)])
     assert SPECIAL["<|output_start|>"] not in found.ids[:8]
     assert not any(found.forced)
 
 
 def test_the_stream_shows_calls_and_results_apart_from_the_text(device: Device) -> None:
-    follows, _ = make.calculator_script()
-    engine = make.engine(make.scripted(follows), device)
-    request = Request(START, Sampling(**GREEDY))
-    joined: dict[str, str] = {}
-    for kind, text in engine.stream(request):
-        joined[kind] = joined.get(kind, "") + text
-    assert joined == {"tool": "17+25", "output": "42", "text": "你好!"}
-    visible = [piece.text for piece in engine.stream(request) if piece.kind == "text"]
+    engine, _ = calculating(device)
+    pieces = list(engine.stream(asked()))
+    for kind, text in (("tool", "17+25"), ("output", "42"), ("text", "你好!")):
+        assert "".join(piece.text for piece in pieces if piece.kind == kind) == text
+    visible = [piece.text for piece in engine.stream(asked()) if piece.kind == "text"]
     assert visible == ["你", "好", "!"], "each character when it is whole"
 
 
@@ -119,10 +109,8 @@ def test_the_stream_shows_calls_and_results_apart_from_the_text(device: Device) 
     ("stop", "expected"), [("cde", "ab"), ("e", "abcd"), ("hello", "abcdefg"), ("xyz", "abcdefghello"), ("a", "")]
 )
 def test_stop_texts_are_found_across_tokens_and_not_shown(device: Device, stop: str, expected: str) -> None:
-    run = [*START, *[ord(letter) for letter in "abcdefg"], *TEXT.encode("hello"), SPECIAL["<|assistant_end|>"]]
     assert len(TEXT.encode("hello")) == 2, "hell and o: the stop text ends inside the answer's tokens"
-    engine = scripted(device, run)
-    request = Request(START, Sampling(**GREEDY, stop=("never", stop)))
+    engine, request = saying(device, "abcdefghello"), asked(stop=("never", stop))
     (found,) = engine.generate([request])
     assert (found.text, found.finish_reason) == (expected, "stop")
     assert "".join(piece.text for piece in engine.stream(request)) == expected
@@ -130,26 +118,20 @@ def test_stop_texts_are_found_across_tokens_and_not_shown(device: Device, stop: 
 
 def test_what_might_become_a_stop_text_is_held_back_until_it_is_not() -> None:
     stream = TextStream(TEXT, stop=("abcd",))
-    shown = [stream.feed(ord(letter)) for letter in "xababce"]
-    assert [[piece.text for piece in pieces] for pieces in shown] == [
-        ["x"],
-        [],
-        [],
-        ["ab"],
-        [],
-        [],
-        ["abce"],
-    ]
+    shown = ["".join(piece.text for piece in stream.feed(ord(letter))) for letter in "xababce"]
+    assert shown == ["x", "", "", "ab", "", "", "abce"]
     assert stream.close() == []
     assert stream.text == "xababce"
 
 
-def test_a_text_is_never_cut_inside_a_character() -> None:
+def test_a_text_is_never_cut_inside_a_character_and_an_unfinished_one_is_marked_once() -> None:
     answer = "é 你好，世界 🙂 ok"
     stream = TextStream(TEXT)
     pieces = [piece for token in TEXT.encode(answer) for piece in stream.feed(token)]
     assert "".join(piece.text for piece in pieces) == answer
     assert all("\ufffd" not in piece.text for piece in pieces)
+    assert [stream.feed(byte) for byte in "好".encode()[:2]] == [[], []]
+    assert stream.close() == [Piece("text", "\ufffd")]
 
 
 @pytest.mark.parametrize("stop", [(), ("你",), ("o好",), ("42",)])
@@ -164,72 +146,46 @@ def test_many_tokens_at_once_give_the_same_text(stop: tuple[str, ...]) -> None:
     assert (one.text, one.stopped) == (all_at_once.text, all_at_once.stopped)
 
 
-def test_an_unfinished_character_at_the_end_is_marked_once() -> None:
-    stream = TextStream(TEXT)
-    for byte in "好".encode()[:2]:
-        assert stream.feed(byte) == []
-    assert stream.close() == [Piece("text", "\ufffd")]
-
-
 def test_the_context_ends_an_answer(device: Device) -> None:
-    engine = scripted(device, [ord("a"), ord("b"), ord("a")], context=20)
-    prompts = [[ord("a")] * n for n in (1, 10, 19)]
-    found = engine.generate([Request(prompt, Sampling(**GREEDY, max_tokens=100)) for prompt in prompts])
-    assert [len(answer.ids) for answer in found] == [19, 10, 1]
-    assert {answer.finish_reason for answer in found} == {"length"}
+    a, b = b"ab"
+    engine = make.engine(make.scripted(make.script([a, b, a])), device, context=20)
+    found = engine.generate([asked([a] * n, max_tokens=100) for n in (1, 10, 19)])
+    assert [(len(answer.ids), answer.finish_reason) for answer in found] == [(n, "length") for n in (19, 10, 1)]
 
 
 def test_a_long_conversation_loses_its_oldest_turns_and_is_answered(device: Device) -> None:
-    engine = scripted(device, letters("ok"), context=64)
+    engine = saying(device, "ok")
     turns = [{"role": role, "content": f"{i} " + "x" * 12} for i in range(9) for role in ("user", "assistant")]
     messages = [{"role": "system", "content": "S"}, *turns, {"role": "user", "content": "last"}]
     prompt = render_prompt(TEXT, messages, prompt_room(engine.context, 16))
     assert len(prompt) <= 64 - 16
     assert TEXT.decode(prompt).startswith("<|bos|><|system_start|>S<|system_end|><|user_start|>")
     assert TEXT.decode(prompt).endswith("last<|user_end|><|assistant_start|>")
-    assert engine.generate([Request(prompt, Sampling(**GREEDY, max_tokens=16))])[0].text == "ok"
+    assert engine.generate([asked(prompt, max_tokens=16)])[0].text == "ok"
 
 
 def test_own_stop_tokens_replace_the_usual_ones(device: Device) -> None:
-    engine = scripted(device, letters("abc"))
-    (found,) = engine.generate([Request(START, Sampling(**GREEDY, stop_tokens=(ord("c"),)))])
+    (found,) = saying(device, "abc").generate([asked(stop_tokens=(ord("c"),))])
     assert (found.text, found.ids, found.finish_reason) == ("ab", [97, 98], "stop")
 
 
-def test_a_cancelled_request_frees_its_slot(device: Device) -> None:
-    engine = scripted(device, [*START, ord("a"), ord("b"), ord("a")], slots=1)
-    stream = engine.stream(Request(START, Sampling(**GREEDY, max_tokens=50)))
-    assert next(stream).text == "ab"
-    stream.close()
-    assert engine.running == [None]
-    assert (list(stream), stream.completion.text, stream.completion.finish_reason) == ([], "ab", "cancelled")
-    assert engine.generate([Request(START, Sampling(**GREEDY, max_tokens=3))])[0].text == "aba"
+def failing(after: int, real: Any) -> Any:
+    """A function that does what the real one does, and then runs out of memory the last time."""
+    calls = iter(range(after + 1))
 
+    def fails(*known: Any) -> Any:
+        made = real(*known)
+        if next(calls) == after:
+            raise RuntimeError("out of memory")
+        return made
 
-def test_a_repetition_penalty_avoids_what_was_said(device: Device) -> None:
-    model = make.scripted(make.script([ord("a"), ord("b"), ord("a")]))
-    with torch.no_grad():
-        model.head[ord("z")] += 0.6 * model.head[ord("b")]  # the second choice after a
-    engine = make.engine(model, device)
-    plain, varied = engine.generate(
-        [Request([ord("a")], Sampling(**GREEDY, max_tokens=3, repetition_penalty=factor)) for factor in (1.0, 4.0)]
-    )
-    assert (plain.text, varied.text) == ("bab", "baz")
+    return fails
 
 
 def test_an_error_leaves_no_request_of_the_caller_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = scripted(device, letters("abcdef"), slots=2)
-    calls = iter(range(10))
-    extend = engine._extend
-
-    def fails() -> None:
-        if next(calls) == 2:
-            raise RuntimeError("out of memory")
-        extend()
-
-    requests = [Request(START, Sampling(**GREEDY)) for _ in range(4)]
+    engine, requests = saying(device, "abcdef"), [asked() for _ in range(4)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_extend", fails)
+        patch.setattr(engine, "_extend", failing(2, engine._extend))
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.generate(requests)
     assert not engine.waiting
@@ -247,14 +203,8 @@ def test_what_a_failed_pass_has_overwritten_is_not_gone_on_behind(
     prompt, more = ([draw.randrange(model.shape.vocab) for _ in range(count)] for count in (60, 100))
     sampling = Sampling(max_tokens=8, temperature=0.0, stop_tokens=(), tools=False, logprobs=True)
     engine.generate([Request(prompt, replace(sampling, max_tokens=1))])
-    prefill = engine.decoder.prefill
-
-    def fails(*known: Any) -> None:
-        prefill(*known)
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(engine.decoder, "prefill", fails)
+        patch.setattr(engine.decoder, "prefill", failing(0, engine.decoder.prefill))
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.generate([Request([*prompt, *more], sampling)])
     found, expected = (one.generate([Request([*prompt, *more[:5]], sampling)])[0] for one in (engine, fresh))

@@ -9,7 +9,7 @@ import engine_models as make
 import pytest
 import torch
 
-from ascendchat.device import Device, pick
+from ascendchat.device import Device
 from ascendchat.infer import gather
 from ascendchat.infer.engine import Completion, Engine, Job, Request, Sampling
 from ascendchat.infer.prefix import LEAST_REUSE
@@ -38,18 +38,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Device:
-    found = pick(request.param, dtype="fp32", compiled=False)
-    torch.set_float32_matmul_precision("highest")
-    return found
+    """A CPU, and a GPU where there is one, with exact products."""
+    return make.exact(request.param)
 
 
 class Watched:
     """An engine whose steps and moves are counted."""
 
-    def __init__(self, engine: Engine, late: int | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine, self.rows, self.moved = engine, [], 0  # type: tuple[Engine, list[int], int]
-        if late is not None:
-            engine.ahead = late
         step, move = engine.decoder.step, engine.sheet.move
 
         def stepped(rows: int, *rest: object) -> torch.Tensor:
@@ -77,28 +74,26 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows move after two steps in which half as many rows would do."""
     monkeypatch.setattr(gather, "PATIENCE", 2)
     monkeypatch.setattr(gather, "RECORDING", 0)  # where steps are recorded, new sizes at once
 
 
 def same(found: list[Completion], expected: list[Completion]) -> None:
     for one, other in zip(found, expected, strict=True):
-        assert one.ids == other.ids
-        assert one.text == other.text
-        assert one.finish_reason == other.finish_reason
-        assert one.versions == other.versions
+        for part in ("ids", "text", "finish_reason", "versions"):
+            assert getattr(one, part) == getattr(other, part), part
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
         assert [[token for token, _ in top] for top in one.tops] == [[token for token, _ in top] for top in other.tops]
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "late"), [("full", 0), ("ring", 1)])
 @pytest.mark.usefixtures("patient")
 def test_answers_are_those_of_rows_that_stay(
     device: Device, name: str, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked = make.model(3, **MODELS[name]), requests(SLOTS)
-    moving = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT), late)
+    moving = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT, late=late))
     found = moving.engine.generate(asked)
     assert moving.moved > 3
     assert {"stop", "length"} == {answer.finish_reason for answer in found}
@@ -106,23 +101,11 @@ def test_answers_are_those_of_rows_that_stay(
     assert not sheet._watchers
     assert not sheet.watched.any(), "nobody's tokens are watched any more"
     monkeypatch.setattr(gather, "PATIENCE", 10**9)
-    staying = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT), late)
+    staying = Watched(make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT, late=late))
     same(found, staying.engine.generate(asked))
     assert staying.moved == 0
     assert sum(moving.rows) < 0.7 * sum(staying.rows)
     assert abs(len(moving.rows) - len(staying.rows)) <= 2
-
-
-@pytest.mark.usefixtures("patient")
-def test_rounds_of_random_requests_one_after_the_other(device: Device) -> None:
-    """Whatever earlier ones left in the slots, and more requests than slots."""
-    model = make.model(5, **MODELS["ring"])
-    moving, alone = (Watched(make.engine(model, device, Sdpa(), slots=slots, context=CONTEXT)) for slots in (SLOTS, 3))
-    for seed in range(3):
-        asked = requests(SLOTS + 9 * seed, seed)
-        same(moving.engine.generate(asked), alone.engine.generate(asked))
-    assert moving.moved > 10
-    assert alone.moved == 0
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -131,11 +114,11 @@ def test_a_tools_result_is_put_in_wherever_the_row_is(device: Device, late: int)
     """Moved in the middle of a call, of its result, and behind it."""
     follows, answer = make.calculator_script()
     start = [make.tokenizer().specials["<|assistant_start|>"]]
-    watched = Watched(make.engine(make.scripted(follows), device, slots=SLOTS, context=64), late)
-    for short in range(1, 14):
+    watched = Watched(make.engine(make.scripted(follows), device, slots=16, context=64, late=late))
+    for short in range(1, 14, 2):
         watched.moved = 0
         brief = Request([65], Sampling(temperature=0.0, max_tokens=short, stop_tokens=(), tools=False))
-        *_, found = watched.engine.generate([*[brief] * (SLOTS - 1), Request(start, Sampling(temperature=0.0))])
+        *_, found = watched.engine.generate([*[brief] * 15, Request(start, Sampling(temperature=0.0))])
         assert found.ids == answer
         assert found.forced == [False] * 7 + [True] * 4 + [False] * (len(answer) - 11)
         assert watched.moved == 1
@@ -145,7 +128,7 @@ def test_a_tools_result_is_put_in_wherever_the_row_is(device: Device, late: int)
 @pytest.mark.usefixtures("patient")
 def test_a_row_may_move_again_and_its_old_slots_are_idle(device: Device) -> None:
     model, draw = make.model(8, **MODELS["ring"]), random.Random(2)
-    watched = Watched(make.engine(model, device, Sdpa(), slots=64, context=CONTEXT), 1)
+    watched = Watched(make.engine(model, device, Sdpa(), slots=64, context=CONTEXT, late=1))
     engine, greedy = watched.engine, Sampling(temperature=0.0, stop_tokens=(), tools=False)
     asked = []
     for length in [3] * 34 + [18] * 20 + [60] * 10:  # the first move leaves 30 rows, the second 10
@@ -162,7 +145,7 @@ def test_a_row_may_move_again_and_its_old_slots_are_idle(device: Device) -> None
     assert len(places) == 3
     assert max(watched.rows[-5:]) == 10
     for job, request in list(zip(jobs, asked))[-12:]:
-        assert job.completion.ids == make.greedy(model, request.prompt, request.sampling.max_tokens, CONTEXT)
+        make.assert_greedy(model, request, job.completion.ids, CONTEXT)
 
 
 BRIEF = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
@@ -170,9 +153,10 @@ BRIEF = Sampling(temperature=0.0, max_tokens=3, stop_tokens=(), tools=False)
 
 def three_go_on(model: GPT, device: Device, tokens: int) -> tuple[Watched, list[list[int]], list[Job]]:
     """All slots are taken; only the answers in the last three have more than a few tokens."""
-    place, draw = device.bind(0), random.Random(1)
-    sizes = {"slots": SLOTS, "context": CONTEXT, "least_reuse": LEAST_REUSE}
-    engine = Engine(model.to(place), Sdpa(), make.tokenizer(), device, place, **sizes)  # type: ignore[arg-type]
+    engine, draw = (
+        make.engine(model, device, Sdpa(), slots=SLOTS, context=CONTEXT, least_reuse=LEAST_REUSE),
+        random.Random(1),
+    )
     prompts = [[draw.randrange(model.shape.vocab) for _ in range(60)] for _ in range(SLOTS)]
     kinds = [BRIEF] * (SLOTS - 3) + [replace(BRIEF, max_tokens=tokens)] * 3
     return Watched(engine), prompts, [engine.add(Request(p, kind)) for p, kind in zip(prompts, kinds)]
@@ -185,39 +169,40 @@ def test_what_freed_slots_kept_is_found_behind_their_move(device: Device) -> Non
     while not watched.moved:
         engine.step()
     again = [engine.add(Request([*p, 5, 6], BRIEF)) for p in prompts[:6]]
-    while not all(job.done for job in [*jobs, *again]):
-        engine.step()
+    make.finish(engine, *jobs, *again)
     assert watched.moved == 3
-    for prompt, job in zip(prompts[:6], again):
-        assert job.completion.cached_tokens >= 59, "what the first slots had is still there"
-        assert job.completion.ids == make.greedy(model, [*prompt, 5, 6], 3, CONTEXT)
-    for prompt, job in zip(prompts[-3:], jobs[-3:]):
-        assert job.completion.ids == make.greedy(model, prompt, 50, CONTEXT)
+    assert all(job.completion.cached_tokens >= 59 for job in again), "what the first slots had is still there"
+    for job in [*again, *jobs[-3:]]:
+        make.assert_greedy(model, job.request, job.completion.ids, CONTEXT)
+
+
+def lengths(*tokens: int) -> list[Request]:
+    """Requests whose answers have so many tokens."""
+    return [Request([3, 4], replace(BRIEF, max_tokens=number)) for number in tokens]
+
+
+def of_16_slots(model: GPT, device: Device) -> Watched:
+    return Watched(make.engine(model, device, Reference(), slots=16, context=64))
 
 
 @pytest.mark.usefixtures("patient")
 def test_nobody_moves_while_others_wait_or_where_it_gives_little(device: Device) -> None:
     model = make.model(3, **MODELS["full"])
     few = Watched(make.engine(model, device, Reference(), slots=gather.LEAST - 1, context=64))
-    greedy = Sampling(temperature=0.0, stop_tokens=(), tools=False)
-
-    def lengths(*tokens: int) -> list[Request]:
-        return [Request([3, 4], replace(greedy, max_tokens=number)) for number in tokens]
-
     few.engine.generate(lengths(*[2] * (gather.LEAST - 2), 30))
     assert few.moved == 0, "few rows take hardly less time"
-    half = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    half = of_16_slots(model, device)
     half.engine.generate(lengths(*[2] * 7, *[30] * 9))
     assert half.moved == 0, "more than half of them run"
     half.engine.generate(lengths(*[2] * 8, *[30] * 8))
     assert half.moved == 8
-    prepared = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    prepared = of_16_slots(model, device)
     prepared.engine.decoder.prepared = [(1, 64), (16, 64)]
     prepared.engine.generate(lengths(*[2] * 14, 30, 30))
     assert prepared.moved == 0, "there is no smaller step"
     prepared.engine.generate(lengths(*[2] * 15, 30))
     assert prepared.moved == 1
-    held = Watched(make.engine(model, device, Reference(), slots=16, context=64))
+    held = of_16_slots(model, device)
     jobs = [held.engine.add(request) for request in lengths(*[2] * 15, 40)]
     for _ in range(3):
         held.engine.step()
@@ -227,18 +212,14 @@ def test_nobody_moves_while_others_wait_or_where_it_gives_little(device: Device)
         held.engine.step()
     assert held.moved == 0, "who waits takes the free slots"
     held.engine.resume()
-    while not all(job.done for job in jobs):
-        held.engine.step()
+    make.finish(held.engine, *jobs)
     assert held.moved == 1
 
 
 def test_a_short_lull_moves_nobody(device: Device) -> None:
-    model = make.model(3, **MODELS["full"])
-    watched = Watched(make.engine(model, device, Reference(), slots=16, context=64))
-    greedy = Sampling(temperature=0.0, stop_tokens=(), tools=False)
-    last = watched.engine.generate([Request([3, 4], replace(greedy, max_tokens=n)) for n in [2] * 15 + [9]])[-1]
+    watched = of_16_slots(make.model(3, **MODELS["full"]), device)
+    watched.engine.generate(lengths(*[2] * 15, 9))
     assert watched.moved == 0
-    assert last.ids == make.greedy(model, [3, 4], 9, 64)
 
 
 @pytest.mark.usefixtures("patient")
@@ -246,9 +227,8 @@ def test_a_step_of_another_size_is_recorded_when_it_was_wanted_for_long(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make.model(3, **MODELS["full"])
-    watched = Watched(make.engine(model, device, Reference(), slots=16, context=64))
-    decoder, greedy = watched.engine.decoder, Sampling(temperature=0.0, stop_tokens=(), tools=False)
-    asked = [Request([3, 4], replace(greedy, max_tokens=number)) for number in [2] * 15 + [40]]
+    watched, asked = of_16_slots(model, device), lengths(*[2] * 15, 40)
+    decoder = watched.engine.decoder
     monkeypatch.setattr(decoder, "graphs", True)
     monkeypatch.setattr(gather, "RECORDING", 50)
     watched.engine.generate(asked)
@@ -258,7 +238,7 @@ def test_a_step_of_another_size_is_recorded_when_it_was_wanted_for_long(
     assert watched.rows[-1] == 1
     decoder._steps.clear()
     watched.engine.gather.wanted.clear()
-    watched.engine.generate([Request([3, 4], replace(greedy, max_tokens=5))])
+    watched.engine.generate(lengths(5))
     watched.engine.generate(asked)
     assert watched.moved == 2, "it was recorded already"
 
@@ -276,18 +256,15 @@ def test_copies_for_a_request_that_ended_unread_are_made_before_rows_move(device
         engine.step()
         assert not engine.reading.copies
     jobs.append(engine.add(Request([9, 8, 7], BRIEF)))
-    while not all(job.done for job in jobs):
-        engine.step()
-    for prompt, job in zip(prompts[-3:], jobs[SLOTS - 3 : SLOTS]):
-        assert job.completion.ids == make.greedy(model, prompt, 60, CONTEXT)
+    make.finish(engine, *jobs)
+    for job in jobs[SLOTS - 3 : SLOTS]:
+        make.assert_greedy(model, job.request, job.completion.ids, CONTEXT)
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_copy_that_fails_leaves_all_slots_as_they_were(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make.model(3, **MODELS["full"])
-    engine = make.engine(model, device, Reference(), slots=16, context=64)
-    greedy = Sampling(temperature=0.0, stop_tokens=(), tools=False)
-    asked = [Request([3, 4], replace(greedy, max_tokens=number)) for number in [2] * 15 + [40]]
+    engine, asked = of_16_slots(model, device).engine, lengths(*[2] * 15, 40)
 
     def fail(copies: object) -> None:
         raise torch.OutOfMemoryError
@@ -298,4 +275,4 @@ def test_a_copy_that_fails_leaves_all_slots_as_they_were(device: Device, monkeyp
             engine.generate(asked)
     assert engine.running == [None] * 16
     assert not engine.sheet.owner.any()
-    assert engine.generate(asked)[-1].ids == make.greedy(model, [3, 4], 40, 64)
+    make.assert_greedy(model, asked[-1], engine.generate(asked)[-1].ids, 64)

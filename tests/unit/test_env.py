@@ -61,19 +61,16 @@ def test_the_environment_variable_names_the_device_and_the_argument_wins() -> No
         prepare_environment(None, environ={"ASCENDCHAT_DEVICE": "cuba"}, machine=NPU)
 
 
-def test_torch_npu_without_cann_or_device_is_left_alone_with_a_notice() -> None:
+@pytest.mark.parametrize(("cann", "said"), [(False, "CANN is not loaded"), (True, "driver")])
+def test_torch_npu_without_cann_or_driver_is_left_alone_with_a_notice(cann: bool, said: str) -> None:
     environ: dict[str, str] = {}
-    done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True))
+    done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True, cann=cann))
     assert environ == {AUTOLOAD: "0"}
     assert len(done.warnings) == 1
-    assert "CANN is not loaded" in done.warnings[0]
-
-
-def test_cann_in_a_container_without_the_driver_is_left_alone_with_a_notice() -> None:
-    environ: dict[str, str] = {}
-    done = prepare_environment(None, environ=environ, machine=replace(BARE, torch_npu=True, cann=True))
-    assert environ == {AUTOLOAD: "0"}
-    assert "driver" in done.warnings[0]
+    assert said in done.warnings[0]
+    asking: dict[str, str] = {}
+    prepare_environment("npu", environ=asking, machine=replace(BARE, torch_npu=True, cann=cann))
+    assert asking[AUTOLOAD] == "0", "torch can be imported; that there is no NPU says `pick`"
 
 
 def test_npus_whose_cann_is_not_sourced_end_with_the_command_to_type() -> None:
@@ -85,22 +82,12 @@ def test_npus_whose_cann_is_not_sourced_end_with_the_command_to_type() -> None:
     assert prepare_environment(None, environ={AUTOLOAD: "0"}, machine=seen).set == {}  # the user has already said no
 
 
-def test_npus_without_torch_npu_are_mentioned_and_not_used() -> None:
+def test_npus_without_torch_npu_are_mentioned_and_who_asks_for_one_is_told_what_to_install() -> None:
     done = prepare_environment(None, environ={}, machine=replace(NPU, torch_npu=False))
     assert "pip install -e '.[npu]' in your clone" in done.warnings[0]
     assert "TASK_QUEUE_ENABLE" not in done.set
-
-
-def test_asking_for_an_npu_without_torch_npu_says_what_to_install() -> None:
     with pytest.raises(UserError, match=r"torch_npu is not installed .*pip install -e '.\[npu\]' in your clone"):
         prepare_environment("npu", environ={}, machine=BARE)
-
-
-def test_asking_for_an_npu_without_cann_still_lets_torch_import() -> None:
-    """The sentence comes from `pick`, which tries for real; `import torch` must get that far."""
-    environ: dict[str, str] = {}
-    prepare_environment("npu", environ=environ, machine=replace(BARE, torch_npu=True))
-    assert environ[AUTOLOAD] == "0"
 
 
 def test_the_debug_profile_blocks_and_talks_and_does_not_warn_about_itself() -> None:
@@ -114,13 +101,10 @@ def test_the_debug_profile_blocks_and_talks_and_does_not_warn_about_itself() -> 
     assert (again.set, again.kept, again.warnings) == ({}, {}, [])
 
 
-def test_the_debug_profile_says_when_the_users_setting_keeps_it_incomplete() -> None:
+def test_the_debug_profile_says_when_it_is_incomplete_or_changes_nothing() -> None:
     done = prepare_environment("npu", debug=True, environ={"TASK_QUEUE_ENABLE": "2"}, machine=NPU)
     assert done.kept == {"TASK_QUEUE_ENABLE": "2"}
     assert any("TASK_QUEUE_ENABLE=2 was already set" in line for line in done.warnings)
-
-
-def test_debug_without_an_npu_says_that_it_changes_nothing() -> None:
     done = prepare_environment("cpu", debug=True, environ={}, machine=BARE)
     assert any("--npu-debug changes nothing" in line for line in done.warnings)
 
@@ -170,57 +154,40 @@ def test_no_variable_of_the_user_is_ever_changed(
     assert again.set == {}
 
 
-HARMFUL = [
-    ("ASCEND_LAUNCH_BLOCKING", "1", "slow"),
-    ("TASK_QUEUE_ENABLE", "0", "slow"),
-    ("ASCEND_GLOBAL_LOG_LEVEL", "0", "slow"),
-    ("ASCEND_GLOBAL_LOG_LEVEL", "1", "slow"),
-    ("ASCEND_SLOG_PRINT_TO_STDOUT", "1", "slow"),
-    ("TORCH_HCCL_BLOCKING_WAIT", "1", "slow"),
-    ("HCCL_CONNECT_TIMEOUT", "60", "breaks"),
-    ("HCCL_CONNECT_TIMEOUT", "ten", "breaks"),
-    ("HCCL_CONNECT_TIMEOUT", "7200", "hides faults"),
-    ("HCCL_EXEC_TIMEOUT", "100", "hides faults"),
-    ("HCCL_EXEC_TIMEOUT", "7200", "hides faults"),
-    ("HCCL_EXEC_TIMEOUT", "0", "hides faults"),
-    ("HCCL_EVENT_TIMEOUT", "1800", "hides faults"),
-    ("HCCL_ASYNC_ERROR_HANDLING", "0", "hides faults"),
-    ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "0", "hides faults"),
-    ("ASCEND_RT_VISIBLE_DEVICES", "0, 1", "breaks"),
-    ("ASCEND_RT_VISIBLE_DEVICES", "1,0", "breaks"),
-    ("ASCEND_RT_VISIBLE_DEVICES", "0-7", "breaks"),
-    ("INF_NAN_MODE_ENABLE", "0", "breaks"),
-    ("TORCH_TRANSFER_TO_NPU", "1", "breaks"),
-    ("HCCL_BUFFSIZE", "2048", "memory"),
-    ("MULTI_STREAM_MEMORY_REUSE", "2", "memory"),
-    ("HCCL_OP_EXPANSION_MODE", "AIV", "hides faults"),
-    ("HCCL_INTRA_ROCE_ENABLE", "1", "no effect"),
-    ("HCCL_WHITELIST_DISABLE", "1", "no effect"),
-    ("ASCEND_VISIBLE_DEVICES", "0", "no effect"),
-    ("ASCEND_DEVICE_ID", "0", "no effect"),
-    ("NPU_VISIBLE_DEVICES", "0", "does not exist"),
-    ("TORCH_NPU_ALLOC_CONF", "x", "does not exist"),
-    ("ASCEND_GEMM_FooTiling", "1", "does not exist"),
-    *[(name, "1", "does not exist") for name in known_harmful()["nonexistent"] if "*" not in name],
-]
+HARMFUL = {
+    "slow": "ASCEND_LAUNCH_BLOCKING=1 TASK_QUEUE_ENABLE=0 ASCEND_GLOBAL_LOG_LEVEL=0 ASCEND_GLOBAL_LOG_LEVEL=1 "
+    "ASCEND_SLOG_PRINT_TO_STDOUT=1 TORCH_HCCL_BLOCKING_WAIT=1",
+    "breaks": "HCCL_CONNECT_TIMEOUT=60 HCCL_CONNECT_TIMEOUT=ten ASCEND_RT_VISIBLE_DEVICES=0, 1 "
+    "ASCEND_RT_VISIBLE_DEVICES=1,0 ASCEND_RT_VISIBLE_DEVICES=0-7 INF_NAN_MODE_ENABLE=0 TORCH_TRANSFER_TO_NPU=1",
+    "hides faults": "HCCL_CONNECT_TIMEOUT=7200 HCCL_EXEC_TIMEOUT=100 HCCL_EXEC_TIMEOUT=7200 HCCL_EXEC_TIMEOUT=0 "
+    "HCCL_EVENT_TIMEOUT=1800 HCCL_ASYNC_ERROR_HANDLING=0 TORCH_HCCL_ASYNC_ERROR_HANDLING=0 HCCL_OP_EXPANSION_MODE=AIV",
+    "memory": "HCCL_BUFFSIZE=2048 MULTI_STREAM_MEMORY_REUSE=2",
+    "no effect": "HCCL_INTRA_ROCE_ENABLE=1 HCCL_WHITELIST_DISABLE=1 ASCEND_VISIBLE_DEVICES=0 ASCEND_DEVICE_ID=0",
+    "does not exist": "NPU_VISIBLE_DEVICES=0 TORCH_NPU_ALLOC_CONF=x ASCEND_GEMM_FooTiling=1",
+}
 
 
-@pytest.mark.parametrize(("name", "value", "kind"), HARMFUL, ids=lambda part: str(part))
-def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(name: str, value: str, kind: str) -> None:
-    environ = {name: value}
-    found = harmful_settings(environ)
-    assert [(h.name, h.value, h.kind) for h in found] == [(name, value, kind)]
-    assert environ == {name: value}
-    assert found[0].cost in found[0].sentence()
-    chinese = found[0].sentence("zh")
-    assert any("\u4e00" <= letter <= "\u9fff" for letter in chinese)
-    assert found[0].advice_zh in chinese
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_a_harmful_setting_is_reported_with_its_cost_in_both_languages(kind: str) -> None:
+    settings = [setting.partition("=")[::2] for setting in re.split(r" (?=[A-Z])", HARMFUL[kind])]
+    if kind == "does not exist":
+        settings += [(name, "1") for name in known_harmful()["nonexistent"] if "*" not in name]
+    for name, value in settings:
+        environ = {name: value}
+        found = harmful_settings(environ)
+        assert [(h.name, h.value, h.kind) for h in found] == [(name, value, kind)]
+        assert environ == {name: value}
+        assert found[0].cost in found[0].sentence()
+        chinese = found[0].sentence("zh")
+        assert any("\u4e00" <= letter <= "\u9fff" for letter in chinese)
+        assert found[0].advice_zh in chinese
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {rule["name"] for rule in known_harmful()["rules"]} - {"PYTORCH_NPU_ALLOC_CONF"} <= {
-        name for name, _, _ in HARMFUL
-    }
+    """That of the allocator is in test_both_allocator_variables_are_refused_before_torch_npu_dies_of_them."""
+    cases = " ".join(HARMFUL.values())
+    rules = {rule["name"] for rule in known_harmful()["rules"]} - {"PYTORCH_NPU_ALLOC_CONF"}
+    assert [name for name in rules if f"{name}=" not in cases] == []
 
 
 @pytest.mark.parametrize(
@@ -234,12 +201,9 @@ def test_every_rule_has_a_case() -> None:
 )
 def test_sound_settings_are_not_reported(environ: dict[str, str]) -> None:
     assert harmful_settings(environ) == []
-
-
-def test_harmful_settings_are_reported_at_the_start_of_an_npu_run_only() -> None:
-    environ = {"HCCL_WHITELIST_DISABLE": "1"}
-    assert len(prepare_environment("npu", environ=dict(environ), machine=NPU).warnings) == 1
-    assert prepare_environment("cpu", environ=dict(environ), machine=NPU).warnings == []
+    harmful = environ | {"HCCL_WHITELIST_DISABLE": "1"}
+    assert len(prepare_environment("npu", environ=dict(harmful), machine=NPU).warnings) == 1
+    assert prepare_environment("cpu", environ=dict(harmful), machine=NPU).warnings == [], "nothing reads it there"
 
 
 def test_look_finds_libraries_where_the_loader_would(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import token_nats
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
-from ascendchat.record.results import best_results, stage_results
+from ascendchat.record.results import stage_results
 
 TEXTS = ["the cat sat on the mat. " * 30, "one", "", "two old dogs ran\nand ran " * 7]
 
@@ -78,6 +78,7 @@ DOCUMENTS = ["the cat sat on the red mat and saw one old dog.\n" * 12, "two big 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    """Trained on the documents of these tests."""
     return train_tokenizer(DOCUMENTS, 300)
 
 
@@ -134,68 +135,43 @@ def prepared(trained: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     return out
 
 
-@pytest.mark.slow
-def test_the_command_measures_bits_per_byte_of_a_prepared_corpus(
-    prepared: str, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(dataclasses.replace(CONFIG, data=(prepared,), eval=("bpb",))) == 0
-    bits = json.loads(capsys.readouterr().out)["bpb"][prepared]
-    assert bits["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
-    near = math.log(tokenizer.vocab_size) / math.log(2) * bits["tokens"] / bits["bytes"]  # untrained: nearly uniform
-    assert bits["bits_per_byte"] == pytest.approx(near, rel=0.01)
-
-
 def score(**changes: Any) -> None:
     assert run(dataclasses.replace(CONFIG, **{"eval": ("core",), **changes})) == 0
 
 
-def counts(evaluation: str) -> dict[str, int]:
-    """Task -> rows or tokens of the result that counts."""
-    best = best_results(stage_results(run_folder("tiny", "base"), evaluation))
-    return {task: row["examined"] for task, row in best.items()}
+def rows_of(evaluation: str) -> list[dict[str, Any]]:
+    """What the run has of one kind of evaluation, without the task that has no file."""
+    return [row for row in stage_results(run_folder("tiny", "base"), evaluation) if row["examined"]]
 
 
-def test_results_are_added_to_those_of_the_same_weights_and_no_quick_look_replaces_a_complete_one(
+def test_a_quick_look_says_that_fuller_results_count_and_settings_and_weights_keep_results_apart(
     prepared: str, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    score(max_per_task=8)
-    assert set(counts("core").values()) == {8}
-    score()
-    full = counts("core")
-    assert min(full.values()) > 8  # a complete result replaces a partial one
-    score(eval=("bpb",), data=(prepared,))
-    assert counts("core") == full
-    (row,) = stage_results(run_folder("tiny", "base"), "bpb")
-    assert (row["settings"], row["examined"]) == ({"max_seq_len": 256}, row["in_task"])
+    """Which of them count: test_results.py."""
+    score(eval=("bpb", "core"), data=(prepared,))
+    (bits,) = rows_of("bpb")
+    assert (bits["settings"], bits["examined"]) == ({"max_seq_len": 256}, bits["in_task"])
+    full = {row["task"]: row["examined"] for row in rows_of("core")}
     capsys.readouterr()
     score(eval=("bpb", "core"), data=(prepared,), max_per_task=8, max_seq_len=128, eval_tokens=300)
     shown = capsys.readouterr()
-    assert (counts("core"), counts("bpb")) == (full, {prepared: row["in_task"]})
+    assert (rows_of("core")[-1]["settings"], rows_of("core")[-1]["examined"]) == ({"max_seq_len": 128}, 8)
     before = "what was found before with other settings still counts: "
-    assert f"{before}{prepared} over {row['in_task']} of {row['in_task']} (now 300)\n" in shown.err
+    assert f"{before}{prepared} over {bits['in_task']} of {bits['in_task']} (now 300)\n" in shown.err
     assert f"{before}choice over {full['choice']} of {full['choice']} (now 8), " in shown.err
     assert json.loads(shown.out)["core"]["max_per_task"] == 8  # what this run found is printed nevertheless
+    score(kv_cache_dtype="fp8", max_per_task=2)  # fewer than the demonstrations
+    assert rows_of("core")[-1]["settings"] == {"max_seq_len": 256, "kv_cache_dtype": "fp8"}
+    assert rows_of("core")[-1]["examined"] == 2
     save(tokenizer, 4)  # trained again, to the same step
-    score(max_per_task=8)
-    assert set(counts("core").values()) == {8}
     score(max_per_task=500)  # a cut that cuts nothing is complete
-    assert counts("core") == full
+    again = {row["task"]: row["examined"] for row in rows_of("core") if row["model"] != bits["model"]}
+    assert again == full
 
 
-def test_a_cache_of_8_bits_is_another_setting_whose_results_mix_with_no_others(prepared: str) -> None:
-    score(eval=("bpb", "core"), data=(prepared,))
-    score(kv_cache_dtype="fp8", max_per_task=8)  # a quick look at what 8 bits cost
-    rows = stage_results(run_folder("tiny", "base"), "core")
-    asked = [row["settings"] for row in rows]
-    plain, narrow = {"max_seq_len": 256}, {"max_seq_len": 256, "kv_cache_dtype": "fp8"}
-    assert [settings for settings, before in zip(asked, [None, *asked]) if settings != before] == [plain, narrow]
-    assert all(row["settings"] == plain for row in best_results(rows).values())
-    score(kv_cache_dtype="fp8")
-    found = best_results(stage_results(run_folder("tiny", "base"), "core"))
-    assert all(row["settings"] == narrow for row in found.values())
-
-
-def test_tasks_of_core_are_on_disk_before_the_next_one_begins(trained: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_scored_is_on_disk_before_the_next_task_begins(
+    prepared: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = core.score_task
 
     def lost(task: CoreTask, *words: Any, **named: Any) -> core.TaskScore:
@@ -205,25 +181,13 @@ def test_tasks_of_core_are_on_disk_before_the_next_one_begins(trained: GPT, monk
 
     monkeypatch.setattr(core, "score_task", lost)
     with pytest.raises(RuntimeError):
-        score()
+        score(eval=("bpb", "core"), data=(prepared,), max_per_task=8)
     labels = [task.label for task in load_bundle(home() / "data" / "core")]
-    assert list(counts("core")) == labels[: labels.index("lm")]
-
-
-def test_bits_per_byte_are_on_disk_before_core_begins(prepared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*words: Any, **named: Any) -> None:
-        raise RuntimeError("the machine is gone")
-
-    monkeypatch.setattr(core, "score_tasks", lost)
-    with pytest.raises(RuntimeError):
-        score(eval=("bpb", "core"), data=(prepared,))
-    (row,) = stage_results(run_folder("tiny", "base"), "bpb")
-    assert row["result"]["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
-
-
-def test_a_quick_look_may_be_shorter_than_the_demonstrations(trained: GPT) -> None:
-    score(max_per_task=2)
-    assert list(counts("core").values()) == [2, 2, 2, 2]
+    assert [row["task"] for row in rows_of("core")] == labels[: labels.index("lm")]
+    bits = rows_of("bpb")[0]["result"]
+    assert bits["bytes"] == sum(len(document.encode()) for document in DOCUMENTS)
+    near = math.log2(tokenizer.vocab_size) * bits["tokens"] / bits["bytes"]  # untrained: nearly uniform
+    assert bits["bits_per_byte"] == pytest.approx(near, rel=0.01)
 
 
 def test_a_bundle_with_too_few_rows_is_refused_before_anything_is_computed(

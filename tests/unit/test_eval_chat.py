@@ -18,17 +18,15 @@ from engine_models import tokenizer as bytes_tokenizer
 from ascendchat import dist, sandbox, tasks
 from ascendchat.checkpoint import Writer as CheckpointWriter
 from ascendchat.config import UserError, home, parse
-from ascendchat.config.eval import EvalBaseConfig, EvalChatConfig
-from ascendchat.config.infer import ChatConfig
-from ascendchat.config.text import help_page
+from ascendchat.config.eval import EvalChatConfig
 from ascendchat.data.chat import Conversation, render_prompt, text_of
 from ascendchat.data.chat import parse_messages as parse_ids
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.eval import chat, stages
-from ascendchat.eval.examine import Chosen, Examiner, ModelChooser, examine, selection
+from ascendchat.eval.examine import Chosen, Examiner, ModelChooser, Outcome, examine, selection
 from ascendchat.infer.request import Completion, Request, Sampling
-from ascendchat.nn.attention import Attention, Reference, choose
+from ascendchat.nn.attention import Reference, choose
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.plan.shape import Shape
 from ascendchat.record import run_folder
@@ -139,7 +137,7 @@ def test_always_a_is_as_good_as_the_share_of_a_and_an_oracle_is_perfect() -> Non
     assert (best.accuracy, best.centred, best.right) == (1.0, 1.0, [1] * 40)
 
 
-@pytest.mark.parametrize("name", ["arc_easy", "mmlu", "ceval", "cmmlu", "gsm8k"])
+@pytest.mark.parametrize("name", ["ceval", "gsm8k"])
 def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_data: Path) -> None:
     task = tasks.load(name, source=str(real_data / "eval"))
     most = len(task) // 9
@@ -148,7 +146,7 @@ def test_real_tasks_give_guessing_about_zero_and_an_oracle_one(name: str, real_d
     assert examine(task, examiner(Oracle(task), max_rows=most)).centred == 1.0
 
 
-@pytest.mark.parametrize("name", [*tasks.EVALUATIONS[7:]])
+@pytest.mark.parametrize("name", ["toy_choice_zh", "toy_fact_en", "toy_problems", "toy_check_en"])
 def test_the_toy_world_gives_garbage_nothing_and_an_oracle_everything(name: str) -> None:
     task = tasks.load(name)
     most = max(1, len(task) // 5)
@@ -169,13 +167,12 @@ def test_several_samples_give_the_unbiased_pass_at_k_and_do_not_depend_on_the_ot
     assert rows != list(range(10))  # tables are sorted by subject: the first rows would not be fair
 
 
-@pytest.mark.parametrize("kernel", [Reference(), choose("cpu", torch.float32, 8)[0]], ids=["reference", "chosen"])
-def test_the_model_chooses_in_batches_what_it_chooses_one_by_one(kernel: Attention) -> None:
+def test_the_model_chooses_in_batches_what_it_chooses_one_by_one() -> None:
     made, place = random_model(), torch.device("cpu")
     draw = random.Random(5)
     prompts = [[draw.randrange(256) for _ in range(draw.randint(1, 90))] for _ in range(60)]
     options = [draw.sample(range(256), draw.randint(2, 6)) for _ in prompts]
-    chooser = ModelChooser(made, kernel, place, max_tokens=700, max_len=100)
+    chooser = ModelChooser(made, choose("cpu", torch.float32, 8)[0], place, max_tokens=700, max_len=100)
     found = chooser.submit(prompts, options)()
     with torch.no_grad():
         for prompt, given, answer in zip(prompts, options, found):
@@ -203,19 +200,25 @@ def test_replies_come_from_the_engine_and_prompts_that_are_too_long_lose_their_b
     assert found.cropped == 3  # 60, 80 and 100 letters do not fit into 48 tokens
 
 
-def ranked(rank: int) -> dict[str, Any]:
-    dist.init(Host())
+def judged() -> dict[str, Any]:
+    """What this rank finds, which asks its share of the questions."""
     first = Always()
     results = [examine(Quiz(), examiner(first)), examine(Sums(), examiner(Sometimes(), samples=4, temperature=1.0))]
     assert first.asked - len(Quiz()) // dist.world().size in (0, 1)
-    dist.teardown()
     return {found.name: (found.right, found.accuracy, found.pass_at) for found in results}
+
+
+def ranked(rank: int) -> dict[str, Any]:
+    dist.init(Host())
+    found = judged()
+    dist.teardown()
+    return found
 
 
 @pytest.mark.slow
 def test_any_number_of_ranks_gives_the_result_of_one() -> None:
-    alone = run_ranks(ranked, 1)[0]
-    for found in run_ranks(ranked, 3, seconds=120):
+    alone = judged()
+    for found in run_ranks(ranked, 3, seconds=120):  # 40 and 30 questions: the shares differ
         assert found == alone
 
 
@@ -298,66 +301,30 @@ def test_the_command_writes_its_results_and_prints_the_stages(
     assert stages.stage_table("no-such-run") == []
 
 
-def test_tasks_examined_one_after_the_other_are_shown_until_the_model_changes() -> None:
-    def shown() -> set[str]:
-        return {row["task"] for row in stages.stage_table("tiny")} - {"toyworld en", "toyworld zh", "toyworld"}
-
-    save("sft", 2)
-    assert command("--tasks", "toy_choice_en") == 0
-    assert command("--tasks", "toy_choice_zh") == 0
-    assert shown() == {"toy_choice_en", "toy_choice_zh"}
-    save("sft", 3, step=4)
-    assert command("--tasks", "toy_choice_zh") == 0
-    assert shown() == {"toy_choice_zh"}
-    assert command("--tasks", "toy_choice_en") == 0
-    save("sft", 5, step=4)  # trained again, to the same step
-    assert command("--tasks", "toy_choice_zh") == 0
-    assert shown() == {"toy_choice_zh"}
-
-
-def test_a_source_is_known_by_its_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = [("mmlu", "here"), ("mmlu", str(tmp_path / "here")), ("mmlu", ""), ("toy_fact_en", "here")]
-    assert [chat.source_of(*name) for name in names] == [str(tmp_path / "here")] * 2 + ["", None]
-
-
-def test_json_goes_to_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_goes_to_standard_output_alone_and_nothing_examined_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save("sft", 2)
     assert command("--tasks", "toy_choice_en", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tasks"]["toy_choice_en"]["kind"] == "reply"
     about = {"checkpoint", "model", "stage", "step", "chip", "world", "settings", "source", "missing", "scores"}
     assert about <= set(found)
-
-
-def test_when_nothing_can_be_examined_the_command_fails(tmp_path: Path) -> None:
-    save("sft", 2)
     assert command("--tasks", "mmlu", "--source", str(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("config", [EvalBaseConfig, EvalChatConfig, ChatConfig])
-def test_the_help_says_that_the_tokenizer_of_the_run_comes_first(config: type) -> None:
-    assert "by default that of the run, else of $ASCENDCHAT_HOME" in " ".join(help_page("x", config).split())
-
-
-@pytest.mark.parametrize("flags", [["--samples", "4"], ["--samples", "0"], ["--temperature", "-1"], ["--slots", "0"]])
-def test_settings_that_make_no_sense_are_refused_before_anything_is_loaded(flags: list[str]) -> None:
-    with pytest.raises(UserError, match="--"):
-        command(*flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--context", "257"], "--context 257: this model was trained with rows of 256 tokens; give at most those"),
-        (["--context", "16"], "--context 16 leaves a prompt 11 tokens, and those of toy_choice_en have "),
-        (["--context", "90", "--max-new-tokens", "80"], "--context 90 leaves a prompt 45 tokens, and those of toy"),
-    ],
-)
-def test_a_context_that_fits_neither_model_nor_prompts_is_refused_in_a_sentence(flags: list[str], words: str) -> None:
+def test_settings_that_fit_neither_each_other_nor_the_model_are_refused_in_a_sentence() -> None:
+    for flags in (["--samples", "4"], ["--temperature", "-1"]):
+        with pytest.raises(UserError, match="--"):
+            command(*flags)  # before anything is loaded: there is no model
     save("sft", 2)
-    with pytest.raises(UserError, match=words):
-        command("--tasks", "toy_choice_en", *flags)
+    for said, flags in {
+        "--context 257: this model was trained with rows of 256 tokens; give at most those": "--context 257",
+        "--context 16 leaves a prompt 11 tokens, and those of toy_choice_en have ": "--context 16",
+        "--context 90 leaves a prompt 45 tokens, and those of toy": "--context 90 --max-new-tokens 80",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            command("--tasks", "toy_choice_en", *flags.split())
     assert stored("sft") == []
 
 
@@ -393,3 +360,37 @@ def test_a_sandbox_that_runs_nothing_is_an_error_and_not_a_model_without_a_right
     assert "1 programs ended because the sandbox failed" in capsys.readouterr().out
     assert command("--tasks", "humaneval", "--source", str(tmp_path)) == 0
     assert "the sandbox failed" not in capsys.readouterr().out
+
+
+def test_finished_tasks_are_on_disk_before_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a quick look says that a fuller result counts. Which of them do: test_results.py."""
+
+    def guess(task: Task, examiner: Examiner) -> Outcome:
+        """In place of an examination, which takes longer."""
+        if task.name == "toy_check_en":
+            raise KeyboardInterrupt
+        rows = len(selection(task, examiner.max_rows))
+        return Outcome(task.name, task.kind, task.split, rows, len(task), 0.5, 0.0, 0.5, {}, 0, 0.0, [1, 0])
+
+    monkeypatch.setattr(chat, "examine", guess)
+    save("sft", 2)
+    assert command("--tasks", "toy_choice_en", "--max-per-task", "9") == 0
+    with pytest.raises(KeyboardInterrupt):
+        command("--tasks", "toy_fact_en,toy_check_en")
+    assert [row["task"] for row in stored("sft")] == ["toy_choice_en", "toy_fact_en"]
+    assert {row["task"]: row["sft"] for row in stages.stage_table("tiny")}["toyworld en"] == 0.5
+    capsys.readouterr()
+    assert command("--tasks", "toy_choice_en,toy_choice_zh", "--json") == 0  # four rows
+    shown = capsys.readouterr()
+    assert "what was found before still counts: toy_choice_en over 9 of 317 (now 4)\n" in shown.err
+    printed = json.loads(shown.out)  # what this run found is printed nevertheless, beside what was there
+    rows = {name: task["rows"] for name, task in printed["tasks"].items()}
+    assert rows == {"toy_fact_en": 4, "toy_choice_en": 4, "toy_choice_zh": 4}
+    assert printed["scores"] == stages.scores(printed["tasks"])
+    assert command("--tasks", "toy_choice_en", "--max-new-tokens", "3") == 0
+    assert "before with other settings still counts: toy_choice_en over 9 of 317 (now 4)" in capsys.readouterr().out
+    save("sft", 3)  # trained again, to the same step
+    assert command("--tasks", "toy_choice_en") == 0
+    assert "still counts" not in capsys.readouterr().out

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from ascendchat import cli
 from ascendchat.config import UserError
 from ascendchat.config.commands import ExplainConfig
 from ascendchat.doctor import explain as module
-from ascendchat.doctor.explain import explain, language, print_findings, run
+from ascendchat.doctor.explain import explain, print_findings, run
 from ascendchat.doctor.explain_rules import all_rules
 
 SAMPLES = Path(__file__).parent / "explain_samples"
@@ -54,13 +53,10 @@ def test_the_fault_of_one_rank_comes_before_the_timeouts_of_the_others(oom_first
     assert counts == {"hccl-exec-timeout": 6, "rank-ended": 1, "child-failed": 2}
 
 
-def test_of_two_faults_the_earlier_by_the_clock_comes_first_even_when_its_log_is_read_later() -> None:
+def test_the_first_fault_by_the_clock_comes_first_and_that_of_the_last_attempt() -> None:
     late = "2026-03-02 10:05:00 RuntimeError: NPU out of memory. Tried to allocate 2.50 GiB\n"
     early = "2026-03-02 10:01:00 OSError: [Errno 28] No space left on device\n"
     assert rules_of(late + early) == ["disk-full", "npu-oom"]
-
-
-def test_the_last_attempt_of_a_restarted_run_comes_first() -> None:
     first = "RuntimeError: NPU out of memory. Tried to allocate 2.50 GiB\n"
     again = "[default] Worker group FAILED. 2/3 attempts left; will restart worker group\n"
     second = "OSError: [Errno 28] No space left on device\n"
@@ -117,7 +113,7 @@ def test_a_note_never_comes_before_a_failure() -> None:
     assert rules_of(slow + TIMEOUT.format(0)) == ["hccl-exec-timeout", "cpu-fallback", "code-ERR02200"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text())
 def test_any_text_is_read_without_a_crash(text: str) -> None:
     for lang in ("en", "zh"):
@@ -126,7 +122,7 @@ def test_any_text_is_read_without_a_crash(text: str) -> None:
         assert stream.getvalue().strip()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([rule.id for rule in all_rules()[0]]), min_size=1, max_size=4), st.binary(max_size=60))
 def test_a_known_error_is_found_among_damaged_bytes(names: list[str], noise: bytes) -> None:
     data = b"\n".join(b"\xff\xfe" + noise + b"\n" + (SAMPLES / f"{n}.log").read_bytes() for n in names)
@@ -155,16 +151,6 @@ def test_a_line_of_many_megabytes_is_read_in_bounded_memory() -> None:
     assert len(found[0].line) <= module.SHOWN_CHARS
 
 
-def test_ten_megabytes_of_log_take_seconds() -> None:
-    lines = "".join(
-        f"step {i:06d} | loss {i % 7}.{i % 9973:04d} | {i * 37 % 999983} tok/s | mfu 41.2%\n" for i in range(9000)
-    )
-    text = lines * 20 + "RuntimeError: NPU out of memory. Tried to allocate 2 GiB\n"
-    begin = time.process_time()
-    assert rules_of(text) == ["npu-oom"]
-    assert time.process_time() - begin < 10 * len(text) / 1e7  # measured: about 0.5 s; other work shares the machine
-
-
 def test_colours_and_progress_bars_do_not_hide_an_error() -> None:
     text = "\x1b[32m 10%|###\r 20%|####\rKilled\r\n\x1b[31mOSError: [Errno 28] No space \x1b[1mleft on device\x1b[0m\n"
     found = explain(text)
@@ -190,27 +176,6 @@ def test_an_unknown_error_is_called_unknown_and_says_where_to_look() -> None:
         for word in ("$HOME/ascend/log", "--npu-debug", "ascendchat doctor"):
             assert word in stream.getvalue()
     assert explain("ZorkError: the grue ate the flux") == []
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"LC_ALL": "zh_CN.UTF-8"}, "zh"),
-        ({"LANG": "zh_TW.UTF-8"}, "zh"),
-        ({"LC_ALL": "en_US.UTF-8", "LANG": "zh_CN.UTF-8"}, "en"),
-        ({"LANG": "C"}, "en"),
-        ({}, "en"),
-    ],
-)
-def test_the_language_is_that_of_the_locale(
-    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert language() == expected
-    assert (language("zh"), language("en")) == ("zh", "en")
 
 
 def test_chinese_on_a_console_that_cannot_show_it_does_not_crash() -> None:

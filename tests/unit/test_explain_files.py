@@ -36,12 +36,8 @@ def test_a_rule_is_read_from_a_file_alone(tmp_path: Path) -> None:
     [
         ("disk-full", "Disk full", "`id` must be a name such as disk-full"),
         ("level: cause", "level: fatal", "`level` must be cause, symptom"),
-        ("  level: cause\n", "", "the field `level` is missing"),
-        ("  commands", "  command", "the field `commands` is missing"),
         ("  commands", "  fix: x\n  commands", "there is no field `fix`"),
         (", zh: 已满", "", "`title` must be a text in `en` and one in `zh`"),
-        ("zh: 有文件没能写入。", "zh: 7", "`cause` must be a text in `en` and one in `zh`"),
-        ("      zh: 是哪个目录？\n", "", "`check` must be a list of texts, each in `en` and in `zh`"),
         ("[df -h]", "df -h", "`commands` must be a list of commands"),
         ("  commands", "  symptoms: [full]\n  commands", "`symptoms` must be a list of phrases in `en`"),
         ("  commands", "  alone: maybe\n  commands", "`alone` must be true or false"),
@@ -50,9 +46,6 @@ def test_a_rule_is_read_from_a_file_alone(tmp_path: Path) -> None:
             "code: many",
             "`patterns` must be a list of regular expressions, or of `code: NUMBER`",
         ),
-        ("'No space left on device'", "kode: 207001", "`patterns` must be"),
-        ("No space left on device", ".*(?:space)?", "needs two plain characters"),
-        ("No space left on device", "disk full|No space", "needs two plain characters"),
         ("It is full", "'{what} is full'", r"the pattern No space left on device has no group \(\?P<what>"),
         ("  cause:", "  title: {en: a, zh: b}\n  cause:", "`title` stands twice"),
         ("- id: disk-full", "- just text\n- id: disk-full", "rule 1: an entry has fields such as `id:`"),
@@ -89,10 +82,10 @@ def test_a_pattern_that_is_no_regular_expression_is_refused_when_it_is_needed() 
         compiled("disk(", "host.yaml, rule x")
 
 
-def test_every_file_of_rules_is_installed_with_the_package() -> None:
+def test_rules_and_recipes_are_installed_with_the_package() -> None:
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((FOLDER.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert {"doctor/rules/*.yaml", "doctor/faults.json"} <= set(
+    assert {"doctor/rules/*.yaml", "doctor/faults.json", "recipes/*.yaml"} <= set(
         project["tool"]["setuptools"]["package-data"]["ascendchat"]
     )
     assert {path.suffix for path in FOLDER.iterdir()} == {".yaml"}

@@ -22,29 +22,15 @@ TOLD = [(rule.id, phrase) for rule in RULES for phrases in rule.symptoms.values(
     ("question", "first", "among"),
     [
         ("显存不足", "npu-oom", "cuda-oom"),
-        ("GPU 显存不够", "cuda-oom", ""),
         ("out of memory", "npu-oom", "cuda-oom host-oom mps-oom"),
-        ("oom", "npu-oom", "cuda-oom"),
         ("训练卡住", "standstill", "hccl-exec-timeout"),
         ("my training hangs after 10 steps on 8 cards", "standstill", "hccl-exec-timeout"),
         ("NPU not found", "", "npu-not-visible torch-npu-missing npu-smi-container"),
-        ("找不到NPU", "", "npu-not-visible torch-npu-missing"),
         ("loss 不下降", "loss-flat", ""),
-        ("loss not decreasing", "loss-flat", ""),
-        ("loss 变成 nan 了", "nan-loss", ""),
         ("slow training", "", "host-bound cpu-fallback jit-compile"),
-        ("为什么训练这么慢", "", "host-bound cpu-fallback jit-compile"),
-        ("NPU 利用率很低", "host-bound", ""),
-        ("chat 输出乱码", "poor-answers", ""),
         ("乱码", "poor-answers", ""),
-        ("训练被杀掉了", "killed", ""),
-        ("the model answers gibberish", "poor-answers", ""),
-        ("磁盘满了", "disk-full", ""),
-        ("download very slow", "hub-network", ""),
-        ("多机训练连不上", "hccl-connect-timeout", ""),
         ("how do I install torch_npu", "torch-npu-missing", ""),
         ("HCCL_IF_IP", "hccl-if-ip", ""),
-        ("flash_attn", "flash-attn-missing", ""),
     ],
 )
 def test_a_symptom_in_words_finds_its_rules_best_first(question: str, first: str, among: str) -> None:
@@ -55,9 +41,8 @@ def test_a_symptom_in_words_finds_its_rules_best_first(question: str, first: str
     assert found == [finding.rule for finding in ask(question, "zh")]
 
 
-@pytest.mark.parametrize(("name", "phrase"), TOLD)
-def test_every_symptom_of_a_rule_finds_it(name: str, phrase: str) -> None:
-    assert name in [rule.id for rule, _ in alike(phrase)]
+def test_every_symptom_of_a_rule_finds_it() -> None:
+    assert [(name, phrase) for name, phrase in TOLD if name not in [rule.id for rule, _ in alike(phrase)]] == []
 
 
 def test_word_endings_order_and_letter_case_do_not_matter() -> None:

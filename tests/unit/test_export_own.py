@@ -1,4 +1,4 @@
-"""`ascendchat export` of models of our own: plain transformers, which knows nothing of ascendchat, agrees."""
+"""`ascendchat export`: what it writes and where; and plain transformers agrees, which knows nothing of ascendchat."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_models
+import hf_models
 import nanochat_reference as nanochat
 import pytest
 import torch
@@ -18,20 +19,21 @@ from test_import_nanochat import STATE, VOCAB
 
 from ascendchat.checkpoint import Writer
 from ascendchat.cli import main
-from ascendchat.config import home
+from ascendchat.config import UserError, home
 from ascendchat.config.infer import ModelConfig
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.chat import render, render_prompt
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import pick
 from ascendchat.dist.context import joined
+from ascendchat.hf.export import describe, draft_of, export, export_adapter
 from ascendchat.infer.load import Opened, open_model
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.model import dense
 from ascendchat.serve.command import open_tokenizer
 from ascendchat.serve.worker import open_engine
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = ["hello he's 12345\n\n 你好", "  the cat\tsat.\n", "\U0001f600"]
 TALK = [
@@ -128,6 +130,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**folders, "home": place / "home"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine", "theirs"])
 def test_transformers_alone_computes_the_same_logits(
     name: str, exported: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -152,6 +155,7 @@ def test_transformers_alone_computes_the_same_logits(
     assert told["learns"] == [False, True], "of two layers the middle is the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine", "theirs"])
 def test_transformers_alone_has_the_same_tokens_and_conversations(name: str, exported: dict[str, Path]) -> None:
     tokenizer = Tokenizer.load(exported[name])
@@ -163,6 +167,7 @@ def test_transformers_alone_has_the_same_tokens_and_conversations(name: str, exp
     assert told["chats"] == [tokenizer.decode(ids) for ids in wanted]
 
 
+@pytest.mark.slow
 def test_chat_serve_and_eval_open_an_exported_model_as_their_own(
     exported: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,14 +186,74 @@ def test_chat_serve_and_eval_open_an_exported_model_as_their_own(
     assert (again / "model.safetensors").read_bytes() == (exported["mine"] / "model.safetensors").read_bytes()
 
 
-def test_training_from_an_exported_folder_names_what_to_train_instead(
-    exported: dict[str, Path], capsys: pytest.CaptureFixture[str]
+def test_a_model_of_ours_is_written_as_it_was_saved_with_all_that_transformers_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    save_run("mine", "sft")
+    monkeypatch.setenv("ASCENDCHAT_DTYPE", "bf16")  # which the model would be in if it answered
+    out = tmp_path / "not" / "there yet"
+    assert main(["export", "--run", "mine", "--out", str(out), "--device-type", "cpu"]) == 0
+    assert f"{home() / 'runs' / 'mine' / 'sft' / 'step_000007'} -> {out}" in capsys.readouterr().out
+    saved, found = (load_file(path / "model.safetensors") for path in (next(home().glob("runs/mine/sft/step*")), out))
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in saved.items())
+    code = {"configuration_ascendchat.py", "modeling_ascendchat.py"}
+    assert {"config.json", "generation_config.json", "tokenizer.json", *code} <= {path.name for path in out.iterdir()}
+    config = json.loads((out / "config.json").read_text())
+    assert config["windows"] == [128, 128, 0], "the last layer sees all"
+    assert (config["num_hidden_layers"], config["smear_gate_channels"], config["dtype"]) == (3, 24, "float32")
+    assert (config["stage"], config["step"]) == ("sft", 7)
     for command in ("sft", "rl"):
-        assert main([command, "--start", str(exported["mine"]), "--device-type", "cpu"]) == 2
+        assert main([command, "--start", str(out), "--device-type", "cpu"]) == 2
         assert "train its run instead" in capsys.readouterr().err
 
 
-def test_gguf_is_answered_by_who_makes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "--to", "gguf", "--run", "mine", "--out", "x"]) == 2
-    assert "no maintained library writes GGUF for our own architecture" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--to gguf --out x", "no maintained library writes GGUF for our own architecture"),
+        ("", "name the folder to write: --out DIR"),
+        ("--adapter --out x", "holds a whole model and no adapters; leave out --adapter"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run("mine", "sft")
+    assert main(["export", "--run", "mine", "--device-type", "cpu", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_gets_its_name_when_it_is_complete_and_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "new" / "deep", tmp_path / "empty"):
+        with draft_of(folder) as draft:
+            (draft / "weights").write_text("whole")
+            assert not (folder / "weights").exists()
+        assert (folder / "weights").read_text() == "whole"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"], "no draft is left"
+    for taken in (tmp_path / "empty", tmp_path / "empty" / "weights"):
+        with pytest.raises(UserError, match=f"{taken.name} is not empty; name another folder"), draft_of(taken):
+            pytest.fail("the work would be done first")
+
+
+def test_a_model_of_hugging_face_is_written_whole_and_described_without_its_weights(tmp_path: Path) -> None:
+    hf_models.save(tmp_path / "tiny")
+    opened = hf_models.opened(tmp_path / "tiny")
+    export(opened.model, opened.tokenizer, tmp_path / "out")
+    again = hf_models.opened(tmp_path / "out")
+    weights = again.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in opened.model.state_dict().items())
+    assert again.tokenizer.fingerprint == opened.tokenizer.fingerprint
+    describe(opened.model, opened.tokenizer, tmp_path / "beside")
+    names = {path.name for path in (tmp_path / "beside").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert not list((tmp_path / "beside").glob("*.safetensors"))
+
+
+def test_adapters_are_written_without_what_describes_their_base(tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    for name in ("adapter_config.json", "config.json", "generation_config.json", "base.json", "tokenizer.json"):
+        (tmp_path / "beside" / name).write_text("{}")
+    export_adapter(tmp_path / "beside", {"a": torch.ones(2)}, tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    assert torch.equal(load_file(tmp_path / "out" / "adapter_model.safetensors")["a"], torch.ones(2))

@@ -23,6 +23,7 @@ from ascendchat.data.fetch.web import Web, retry_after
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server that misbehaves on demand."""
     yield from serve(monkeypatch)
 
 
@@ -32,32 +33,16 @@ def clean(folder: Path, names: list[str]) -> bool:
     return have == {*names, "manifest.json", ".lock"}
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [],
-        ["truncate"] * 3,
-        ["truncate", "500", "truncate", "503"],
-        ["500", "502", "504"],
-        ["stall"],
-        ["stall", "truncate"],
-        ["long-length"],
-        ["short-length"],
-        ["429:1"],
-        ["redirect:/other.bin"],
-        ["wrong-range"],
-        ["whole"],
-        ["whole", "truncate", "whole"],
-        ["html"],
-        ["chunked"],
-    ],
-    ids=lambda faults: "+".join(faults) or "good",
+FAULTS = (
+    "good, truncate truncate truncate, truncate 500 truncate 503, 502 504, stall truncate, long-length, short-length, "
+    "429:1, redirect:/other.bin, wrong-range, whole truncate whole, html, chunked"
 )
-def test_a_file_ends_bit_correct_whatever_the_server_does(server: Server, faults: list[str]) -> None:
-    server.add("/other.bin", DATA)
-    url = server.add("/a.zip", b"PK" + DATA, *faults)
-    if any(f.startswith("redirect") for f in faults):
-        server.files["/other.bin"].content = b"PK" + DATA
+
+
+@pytest.mark.parametrize("faults", FAULTS.split(", "))
+def test_a_file_ends_bit_correct_whatever_the_server_does(server: Server, faults: str) -> None:
+    server.add("/other.bin", b"PK" + DATA)
+    url = server.add("/a.zip", b"PK" + DATA, *faults.replace("good", "").split())
     folder = fetch(url, policy=HASTY if "stall" in faults else FAST, workers=3)
     assert (folder / "a.zip").read_bytes() == b"PK" + DATA
     assert clean(folder, ["a.zip"])
@@ -66,11 +51,10 @@ def test_a_file_ends_bit_correct_whatever_the_server_does(server: Server, faults
     assert entry["sha256"] == hashlib.sha256(b"PK" + DATA).hexdigest()
 
 
-@pytest.mark.parametrize("always", ["whole", "chunked", "no-tag", "wrong-range"])
-def test_servers_without_ranges_lengths_or_validators_are_good_enough(server: Server, always: str) -> None:
-    url = server.add("/a.bin", DATA, "truncate", always=always)
-    folder = fetch(url, policy=FAST, workers=4)
-    assert (folder / "a.bin").read_bytes() == DATA
+def test_servers_without_ranges_lengths_or_validators_are_good_enough(server: Server) -> None:
+    for always in ("whole", "chunked", "no-tag", "wrong-range"):
+        folder = fetch(server.add(f"/{always}.bin", DATA, "truncate", always=always), policy=FAST, workers=4)
+        assert (folder / f"{always}.bin").read_bytes() == DATA
 
 
 @pytest.mark.parametrize(
@@ -166,12 +150,9 @@ def test_a_part_without_validator_or_checksum_is_not_trusted_by_the_next_run(ser
     assert (fetch(url, policy=FAST, workers=1) / "a.bin").read_bytes() == new
 
 
-def test_an_empty_file_is_fetched(server: Server) -> None:
-    assert (fetch(server.add("/none.bin", b""), policy=FAST) / "none.bin").read_bytes() == b""
-
-
 def test_what_is_there_is_not_asked_for_again_and_damage_is_mended(server: Server) -> None:
     url = server.add("/a.bin", DATA)
+    assert (fetch(server.add("/none.bin", b""), policy=FAST) / "none.bin").read_bytes() == b""
     folder = fetch(url, policy=FAST)
     asked = len(server.asked)
     assert fetch(url, policy=FAST) == folder
@@ -213,12 +194,9 @@ def test_the_timeout_variable_of_the_hub_is_respected(server: Server, monkeypatc
 
 
 def test_headers_are_read_as_the_standard_says() -> None:
-    assert range_answer("bytes 0-99/1000") == (0, 1000)
-    assert range_answer("bytes 5-9/*") == (5, None)
-    assert range_answer("items 0-1/2") is None
-    assert retry_after("7") == 7
-    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    assert retry_after("soon") == 0
+    ranges = {"bytes 0-99/1000": (0, 1000), "bytes 5-9/*": (5, None), "items 0-1/2": None}
+    assert [range_answer(header) for header in ranges] == [*ranges.values()]
+    assert [retry_after(header) for header in ("7", "Wed, 21 Oct 2015 07:28:00 GMT", "soon")] == [7, 0, 0]
 
 
 def test_a_torn_journal_line_is_not_believed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ascendchat.data.verify import read_manifest, run, stored_folders, verify_fo
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server that is both hubs."""
     yield from serve(monkeypatch)
 
 

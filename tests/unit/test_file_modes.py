@@ -20,6 +20,7 @@ USUAL = {False: 0o640, True: 0o750}  # of a file, of a folder
 
 @pytest.fixture(autouse=True)
 def group_may_read() -> Iterator[None]:
+    """A umask that lets the group read, and nobody else."""
     before = os.umask(0o027)
     yield
     os.umask(before)

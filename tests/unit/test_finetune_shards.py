@@ -1,10 +1,7 @@
-"""`finetune --shard`: two ranks that share the weights out train as one process does, all weights or adapters, replies
-or pairs."""
+"""`finetune --shard`: two ranks that share the weights out train as one process does: all weights, adapters, pairs."""
 
 from __future__ import annotations
 
-import json
-import random
 import sys
 from pathlib import Path
 
@@ -21,14 +18,8 @@ ROWS = 4  # of a step
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, rng = tmp_path_factory.mktemp("shards"), random.Random(0)
-    hf_models.save(folder / "tiny", "qwen2", initializer_range=0.1, num_hidden_layers=2)
-    sums = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(60)]
-    rows = [{"prompt": f"What is {a} plus {b}?", "completion": f"The answer is {a + b}."} for a, b in sums]
-    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know."} for row in rows]
-    for name, lines in (("sums", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    return folder
+    """A tiny Qwen2, sums to learn, and pairs of a right and a wrong answer."""
+    return hf_models.save_with_sums(tmp_path_factory.mktemp("shards"), num_hidden_layers=2)
 
 
 def finetune(
@@ -52,6 +43,7 @@ def finetune(
 
 @pytest.fixture(autouse=True)
 def _home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs are in one $ASCENDCHAT_HOME."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(place / "home"))
 
 

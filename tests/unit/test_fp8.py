@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_training import prepared_home
 
 from ascendchat.cli import main
 from ascendchat.config.rl import RlConfig
@@ -43,7 +44,7 @@ class Eight(CPU):
         return Scaling(self.dtype == torch.float16, "inf" if self.dtype == torch.float16 else "none")
 
 
-@pytest.mark.parametrize("tokens", [512, 2**17, 2**21])
+@pytest.mark.parametrize("tokens", [512, 2**21])
 def test_products_and_gradients_are_near_the_exact_ones_whatever_the_batch(tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 128, generator=generator).bfloat16().requires_grad_()
@@ -70,8 +71,7 @@ def gradients_of(
     return float(loss.detach()), hidden.grad.float(), head.grad.float()
 
 
-@pytest.mark.parametrize("size", [0.001, 0.1, 3.0])
-@pytest.mark.parametrize("tokens", [64, 2**19, 3 * 2**20])
+@pytest.mark.parametrize(("size", "tokens"), [(0.001, 2**19), (0.1, 64), (3.0, 3 * 2**20)])
 def test_a_head_in_8_bits_is_near_the_exact_one_whatever_its_weights_and_the_batch(size: float, tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 32, 128, generator=generator).bfloat16()
@@ -88,28 +88,27 @@ def test_a_head_in_8_bits_is_near_the_exact_one_whatever_its_weights_and_the_bat
     assert not torch.equal(found[1], exact[1]), "the products are those of 8 bits"
 
 
-def prepared(home: Path, monkeypatch: pytest.MonkeyPatch, device: CPU) -> list[Any]:
-    """The stage that `ascendchat base` would train; nothing is trained."""
-    stages: list[Any] = []
-
-    def fit(stage: Any, *rest: Any, **more: Any) -> Any:
-        stages.append(stage)
-        return Result(0)
-
-    monkeypatch.setenv("ASCENDCHAT_HOME", str(home))
-    monkeypatch.setattr("ascendchat.train.run.fit", fit)
-    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: device)
-    return stages
+SIZES = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --fp8 --device-type cpu".split()
 
 
-@pytest.mark.slow
-def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `ascendchat base` would train, in the order of the calls; nothing is trained."""
+    found: list[Any] = []
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr("ascendchat.train.run.fit", lambda stage, *_, **__: found.append(stage) or Result(0))
+    return found
+
+
+def test_a_timed_run_scales_gradients_for_its_own_batch(
+    stages: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its batch is known only when the speed is."""
-    stages = prepared(tmp_path, monkeypatch, Eight())
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: Eight())
     monkeypatch.setattr(horizon, "measured_horizon", lambda *_: 3_000_000)
-    sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --fp8 --device-type cpu"
-    for more in ([], ["--minutes", "5"]):
-        assert main(["base", *sizes.split(), "--run", f"r{len(more)}", *more]) == 0
+    data = prepared_home(tmp_path)
+    for more in (["--steps", "4"], ["--minutes", "5"]):
+        assert main(["base", data, *SIZES, "--run", more[0][2:], *more]) == 0
     plain, timed = stages
     assert plain.split.total != timed.split.total
     for stage in stages:
@@ -119,13 +118,11 @@ def test_a_timed_run_scales_gradients_for_its_own_batch(tmp_path: Path, monkeypa
         assert isinstance(stage.learner.products, Fp8Head)
 
 
-@pytest.mark.slow
 def test_fp8_is_left_out_where_the_loss_is_scaled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stages: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = prepared(tmp_path, monkeypatch, Eight(torch.float16))
-    sizes = "--depth 2 --dim 64 --head-dim 32 --max-seq-len 128 --fp8 --device-type cpu"
-    assert main(["base", *sizes.split(), "--run", "half"]) == 0
+    monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: Eight(torch.float16))
+    assert main(["base", prepared_home(tmp_path), *SIZES, "--run", "half"]) == 0
     assert not isinstance(stages[0].learner.model.ops, Fp8Ops)
     assert "--fp8 is ignored: the loss is scaled for float16" in capsys.readouterr().out
 

@@ -34,7 +34,7 @@ def tokens(length: int = 128, rows: int = 2, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 60, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"kv_heads": 2}, {"kv_heads": 1}, {"value_embeddings": False}, {"vocab": 100}])
+@pytest.mark.parametrize("sizes", [{"kv_heads": 2}, {"value_embeddings": False}, {"vocab": 100}])
 def test_parameters_are_counted_by_the_shape(sizes: dict[str, object]) -> None:
     model = build(**sizes)
     assert sum(p.numel() for p in model.parameters()) == model.shape.total_parameters
@@ -48,24 +48,6 @@ def test_the_future_does_not_change_the_past() -> None:
     x, y = model(a, attend), model(b, attend)
     torch.testing.assert_close(x[:, :70], y[:, :70], rtol=0, atol=1e-6)
     assert (x[:, 70:] - y[:, 70:]).abs().max() > 1e-3
-
-
-def test_a_short_window_forgets_what_lies_before_it() -> None:
-    shape = {"seq_len": 512, "window_pattern": "S"}
-    model = build(**shape)
-    assert model.shape.windows() == (128, 128, 512)
-    only_short = GPT(Shape.from_dict({**model.shape.to_dict(), "depth": 1, "value_layers": [0]}))
-    only_short.initialise(0)
-    assert only_short.shape.windows() == (512,), "the last layer always sees the whole row"
-
-
-@pytest.mark.parametrize("sizes", [{}, {"kv_heads": 2}, {"seq_len": 512, "window_pattern": "SSSL"}])
-def test_kernels_give_the_same_model(sizes: dict[str, object]) -> None:
-    model = build(**sizes)
-    batch = tokens(model.shape.seq_len)
-    torch.testing.assert_close(
-        model(batch, dense(model, Sdpa())), model(batch, dense(model, Reference())), atol=1e-4, rtol=1e-4
-    )
 
 
 def by_hand(block: Block, x: Tensor, cos: Tensor, sin: Tensor, shift: Tensor | None) -> Tensor:
@@ -92,8 +74,7 @@ def by_hand(block: Block, x: Tensor, cos: Tensor, sin: Tensor, shift: Tensor | N
     return torch.stack(places)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(("kv_heads", "share"), [(4, 0.0), (2, 0.5)])
 @torch.no_grad()
 def test_a_block_mixes_each_token_with_the_one_before(share: float, kv_heads: int) -> None:
     model = build(kv_heads=kv_heads, window_pattern="L")
@@ -109,7 +90,7 @@ def test_a_block_mixes_each_token_with_the_one_before(share: float, kv_heads: in
     assert share == 0.0 or (found - plain)[:, 1:].abs().amax(dim=(0, 2)).min() > 1e-2
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("length", [1, 5])
 def test_the_shift_adds_a_share_of_the_place_before_and_so_do_its_gradients(length: int) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, length, 3, 2, generator=generator, dtype=torch.double, requires_grad=True)
@@ -145,25 +126,17 @@ def test_the_plan_counts_what_is_kept_for_the_backward_pass(kv_heads: int) -> No
     assert activations(model.shape, find("cpu"), 4, False) == pytest.approx(found, rel=0.05)
 
 
-def test_a_new_model_knows_nothing() -> None:
-    model = GPT(Shape.from_depth(3, vocab=60, seq_len=128, dim=64, head_dim=16))
-    model.initialise(0)
-    batch = tokens(129)
-    loss = head_loss(model(batch[:, :-1], dense(model, Sdpa())), model.head, batch[:, 1:], 60)
-    assert abs(loss.item() - math.log(60)) < 0.05
-
-
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
-    a, b, c = (GPT(Shape.from_depth(2, vocab=60, dim=32, head_dim=16)) for _ in range(3))
+def test_a_new_model_knows_nothing_and_has_the_weights_of_its_seed() -> None:
+    shape = Shape.from_depth(3, vocab=60, seq_len=128, dim=64, head_dim=16)
+    before = torch.get_rng_state()
+    a, b, c = (GPT(shape) for _ in range(3))
+    assert torch.equal(torch.get_rng_state(), before), "building it draws no random values"
     a.initialise(3), b.initialise(3), c.initialise(4)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
     assert not torch.equal(a.blocks[0].qkv, c.blocks[0].qkv)
-
-
-def test_building_a_model_draws_no_random_values() -> None:
-    before = torch.get_rng_state()
-    GPT(Shape.from_depth(2, vocab=64))
-    assert torch.equal(torch.get_rng_state(), before)
+    batch = tokens(129)
+    loss = head_loss(a(batch[:, :-1], dense(a, Sdpa())), a.head, batch[:, 1:], 60)
+    assert abs(loss.item() - math.log(60)) < 0.05
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
@@ -196,7 +169,7 @@ def test_scalars_stay_in_float32_when_the_matrices_do_not() -> None:
     assert model(tokens(16), dense(model, Reference())).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [2, 3])
 def test_the_weight_of_the_middle_is_learnt_only_where_the_middle_is_not_the_end(depth: int) -> None:
     """Else its gradient would be rounding, which AdamW makes whole steps of: beyond 1 all signs change."""
     model = GPT(Shape.from_depth(depth, vocab=60, seq_len=32, dim=64, head_dim=16))

@@ -35,8 +35,25 @@ def follow(matcher: Matcher, tokens: list[int]) -> str | None:
     return ending
 
 
+def behind(grammar: Grammar, text: str = "") -> Matcher:
+    """A matcher of an answer that has this text so far."""
+    matcher = grammars(TEXT).matcher(grammar)
+    assert follow(matcher, TEXT.encode(text)) is None
+    return matcher
+
+
 def next_tokens(matcher: Matcher) -> set[int]:
     return set(np.flatnonzero(grammars(TEXT).allowed([matcher])[0]).tolist())
+
+
+def may_be_whole(grammar: Grammar, text: str) -> bool:
+    """Whether an answer may be this text and no more."""
+    matcher = grammars(TEXT).matcher(grammar)
+    for token in TEXT.encode(text):
+        if token not in next_tokens(matcher):
+            return False
+        ending = matcher.take(token)
+    return ending == "stop" or END in next_tokens(matcher)
 
 
 def test_ids_are_those_of_our_tokenizer() -> None:
@@ -55,9 +72,7 @@ def test_ids_are_those_of_our_tokenizer() -> None:
     [
         (schema(type="object", properties={"hello": {"const": "好"}}, required=["hello"]), '{"hello": "好"}', "stop"),
         (schema(type="object", properties={"a": {"type": "integer"}}), '{"a":1,"b":[null, 2]}', "stop"),
-        (schema(enum=["hell", "hello"]), '"hello"', "stop"),
         (schema(type="integer", minimum=10, maximum=20), "17", "stop"),
-        (schema(type="integer", minimum=10), "17", None),
         (Grammar("json"), '{"x": {"y": []}}', "stop"),
         (Grammar("regex", "[a-c]+!"), "abc!", "stop"),
         (Grammar("regex", "(?:ab)*"), "abab", None),
@@ -72,26 +87,22 @@ def test_answers_that_fit_are_allowed_and_end(grammar: Grammar, answer: str, end
 
 
 def test_the_end_is_allowed_only_where_the_answer_may_end() -> None:
-    matcher = grammars(TEXT).matcher(Grammar("regex", "ab?"))
-    assert next_tokens(matcher) == {ord("a")}
-    matcher.take(ord("a"))
-    assert next_tokens(matcher) == {ord("b"), END}
+    grammar = Grammar("regex", "ab?")
+    assert next_tokens(behind(grammar)) == {ord("a")}
+    assert next_tokens(behind(grammar, "a")) == {ord("b"), END}
 
 
 def test_json_cannot_be_stretched_with_white_space() -> None:
-    matcher = grammars(TEXT).matcher(schema(type="array", items={"type": "integer", "maximum": 9, "minimum": 0}))
-    spaces = {ord(letter) for letter in " \t\r\n"}
-    seen = []
-    for letter in "[1, 2]":
-        seen.append(next_tokens(matcher) & spaces)
-        matcher.take(ord(letter))
-    assert seen == [set(), set(), set(), {ord(" ")}, set(), set()], "one, behind a comma"
+    grammar = schema(type="array", items={"type": "integer", "maximum": 9, "minimum": 0})
+    places = [
+        before for before in ("", "[", "[1", "[1,", "[1, ") if next_tokens(behind(grammar, before)) & set(b" \t\r\n")
+    ]
+    assert places == ["[1,"], "one, behind a comma"
 
 
 def test_what_a_schema_says_to_the_library_is_overruled() -> None:
-    matcher = grammars(TEXT).matcher(schema(type="array", **{"x-guidance": {"whitespace_pattern": "[ ]+"}}))
-    matcher.take(ord("["))
-    assert ord(" ") not in next_tokens(matcher)
+    flexible = schema(type="array", **{"x-guidance": {"whitespace_pattern": "[ ]+"}})
+    assert ord(" ") not in next_tokens(behind(flexible, "["))
     with pytest.raises(ValueError, match="uniqueItems"):
         grammars(TEXT).matcher(schema(type="array", uniqueItems=True, **{"x-guidance": {"lenient": True}}))
 
@@ -99,13 +110,9 @@ def test_what_a_schema_says_to_the_library_is_overruled() -> None:
 def test_a_key_cannot_be_written_a_second_time_by_escapes() -> None:
     r"""{"a": 1, "\u0061": "x"} has the key a twice, and a reader keeps the second."""
     grammar = schema(type="object", properties={"a": {"type": "integer"}}, additionalProperties={"type": "string"})
-    matcher = grammars(TEXT).matcher(grammar)
-    follow(matcher, TEXT.encode('{"a":1,"\\'))
-    assert ord("n") in next_tokens(matcher)
-    assert ord("u") not in next_tokens(matcher)
+    assert {ord("n"), ord("u")} & next_tokens(behind(grammar, '{"a":1,"\\')) == {ord("n")}
 
 
-@pytest.mark.parametrize("kind", ["number", "integer"])
 @pytest.mark.parametrize(
     ("borders", "inside", "outside"),
     [
@@ -116,30 +123,22 @@ def test_a_key_cannot_be_written_a_second_time_by_escapes() -> None:
         ({"exclusiveMinimum": 5, "maximum": 8}, ["6", "7", "8"], ["5", "9"]),
     ],
 )
-def test_exclusive_borders_are_outside(kind: str, borders: Any, inside: list[str], outside: list[str]) -> None:
-    whole = [text for text in inside if "." not in text]
-    if kind == "integer" and not whole:
-        with pytest.raises(ValueError, match="cannot be used"):
-            grammars(TEXT).matcher(schema(type=kind, **borders))
-        return
-    for text in inside if kind == "number" else whole:
-        matcher = grammars(TEXT).matcher(schema(type=kind, **borders))
-        assert follow(matcher, TEXT.encode(text)) == "stop" or END in next_tokens(matcher)
-    for text in outside:
-        matcher = grammars(TEXT).matcher(schema(type=kind, **borders))
-        for token in TEXT.encode(text):
-            if token not in next_tokens(matcher):
-                break
-            assert matcher.take(token) is None
-        else:
-            assert END not in next_tokens(matcher)
+def test_exclusive_borders_are_outside(borders: Any, inside: list[str], outside: list[str]) -> None:
+    grammar = schema(type="number", **borders)
+    assert [text for text in [*inside, *outside] if may_be_whole(grammar, text)] == inside
+
+
+def test_exclusive_borders_of_whole_numbers_are_outside() -> None:
+    grammar = schema(type="integer", exclusiveMinimum=5, maximum=8)
+    assert [text for text in "4 5 6 8 9".split() if may_be_whole(grammar, text)] == ["6", "8"]
+    with pytest.raises(ValueError, match="cannot be used"):
+        grammars(TEXT).matcher(schema(type="integer", exclusiveMinimum=5, maximum=5.125))
 
 
 def test_only_borders_are_moved() -> None:
     value = {"exclusiveMinimum": 5, "text": ["x"]}
     content = json.dumps(value, separators=(",", ":"))
-    matcher = grammars(TEXT).matcher(schema(type="object", properties={"exclusiveMinimum": {"const": value}}))
-    assert follow(matcher, TEXT.encode('{"exclusiveMinimum":' + content)) is None
+    behind(schema(type="object", properties={"exclusiveMinimum": {"const": value}}), '{"exclusiveMinimum":' + content)
 
 
 TOOLS = """
@@ -153,15 +152,11 @@ TOOLS = """
 
 
 def test_a_tool_call_between_special_tokens_or_free_text() -> None:
-    rows = grammars(TEXT)
-    matcher = rows.matcher(Grammar("lark", TOOLS))
-    first = next_tokens(matcher)
-    assert first & set(SPECIAL.values()) == {SPECIAL["<|tool_start|>"]}
+    grammar, special = Grammar("lark", TOOLS), set(SPECIAL.values())
+    assert next_tokens(behind(grammar)) & special == {SPECIAL["<|tool_start|>"]}
     call = [SPECIAL["<|tool_start|>"], *TEXT.encode('{"x":-7}'), SPECIAL["<|tool_end|>"]]
-    assert follow(matcher, call) == "stop"
-    matcher = rows.matcher(Grammar("lark", TOOLS))
-    assert follow(matcher, TEXT.encode("hello <|tool_start|> as text")) is None
-    assert next_tokens(matcher) & set(SPECIAL.values()) == {END}
+    assert follow(grammars(TEXT).matcher(grammar), call) == "stop"
+    assert next_tokens(behind(grammar, "hello <|tool_start|> as text")) & special == {END}
 
 
 @pytest.mark.parametrize(
@@ -169,13 +164,8 @@ def test_a_tool_call_between_special_tokens_or_free_text() -> None:
     [
         (schema(type="objec"), "Invalid type: objec"),
         (Grammar("json_schema", '{"type"'), "EOF while parsing"),
-        (Grammar("json_schema", "[]"), "object schema"),
-        (schema(type="string", pattern="(?=a)"), "look-ahead"),
         (schema(type="integer", minimum=5, maximum=3), "Unsatisfiable schema: minimum"),
-        (schema(**{"$ref": "#/$defs/nothing"}), "does not exist"),
         (schema(**{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no answer fits it"),
-        (schema(**{"not": {}}), "not"),
-        (Grammar("lark", "start: foo"), "foo"),
         (Grammar("lark", "start: <|nothing|>"), "unknown special token"),
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("regex", "x" * (module.MOST_CHARACTERS + 1)), "characters"),
@@ -192,47 +182,30 @@ def test_what_cannot_be_compiled_says_why_in_one_line(grammar: Grammar, says: st
 
 
 def chain(length: int) -> Grammar:
-    steps = {
-        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}}]}
-        for i in range(length)
-    }
-    return schema(**{"$defs": {**steps, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"})
-
-
-HOSTILE = {
-    "stack": chain(3000),  # kills a process that compiles it
-    "rules": Grammar("lark", "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000)) + '\nr3000: "a"\nstart: r0'),
-    "time": schema(type="integer", multipleOf=100_000_007),  # runs for minutes
-}
+    """References to references; the last is null, and each may be a list of the next."""
+    steps: dict[str, Any] = {f"d{length}": {"type": "null"}}
+    for number in range(length):
+        following = {"$ref": f"#/$defs/d{number + 1}"}
+        steps[f"d{number}"] = {"anyOf": [following, {"type": "array", "items": following}]}
+    return schema(**{"$defs": steps, "$ref": "#/$defs/d0"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_works(name: str) -> None:
+@pytest.mark.parametrize(
+    "hostile",
+    [chain(3000), schema(type="integer", multipleOf=100_000_007)],
+    ids=["kills the process that compiles it", "runs for minutes"],
+)
+def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_works(hostile: Grammar) -> None:
     rows = grammars(TEXT)
     for _ in range(2):
         with pytest.raises(ValueError, match=TOO_MUCH):
-            rows.matcher(HOSTILE[name])
-    assert follow(rows.matcher(Grammar("regex", name)), TEXT.encode(name)) == "stop"
+            rows.matcher(hostile)
+    assert follow(rows.matcher(Grammar("regex", "next")), TEXT.encode("next")) == "stop"
 
 
 def test_a_chain_of_references_that_is_not_hostile_is_compiled() -> None:
-    matcher = grammars(TEXT).matcher(chain(40))
-    assert follow(matcher, TEXT.encode("[[null]]")) == "stop"
-
-
-def test_a_limit_while_masks_are_computed_bars_everything() -> None:
-    """A list of lists without end is compiled quickly; what must follow its first bracket has no end."""
-    rows = grammars(TEXT)
-    endless = {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}
-    matcher = rows.matcher(schema(**{"$defs": {"a": endless}, "$ref": "#/$defs/a"}))
-    other = rows.matcher(Grammar("regex", "ab"))
-    assert rows.allowed([matcher]).sum() == 1
-    ending = matcher.take(ord("["))
-    allowed = rows.allowed([other, matcher, None])
-    assert ending == "length" or not allowed[1].any()
-    assert allowed[0].sum() == 1
-    assert allowed[2].all()
+    assert follow(grammars(TEXT).matcher(chain(40)), TEXT.encode("[[null]]")) == "stop"
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +226,11 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pyt
 @pytest.mark.slow
 def test_the_trial_runs_without_torch_and_ends_with_its_parent() -> None:
     script = (
-        "import sys, engine_models\n"
+        "import sys\n"
+        "from ascendchat.data.tokenizer import Tokenizer\n"
         "from ascendchat.infer.trial import Trial\n"
         "from ascendchat.infer.request import Grammar\n"
-        "trial = Trial(engine_models.tokenizer())\n"
+        "trial = Trial(Tokenizer([(104, 101)]))\n"
         "assert trial.reason(Grammar('regex', 'a')) == ''\n"
         "maps = open(f'/proc/{trial.process.pid}/maps').read()\n"
         "assert 'llguidance' in maps and 'libtorch' not in maps\n"

@@ -9,12 +9,9 @@ import os
 
 import pytest
 import torch
-from small_training import losses
 from torch import Tensor
 
-from ascendchat.nn.attention import Reference
-from ascendchat.nn.gpt import GPT, PlainOps, dense, rope_tables, shifted
-from ascendchat.plan.shape import Shape
+from ascendchat.nn.gpt import PlainOps, rope_tables, shifted
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
 
@@ -40,11 +37,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_cuda)], ids=str)
-@pytest.mark.parametrize(
-    "sizes",
-    [(2, 40, 4, 2, 16), (3, 7, 2, 2, 32), (1, 300, 3, 1, 8), (2, 33, 2, 1, 24), (2, 64, 4, 4, 64), (1, 1, 2, 2, 16)],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [(2, 40, 4, 2, 16), (1, 300, 3, 1, 8), (2, 33, 2, 1, 24), (1, 1, 2, 2, 16)], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 def test_the_kernels_equal_the_formula_and_its_gradient(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype, packed: bool
@@ -72,44 +65,6 @@ def test_the_kernels_equal_the_formula_and_its_gradient(
             assert not one.any()  # no token has one before it
         else:
             assert error(one, other) < (1e-6 if dtype == torch.float32 else 3e-3), name
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_cuda)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-def test_a_model_with_the_kernels_has_the_loss_and_gradients_of_one_without(checkpointed: bool, compiled: bool) -> None:
-    from ascendchat.nn.heads import heads
-
-    shape = Shape.from_depth(3, vocab=50, seq_len=24, dim=32, head_dim=8)
-    tokens = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(1)).to(PLACE)
-    results = []
-    for ops in (PlainOps(), PlainOps(heads)):
-        model = GPT(shape, ops, checkpoint_activations=checkpointed).to(PLACE)
-        model.initialise(0)
-        with torch.no_grad():
-            for parameter in model.parameters():  # many of them begin as 0, where a wrong gradient would not show
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
-                parameter.add_(0.1 * noise.to(PLACE))
-        forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model  # as in training
-        hidden = forward(tokens, dense(model, Reference()), model.rope(24, torch.float32, PLACE))
-        (hidden * torch.linspace(-1, 1, 32, device=PLACE)).sum().backward()
-        results.append({name: parameter.grad for name, parameter in model.named_parameters()} | {"hidden": hidden})
-    assert results[0].keys() == results[1].keys()
-    for name, wanted in results[0].items():
-        if wanted is None:
-            assert results[1][name] is None, name
-        else:
-            assert error(results[1][name], wanted.double()) < (1e-3 if CUDA else 1e-4), name
-
-
-@needs_cuda
-def test_fifty_steps_with_the_kernels_have_the_losses_of_the_cpu() -> None:
-    from ascendchat.nn.heads import heads
-
-    shape = Shape.from_depth(3, vocab=120, seq_len=64, dim=64, head_dim=16)
-    found = losses(shape, PLACE, Reference(), PlainOps(heads), 50)
-    expected = losses(shape, torch.device("cpu"), Reference(), None, 50)
-    assert found == pytest.approx(expected, abs=5e-4)
-    assert found[-1] < found[0] - 0.05, "it learns, so the updates are compared too"
 
 
 @needs_cuda

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.device import pick
 from ascendchat.hf.compiled import run
-from ascendchat.hf.folder import OpenedFolder
 from ascendchat.hf.lora import LoraSettings, add_lora
 from ascendchat.infer.engine import Engine
 from ascendchat.infer.request import Request, Sampling
@@ -24,9 +24,9 @@ from ascendchat.train.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-LENGTH, STEPS = 64, 3
-GRAPHS = {"llama": 1, "qwen3": 1, "mistral": 1, "qwen2": 2}  # that Qwen2 has layers with and without a window
-LENGTHS = [[7, 25, 1, 31, 64], [64, 64], [64, 3, 3, 3, 55]]  # documents of the two rows of each step
+LENGTH = 32
+LENGTHS = [[7, 15, 1, 9, 32], [32, 32], [32, 3, 3, 3, 23]]  # documents of the two rows of each micro-batch
+Open = Callable[..., Any]
 
 
 class Compiler:
@@ -59,6 +59,7 @@ class Breaking(Sdpa):
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """What the device compiles with."""
     return installed(Compiler(), monkeypatch)
 
 
@@ -68,12 +69,22 @@ def installed(made: Compiler, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return made
 
 
-def opened(folder: Path, kind: str, **sizes: Any) -> OpenedFolder:
-    if not folder.exists():
-        hf_models.save(folder, kind, **sizes)
-    found = hf_models.opened(folder, LENGTH)
-    found.model.train()
-    return found
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    """Opens a tiny model of some kind and number of layers, in training mode."""
+
+    @cache
+    def saved(kind: str, layers: int) -> Path:
+        folder = tmp_path_factory.mktemp("compiled") / kind
+        hf_models.save(folder, kind, num_hidden_layers=layers)
+        return folder
+
+    def open_it(kind: str = "llama", layers: int = 1) -> Any:
+        found = hf_models.opened(saved(kind, layers), LENGTH)
+        found.model.train()
+        return found
+
+    return open_it
 
 
 def learner(model: Any, *, compiled: bool, by_document: bool = True, kernel: Attention = KERNELS["sdpa"]) -> Learner:
@@ -81,14 +92,14 @@ def learner(model: Any, *, compiled: bool, by_document: bool = True, kernel: Att
     return Learner(model, kernel, device, CPU, by_document=by_document)
 
 
-def batch(step: int, vocab: int = 300) -> MicroBatch:
-    rows = torch.randint(0, vocab, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+def batch(number: int) -> MicroBatch:
+    rows = torch.randint(0, 300, (2, LENGTH + 1), generator=torch.Generator().manual_seed(number))
     inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    return MicroBatch(inputs, targets, np.array(LENGTHS[step % 3], np.int32), targets.numel())
+    return MicroBatch(inputs, targets, np.array(LENGTHS[number % 3], np.int32), targets.numel())
 
 
-def trained(taught: Learner, steps: int = STEPS) -> tuple[list[float], list[torch.Tensor]]:
-    """The loss of each step, and all its gradients, of plain gradient descent; two micro-batches a step."""
+def trained(taught: Learner, steps: int = 1) -> tuple[list[float], list[torch.Tensor]]:
+    """The loss of each micro-batch, of which a step has two, and all gradients, of plain gradient descent."""
     losses, gradients = [], []
     learns = [parameter for parameter in taught.model.parameters() if parameter.requires_grad]
     for step in range(steps):
@@ -110,69 +121,71 @@ def agree(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("by_document", [True, False], ids=["documents", "rows"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "mistral"))]
-)
+    ("kind", "layers", "by_document", "graphs"), [("llama", 2, False, 1), ("qwen2", 3, True, 2)]
+)  # of the second model the first layer has no window, the two others have one
 def test_equal_layers_are_one_graph_and_losses_and_gradients_stay(
-    kind: str, by_document: bool, compiler: Compiler, tmp_path: Path
+    kind: str, layers: int, by_document: bool, graphs: int, compiler: Compiler, opened: Open
 ) -> None:
-    eager, fast = (opened(tmp_path / "model", kind).model for _ in range(2))
-    wanted = trained(learner(eager, compiled=False, by_document=by_document))
+    eager, fast = (opened(kind, layers).model for _ in range(2))
+    wanted = trained(learner(eager, compiled=False, by_document=by_document), 2)
     assert not compiler.graphs
     names = list(fast.state_dict())
-    agree(trained(learner(fast, compiled=True, by_document=by_document)), wanted)
-    assert compiler.graphs == GRAPHS[kind]
+    agree(trained(learner(fast, compiled=True, by_document=by_document), 2), wanted)
+    assert compiler.graphs == graphs
     assert list(fast.state_dict()) == names
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_kernels_of_the_compiler_give_the_numbers_of_eager_layers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.long(short="test_equal_layers_are_one_graph_and_losses_and_gradients_stay")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_kernels_of_the_compiler_give_the_numbers_of_eager_layers(kind: str, opened: Open) -> None:
     torch.compiler.reset()
-    eager, fast = (opened(tmp_path / "model", kind).model for _ in range(2))
-    agree(trained(learner(fast, compiled=True)), trained(learner(eager, compiled=False)))
+    eager, fast = (opened(kind, 2).model for _ in range(2))
+    agree(trained(learner(fast, compiled=True), 3), trained(learner(eager, compiled=False), 3))
 
 
-@pytest.mark.parametrize("change", ["checkpointing", pytest.param("adapters", marks=pytest.mark.slow)])
-def test_recomputed_activations_and_adapters_are_compiled_too(change: str, compiler: Compiler, tmp_path: Path) -> None:
-    models = [opened(tmp_path / "model", "llama").model for _ in range(2)]
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "graphs"), [("checkpointing", 1), ("adapters", 2)])
+def test_recomputed_activations_and_adapters_are_compiled_too(
+    change: str, graphs: int, compiler: Compiler, opened: Open
+) -> None:
+    models = [opened(layers=2).model for _ in range(2)]
     for model in models:
-        if change == "adapters":
+        if change == "adapters":  # what comes into the first layer learns nothing: it has a graph of its own
             add_lora(model, LoraSettings(rank=4, alpha=8.0))
             model.train()
         else:
             model.checkpoint_activations()
     wanted = trained(learner(models[0], compiled=False))
     agree(trained(learner(models[1], compiled=True)), wanted)
-    assert compiler.graphs == (2 if change == "adapters" else 1)  # what comes into the first layer learns nothing
+    assert compiler.graphs == graphs
 
 
-def test_answers_and_scores_between_steps_compile_nothing(compiler: Compiler, tmp_path: Path) -> None:
-    found = opened(tmp_path / "model", "llama")
+def test_answers_and_scores_between_steps_compile_nothing(compiler: Compiler, opened: Open) -> None:
+    found, plain = opened(), opened()
     taught = learner(found.model, compiled=True)
-    trained(taught, 1)
-    prompts = [[5, 6, 7], [9] * 30, list(range(40, 61))]
-    engine = Engine(found.model, KERNELS["sdpa"], found.tokenizer, pick("cpu", dtype="fp32"), CPU, slots=2, context=64)
-    found.model.eval()
-    sampling = Sampling(max_tokens=4, temperature=0.0, stop_tokens=())
-    answers = engine.generate([Request(prompt, sampling) for prompt in prompts])
+    trained(taught)
+    trained(learner(plain.model, compiled=False))
+    prompts = [[5, 6, 7], [9] * 10, list(range(40, 61))]
+    asked = [Request(prompt, Sampling(max_tokens=4, temperature=0.0, stop_tokens=())) for prompt in prompts]
+    answers = []
+    for each in (found, plain):
+        each.model.eval()
+        device = pick("cpu", dtype="fp32")
+        engine = Engine(each.model, KERNELS["sdpa"], each.tokenizer, device, CPU, slots=2, context=LENGTH)
+        answers.append([answer.ids for answer in engine.generate(asked)])
+    assert answers[0] == answers[1]
     with torch.no_grad():
         rows = batch(0)
         taught.nats(MicroBatch(rows.inputs.numpy(), rows.targets.numpy(), rows.lengths, 1))  # type: ignore[arg-type]
     found.model.train()
-    trained(taught, 1)
+    trained(taught)
     assert compiler.graphs == 1
-    plain = opened(tmp_path / "model", "llama")
-    trained(learner(plain.model, compiled=False), 1)
-    engine = Engine(plain.model, KERNELS["sdpa"], plain.tokenizer, pick("cpu", dtype="fp32"), CPU, slots=2, context=64)
-    plain.model.eval()
-    wanted = engine.generate([Request(prompt, sampling) for prompt in prompts])
-    assert [answer.ids for answer in answers] == [answer.ids for answer in wanted]
 
 
-def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: Compiler, tmp_path: Path) -> None:
-    taught = learner(opened(tmp_path / "model", "llama").model, compiled=True, by_document=False)
+def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: Compiler, opened: Open) -> None:
+    taught = learner(opened().model, compiled=True, by_document=False)
     rows = batch(0).inputs
     with torch.no_grad():
         whole = taught.hidden(rows, None)
@@ -187,9 +200,9 @@ def test_the_last_and_smaller_batch_of_an_evaluation_is_not_compiled(compiler: C
 
 
 def test_more_sizes_than_the_compiler_keeps_do_not_end_training(
-    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compiler: Compiler, opened: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taught = learner(opened(tmp_path / "model", "llama").model, compiled=True, by_document=False)
+    taught = learner(opened().model, compiled=True, by_document=False)
     with torch._dynamo.config.patch(recompile_limit=2):
         for rows in range(1, 5):
             taught.hidden(batch(0).inputs[:1].expand(rows, -1).contiguous(), None).sum().backward()
@@ -199,14 +212,12 @@ def test_more_sizes_than_the_compiler_keeps_do_not_end_training(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiler_that_fails_is_named_once_and_training_goes_on(
-    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    opened: Open, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = installed(Broken(), monkeypatch)
-    eager, fast = (opened(tmp_path / "model", "llama").model for _ in range(2))
-    if checkpointing:
-        fast.checkpoint_activations()
+    eager, fast = (opened().model for _ in range(2))
+    fast.checkpoint_activations()
     agree(trained(learner(fast, compiled=True)), trained(learner(eager, compiled=False)))
     assert broken.graphs == 1
     said = capsys.readouterr().out
@@ -214,29 +225,29 @@ def test_a_compiler_that_fails_is_named_once_and_training_goes_on(
 
 
 def test_a_layer_that_is_no_single_graph_runs_as_it_is(
-    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compiler: Compiler, opened: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eager, fast = (opened(tmp_path / "model", "llama").model for _ in range(2))
+    eager, fast = (opened().model for _ in range(2))
     agree(trained(learner(fast, compiled=True, kernel=Breaking())), trained(learner(eager, compiled=False)))
     assert not compiler.graphs
     assert capsys.readouterr().out.startswith("the layers of the model are not compiled: Unsupported: ")
 
 
-def test_nothing_is_compiled_where_it_is_not_sound(compiler: Compiler, tmp_path: Path) -> None:
+def test_nothing_is_compiled_where_it_is_not_sound(compiler: Compiler, opened: Open) -> None:
     class Unpacked(Sdpa):
         compiles_packed = False
 
-    model = opened(tmp_path / "model", "llama").model
-    trained(learner(model, compiled=True, kernel=Unpacked()), 1)
-    trained(learner(model, compiled=False), 1)
+    model = opened().model
+    trained(learner(model, compiled=True, kernel=Unpacked()))
+    trained(learner(model, compiled=False))
     model.compiles_layers = False  # 4 bits, shared out weights, fused operators: train/huggingface.py
-    trained(learner(model, compiled=True), 1)
+    trained(learner(model, compiled=True))
     assert not compiler.graphs
 
 
 @pytest.mark.slow
-def test_a_copy_of_a_compiled_model_runs_its_own_weights(compiler: Compiler, tmp_path: Path) -> None:
-    model = opened(tmp_path / "model", "llama", num_hidden_layers=2).model
+def test_a_copy_of_a_compiled_model_runs_its_own_weights(compiler: Compiler, opened: Open) -> None:
+    model = opened().model
     taught = learner(model, compiled=True)
     copied = deepcopy(taught.model).requires_grad_(False)
     with torch.no_grad():
@@ -244,8 +255,7 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights(compiler: Compiler, tmp
             parameter.zero_()
     known = taught.documents(batch(0).inputs, batch(0).lengths)
     assert not taught.hidden(batch(0).inputs, known).any()
-    plain = opened(tmp_path / "model", "llama").model
-    wanted = learner(plain, compiled=False).hidden(batch(0).inputs, known)
+    wanted = learner(opened().model, compiled=False).hidden(batch(0).inputs, known)
     for found in (
         learner(copied, compiled=True).hidden(batch(0).inputs, known),
         copied(batch(0).inputs, taught.attend, documents=known),

@@ -13,16 +13,17 @@ import torch
 from ascendchat.device import pick
 from ascendchat.hf.folder import OpenedFolder
 from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Grammar, Request, Sampling
+from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-PROMPTS = [[5, 6, 7], [9] * 30, list(range(40, 61)), [11, 3], [200, 201, 202, 203]]
+PROMPTS = [[5, 6, 7], [9] * 30, list(range(40, 61))]
 
 
 @pytest.fixture(scope="module", params=hf_models.KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, OpenedFolder]:
+    """A model of transformers, and the same as we open it."""
     folder = tmp_path_factory.mktemp("hf") / request.param
     made = hf_models.save(folder, request.param)
     return made, hf_models.opened(folder)
@@ -34,12 +35,12 @@ def engine(opened: OpenedFolder, slots: int = 2, **options: Any) -> Engine:
     return Engine(opened.model, KERNELS["sdpa"], opened.tokenizer, device, CPU, **known)
 
 
-def greedy(count: int = 24, **named: Any) -> Sampling:
+def greedy(count: int = 12, **named: Any) -> Sampling:
     return Sampling(max_tokens=count, temperature=0.0, logprobs=True, stop_tokens=(), **named)
 
 
 @torch.no_grad()
-def generated(theirs: Any, prompt: list[int], count: int = 24) -> tuple[list[int], list[float]]:
+def generated(theirs: Any, prompt: list[int], count: int = 12) -> tuple[list[int], list[float]]:
     """Tokens of transformers' generate, and the log-probability of each by its own logits."""
     row = theirs.generate(
         torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=-1
@@ -49,7 +50,6 @@ def generated(theirs: Any, prompt: list[int], count: int = 24) -> tuple[list[int
     return ids.tolist(), logprobs.gather(-1, ids[:, None])[:, 0].tolist()
 
 
-@pytest.mark.slow
 def test_greedy_answers_are_those_of_generate_whoever_runs_beside(pair: tuple[Any, OpenedFolder]) -> None:
     theirs, opened = pair
     answers = engine(opened).generate([Request(prompt, greedy()) for prompt in PROMPTS])
@@ -68,16 +68,6 @@ def test_a_prompt_goes_on_behind_one_that_is_in_the_cache(pair: tuple[Any, Opene
     (second,) = running.generate([Request(longer, greedy(12))])
     assert second.cached_tokens >= len(head)
     assert second.ids == generated(theirs, longer, 12)[0]
-
-
-@pytest.mark.slow
-def test_seeded_answers_do_not_depend_on_their_neighbours(pair: tuple[Any, OpenedFolder]) -> None:
-    _, opened = pair
-    asked = [Request(prompt, Sampling(24, 0.9, seed=number)) for number, prompt in enumerate(PROMPTS)]
-    together = engine(opened, slots=5).generate(asked)
-    alone = [engine(opened, slots=1).generate([request])[0] for request in asked]
-    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
-    assert len({tuple(answer.ids) for answer in together}) == len(PROMPTS)
 
 
 def test_an_answer_ends_at_the_stop_tokens_of_the_model(tmp_path: Path) -> None:
@@ -101,13 +91,3 @@ def test_weights_are_replaced_by_name_and_answers_have_their_version(tmp_path: P
     assert before.ids != after.ids == generated(other, PROMPTS[2])[0]
     with pytest.raises(ValueError, match=r"lm_head.weight is missing"):
         running.load({name: w for name, w in other.state_dict().items() if name != "lm_head.weight"}, 4)
-
-
-def test_an_answer_fits_a_grammar(tmp_path: Path) -> None:
-    hf_models.save(tmp_path / "m", "llama")
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = Grammar("json_schema", json.dumps({**schema, "additionalProperties": False}))
-    running = engine(hf_models.opened(tmp_path / "m"))
-    for seed in range(3):
-        (answer,) = running.generate([Request(PROMPTS[0], Sampling(40, 1.0, seed=seed, grammar=grammar))])
-        assert isinstance(json.loads(answer.text)["a"], int)

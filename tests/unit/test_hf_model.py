@@ -15,7 +15,7 @@ from ascendchat.device import pick
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.hf.model import CausalLM
 from ascendchat.nn import IGNORE
-from ascendchat.nn.attention import KERNELS, Attention
+from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.documents import documents
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import dense
@@ -42,11 +42,6 @@ def rows(model: CausalLM, count: int = 2, length: int = 64) -> torch.Tensor:
     return torch.randint(0, model.shape.vocab, (count, length + 1), generator=generator)
 
 
-def packed(model: CausalLM, tokens: torch.Tensor, kernel: Attention = KERNEL) -> torch.Tensor:
-    known = documents(kernel, np.array(LENGTHS, np.int32), tokens, torch.float32, restarts=model.restarts)
-    return model(tokens, dense(model, kernel), documents=known)
-
-
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", "reference"])
 @torch.no_grad()
 def test_logits_are_those_of_transformers(pair: tuple[Any, CausalLM], kernel: str) -> None:
@@ -56,24 +51,24 @@ def test_logits_are_those_of_transformers(pair: tuple[Any, CausalLM], kernel: st
     torch.testing.assert_close(found, theirs(tokens).logits, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
 @torch.no_grad()
-def test_a_packed_row_gives_every_token_the_loss_of_its_document_alone(pair: tuple[Any, CausalLM], kernel: str) -> None:
+def test_a_packed_row_gives_every_token_the_loss_of_its_document_alone(pair: tuple[Any, CausalLM]) -> None:
     theirs, model = pair
     whole = rows(model)
     tokens, targets = whole[:, :-1], whole[:, 1:]
-    hidden = packed(model, tokens, KERNELS[kernel])
+    known = documents(KERNEL, np.array(LENGTHS, np.int32), tokens, torch.float32, restarts=model.restarts)
+    hidden = model(tokens, dense(model, KERNEL), documents=known)
     found = token_nats(hidden, model.head, targets, model.shape.vocab, model.cap).flatten()
     at, alone, plain = 0, [], []
     for length in LENGTHS:
         part, wanted = tokens.flatten()[at : at + length][None], targets.flatten()[at : at + length]
-        own = model(part, dense(model, KERNELS[kernel]))
+        own = model(part, dense(model, KERNEL))
         alone.append(token_nats(own, model.head, wanted[None], model.shape.vocab, model.cap)[0])
         plain.append(F.cross_entropy(theirs(part).logits[0], wanted, reduction="none"))
         at += length
     torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, torch.cat(plain), atol=2e-5, rtol=2e-5)
-    mixed = model(tokens, dense(model, KERNELS[kernel]))
+    mixed = model(tokens, dense(model, KERNEL))
     across = token_nats(mixed, model.head, targets, model.shape.vocab, model.cap).flatten()
     assert (found - across).abs().max() > 0.1, "documents that see each other would pass too"
 

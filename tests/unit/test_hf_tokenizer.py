@@ -169,9 +169,24 @@ def test_a_long_conversation_is_cut_between_exchanges_and_then_in_its_prompt() -
     assert counts.split == 1
     short = render_pieces(made, TALK, 16, Counts())
     assert all(len(piece.ids) <= 16 and any(piece.mask) for piece in short)
-    prompt = render_prompt(made, TALK[:4], 40, counts)
-    assert len(prompt) <= 40
-    assert made.decode(prompt).endswith("你好<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_prompt_that_is_too_long_loses_its_oldest_exchanges_and_then_the_system_message() -> None:
+    made = tokenizer()
+    whole, bare, last = (render_prompt(made, TALK[part]) for part in (slice(0, 4), slice(1, 4), slice(3, 4)))
+    with_system = render_prompt(made, [TALK[0], TALK[3]])
+    for talk, limit, wanted in (
+        (TALK[:4], len(whole), whole),
+        (TALK[:4], len(whole) - 1, with_system),
+        (TALK[:4], len(with_system) - 1, last),
+        (TALK[1:4], len(bare) - 1, last),
+        (TALK[:4], len(last) - 1, last[1:]),
+    ):
+        counts = Counts()
+        assert render_prompt(made, talk, limit, counts) == wanted
+        lost = len(render_prompt(made, talk)) - len(wanted)
+        assert (counts.tokens, counts.lost_tokens) == (len(wanted), lost)
+        assert (counts.whole, counts.cut_prompts) == ((0, 1) if lost else (1, 0))
 
 
 def test_a_system_message_that_goes_is_counted() -> None:

@@ -59,7 +59,9 @@ def opened(run: str) -> Any:
 
 
 @pytest.mark.parametrize("era", nanochat.ERAS)
-def test_the_imported_model_has_the_logits_of_the_published_formulas(era: str, made: dict[str, Path]) -> None:
+def test_the_imported_model_has_the_logits_and_answers_of_the_published_formulas(
+    era: str, made: dict[str, Path]
+) -> None:
     assert main(["import", "nanochat", str(made[era]), "--run", "theirs"]) == 0
     found = opened("theirs")
     assert (found.checkpoint.step, found.checkpoint.state["stage"]) == (5, "base")
@@ -72,22 +74,11 @@ def test_the_imported_model_has_the_logits_of_the_published_formulas(era: str, m
     wanted = nanochat.logits(era, config, given, tokens)
     assert wanted.std() > 0.5
     assert (ours.double() - wanted).abs().max() < 1e-4
-
-
-def test_answers_are_those_of_the_published_formulas(made: dict[str, Path]) -> None:
-    """Token by token, with the cache: rotation, windows, gates and smear of another version than ours."""
-    for era in ("2025-10", "2026-01", "2026-03-14"):
-        assert main(["import", "nanochat", str(made[era]), "--run", era]) == 0
-        found = opened(era)
-        config = nanochat.sizes(era, VOCAB)
-        given = torch.load(made[era] / "base_checkpoints" / "d4" / "model_000004.pt", weights_only=True)
-        row = torch.randint(0, 256, (1, 135), generator=torch.Generator().manual_seed(2))
-        prompt, wanted = row[0].tolist(), []
-        for _ in range(6):
-            wanted.append(int(nanochat.logits(era, config, given, row)[0, -1].argmax()))
-            row = torch.cat((row, torch.tensor([[wanted[-1]]])), 1)
-        (answer,) = found.engine(1, 256).generate([Request(prompt, Sampling(6, 0.0, stop_tokens=(), tools=False))])
-        assert list(answer.ids)[:6] == wanted, era
+    row, prompt = tokens[:1, :135], tokens[0, :135].tolist()  # and token by token, with the cache
+    for _ in range(4):
+        row = torch.cat((row, nanochat.logits(era, config, given, row)[:, -1:].argmax(-1)), 1)
+    (answer,) = found.engine(1, 256).generate([Request(prompt, Sampling(4, 0.0, stop_tokens=(), tools=False))])
+    assert list(answer.ids)[:4] == row[0, 135:].tolist()
 
 
 def test_the_tokenizer_gives_the_ids_of_the_pickled_one(made: dict[str, Path]) -> None:
@@ -253,8 +244,12 @@ def test_stages_and_windows_are_taken_as_named(made: dict[str, Path], tmp_path: 
     assert [path.parent.name for path in (home() / "runs" / "one").glob("*/latest")] == ["rl"]
 
 
-@pytest.mark.slow
-def test_pretraining_does_not_go_on_from_it(made: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pretraining_does_not_go_on_from_it(
+    made: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "ascendchat.data.toyworld.documents", lambda split: ["the cat sat on the mat " * 9 + split] * 20
+    )
     assert main(["import", "nanochat", str(made["2025-10"]), "--run", "theirs"]) == 0
     asked = ["base", "--run", "theirs", "--data", "toyworld", "--device-type", "cpu", "--max-seq-len", "16"]
     for horizon in (["--minutes", "0.01"], ["--steps", "1"]):
@@ -263,13 +258,12 @@ def test_pretraining_does_not_go_on_from_it(made: dict[str, Path], capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("era", ["2025-10", "2026-03-14"])
 def test_sft_goes_on_from_it_and_chat_answers(
-    era: str, made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat sat on the mat"}]
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
-    assert main(["import", "nanochat", str(made[era]), "--run", "theirs"]) == 0
+    assert main(["import", "nanochat", str(made["2026-03-14"]), "--run", "theirs"]) == 0
     before = opened("theirs")
     asked = ["sft", "--run", "theirs", "--data", str(tmp_path / "talk.jsonl"), "--steps", "8", "--device-type", "cpu"]
     asked += ["--total-batch-size", "512", "--device-batch-size", "2", "--lr-multiplier", "0.3"]
@@ -284,26 +278,23 @@ def test_sft_goes_on_from_it_and_chat_answers(
     assert losses[0] == pytest.approx(first, rel=1e-3)  # it started from the imported weights
     assert losses[-1] < 0.8 * losses[0]
     capsys.readouterr()
-    assert main(["chat", "--run", "theirs", "-p", "hello", "-t", "0", "--max-tokens", "8", "--device-type", "cpu"]) == 0
+    assert main("chat --run theirs -p hello -t 0 --max-tokens 8 --device-type cpu".split()) == 0
     assert capsys.readouterr().out.strip()
     with pytest.raises(UserError, match="without the state of its optimizer"):
         before.checkpoint.reader()(Shard("head", "first", 0, 4))
 
 
 @pytest.mark.slow
-def test_eval_serve_and_rl_work_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_and_rl_work_on_it(tmp_path: Path) -> None:
     config = nanochat.sizes("2026-01", VOCAB)
     nanochat.save(tmp_path / "chatsft_checkpoints" / "d4", 9, nanochat.weights("2026-01", config, 320), config)
     nanochat.write_tokenizer(tmp_path / "tokenizer", STATE)
     assert main(["import", "nanochat", str(tmp_path)]) == 0
-    asked = ["eval", "chat", "--run", "d4", "--tasks", "toy_arithmetic_en", "--max-per-task", "2"]
-    assert main([*asked, "--max-new-tokens", "4", "--device-type", "cpu"]) == 0
     engine, ready = open_engine(ServeConfig(run="d4", device_type="cpu", slots=1), 0)
     assert (ready.model["stage"], ready.model["step"], ready.model["chats"]) == ("sft", 9, True)
     assert open_tokenizer(Path(ready.model["tokenizer"])).fingerprint == engine.tokenizer.fingerprint
-    asked = ["rl", "--run", "d4", "--data", "toy_arithmetic_en", "--steps", "1", "--prompts-per-step", "2"]
-    asked += ["--samples", "2", "--max-new-tokens", "6", "--eval-every", "-1", "--device-type", "cpu"]
-    assert main(asked) == 0
+    asked = "rl --run d4 --data toy_arithmetic_en --steps 1 --prompts-per-step 2 --samples 2 --max-new-tokens 6"
+    assert main([*asked.split(), "--eval-every", "-1", "--device-type", "cpu"]) == 0
     saved = newest(home() / "runs" / "d4" / "rl")
     assert saved is not None
     assert (saved.step, saved.state["shape"]["formulas"]) == (1, "nanochat-2026-01")

@@ -18,7 +18,6 @@ import pytest
 
 from ascendchat import cli
 from ascendchat.config import parse
-from ascendchat.doctor.explain import explain
 from ascendchat.speedrun.recipe import recipe_files
 from scripts import nanochat
 
@@ -26,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_EIGHT = "torchrun --standalone --nproc_per_node=8 -m scripts."
 TYPED: list[tuple[str, dict[str, Any]]] = [
     ("python -m scripts.base_train", {"device_type": None}),
-    ("python -m scripts.base_train --device-type=npu", {"device_type": "npu"}),
     (
         "torchrun --nproc_per_node=4 -m scripts.base_train --device-type=npu --depth=12 --max-seq-len=2048 "
         "--device-batch-size=32 --total-batch-size=524288",
@@ -39,9 +37,7 @@ TYPED: list[tuple[str, dict[str, Any]]] = [
     (ON_EIGHT + "base_train -- --gradient_accumulation_steps=4", {"gradient_accumulation_steps": 4}),
     (ON_EIGHT + "base_train -- --fp8", {"fp8": True}),
     (ON_EIGHT + "base_train -- --depth=20 --run=speedrun", {"depth": 20, "run": "speedrun"}),
-    (ON_EIGHT + "mid_train", {"device_batch_size": None}),
     (ON_EIGHT + "mid_train -- --device_batch_size=8", {"device_batch_size": 8}),
-    ("python -m scripts.mid_train --device_batch_size=8", {"device_batch_size": 8}),
     (
         ON_EIGHT + "chat_sft -- --device_batch_size=8 --target_examples_per_step=32",
         {"device_batch_size": 8, "target_examples_per_step": 32},
@@ -53,7 +49,6 @@ TYPED: list[tuple[str, dict[str, Any]]] = [
     (ON_EIGHT + "base_eval", {}),
     (ON_EIGHT + "chat_eval -- -i sft -a GSM8K", {"stage": "sft", "tasks": ("gsm8k",)}),
     ("python -m scripts.tok_train --max_chars=2000000000", {"max_chars": 2_000_000_000}),
-    ("python -m scripts.chat_web", {"devices": 1}),
     ("python -m scripts.chat_web --device-type=npu --num-gpus=4", {"device_type": "npu", "devices": 4}),
     ("python -m scripts.chat_cli --device-type=npu", {"device_type": "npu"}),
     ('python -m scripts.chat_cli -p "Why is the sky blue?"', {"prompt": "Why is the sky blue?"}),
@@ -100,8 +95,7 @@ def test_a_known_line_is_taken_as_it_is_typed(typed: str, expected: dict[str, An
         ("the defaults of the eight-card guide", "speedrun --recipe qwen-sft-910b-8"),
     ],
 )
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_a_known_script_has_its_counterpart_and_the_page_says_so(known: str, here: str, language: str) -> None:
+def test_a_known_script_has_its_counterpart_and_the_pages_say_so(known: str, here: str) -> None:
     name, rest = cli.split_command(here.split())
     config = parse(cli._load("config.", cli.COMMANDS[name][0]), rest)
     if name == "speedrun":
@@ -109,28 +103,9 @@ def test_a_known_script_has_its_counterpart_and_the_page_says_so(known: str, her
     if name == "launch":
         inner, rest = cli.split_command(list(config.command))
         parse(cli._load("config.", cli.COMMANDS[inner][0]), rest)
-    page = (ROOT / "docs" / language / "coming-from-nanochat.md").read_text(encoding="utf-8")
-    for line in known.split(", "):
-        if " the " not in f" {line} ":
-            assert f"`{line}`" in page
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        "RuntimeError: initialize hccl failed: 500000",
-        "RuntimeError: The server socket has failed to listen. errno: 98 - Address already in use",
-        "RuntimeError: reduce_scatter requires inputs to be on the same device",
-        "KeyError: 'initial_lr'",
-        "RuntimeError: Dynamo is not supported on NPU",
-        "error: could not compile `rustbpe` (lib) due to 1 previous error",
-        "Failed to load tokenizer from corrupted file",
-        "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='huggingface.co', port=443): Max retries",
-        "RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB",
-    ],
-)
-def test_errors_that_users_search_for_are_explained(error: str) -> None:
-    assert explain(error)
+    for language in ("en", "zh"):
+        page = (ROOT / "docs" / language / "coming-from-nanochat.md").read_text(encoding="utf-8")
+        assert [line for line in known.split(", ") if " the " not in f" {line} " and f"`{line}`" not in page] == []
 
 
 def test_the_shell_script_takes_the_recipe_for_the_devices(tmp_path: Path) -> None:

@@ -46,20 +46,20 @@ def written(grammar: Grammar, most: int, seed: int, lands: bool = True) -> tuple
     return ids, False
 
 
-@pytest.mark.parametrize("most", [120, 160, 300])
+@pytest.mark.parametrize("most", [120, 300])
 def test_an_object_is_whole_when_its_tokens_are_spent(most: int) -> None:
     grammar = Grammar("json_schema", json.dumps(PERSON))
-    for seed in range(8):
+    for seed in range(3):
         ids, ended = written(grammar, most, seed)
         assert ended
         jsonschema.validate(json.loads(TEXT.decode(ids)), PERSON)
-    assert not all(written(grammar, most, seed, lands=False)[1] for seed in range(8))
+    assert not all(written(grammar, most, seed, lands=False)[1] for seed in range(3)), "it would not end by chance"
 
 
 def test_the_end_comes_as_late_as_it_can() -> None:
     """A string goes on until just what closes it is left."""
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    lengths = [len(written(Grammar("json_schema", json.dumps(schema)), 64, seed)[0]) for seed in range(8)]
+    lengths = [len(written(Grammar("json_schema", json.dumps(schema)), 64, seed)[0]) for seed in range(4)]
     assert max(lengths) <= 64
     assert max(lengths) >= 58
 

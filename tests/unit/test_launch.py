@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -10,16 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ascendchat import launch
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.commands import LaunchConfig
-from ascendchat.launch import port, supervise
-from ascendchat.launch.rank import node_prefix
+from ascendchat.launch import agent, port, supervise
 from ascendchat.launch.supervise import AttemptResult
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -76,9 +77,6 @@ def test_on_cpu_one_process_is_the_default() -> None:
     assert resolve("--device-type cpu base").devices == 1
     assert resolve("base --device_type=cpu").devices == 1
     assert resolve("base", {"ASCENDCHAT_DEVICE": "cpu"}).devices == 1
-
-
-def test_the_device_type_reaches_the_ranks() -> None:
     assert resolve("--device-type cpu base").environment["ASCENDCHAT_DEVICE"] == "cpu"
 
 
@@ -102,17 +100,11 @@ def test_logs_go_to_the_folder_of_the_run() -> None:
     assert resolve("--devices 1 -m scripts.sft").logs.parent.name.startswith("scripts.sft-")
 
 
-def test_one_node_never_uses_a_fixed_port() -> None:
+def test_one_node_never_uses_a_fixed_port_and_several_meet_where_the_flags_say() -> None:
     plan = resolve("--devices 2 base", {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "29500"})
     assert (plan.master_addr, plan.master_port) == ("127.0.0.1", 0)
-
-
-def test_several_nodes_meet_where_the_flags_say() -> None:
     plan = resolve("--devices 8 --nnodes 2 --node-rank 1 --master node0:20123 base")
     assert (plan.nodes, plan.node_rank, plan.master_addr, plan.master_port) == (2, 1, "node0", 20123)
-
-
-def test_several_nodes_derive_the_same_port_from_the_run() -> None:
     first, second = (resolve(f"--nnodes 2 --node-rank {n} --master a --run r --devices 1 base") for n in (0, 1))
     assert first.master_port == second.master_port != 29500
 
@@ -156,9 +148,6 @@ def test_a_busy_port_is_noticed_on_node_0() -> None:
                 resolve(words)
         resolve(f"--nnodes 2 --node-rank 1 --master a:{busy} --devices 1 base")  # it listens on node 0 only
     assert port.is_free(busy)
-
-
-def test_a_picked_port_is_free() -> None:
     picked = port.free_port()
     assert port.is_free(picked)
     assert picked not in port.RESERVED
@@ -192,22 +181,156 @@ def test_the_rank_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
     assert str(tmp_path / "rank_1.log") in text
 
 
-def test_a_killed_rank_is_said_to_be_killed(tmp_path: Path) -> None:
-    outcome = supervise.attempt_result({"failed": {"0": -9}}, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
-    assert outcome.status == 137
-    assert "killed by SIGKILL (often: out of host memory)" in launch.failure_text(outcome)
-
-
-def test_a_failure_before_any_rank_shows_torchruns_own_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("result", "code", "stopped", "status", "said"),
+    [
+        ({"failed": {"0": -9}}, 1, 0, 137, "killed by SIGKILL (often: out of host memory); its output is above"),
+        ({"failed": {"0": 1}}, 143, 15, 143, "stopped by SIGTERM"),
+        ({"error": "DistNetworkError: no route"}, 1, 0, 1, "could not be started: DistNetworkError: no route"),
+        ({"error": "in use", "port_taken": True}, 1, 0, 1, "the port of the rendezvous was taken by another program"),
+        ({}, -9, 0, 137, "torchrun ended with status -9"),
+        ({}, 3, 0, 3, "torchrun ended with status 3"),
+        ({}, 0, 0, 0, ""),
+    ],
+)
+def test_how_an_attempt_ended_is_known_from_torchruns_report(
+    tmp_path: Path, result: dict[str, Any], code: int, stopped: int, status: int, said: str
+) -> None:
     (tmp_path / "torchrun.log").write_text("cannot resolve node0\n")
-    text = launch.failure_text(AttemptResult(1, tmp_path / "torchrun.log", detail="DistNetworkError: no route"))
-    assert "could not be started: DistNetworkError: no route" in text
-    assert "cannot resolve node0" in text
+    outcome = supervise.attempt_result(result, tmp_path, tmp_path / "torchrun.log", code, stopped, True)
+    assert outcome.status == status
+    text = launch.failure_text(outcome)
+    assert said in text
+    assert ("cannot resolve node0" in text) == (outcome.rank is None and not stopped and not outcome.port_taken)
 
 
-def test_files_of_one_node_have_plain_names_and_of_several_the_number_of_the_node() -> None:
-    assert node_prefix(1, 0) == ""
-    assert [node_prefix(12, node) for node in (0, 11)] == ["node_0_", "node_11_"]
+def test_torchrun_tells_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failure = ProcessFailure(local_rank=1, pid=2, exitcode=7, error_file="<none>")
+    busy = {"error": "RuntimeError: EADDRINUSE at 29500", "port_taken": True}
+    for error, status, told in (
+        (None, 0, {}),
+        (ChildFailedError("x", {1: failure}), 1, {"failed": {"1": 7}}),
+        (SignalException("x", signal.SIGTERM), 128 + signal.SIGTERM, {"signal": 15}),
+        (RuntimeError("EADDRINUSE at 29500"), 1, busy),
+        (ValueError("odd"), 1, {"error": "ValueError: odd", "port_taken": False}),
+    ):
+
+        def ends(_: object, error: BaseException | None = error) -> None:
+            if error:
+                raise error
+
+        monkeypatch.setattr(run, "run", ends)
+        monkeypatch.setattr(agent, "die_with_parent", lambda _: None)  # these tests shall not
+        assert agent.main([str(tmp_path / "result.json"), "script.py"]) == status
+        assert json.loads((tmp_path / "result.json").read_text()) == told
+    assert "ValueError: odd" in capsys.readouterr().err, "the whole error is in torchrun's log"
+
+
+def test_what_is_appended_to_a_log_is_shown_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr("sys.stdout", console)
+    (tmp_path / "old").write_text("before ")
+    for name in ("new", "old"):
+        follower = supervise.Follower(tmp_path / name)
+        follower.pump()
+        for text in ("步骤 1\n".encode()[:4], "步骤 1\n".encode()[4:], b"step 2\n"):  # cut inside a letter
+            with open(tmp_path / name, "ab") as log:
+                log.write(text)
+            follower.pump()
+    assert console.buffer.getvalue().decode() == "步骤 1\nstep 2\n" * 2  # type: ignore[attr-defined]
+
+
+class Torchrun:
+    """A torchrun of which a test says what happens at each look at it, until it ends by itself or is killed."""
+
+    def __init__(self, *looks: Callable[[], object]) -> None:
+        self.looks, self.got, self.status = list(looks), list[int](), 0
+
+    def poll(self) -> int | None:
+        if not self.looks:
+            return self.status
+        self.looks.pop(0)()
+        return None if self.looks else self.status
+
+    def wait(self) -> int:
+        return self.status
+
+    def send_signal(self, number: int) -> None:
+        self.got.append(number)
+
+    def kill(self) -> None:
+        self.looks, self.status = [], -signal.SIGKILL
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_rank_0_is_shown_while_it_runs_and_files_of_processes_go(
+    show: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    log, result = tmp_path / "rank_0.log", tmp_path / "node_0_result.json"
+
+    def begins(*_: object) -> Torchrun:
+        assert not result.exists(), "of a launcher that was killed"
+        assert [path.name for path in tmp_path.glob("*.pid")] == ["node_1_rank_5.pid"], "another node's is not ours"
+        (tmp_path / "node_0_rank_0.pid").write_text("0 0")
+        return Torchrun(
+            lambda: log.write_text("step 1\n"),
+            lambda: None,
+            lambda: seen.append(capsys.readouterr().out),
+            lambda: (log.write_text("step 1\nstep 2\n"), result.write_text("{}")),
+        )
+
+    for name in ("node_0_result.json", "node_0_rank_3.pid", "node_1_rank_5.pid"):
+        (tmp_path / name).write_text("7 7")
+    monkeypatch.setattr(supervise, "start_agent", begins)
+    monkeypatch.setattr(supervise, "POLL", 0.0)
+    outcome = supervise.run_torchrun([], tmp_path, {}, 0.0, show=show, node="node_0_")
+    assert (outcome.status, outcome.stopped) == (0, 0), "nobody has asked for its end"
+    assert [*seen, capsys.readouterr().out] == (["step 1\n", "step 2\n"] if show else ["", ""])
+    assert [path.name for path in tmp_path.glob("*.pid")] == ["node_1_rank_5.pid"]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_torchrun_that_does_not_end_is_killed_after_the_grace_or_at_a_second_signal(
+    signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = Torchrun(*[lambda: signal.raise_signal(signal.SIGTERM)] * signals, *[lambda: None] * 1000)
+    monkeypatch.setattr(supervise, "start_agent", lambda *_: torchrun)
+    monkeypatch.setattr(supervise, "SLACK", 0.0 if signals == 1 else 1e6)
+    monkeypatch.setattr(supervise, "POLL", 0.001)
+    outcome = supervise.run_torchrun([], tmp_path, {}, 0.0, show=False)
+    assert torchrun.got == [signal.SIGTERM]
+    assert torchrun.status == -signal.SIGKILL, "it was left alone"
+    assert (outcome.status, outcome.stopped) == (128 + signal.SIGTERM, signal.SIGTERM)
+
+
+def test_the_system_itself_is_never_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(supervise.os, "killpg", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(supervise, "started", lambda pid: "5")
+    for pid in (0, 1, 2):
+        (tmp_path / f"rank_{pid}.pid").write_text(f"{pid} 5")
+    supervise.end_groups(tmp_path, "")
+    assert killed == [2]
+
+
+def test_a_rank_whose_whole_group_is_gone_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process that is looked at ends meanwhile."""
+
+    def ended(_: int) -> int:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(supervise.os, "killpg", lambda *_: pytest.fail("another group was killed"))
+    monkeypatch.setattr(supervise.os, "getpgid", ended)
+    (tmp_path / "rank_0.pid").write_text("4194305 5")  # above all numbers of processes
+    supervise.end_groups(tmp_path, "")
+    assert not list(tmp_path.iterdir())
 
 
 # A rank with a child; both hold the pipe, so its end says that both are gone.
@@ -255,10 +378,13 @@ def test_the_group_of_a_rank_is_ended(group: tuple[subprocess.Popen[bytes], int]
 
 
 @linux
-def test_a_number_that_another_process_has_now_is_not_killed(
+def test_ranks_of_other_nodes_and_a_number_that_another_process_has_now_are_left_alone(
     group: tuple[subprocess.Popen[bytes], int], tmp_path: Path
 ) -> None:
     path = tmp_path / "node_1_rank_5.pid"
+    for node in ("", "node_11_"):
+        supervise.end_groups(tmp_path, node)
+        assert path.exists()
     pid, start = path.read_text().split()
     assert int(pid) == group[0].pid
     for text in (f"{pid} {int(start) - 1}", pid, ""):  # older than the process, without a start, half written
@@ -266,16 +392,6 @@ def test_a_number_that_another_process_has_now_is_not_killed(
         supervise.end_groups(tmp_path, "node_1_")
         assert not path.exists()
     assert not ends(group[1], 0.2)
-
-
-@linux
-@pytest.mark.parametrize("node", ["", "node_0_", "node_11_"])
-def test_ranks_of_other_nodes_are_not_touched(
-    group: tuple[subprocess.Popen[bytes], int], tmp_path: Path, node: str
-) -> None:
-    supervise.end_groups(tmp_path, node)
-    assert not ends(group[1], 0.2)
-    assert (tmp_path / "node_1_rank_5.pid").exists()
 
 
 def ending(monkeypatch: pytest.MonkeyPatch, status: int) -> list[int]:

@@ -49,6 +49,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A store with one prepared folder, read by blocks of 64 tokens."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(object_store, "BLOCK", 256)  # 64 tokens
     found = Bucket(tmp_path, monkeypatch)
@@ -85,34 +86,48 @@ def test_a_rank_reads_only_the_blocks_of_its_own_rows(bucket: Bucket) -> None:
     assert len(bucket.blocks()) == whole > 2 * len(few)
 
 
-def test_what_was_read_once_comes_from_the_local_cache(bucket: Bucket) -> None:
+def test_what_was_read_once_comes_from_the_local_cache(bucket: Bucket, tmp_path: Path) -> None:
     first = rows(Corpus.open(URL), 0, 26)
     bucket.reads.clear()
     assert rows(Corpus.open(URL), 0, 26) == first
     assert [name for name, _, _ in bucket.reads] == ["manifest.json"]
-
-
-def test_a_damaged_block_of_the_cache_is_read_again(bucket: Bucket, tmp_path: Path) -> None:
-    first = rows(Corpus.open(URL), 0, 26)
     for path in (tmp_path / "home" / "data" / ".blocks").iterdir():
         path.write_bytes(b"\0" * path.stat().st_size)
-    assert rows(Corpus.open(URL), 0, 26) == first
+    assert rows(Corpus.open(URL), 0, 26) == first, "a damaged block of the cache is read again"
 
 
-def test_a_damaged_file_of_the_store_is_named(bucket: Bucket) -> None:
+def test_what_cannot_be_kept_in_the_cache_does_not_stop_training(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "small", 1024)
+    files = json.loads((bucket.local / "manifest.json").read_text())["files"]
+    for path in sorted(bucket.local.glob("*.tokens")):
+        assert Store(URL, files, cache).read(path.name, 0, path.stat().st_size) == path.read_bytes()
+    assert 0 < sum(path.stat().st_size for path in cache.folder.iterdir()) <= 1024
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert rows(Corpus.open(URL), 0, 26) == rows(Corpus.open(bucket.local), 0, 26)
+
+
+def test_a_damaged_file_of_the_store_is_named(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = tokens_file(bucket)
     data = bytearray((bucket.local / name).read_bytes())
     data[300] ^= 1
     bucket.change(name, bytes(data))
     with pytest.raises(UserError, match=rf"{name} is damaged: bytes 256 to 512"):
         rows(Corpus.open(URL), 0, 26)
-
-
-def test_a_short_file_of_the_store_is_named(bucket: Bucket) -> None:
-    name = tokens_file(bucket)
+    monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path / "elsewhere"))  # where nothing is cached
     bucket.change(name, (bucket.local / name).read_bytes()[:-300])
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match=rf"{name} is damaged"):
         rows(Corpus.open(URL), 0, 26)
+    manifest = json.loads((bucket.local / "manifest.json").read_text())
+    manifest["splits"]["train"]["documents"] += 1
+    bucket.change("manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(UserError, match=f"^{URL}: documents and manifest disagree"):  # the address as it was given
+        _ = Corpus.open(URL).lengths
 
 
 def test_a_folder_without_checksums_of_blocks_is_read_file_by_file(bucket: Bucket) -> None:
@@ -124,19 +139,11 @@ def test_a_folder_without_checksums_of_blocks_is_read_file_by_file(bucket: Bucke
     assert len(bucket.blocks()) == 2, "two shards"
 
 
-def test_the_cache_keeps_within_its_limit(bucket: Bucket, tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "small", 1024)
-    files = json.loads((bucket.local / "manifest.json").read_text())["files"]
-    for path in sorted(bucket.local.glob("*.tokens")):
-        assert Store(URL, files, cache).read(path.name, 0, path.stat().st_size) == path.read_bytes()
-    assert 0 < sum(path.stat().st_size for path in cache.folder.iterdir()) <= 1024
-
-
-@pytest.mark.parametrize("text", ["many", "-1", "0", "nan"])
-def test_a_wrong_limit_of_the_cache_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("ASCENDCHAT_DATA_CACHE_GB", text)
-    with pytest.raises(UserError, match="is not a size"):
-        Corpus.open(URL)
+def test_a_wrong_limit_of_the_cache_is_refused(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("many", "-1", "0", "nan"):
+        monkeypatch.setenv("ASCENDCHAT_DATA_CACHE_GB", text)
+        with pytest.raises(UserError, match="is not a size"):
+            Corpus.open(URL)
 
 
 def test_a_read_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,26 +160,13 @@ def test_a_read_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.Mo
     assert Corpus.open(URL).documents == 24
 
 
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [("memory://bucket/nothing", "holds no prepared text"), ("nowhere://x/y", "cannot be read: Protocol not known")],
-)
-def test_a_wrong_address_is_answered_in_one_sentence(bucket: Bucket, url: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        open_corpora([url])
-
-
-def test_addresses_take_weights_like_folders(bucket: Bucket) -> None:
-    (remote, share), (local, rest) = open_corpora([f"{URL}=0.25", f"{bucket.local}=0.75"])
-    assert (share, rest, remote.tokens) == (0.25, 0.75, local.tokens)
-
-
-def test_messages_name_the_address_as_it_was_given(bucket: Bucket) -> None:
-    manifest = json.loads((bucket.local / "manifest.json").read_text())
-    manifest["splits"]["train"]["documents"] += 1
-    bucket.change("manifest.json", json.dumps(manifest).encode())
-    with pytest.raises(UserError, match=f"^{URL}: documents and manifest disagree"):
-        _ = Corpus.open(URL).lengths
+def test_a_wrong_address_is_answered_in_one_sentence(bucket: Bucket) -> None:
+    with pytest.raises(UserError, match="holds no prepared text"):
+        open_corpora(["memory://bucket/nothing"])
+    with pytest.raises(UserError, match="cannot be read: Protocol not known"):
+        open_corpora(["nowhere://x/y"])
+    (remote, share), _ = open_corpora([f"{URL}=0.25", f"{bucket.local}=0.75"])
+    assert (share, remote.tokens) == (0.25, Corpus.open(bucket.local).tokens)
 
 
 def test_an_error_that_only_the_store_knows_is_a_sentence(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +185,6 @@ def test_a_password_in_an_address_is_refused_and_not_shown(bucket: Bucket) -> No
     with pytest.raises(UserError, match=r"^s3://\*\*\*@bucket/words has a password") as caught:
         open_corpora(["s3://me:s3cret@bucket/words"])
     assert "s3cret" not in str(caught.value)
-
-
-def test_a_full_disk_does_not_stop_training(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert rows(Corpus.open(URL), 0, 26) == rows(Corpus.open(bucket.local), 0, 26)
 
 
 def test_the_cache_leaves_half_of_the_disk_free(

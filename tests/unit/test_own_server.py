@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from warm_process import Popen
 
 from ascendchat.config import UserError
 from ascendchat.infer import fleet
@@ -30,7 +30,8 @@ time.sleep(600)
 
 SLOW = """
 import os, pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that is busy importing
+if sys.argv[1].endswith("busy"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that is busy importing
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 time.sleep(300)
 print("ready: http://127.0.0.1:" + sys.argv[-1], flush=True)
@@ -44,7 +45,7 @@ from ascendchat.dist.context import joined
 from ascendchat.infer import rollouts
 
 program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-command = [sys.executable, "-c", program, str(folder / "pid")]
+command = [sys.executable, "-c", program, str(folder / sys.argv[3])]
 rollouts.commands_of = lambda *_: [(command, dict(os.environ))]
 with joined(pick("cpu")) as here, contextlib.ExitStack() as stack:
     rollouts.started(RlConfig(), folder, print, here, folder, rollouts.Sizes(1, 8), stack)
@@ -92,20 +93,23 @@ def test_one_that_is_always_killed_or_says_what_is_wrong_ends_the_run(tmp_path: 
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_one_starts_does_not_wait_until_it_is_ready(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "busy"), (signal.SIGKILL, "idle")])
+def test_a_server_that_starts_ends_with_its_trainer(tmp_path: Path, number: signal.Signals, name: str) -> None:
+    """On Ctrl-C nobody waits until it is ready."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, SLOW, str(tmp_path)], env=environment)
+    pid, words = tmp_path / name, ["-c", TRAINER, SLOW, str(tmp_path), name]
+    trainer = Popen([sys.executable, *words], env=environment)
     try:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        while not pid.exists() or not pid.read_text():
             assert trainer.poll() is None
             time.sleep(0.05)
-        trainer.send_signal(signal.SIGINT)
+        trainer.send_signal(number)
         assert trainer.wait(120) != 0
     finally:
         trainer.kill()
     assert "ready" not in (tmp_path / "server-0.log").read_text()
     end = time.monotonic() + 60
-    while alive(int((tmp_path / "pid").read_text())):
+    while alive(int(pid.read_text())):
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -115,13 +119,10 @@ def test_ctrl_c_while_one_starts_does_not_wait_until_it_is_ready(tmp_path: Path)
     [
         (["nonsense"], "'nonsense' is no address"),
         (["ftp://there:80"], "is no address"),
-        (["http://::::"], "is no address"),
         (["http://[::1"], "is no address"),
         (["http://127.0.0.1:99999"], "is no address"),
         (["http://"], "is no address"),
-        (["5"], "is no address"),
         (["local", "http://there:80"], "local and addresses exclude each other"),
-        (["local", "local"], "exclude each other"),
         (["http://a:1", "http://b:1", "http://a:1"], "names http://a:1 twice"),
     ],
 )

@@ -21,11 +21,13 @@ from ascendchat.tasks.pairs import open_pair_mixture
 
 @pytest.fixture(scope="module")
 def ours() -> Tokenizer:
+    """A tokenizer of our own."""
     return train_tokenizer(["what is the answer to it? the answer is four, not five."], 280)
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One of Hugging Face, with a chat template."""
     folder = tmp_path_factory.mktemp("hf") / "tiny"
     hf_models.save(folder, num_hidden_layers=1)
     return hf_models.opened(folder).tokenizer
@@ -33,6 +35,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(params=["ours", "theirs"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Either of them."""
     found: Tokenizer = request.getfixturevalue(request.param)
     return found
 
@@ -104,6 +107,7 @@ def test_what_the_template_refuses_is_counted_and_too_much_of_it_is_an_error(tmp
     counts = PairCounts()
     rows = build(tokenizer, [pair("bad", "a", "b"), *good], 64, 0, counts)
     assert (rows.pairs, counts.refused) == (120, 1)
+    PairCounts(cut=120, refused=1).check()  # a pair that was cut was not refused
     assert "1 refused by the chat template" in counts.line()
     with pytest.raises(UserError, match="not this one; mend them"):
         build(tokenizer, [*[pair("bad", "a", "b")] * 2, *good], 64, 0, PairCounts())
@@ -111,10 +115,10 @@ def test_what_the_template_refuses_is_counted_and_too_much_of_it_is_an_error(tmp
 
 def test_bins_hold_every_pair_once_both_sides_and_no_row_too_much() -> None:
     rng = np.random.default_rng(0)
-    lengths = [(int(a), int(b)) for a, b in rng.integers(1, 65, (3000, 2))]
-    bins = pack_pairs(lengths, 64, window=700)
+    lengths = [(int(a), int(b)) for a, b in rng.integers(1, 65, (900, 2))]
+    bins = pack_pairs(lengths, 64, window=400)
     seen = [sequence for both in bins for row in both for sequence in row]
-    assert sorted(seen) == list(range(6000))
+    assert sorted(seen) == list(range(1800))
     for both in bins:
         assert {sequence // 2 for row in both for sequence in row if sequence % 2 == 0} == {
             sequence // 2 for row in both for sequence in row if sequence % 2
@@ -130,6 +134,13 @@ def test_without_packing_a_bin_holds_one_pair(ours: Tokenizer) -> None:
     assert rows.per_epoch == 5
     batch = PairBatches([(rows, 1.0)], 2).batch(0)
     assert batch.lengths.tolist() == [len(found.chosen.ids) - 1, 65 - len(found.chosen.ids)] * 4
+    assert rows.filled == (len(found.chosen.ids) - 1) / 64
+    full = PairRows([found], found.longest - 1, 0, 0)
+    assert full.filled == 1
+    with pytest.raises(ValueError, match="a sequence is longer than a row"):
+        PairRows([found], found.longest - 2, 0, 0)
+    with pytest.raises(UserError, match="no pair of two replies was found"):
+        PairRows([], 64, 0, 0)
 
 
 def test_entries_are_split_by_prompt_shortened_and_validated_elsewhere(ours: Tokenizer, tmp_path: Path) -> None:
@@ -159,14 +170,14 @@ def test_batches_are_slices_of_one_global_batch_and_epochs_hold_every_pair(ours:
     asked = [pair(f"what is {'it ' * (n % 7)}?", "four " * (1 + n % 3), "five " * (1 + n % 5)) for n in range(50)]
     rows = build(ours, asked, 96, 3, PairCounts())
     batches = PairBatches([(rows, 1.0)], 4)
-    assert sorted(PairBatches([(rows, 1.0)], rows.per_epoch).batch(0).number) == list(range(50)), "each once an epoch"
+    epoch = PairBatches([(rows, 1.0)], rows.per_epoch).batch(0)
+    assert sorted(epoch.number) == list(range(50)), "each once an epoch"
     whole = batches.batch(1)
     halves = [batches.batch(1, 0, 2), batches.batch(1, 2, 4)]
     assert np.array_equal(whole.inputs, np.concatenate([half.inputs for half in halves]))
     assert whole.number.tolist() == [number for half in halves for number in half.number]
     assert len(whole.number) == batches.targets(1)
-    for step in range(3):
-        batch = batches.batch(step)
+    for batch in (epoch, whole, batches.batch(2)):
         ends = np.cumsum(batch.lengths)
         assert ends[-1] == batch.inputs.size
         flat, targets = batch.inputs.reshape(-1), batch.targets.reshape(-1)

@@ -23,22 +23,12 @@ def gpt(message: dict[str, str]) -> dict[str, str]:
     return {"from": names[message["role"]], "value": message["content"]}
 
 
+BOTH = {"chosen": "4", "rejected": "Five, I think.", "system": "Be brief."}
 FORMS: dict[str, dict[str, Any]] = {
-    "llamafactory alpaca": {
-        "instruction": "What is",
-        "input": "2 + 2?",
-        "chosen": "4",
-        "rejected": "Five, I think.",
-        "system": "Be brief.",
-    },
-    "llamafactory sharegpt": {
-        "conversations": [gpt(USER)],
-        "chosen": gpt(GOOD),
-        "rejected": gpt(BAD),
-        "system": "Be brief.",
-    },
+    "llamafactory alpaca": {"instruction": "What is 2 + 2?", **BOTH},
+    "llamafactory sharegpt": {**BOTH, "conversations": [gpt(USER)], "chosen": gpt(GOOD), "rejected": gpt(BAD)},
     "llamafactory openai": {"messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD},
-    "trl texts": {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "Five, I think.", "system": "Be brief."},
+    "trl texts": {"prompt": "What is 2 + 2?", **BOTH},
     "trl messages": {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]},
     "trl, prompt repeated": {
         "prompt": "What is 2 + 2?",
@@ -72,21 +62,18 @@ def read(tmp_path: Path, row: dict[str, Any]) -> Pair:
 @pytest.mark.parametrize("name", FORMS)
 def test_the_same_pair_in_every_form_is_the_same(tmp_path: Path, name: str) -> None:
     row = FORMS[name]
-    wanted = WANTED
-    if name == "llamafactory alpaca":
-        wanted = wanted._replace(prompt=[SYSTEM, {"role": "user", "content": "What is\n2 + 2?"}])
-    assert read(tmp_path, row) == wanted
+    assert read(tmp_path, row) == WANTED
     if name != "trl, implicit prompt":
         (talk,) = conversations(write(tmp_path / "talk.jsonl", [row]))
-        assert talk == [*wanted.prompt, *wanted.chosen], "SFT learns the chosen reply to the whole prompt"
+        assert talk == [*WANTED.prompt, *WANTED.chosen], "SFT learns the chosen reply to the whole prompt"
 
 
 def test_earlier_turns_belong_to_the_prompt(tmp_path: Path) -> None:
     more = [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "And 3 + 3?"}]
     row = {"chosen": [USER, *more, GOOD], "rejected": [USER, *more, BAD]}
     assert read(tmp_path, row) == Pair([USER, *more], [GOOD], [BAD])
-    alpaca = {"instruction": "And?", "history": [["a", "b"]], "chosen": "x", "rejected": "y"}
-    assert [m["content"] for m in read(tmp_path, alpaca).prompt] == ["a", "b", "And?"]
+    alpaca = {"instruction": "And?", "input": "Now?", "history": [["a", "b"]], "chosen": "x", "rejected": "y"}
+    assert [m["content"] for m in read(tmp_path, alpaca).prompt] == ["a", "b", "And?\nNow?"]
 
 
 def test_texts_of_human_and_assistant_turns_are_split_where_they_part(tmp_path: Path) -> None:
@@ -105,11 +92,7 @@ def test_rows_that_cannot_be_read_are_named_with_their_line_and_the_others_are_r
     (line,) = said
     assert line.startswith("mine.jsonl: 3 of 300 rows cannot be read: line 7: ")
     assert "line 101: it has the columns prompt, chosen; line 201: the speaker 'oracle' is unknown" in line
-
-
-def test_more_than_one_percent_of_them_is_an_error(tmp_path: Path) -> None:
-    rows: list[Any] = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(300)]
-    rows[:4] = [{"prompt": [], "chosen": [GOOD], "rejected": [BAD]}] * 4
+    rows[:1] = [{"prompt": [], "chosen": [GOOD], "rejected": [BAD]}]
     with pytest.raises(UserError, match=r"4 of 300 rows.*no prompt that both replies answer.*more than 1 %"):
         list(pairs(write(tmp_path / "mine.jsonl", rows)))
 
@@ -124,12 +107,3 @@ def test_pairs_without_a_difference_are_counted_and_left_out_however_many_they_a
 def test_a_file_of_conversations_is_refused_with_the_columns_that_are_needed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the columns messages hold no pairs; rename them to prompt, chosen"):
         read(tmp_path, {"messages": [USER, GOOD]})
-
-
-@pytest.mark.parametrize("name", ["dpo_en_demo", "dpo_zh_demo"])
-def test_the_real_pairs_of_llamafactory_are_read_whole(real_data: Path, name: str) -> None:
-    said: list[str] = []
-    found = list(pairs(real_data / "sft" / "llamafactory" / f"{name}.json.xz", say=said.append))
-    assert len(found) == 300
-    assert said == []
-    assert all(pair.prompt[-1]["role"] == "user" and pair.chosen != pair.rejected for pair in found)

@@ -32,37 +32,30 @@ def in_parts(generator: Engine, whole: Request, chunk: int, given: str = "length
     return answer, most // chunk
 
 
-@pytest.fixture(scope="module")
-def wholes() -> list[tuple[Request, Completion]]:
-    """Requests, and their answers in one piece."""
-    how = {"max_tokens": 30, "logprobs": True, "keep_stop": True, "tools": False}
-    asked = [Request([0, 5, 6, 7 + seed], Sampling(seed=seed, **how)) for seed in range(6)]
-    return [*zip(asked, engine(make.model(3)).generate(asked))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", ["length", "cancelled"])
-@pytest.mark.parametrize("chunk", [1, 3, 7, 40])
-def test_parts_are_the_whole(chunk: int, given: str, wholes: list[tuple[Request, Completion]]) -> None:
+def test_parts_are_the_whole() -> None:
+    """Whether the generator calls the end of a part a limit, as engines do, or cancelled, as it may elsewhere."""
+    how = {"max_tokens": 20, "logprobs": True, "keep_stop": True, "tools": False}
+    asked = [Request([0, 5, 6, 7 + seed], Sampling(seed=seed, **how)) for seed in range(3)]
     generator = engine(make.model(3))
-    for whole, expected in wholes:
-        found, requests = in_parts(generator, whole, chunk, given)
-        assert (found.ids, found.text, found.finish_reason) == (expected.ids, expected.text, expected.finish_reason)
-        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert requests == -(-len(expected.ids) // chunk)
-        assert found.versions == expected.versions
+    for whole, expected in zip(asked, generator.generate(asked)):
+        for chunk, given in ((1, "length"), (7, "cancelled"), (40, "length")):
+            found, requests = in_parts(generator, whole, chunk, given)
+            assert (found.ids, found.text, found.finish_reason) == (expected.ids, expected.text, expected.finish_reason)
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+            assert requests == -(-len(expected.ids) // chunk)
+            assert found.versions == expected.versions
 
 
-@pytest.mark.parametrize("chunk", range(1, 19))
-def test_a_call_of_the_calculator_may_lie_across_any_border(chunk: int) -> None:
+def test_a_call_of_the_calculator_may_lie_across_any_border() -> None:
     follows, ids = make.calculator_script()
     generator = engine(make.scripted(follows))
     whole = Request([0, START], Sampling(temperature=0.0, logprobs=True, max_tokens=40, keep_stop=True))
     (expected,) = generator.generate([whole])
     assert expected.ids[:-1] == ids
-    found, _ = in_parts(generator, whole, chunk)
-    assert (found.ids, found.forced, found.text) == (expected.ids, expected.forced, expected.text)
-    assert [value is None for value in found.logprobs] == found.forced
+    for chunk in range(1, 19):
+        found, _ = in_parts(generator, whole, chunk)
+        assert (found.ids, found.forced, found.text) == (expected.ids, expected.forced, expected.text), chunk
+        assert [value is None for value in found.logprobs] == found.forced
 
 
 def test_an_answer_that_fills_the_context_is_over() -> None:

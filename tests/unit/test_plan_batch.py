@@ -30,7 +30,7 @@ from ascendchat.plan.memory import training, usable
 from ascendchat.plan.schedule import REFERENCE_TOKENS
 from ascendchat.plan.shape import Shape
 
-STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
+STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine
 
 COUNTS = st.integers(1, 300)
 SEQ = st.sampled_from([128, 256, 1000, 2048, 8192])
@@ -64,16 +64,6 @@ def test_the_planned_batch_divides_the_total(total: int, devices: int, seq: int,
 
 
 @STEADY
-@given(st.integers(7, 22), st.integers(0, 10), st.integers(0, 8))
-def test_powers_of_two_split_exactly(total: int, devices: int, most: int) -> None:
-    seq = 128
-    found = split(2**total, 2**devices, seq, 2**most)
-    if 2**total >= 2**devices * seq:
-        assert found.total == 2**total
-        assert math.log2(found.rows).is_integer()
-
-
-@STEADY
 @given(st.integers(1, 2**22), COUNTS, SEQ, COUNTS)
 def test_a_device_batch_that_was_asked_for_is_kept_unless_it_exceeds_the_total(
     total: int, devices: int, seq: int, rows: int
@@ -83,10 +73,9 @@ def test_a_device_batch_that_was_asked_for_is_kept_unless_it_exceeds_the_total(
     assert 0 <= found.total - total < devices * found.rows * seq
 
 
-def test_more_devices_do_not_change_the_total() -> None:
-    assert split_fixed(2048, 1, 128, 16) == Split(1, 16, 1, 128)
-    assert split_fixed(2048, 2, 128, 16) == Split(2, 8, 1, 128)
-    assert split_fixed(2**19, 8, 2048, 32) == Split(8, 32, 1, 2048)
+def test_powers_of_two_are_split_exactly_whatever_the_devices() -> None:
+    assert [split(2**19, devices, 2048, 32) for devices in (1, 8)] == [Split(1, 32, 8, 2048), Split(8, 32, 1, 2048)]
+    assert [split_fixed(2048, devices, 128, 16) for devices in (1, 2)] == [Split(1, 16, 1, 128), Split(2, 8, 1, 128)]
 
 
 def test_after_out_of_memory_the_next_smaller_batch_has_the_same_total() -> None:
@@ -102,11 +91,9 @@ def test_after_out_of_memory_the_next_smaller_batch_has_the_same_total() -> None
     assert Split(1, 32, 8, 2048).smaller() == Split(1, 16, 16, 2048)
 
 
-@STEADY
-@given(st.integers(0, 3000))
-def test_the_largest_rows_are_the_largest_power_of_two_that_fits(limit: int) -> None:
-    found = largest_rows(lambda rows: rows <= limit)
-    assert found == (0 if limit < 1 else 2 ** (limit.bit_length() - 1))
+def test_the_largest_rows_are_the_largest_power_of_two_that_fits() -> None:
+    fits = {0: 0, 1: 1, 2: 2, 3: 2, 1023: 512, 1024: 1024}
+    assert {limit: largest_rows(lambda rows, limit=limit: rows <= limit) for limit in fits} == fits
 
 
 def test_a_step_of_the_optimizer_counts_the_products_that_muon_makes() -> None:
@@ -154,13 +141,9 @@ def test_a_training_command_takes_the_most_rows_that_fit_or_those_it_was_told() 
     assert sum(training(shape, chip, 8, 2 * found.rows).values()) > usable(chip)
     assert fit_split(shape, chip, 8, 2**20, checkpointing=True).rows > found.rows
     assert fit_split(shape, chip, 8, 2**20, rows=4).accumulation == 16
+    beside = 20 * 2**30
+    other = fit_split(shape, chip, 8, 2**20, beside=beside)
+    assert other.rows < found.rows
+    assert sum(training(shape, chip, 8, other.rows).values()) + beside <= usable(chip)
     with pytest.raises(UserError, match="ascendchat plan --depth 64"):
         fit_split(Shape.from_depth(64), find("T4"), 1, 2**20)
-
-
-def test_what_else_needs_memory_is_left_alone() -> None:
-    shape, chip = Shape.from_depth(20), find("Ascend910B3")
-    beside = 20 * 2**30
-    found = fit_split(shape, chip, 8, 2**20, beside=beside)
-    assert found.rows < fit_split(shape, chip, 8, 2**20).rows
-    assert sum(training(shape, chip, 8, found.rows).values()) + beside <= usable(chip)

@@ -23,22 +23,9 @@ from ascendchat.plan.refuse import flags as flags_text
 from ascendchat.plan.refuse import suggestions
 from ascendchat.plan.show import plan_text
 
-STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
+STEADY = settings(derandomize=True, deadline=None, max_examples=40)  # the same examples on every machine
 
 ROOT = Path(__file__).resolve().parents[2]
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-}
-
-
-def flags_of(change: dict[str, Any]) -> list[str]:
-    return flags_text(change).split()
 
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -56,12 +43,11 @@ def _same_cpu_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("goal", ["train", "rl", "inference"])
-@pytest.mark.parametrize(("chip", "devices"), [("Ascend910B3", 8), ("H100", 8), ("cpu", 1)])
-@pytest.mark.parametrize("depth", [12, 20, 26])
+@pytest.mark.parametrize(("chip", "devices"), [("Ascend910B3", 8), ("cpu", 1)])
 def test_the_plan_is_one_json_object_whose_parts_add_up(
-    capsys: pytest.CaptureFixture[str], depth: int, chip: str, devices: int, goal: str
+    capsys: pytest.CaptureFixture[str], chip: str, devices: int, goal: str
 ) -> None:
-    flags = ["--depth", str(depth), "--chip", chip, "--devices", str(devices), "--goal", goal]
+    flags = ["--depth", "20", "--chip", chip, "--devices", str(devices), "--goal", goal]
     refused = ""
     try:
         found = planned(capsys, *flags)
@@ -76,7 +62,7 @@ def test_the_plan_is_one_json_object_whose_parts_add_up(
     if refused:
         assert refused == found["reason"]
         change = found["suggestions"][0]
-        assert plan.make(parse(PlanConfig, [*flags, *flags_of(change)]), find(chip))["fits"]
+        assert plan.make(parse(PlanConfig, [*flags, *flags_text(change).split()]), find(chip))["fits"]
     elif goal != "inference":
         batch = found["batch"]
         micro = batch["devices"] * batch["device_rows"] * batch["seq_len"]
@@ -94,15 +80,10 @@ def test_training_numbers_agree_with_the_recipe(capsys: pytest.CaptureFixture[st
     assert 100_000 < found["time"]["tokens_per_second"] < 300_000  # ports reach about 140 K at depth 24
 
 
-def test_flags_of_the_known_command_line_split_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--depth", "12", "--max-seq-len", "2048", "--device-batch-size", "32", "--total-batch-size", "524288"]
-    found = planned(capsys, *flags, "--chip", "Ascend910B3", "--devices", "4")
-    assert (found["batch"]["device_rows"], found["batch"]["accumulation"]) == (32, 2)
-    assert found["notes"] == []
-
-
 def test_a_total_that_does_not_divide_is_raised_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, "--depth", "12", "--chip", "Ascend910B3", "--devices", "3", "--total-batch-size", "524288")
+    flags = ["--depth", "12", "--chip", "Ascend910B3", "--total-batch-size", "524288"]
+    assert planned(capsys, *flags, "--devices", "4")["notes"] == []
+    found = planned(capsys, *flags, "--devices", "3")
     assert found["batch"]["total_tokens"] == 261 * 2048
     assert any("total batch raised to 534,528" in note for note in found["notes"])
 
@@ -117,8 +98,9 @@ def test_without_a_chip_the_environment_or_the_cpu_is_used_and_said(
         ["no --chip given: Ascend910B3 from $ASCENDCHAT_CHIP"],
     )
     monkeypatch.delenv("ASCENDCHAT_CHIP")
+    monkeypatch.setattr(plan, "this_cpu", lambda: dataclasses.replace(find("cpu"), memory=512 * 2**30))
     found = planned(capsys, "--goal", "inference", "--depth", "2")
-    assert found["chip"]["device_type"] == "cpu"
+    assert (found["chip"]["device_type"], found["chip"]["memory"]) == ("cpu", 512 * 2**30)
     assert "this machine's CPU" in found["notes"][0]
 
 
@@ -133,25 +115,6 @@ def test_rollout_devices_of_their_own_hold_only_weights_and_caches(capsys: pytes
         memory = found["rollout_memory"]
         assert memory["total"] == sum(memory["parts"].values()) <= memory["room"]
         assert found["batch"]["samples"] == 256
-
-
-def test_an_existing_model_is_planned_for_full_training_and_lora(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN_7B))
-    flags = ["--hf-config", str(path), "--chip", "Ascend910B3"]
-    with pytest.raises(UserError, match="--lora-rank 16"):
-        planned(capsys, *flags)
-    assert not json.loads(capsys.readouterr().out)["fits"]
-    lora = planned(capsys, *flags, "--lora-rank", "16")
-    assert lora["lora"]["fits"]
-    assert not lora["lora"]["full_fits"]
-    full = planned(capsys, *flags, "--devices", "16", "--activation-checkpointing")
-    assert full["lora"]["full_fits"]
-    served = planned(capsys, *flags, "--goal", "inference", "--context", "4096")
-    assert served["kv_bytes_per_token"] == 2 * 28 * 512 * 2
-    assert served["roofline_tokens_per_second"]["one_sequence"] == pytest.approx(1.6e12 / 2 / 7.07e9, rel=0.05)
 
 
 CONFIGS = st.builds(
@@ -198,9 +161,6 @@ def test_a_refusal_names_the_smallest_changes_and_they_can_be_typed() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--devices", "0"], "--devices must be at least 1"),
-        (["--mfu", "40"], "--mfu must be greater than 0 and at most 1"),
-        (["--price", "-1"], "--price must be at least 0"),
         (["--lora-rank", "8"], "--hf-config"),
         (["--bits", "4"], "add --lora (of plan: --lora-rank 16)"),
         (["--bits", "4", "--goal", "inference"], "--bits belongs to --goal train"),
@@ -208,7 +168,6 @@ def test_a_refusal_names_the_smallest_changes_and_they_can_be_typed() -> None:
         (["--bits", "4", "--hf-config", "x", "--lora-rank", "8", "--chip", "Ascend910B3"], "not on Ascend NPU"),
         (["--rollout-devices", "1"], "--goal rl"),
         (["--goal", "rl", "--rollout-devices", "1"], "--devices 2"),
-        (["--chip", "Ascend910C9"], "no chip"),
         (["--chip", "910B"], "the Atlas A2 cards are Ascend910B1"),
     ],
 )
@@ -251,11 +210,6 @@ def test_a_device_batch_that_was_asked_for_does_not_hide_the_largest(capsys: pyt
 def test_a_device_batch_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
     with pytest.raises(UserError, match=r"a device batch of 48 needs .* use --device-batch-size 8, or"):
         plan.run(parse(PlanConfig, ["--depth", "20", "--chip", "Ascend910B3", "--device-batch-size", "48"]))
-
-
-def test_cpu_means_the_cpu_of_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "this_cpu", lambda: dataclasses.replace(find("cpu"), memory=512 * 2**30))
-    assert planned(capsys, "--depth", "26", "--chip", "cpu")["chip"]["memory"] == 512 * 2**30
 
 
 def test_checkpointing_saves_memory_and_costs_up_to_a_third_of_the_time(capsys: pytest.CaptureFixture[str]) -> None:

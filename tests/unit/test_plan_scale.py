@@ -77,10 +77,6 @@ def test_no_interval_loses_less_than_the_best() -> None:
     assert planned()["best_lost_share"] <= planned()["lost_share"]
 
 
-def test_the_checkpoint_does_not_grow_with_the_devices() -> None:
-    assert planned(devices=16)["checkpoint_bytes"] == planned(devices=1024)["checkpoint_bytes"]
-
-
 def test_one_node_has_no_such_section_and_several_show_the_formulas() -> None:
     assert "scale" not in train_plan(dataclasses.replace(PLAN, devices=8), CHIP)
     facts = {"goal": "train", "chip": dataclasses.asdict(CHIP), "devices": 1024, "dtype": "bfloat16"}
@@ -92,8 +88,7 @@ def test_one_node_has_no_such_section_and_several_show_the_formulas() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "shown", "whole"),
-    [(9, "1 x 8 + 1 x 1", "8 or 16"), (12, "1 x 8 + 1 x 4", "8 or 16")]
-    + [(1025, "128 x 8 + 1 x 1", "1024 or 1032"), (16, "2 x 8", "")],
+    [(12, "1 x 8 + 1 x 4", "8 or 16"), (1025, "128 x 8 + 1 x 1", "1024 or 1032"), (16, "2 x 8", "")],
 )
 def test_devices_that_do_not_fill_their_nodes_are_shown_as_asked_for(devices: int, shown: str, whole: str) -> None:
     plan = train_plan(dataclasses.replace(PLAN, devices=devices), CHIP)
@@ -105,10 +100,10 @@ def test_devices_that_do_not_fill_their_nodes_are_shown_as_asked_for(devices: in
 
 def test_a_checkpoint_takes_the_disk_that_is_planned() -> None:
     """In float32 the weights are written twice: as the model, and with the state of the optimizer."""
-    sizes = "--depth 2 --dim 64 --head-dim 16 --max-seq-len 32 --total-batch-size 64 --device-batch-size 2 --steps 2"
+    sizes = "--depth 2 --dim 64 --head-dim 16 --max-seq-len 32 --total-batch-size 64 --device-batch-size 2 --steps 1"
     quiet = "--eval-every 0 --sample-every 0 --device-type cpu --run disk".split()
     assert main(["base", *sizes.split(), "--data", "toyworld", *quiet]) == 0
-    folder = home() / "runs" / "disk" / "base" / "step_000002"
+    folder = home() / "runs" / "disk" / "base" / "step_000001"
     shape = Shape.from_dict(json.loads((folder / "state.json").read_text())["shape"])
     found = sum(path.stat().st_size for path in folder.iterdir())
     assert found == pytest.approx(checkpoint_bytes(PlanConfig(), shape, this_cpu()), rel=0.02)

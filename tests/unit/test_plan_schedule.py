@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ from ascendchat.plan.schedule import (
     weight_decay,
 )
 
-STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
+STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine
 
 
 def test_the_rate_warms_up_stays_and_falls_to_five_percent() -> None:
@@ -42,12 +41,7 @@ def test_momentum_ramps_up_over_400_steps_and_down_with_the_rate() -> None:
     assert momentum(400, steps) == momentum(882, steps) == pytest.approx(0.97)
     assert momentum(1701, steps) == pytest.approx(0.935)
     assert momentum(steps, steps) == pytest.approx(0.90)
-
-
-def test_momentum_of_a_short_run_reaches_its_peak_before_the_rate_falls() -> None:
-    start = warmdown_start(200)
-    assert start == 70
-    assert momentum(start, 200) == pytest.approx(0.97)
+    assert momentum(warmdown_start(200), 200) == pytest.approx(0.97), "a short run reaches it before the rate falls"
 
 
 def test_weight_decay_is_a_cosine_to_zero() -> None:
@@ -71,13 +65,6 @@ def test_depth_12_at_its_own_batch_has_the_reference_rates() -> None:
         }
     )
     assert full_decay(2**19, REFERENCE_TOKENS) == pytest.approx(0.28)
-
-
-def test_rates_follow_the_root_of_the_batch_and_tables_the_width() -> None:
-    base, wide = rates(768, 2**19), rates(4 * 768, 2**21)
-    assert wide["matrices"] == pytest.approx(2 * base["matrices"])
-    assert wide["embedding"] == pytest.approx(base["embedding"])  # x 2 for the batch, / 2 for the width
-    assert wide["smear_backout"] == pytest.approx(2 * base["smear_backout"])
 
 
 def test_batches_below_the_least_keep_its_rates() -> None:
@@ -115,19 +102,6 @@ def test_weights_of_the_last_tenth_are_averaged_the_last_ones_among_them(steps: 
     assert [step for step in range(steps) if counts[step + 1] > counts[step]] == taken
     assert counts[-1] == len(taken)
     assert all(0 <= b - a <= 1 for a, b in itertools.pairwise(counts)), "one at a time"
-
-
-@STEADY
-@given(st.integers(1, 5000), st.data())
-def test_every_curve_is_bounded_and_continuous(steps: int, data: st.DataObject) -> None:
-    step = data.draw(st.integers(0, steps - 1))
-    assert 0 < lr_scale(step, steps) <= 1
-    assert 0.85 <= momentum(step, steps) <= 0.97 + 1e-12
-    assert 0 <= weight_decay(step, steps, 1.0) <= 1
-    if steps >= 200:
-        assert abs(lr_scale(step + 1, steps) - lr_scale(step, steps)) <= 1 / 40 + 1e-12
-        assert abs(momentum(step + 1, steps) - momentum(step, steps)) < 0.01
-        assert math.isfinite(weight_decay(step + 1, steps, 1.0))
 
 
 def test_a_rate_that_is_asked_for_counts_at_width_768_and_2_to_the_19_tokens() -> None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
@@ -17,17 +15,11 @@ from ascendchat.config.train import BaseConfig, BenchTrainConfig
 from ascendchat.plan.batch import batch_for, horizon
 from ascendchat.plan.shape import Formulas, Shape
 
-STEADY = settings(derandomize=True, deadline=None, max_examples=60)  # the same examples on every machine
-
 # depth: total, value embeddings, scaling parameters, FLOPs per token, tokens at 12, log2(batch), steps, training FLOPs
 TABLE = {
     4: ("36.7M", "16.8M", "11.5M", "8.0e+07", "0.14B", 17, 1056, "1.1e+16"),
-    6: ("73.5M", "37.7M", "23.2M", "1.7e+08", "0.28B", 18, 1062, "4.7e+16"),
-    8: ("125.8M", "67.1M", "41.9M", "3.0e+08", "0.50B", 18, 1920, "1.5e+17"),
     12: ("286.3M", "151.0M", "110.1M", "7.6e+08", "1.32B", 19, 2520, "1.0e+18"),
-    16: ("536.9M", "268.4M", "234.9M", "1.6e+09", "2.82B", 19, 5376, "4.5e+18"),
     20: ("896.5M", "419.4M", "435.2M", "2.9e+09", "5.22B", 20, 4980, "1.5e+19"),
-    24: ("1384.1M", "604.0M", "729.8M", "4.8e+09", "8.76B", 20, 8352, "4.2e+19"),
     32: ("2818.6M", "1073.7M", "1677.7M", "1.1e+10", "20.13B", 21, 9600, "2.2e+20"),
 }
 
@@ -35,6 +27,7 @@ TABLE = {
 @pytest.mark.parametrize("depth", TABLE)
 def test_the_dial_reproduces_the_published_sizes(depth: int) -> None:
     shape = Shape.from_depth(depth, window_pattern="SSSL")  # as published
+    assert (shape.dim, shape.heads * 128, shape.kv_heads * 128, shape.mlp_dim) == (64 * depth,) * 3 + (256 * depth,)
     tokens = horizon(shape, 12)
     batch = batch_for(tokens, shape.seq_len)
     published = shape.total_parameters - shape.parameters()["shifts"]  # the published model does not mix tokens so
@@ -48,12 +41,6 @@ def test_the_dial_reproduces_the_published_sizes(depth: int) -> None:
         tokens // batch,
         f"{tokens * shape.train_flops_per_token:.1e}",
     )
-
-
-@pytest.mark.parametrize(("depth", "dim", "heads"), [(12, 768, 6), (20, 1280, 10), (26, 1664, 13), (32, 2048, 16)])
-def test_width_is_64_per_layer_in_heads_of_128(depth: int, dim: int, heads: int) -> None:
-    shape = Shape.from_depth(depth)
-    assert (shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.mlp_dim) == (dim, heads, heads, 128, 4 * dim)
 
 
 def test_every_command_and_the_dial_itself_have_full_attention_by_default() -> None:
@@ -121,7 +108,6 @@ def test_a_shape_survives_json_and_rejects_other_fields() -> None:
         ({"depth": 4, "dim": 100}, "does not divide into heads"),
         ({"depth": 4, "kv_heads": 3}, "choose a divisor"),
         ({"depth": 4, "window_pattern": "SXL"}, "made of S and L"),
-        ({"depth": 4, "vocab": 0}, "vocab must be at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused_with_a_reason(wrong: dict[str, int], says: str) -> None:
@@ -129,21 +115,10 @@ def test_impossible_sizes_are_refused_with_a_reason(wrong: dict[str, int], says:
         Shape.from_depth(**wrong)  # type: ignore[arg-type]
 
 
-@STEADY
-@given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["L", "SSSL"]))
-def test_parameters_grow_with_depth(one: int, other: int, pattern: str) -> None:
-    low, high = sorted((one, other))
-    small, large = (Shape.from_depth(d, window_pattern=pattern) for d in (low, high))
-    if low < high:
-        assert small.total_parameters < large.total_parameters
-        assert small.scaling_parameters < large.scaling_parameters
-        assert small.train_flops_per_token < large.train_flops_per_token
-
-
-@pytest.mark.parametrize("module", ["shape", "schedule", "batch", "memory"])
-def test_the_rules_are_imported_without_the_plan_command(module: str) -> None:
-    program = f"import sys, ascendchat.plan.{module}; print(*sys.modules)"
+def test_the_rules_are_imported_without_the_plan_command() -> None:
+    rules = [f"ascendchat.plan.{name}" for name in ("shape", "schedule", "batch", "memory")]
+    program = f"import sys, {', '.join(rules)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert f"ascendchat.plan.{module}" in loaded
+    assert set(rules) < set(loaded)
     command = {f"ascendchat.plan.{name}" for name in ("command", "goals", "refuse", "show", "hf")}
     assert not {*command, "ascendchat.config.commands", "yaml"} & set(loaded)

@@ -17,6 +17,7 @@ from ascendchat.tasks.pairs import open_pair_mixture
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    """The smallest that knows these words."""
     return train_tokenizer(["who is it? it is nobody. 你好"], 270)
 
 
@@ -31,13 +32,10 @@ def test_what_is_learnt_is_marked_and_the_rest_is_not(tokenizer: Tokenizer) -> N
     text = "<|bos|><|user_start|>who?<|user_end|><|assistant_start|>{}你好 nobody<|assistant_end|>{}"
     assert shown(tokenizer, row, colour=False) == text.format("[[", "]]")
     assert shown(tokenizer, row, colour=True) == text.format("\x1b[32m", "\x1b[0m")
+    dangerous = render(tokenizer, [{"role": "assistant", "content": "a\x1b[2Jb"}])
+    assert "\x1b[2J" not in shown(tokenizer, dangerous, colour=False), "data cannot command the terminal"
     nothing = Rendered(row.ids, [0] * len(row.ids))
     assert shown(tokenizer, nothing, colour=True) == text.format("", "")
-
-
-def test_data_cannot_command_the_terminal(tokenizer: Tokenizer) -> None:
-    row = render(tokenizer, [{"role": "assistant", "content": "a\x1b[2Jb"}])
-    assert "\x1b[2J" not in shown(tokenizer, row, colour=False)
 
 
 def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

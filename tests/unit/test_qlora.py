@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import random
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import hf_models
 import pytest
 import torch
-from test_finetune import LENGTH, STEPS, TOKENS, logits_of, our_losses, plain_losses, words
+from test_finetune import LAYERS, LENGTH, STEPS, TOKENS, logits_of, our_losses, place, plain_losses, words
 
 from ascendchat.checkpoint import newest
 from ascendchat.chips import find
@@ -30,6 +29,7 @@ from ascendchat.plan.hf import PACKED_BYTES, check_bits_on
 from ascendchat.train import huggingface
 from ascendchat.train.finetune import checked
 
+__all__ = ["place"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
 packs = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
@@ -38,25 +38,11 @@ packs = pytest.mark.skipif(
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2, sums to learn, and pairs of a right and a wrong answer."""
-    folder, rng = tmp_path_factory.mktemp("qlora"), random.Random(0)
-    hf_models.save(folder / "tiny", "qwen2", initializer_range=0.1)
-    sums = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(60)]
-    asked = [f"What is {a} plus {b}?" for a, b in sums]
-    rows = [{"instruction": q, "output": f"The answer is {a + b}."} for q, (a, b) in zip(asked, sums)]
-    pairs = [{"prompt": r["instruction"], "chosen": r["output"], "rejected": "I do not know."} for r in rows]
-    for name, lines in (("sums", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    return folder
-
-
 def packed_layers(model: Any) -> dict[str, Any]:
     import bitsandbytes
 
     found = {name: m for name, m in model.named_modules() if isinstance(m, bitsandbytes.nn.Linear4bit)}
-    assert len(found) == 3 * 7  # of each layer
+    assert len(found) == LAYERS * 7
     return found
 
 
@@ -77,13 +63,12 @@ def with_unpacked_weights(plain: Any, layers: dict[str, Any]) -> Any:
 
 
 @packs
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.float32), ("llama", torch.bfloat16)])
 def test_a_packed_model_computes_what_its_unpacked_weights_do(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    hf_models.save(tmp_path / "tiny", kind)
+    hf_models.save(tmp_path / "tiny", kind, num_hidden_layers=LAYERS)
     model, plain = (hf_models.opened(tmp_path / "tiny").model.to_compute(dtype) for _ in range(2))
     before = logits_of(model)
-    assert "21 linear layers are held in 4 bits (nf4, bitsandbytes" in pack(model, CPU)
+    assert "14 linear layers are held in 4 bits (nf4, bitsandbytes" in pack(model, CPU)
     with_unpacked_weights(plain, packed_layers(model))
     assert torch.equal(logits_of(model), logits_of(plain))
     assert not torch.equal(logits_of(model), before)
@@ -99,42 +84,34 @@ def test_a_packed_model_computes_what_its_unpacked_weights_do(tmp_path: Path, ki
         hidden = each.train()(TOKENS, dense(each, KERNELS["sdpa"]))
         (hidden.float() ** 2).mean().backward()
         gradients.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
-    assert len(gradients[0]) == 2 * 21
+    assert len(gradients[0]) == 2 * 7 * LAYERS
     assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
 
 
 @packs
-@pytest.mark.parametrize("kind", hf_models.KINDS)
-def test_linear_layers_and_nothing_else_take_the_memory_that_is_planned(tmp_path: Path, kind: str) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256}
-    hf_models.save(tmp_path / "tiny", kind, **sizes)
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])  # with a head that is the table of tokens, and without
+def test_linear_layers_and_nothing_else_take_the_memory_that_is_planned_and_stay_near(
+    tmp_path: Path, kind: str
+) -> None:
+    hf_models.save(tmp_path / "tiny", kind, num_hidden_layers=LAYERS, hidden_size=128, intermediate_size=256)
     model, plain = (hf_models.opened(tmp_path / "tiny").model for _ in range(2))
     pack(model, CPU)
     layers = packed_layers(model)
-    for layer in layers.values():
+    for name, layer in layers.items():
         weights = layer.in_features * layer.out_features
         assert layer.weight.dtype == torch.uint8
         assert layer.weight.nbytes == weights // 2
         tables = 4 * (16 + 256 + 1)  # levels of a weight, of a scale, and the mean of the scales
         assert packed_bytes(layer) - tables == pytest.approx(weights * PACKED_BYTES, abs=4)
+        weight, found = plain.get_submodule(name).weight, unpacked(layer)
+        assert max(len(block.unique()) for block in found.view(-1, 64)) == 16
+        assert (found - weight).norm() < 0.11 * weight.norm()  # 0.09 of normal numbers
     held = sum(layer.in_features * layer.out_features for layer in layers.values())
     assert held == model.shape.counted.packed_parameters
     assert model.shape.total_parameters == plain.shape.total_parameters
     for name, parameter in model.named_parameters():
-        if f"{name.removesuffix('.weight')}" not in layers:
+        if name.removesuffix(".weight") not in layers:
             assert torch.equal(parameter, dict(plain.named_parameters())[name]), name
-
-
-@packs
-def test_a_weight_is_one_of_16_levels_near_what_it_was(tmp_path: Path) -> None:
-    hf_models.save(tmp_path / "tiny", "llama", hidden_size=128)
-    model, plain = (hf_models.opened(tmp_path / "tiny").model for _ in range(2))
-    pack(model, CPU)
-    for name, layer in packed_layers(model).items():
-        weight, found = plain.get_submodule(name).weight, unpacked(layer)
-        blocks = found.view(-1, 64)
-        assert max(len(block.unique()) for block in blocks) == 16
-        assert (found - weight).norm() < 0.11 * weight.norm()  # 0.09 of normal numbers
 
 
 @packs
@@ -143,7 +120,7 @@ def test_a_validation_leaves_the_gradients_of_training(tmp_path: Path, monkeypat
     from bitsandbytes.nn import modules
 
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
-    hf_models.save(tmp_path / "tiny")
+    hf_models.save(tmp_path / "tiny", num_hidden_layers=LAYERS)
     model = hf_models.opened(tmp_path / "tiny").model
     pack(model, CPU)
     add_lora(model, LoraSettings(rank=4))
@@ -151,7 +128,7 @@ def test_a_validation_leaves_the_gradients_of_training(tmp_path: Path, monkeypat
     logits_of(model.eval())
     model.train()(TOKENS, dense(model, KERNELS["sdpa"])).square().mean().backward()
     learns = {name: p for name, p in model.named_parameters() if "lora_B" in name}
-    assert len(learns) == 21
+    assert len(learns) == 7 * LAYERS
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in learns.values())
     assert all(torch.equal(bits[name], layer.weight) for name, layer in packed_layers(model).items())
 
@@ -167,7 +144,7 @@ def test_a_run_takes_the_steps_of_a_plain_loop_and_leaves_the_base_as_it_is(
     monkeypatch.setattr(huggingface, "pack", lambda model, at: (trained.append(model), pack(model, at))[1])
     assert main(words(place, "four", "--lora", "--bits", "4", "--lora-rank", "4", *more)) == 0
     said = capsys.readouterr().out
-    assert "21 linear layers are held in 4 bits" in said
+    assert "14 linear layers are held in 4 bits" in said
 
     fresh = hf_models.opened(place / "tiny", LENGTH).model
     pack(fresh, CPU)
@@ -186,7 +163,7 @@ def test_a_run_takes_the_steps_of_a_plain_loop_and_leaves_the_base_as_it_is(
     torch.manual_seed(0)
     model = peft.get_peft_model(with_unpacked_weights(base, layers), settings).train()
     losses = our_losses("four")
-    assert losses == pytest.approx(plain_losses(place, model, True, 0.0), rel=2e-4)
+    assert losses == pytest.approx(plain_losses(place, model, 0.0), rel=2e-4)
     assert losses[-1] < losses[0]
     validated = float(said.split("held-out loss before: ")[1].split()[0])
     assert validated > losses[-1]
@@ -233,7 +210,7 @@ def test_a_run_goes_on_to_the_same_bytes_and_other_bits_are_another_run(
     shutil.rmtree(whole.folder)
     capsys.readouterr()
     assert main([*asked, "--bits", "4"]) == 0
-    assert "continuing after step 4" in capsys.readouterr().out
+    assert "continuing after step 2" in capsys.readouterr().out
     assert file.read_bytes() == wanted
     assert main(asked) == 2
     assert "was written with bits 4, this command has None" in capsys.readouterr().err

@@ -63,13 +63,13 @@ WRITE = {
 }
 
 
-@pytest.mark.parametrize("packing", PACK)
 @pytest.mark.parametrize("kind", WRITE)
-def test_every_format_and_compression_gives_the_documents_in_order(kind: str, packing: str, tmp_path: Path) -> None:
-    path = write(tmp_path / f"a{kind}{packing}", PACK[packing](WRITE[kind]))
-    tally = Tally()
-    assert list(file_documents(path, "text", tally)) == TEXTS
-    assert tally == Tally(documents=len(TEXTS))
+def test_every_format_and_compression_gives_the_documents_in_order(kind: str, tmp_path: Path) -> None:
+    for packing in PACK if kind in (".jsonl", ".csv") else ("", ".gz"):
+        path = write(tmp_path / f"a{kind}{packing}", PACK[packing](WRITE[kind]))
+        tally = Tally()
+        assert list(file_documents(path, "text", tally)) == TEXTS
+        assert tally == Tally(documents=len(TEXTS))
 
 
 def test_parquet_is_read_over_all_row_groups_and_null_counts_as_empty(tmp_path: Path) -> None:
@@ -86,6 +86,10 @@ def test_a_zip_gives_the_documents_of_all_members_by_name(tmp_path: Path) -> Non
         archive.writestr("README.md", "not text for training")
         archive.writestr("c.txt", "four")
     assert list(read_documents([tmp_path])) == ["one", "two", "three", "four"]
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("README.md", "nothing else")
+    with pytest.raises(UserError, match=r"b\.zip holds no file of a known format: \.parquet"):
+        list(read_documents([tmp_path / "b.zip"]))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,9 @@ def test_folders_patterns_and_files_are_expanded_in_a_fixed_order_without_repeat
         source_files([tmp_path / "missing.txt"])
     with pytest.raises(UserError, match=r"notes\.md has no known format"):
         source_files([tmp_path / "notes.md"])
+    write(tmp_path / "a.parquet.gz", b"")
+    with pytest.raises(UserError, match=r"a\.parquet\.gz has no known format"):
+        source_files([tmp_path / "a.parquet.gz"])
 
 
 def test_broken_lines_are_counted_and_named_when_few(tmp_path: Path) -> None:
@@ -141,6 +148,8 @@ def test_more_than_one_percent_of_broken_lines_is_an_error_that_names_the_first(
     lines[3] = lines[50] = b"{broken\n"
     with pytest.raises(UserError, match=r"2 of 100 rows cannot be read, the first is line 4 of a\.jsonl"):
         list(read_documents([write(tmp_path / "a.jsonl", b"".join(lines))]))
+    with pytest.raises(UserError, match="1001 of 1001 rows"):  # and is not read to its end
+        list(read_documents([write(tmp_path / "b.json", json.dumps([{"text": 7}] * 2000).encode())]))
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".parquet"])
@@ -148,14 +157,6 @@ def test_a_wrong_field_names_the_nearest_one(kind: str, tmp_path: Path) -> None:
     data = as_parquet(list(TEXTS)) if kind == ".parquet" else WRITE[kind]
     with pytest.raises(UserError, match=r"'texts'.*(did you mean text|choose from: .*text).*--field"):
         list(file_documents(write(tmp_path / f"a{kind}", data), "texts", Tally()))
-
-
-@pytest.mark.parametrize("packing", [".gz", ".bz2", ".xz", ".zst"])
-def test_a_truncated_archive_is_an_error_that_names_the_file(packing: str, tmp_path: Path) -> None:
-    whole = {**PACK, ".zst": zstandard.compress}[packing](as_lines([f"{i} {i * i}" for i in range(20_000)]))
-    path = write(tmp_path / f"a.jsonl{packing}", whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"a\.jsonl"):
-        list(read_documents([path]))
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,11 @@ def test_a_truncated_archive_is_an_error_that_names_the_file(packing: str, tmp_p
         ("a.txt", b"latin \xe9t\xe9", "not UTF-8"),
         ("a.json", b'[{"text": "a"}, {"text": ', "not valid JSON after 1 rows"),
         ("a.json", b'["a", "b"', "not valid JSON after 2 rows"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"text", mtime=0)[:-9],  # its bytes are part of the name of the test
+            "damaged or incomplete .*Compressed file ended before",
+        ),
     ],
 )
 def test_damage_is_an_error_with_the_files_name(name: str, data: bytes, words: str, tmp_path: Path) -> None:
@@ -174,23 +180,11 @@ def test_damage_is_an_error_with_the_files_name(name: str, data: bytes, words: s
     assert name in str(caught.value)
 
 
-def test_real_files_are_read_with_every_row(real_data: Path) -> None:
-    sft = real_data / "sft"
-    tally = Tally()
-    assert sum(1 for _ in file_documents(sft / "llamafactory" / "identity.json", "output", tally)) > 50
-    assert tally.broken == 0
-    tally = Tally()
-    list(file_documents(sft / "dolly_open_qa.jsonl.xz", "text", tally))
-    assert tally.documents + tally.empty == 3742
-    assert sum(1 for _ in file_documents(real_data / "eval" / "HumanEval.jsonl.gz", "prompt", Tally())) == 164
-
-
-@pytest.mark.parametrize(("name", "library"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
 def test_a_file_whose_library_is_missing_is_a_sentence_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    for module in (library, f"{library}.parquet"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=f"{name} needs {library} .*pip install {library}$"):
-        list(file_documents(tmp_path / name, "text", Tally()))
+    for name, library in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        (tmp_path / name).write_bytes(b"x")
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(UserError, match=f"{name} needs {library} .*pip install {library}$"):
+            list(file_documents(tmp_path / name, "text", Tally()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import resource
 import signal
 import subprocess
@@ -16,11 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ascendchat.config import UserError, home, parse
-from ascendchat.files import write_atomic
 from ascendchat.record import open_run, read_metrics, run_folder
 from ascendchat.record.speed import Smooth, eta, speed
 
@@ -85,13 +81,6 @@ def test_resume_keeps_the_identity_and_the_history(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "run.json").read_text())
     assert (facts["id"], facts["created"]) == (first["id"], first["created"])
     assert [(h["resume_step"], h["status"]) for h in facts["history"]] == [(None, "stopped"), (5, "finished")]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with open_run(tmp_path / "r", SampleConfig(), main=False) as run:
-        run.log(1, loss=2.0)
-        run.note(a=1)
-    assert not (tmp_path / "r").exists()
 
 
 def test_values_json_cannot_hold_are_written_strictly_and_read_back(tmp_path: Path) -> None:
@@ -168,24 +157,18 @@ def test_reader_leaves_out_an_unfinished_line_and_names_a_damaged_one(tmp_path: 
 
 
 WRITER = """
-import dataclasses, sys
+import dataclasses, itertools, sys
 from pathlib import Path
 from ascendchat.record import open_run
 SampleConfig = dataclasses.make_dataclass("SampleConfig", [("depth", int, 12)])
-folder, start = Path(sys.argv[1]), int(sys.argv[2])
-run = open_run(folder, SampleConfig(), resume_step=start or None)
-step = start
-while True:
-    step += 1
+run = open_run(Path(sys.argv[1]), SampleConfig())
+for step in itertools.count(1):
     run.log(step, loss=step * 0.5, text="x" * (step % 3000))
 """
 
 
-def writer(folder: Path, start: int = 0) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[2]
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder), str(start)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
-    )
+def writer(folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], cwd=Path(__file__).parents[2])
 
 
 def wait_for_rows(folder: Path, size: int) -> None:
@@ -195,46 +178,37 @@ def wait_for_rows(folder: Path, size: int) -> None:
         time.sleep(0.005)
 
 
-def test_kill_9_leaves_only_whole_rows_and_the_run_resumes(tmp_path: Path) -> None:
-    chance, folder, resumed = random.Random(7), tmp_path / "r", 0
-    for _ in range(3):
-        size = (folder / "metrics.jsonl").stat().st_size if folder.exists() else 0
-        child = writer(folder, resumed)
-        try:
-            wait_for_rows(folder, size + 300)
-            time.sleep(chance.random() * 0.1)
-        finally:
-            child.kill()
-            assert child.wait() == -signal.SIGKILL
-        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
-        lines.pop()  # a killed write may leave part of a long row: nobody reads it, and the next run removes it
-        for line in lines:
-            row = strict(line)
-            assert "resumed_at" in row or (row["loss"], len(row["text"])) == (row["step"] * 0.5, row["step"] % 3000)
-        got = steps(folder)
-        assert got == list(range(1, got[-1] + 1)), "a row is missing or double"
-        assert got[-1] > resumed
-        resumed = chance.randint(1, got[-1])  # the last checkpoint is older than the last row
-    with open_run(folder, SampleConfig(), resume_step=resumed) as run:
-        run.log(resumed + 1, loss=0.0)
-    assert steps(folder) == list(range(1, resumed + 2))
-
-
-def test_three_runs_at_once_do_not_meet_and_a_second_writer_is_refused(tmp_path: Path) -> None:
-    children = {tmp_path / name: writer(tmp_path / name) for name in ("a", "b", "c")}
+def test_kill_9_leaves_only_whole_rows_and_a_second_writer_is_refused(tmp_path: Path) -> None:
+    children = {tmp_path / name: writer(tmp_path / name) for name in ("a", "b")}
     try:
         for folder in children:
-            wait_for_rows(folder, 300)
+            wait_for_rows(folder, 3000)
         with pytest.raises(UserError, match="another process is writing"):
             open_run(tmp_path / "a", SampleConfig())
     finally:
         for child in children.values():
             child.kill()
-            child.wait()
+            assert child.wait() == -signal.SIGKILL
     for folder in children:
+        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+        lines.pop()  # a killed write may leave part of a long row: nobody reads it, and the next run removes it
+        for row in map(strict, lines):
+            assert (row["loss"], len(row["text"])) == (row["step"] * 0.5, row["step"] % 3000)
         got = steps(folder)
-        assert got == list(range(1, len(got) + 1))
-    open_run(tmp_path / "a", SampleConfig(), resume_step=1).close()  # the lock went with its process
+        assert got == list(range(1, got[-1] + 1)), "a row is missing or double"
+    with open_run(tmp_path / "a", SampleConfig(), resume_step=2) as run:  # the lock went with its process
+        run.log(3, loss=0.0)
+    assert steps(tmp_path / "a") == [1, 2, 3]
+
+
+def test_other_ranks_write_nothing_and_an_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
+    with open_run(tmp_path / "r", SampleConfig(), main=False) as run:
+        run.log(1, loss=2.0)
+        run.note(a=1)
+    assert not (tmp_path / "r").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="ASCENDCHAT_HOME"):
+        open_run(tmp_path / "file" / "run", SampleConfig())
 
 
 def test_a_full_disk_is_said_once_and_leaves_no_half_row(tmp_path: Path) -> None:
@@ -257,21 +231,7 @@ def test_a_full_disk_is_said_once_and_leaves_no_half_row(tmp_path: Path) -> None
     assert "cannot be written" in said[0]
 
 
-def test_unwritable_folder_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="ASCENDCHAT_HOME"):
-        open_run(tmp_path / "file" / "run", SampleConfig())
-
-
-def test_write_atomic_leaves_the_old_text_when_it_fails(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    write_atomic(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomic(path, "new \ud800")
-    assert path.read_text() == "old"
-
-
-def test_speed_of_known_figures() -> None:
+def test_speed_and_time_left_of_known_figures() -> None:
     # 524,288 tokens in 0.5 s on 8 devices of 1e15 FLOPS at 1e9 FLOPs a token
     s = speed(524_288, 0.5, 1e9, 1e15, 8)
     assert s.tokens_per_second == 1_048_576
@@ -281,16 +241,7 @@ def test_speed_of_known_figures() -> None:
     with pytest.raises(ValueError):
         speed(10, -1)
 
-
-@settings(deadline=None)
-@given(st.floats(1, 1e9), st.floats(1e-3, 1e4), st.integers(1, 1000))
-def test_mfu_does_not_depend_on_how_the_same_work_is_split(tokens: float, seconds: float, devices: int) -> None:
-    one = speed(tokens, seconds, 1e9, 1e14, 1).mfu
-    assert one is not None
-    assert speed(tokens * devices, seconds, 1e9, 1e14, devices).mfu == pytest.approx(one)
-
-
-def test_eta() -> None:
+    assert speed(10 * 524_288, 0.5, 1e9, 1e15, 80).mfu == pytest.approx(0.131072)
     assert eta(0, 100, 5.0) is None
     assert eta(25, 100, 50.0) == 150.0
     assert eta(100, 100, 50.0) == 0.0

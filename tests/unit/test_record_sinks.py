@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and SwanLab, for real where they are installed: `pytest tests/unit/test_record_sinks.py`."""
+"""TensorBoard for real, and trackers that fail: `pytest tests/unit/test_record_sinks.py`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
         monkeypatch.delenv(name, raising=False)
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install {package}")
-
-
 def train(folder: Path, track: str, resume_step: int | None = None, first: int = 1) -> list[str]:
     said: list[str] = []
     with open_run(folder, SampleConfig(), track=(track,), resume_step=resume_step, say=said.append) as run:
@@ -45,10 +40,8 @@ def train(folder: Path, track: str, resume_step: int | None = None, first: int =
     return said
 
 
-@needs("tensorboard")
 def test_tensorboard_reads_the_values_back_and_forgets_superseded_steps(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
     assert train(tmp_path, "tensorboard") == []
     train(tmp_path, "tensorboard", resume_step=3, first=4)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -57,39 +50,6 @@ def test_tensorboard_reads_the_values_back_and_forgets_superseded_steps(tmp_path
     got = [(e.step, e.value) for e in events.Scalars("loss")]
     assert got == [(1, 11), (2, 12), (3, 13), (4, 44), (5, 45), (6, 46), (7, 47), (8, 48)]
     assert "torch" not in sys.modules or "torch.utils.tensorboard" not in sys.modules
-
-
-@needs("wandb")
-@pytest.mark.slow
-def test_wandb_without_a_login_writes_offline_and_says_so(tmp_path: Path) -> None:
-    said = train(tmp_path, "wandb")
-    assert len(said) == 1
-    assert "wandb sync" in said[0]
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = file.read_bytes()
-    assert content.count(b"core/arc") >= 5
-    assert content.count(b"loss") >= 5
-    said = train(tmp_path, "wandb", resume_step=3, first=4)
-    assert len(said) == 1, said
-    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 9))
-
-
-@needs("wandb")
-@pytest.mark.slow
-def test_wandb_mode_of_the_environment_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert train(tmp_path, "wandb") == []
-    assert not list(tmp_path.glob("wandb/offline-run-*"))
-
-
-@needs("swanlab")
-@pytest.mark.slow
-def test_swanlab_without_a_login_writes_offline_and_says_so(tmp_path: Path) -> None:
-    said = train(tmp_path, "swanlab")
-    assert len(said) == 1, said
-    assert "swanlab sync" in said[0]
-    files = [f for f in (tmp_path / "swanlab").rglob("*") if f.is_file()]
-    assert any(b"loss" in f.read_bytes() for f in files), files
 
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ascendchat.config import UserError, home
 from ascendchat.data.conversations import conversations
 from ascendchat.data.pairs import Pair
-from ascendchat.data.registry import INFO, find_listed, listed_data
+from ascendchat.data.registry import INFO, listed_data
 from ascendchat.data.tables import TABLE_TYPES, Allowance
 from ascendchat.tasks import knows, load
 from ascendchat.tasks.pairs import read_pairs
@@ -20,6 +20,7 @@ from ascendchat.tasks.pairs import read_pairs
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 SYSTEM, BAD = {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "go away"}
 
+TAGS = {"role_tag": "who", "content_tag": "what", "user_tag": "U", "assistant_tag": "A"}
 # name -> (entry without its file_name, a row); each is SYSTEM, USER, REPLY
 SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {"instruction": "hi", "input": "", "output": "hello", "system": "be brief"}),
@@ -35,23 +36,9 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "formatting": "sharegpt",
             "columns": {"messages": "talk", "system": "rules"},
-            "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "U", "assistant_tag": "A"},
+            "tags": TAGS,
         },
         {"talk": [{"who": "U", "what": "hi"}, {"who": "A", "what": "hello"}], "rules": "be brief"},
-    ),
-    "published tags": (
-        {
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages"},
-            "tags": {
-                "role_tag": "role",
-                "content_tag": "content",
-                "user_tag": "user",
-                "assistant_tag": "assistant",
-                "system_tag": "system",
-            },
-        },
-        {"messages": [SYSTEM, USER, REPLY]},
     ),
     "openai": ({"formatting": "openai", "columns": {"messages": "messages"}}, {"messages": [SYSTEM, USER, REPLY]}),
 }
@@ -76,13 +63,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "formatting": "sharegpt",
             "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
-            "tags": {
-                "role_tag": "who",
-                "content_tag": "what",
-                "user_tag": "U",
-                "assistant_tag": "A",
-                "system_tag": "S",
-            },
+            "tags": {**TAGS, "system_tag": "S"},
         },
         {
             "talk": [{"who": "S", "what": "be brief"}, {"who": "U", "what": "hi"}],
@@ -115,16 +96,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_every_kind_of_entry_gives_the_same_conversation(folder: Path, name: str) -> None:
-    (entry,) = listed_data([name], str(folder), knows)
-    assert list(load(entry)) == [[SYSTEM, USER, REPLY]] * 2
+def test_every_kind_of_entry_gives_the_same_conversation(folder: Path) -> None:
+    for name in SETS:
+        (entry,) = listed_data([name], str(folder), knows)
+        assert list(load(entry)) == [[SYSTEM, USER, REPLY]] * 2, name
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_every_kind_of_ranking_entry_gives_the_same_pair_and_sft_its_chosen_reply(folder: Path, name: str) -> None:
-    assert list(read_pairs(str(folder / name), print)) == [Pair([SYSTEM, USER], [REPLY], [BAD])] * 2
-    assert list(load(str(folder / name))) == [[SYSTEM, USER, REPLY]] * 2
+def test_every_kind_of_ranking_entry_gives_the_same_pair_and_sft_its_chosen_reply(folder: Path) -> None:
+    for name in PAIRS:
+        assert list(read_pairs(str(folder / name), print)) == [Pair([SYSTEM, USER], [REPLY], [BAD])] * 2, name
+        assert list(load(str(folder / name))) == [[SYSTEM, USER, REPLY]] * 2, name
 
 
 def test_a_folder_stands_for_all_sets_of_the_kind_that_is_wanted(folder: Path) -> None:
@@ -154,21 +135,18 @@ def test_messages_of_an_openai_entry_may_have_calls_and_no_content(tmp_path: Pat
     assert list(read_pairs(str(tmp_path / "b"), print)) == [Pair([USER], [called], [REPLY])]
 
 
-@pytest.mark.parametrize(("samples", "of_each"), [(3, (2, 1)), (2, (2, 0)), (9, (2, 2)), (1, (1, 0))])
-def test_num_samples_counts_the_rows_of_all_files_of_a_set(
-    tmp_path: Path, samples: int, of_each: tuple[int, int]
-) -> None:
+def test_num_samples_counts_the_rows_of_all_files_of_a_set(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     row = {"instruction": "hi", "output": "hello", "chosen": "hello", "rejected": "go away"}
     for part in "ab":
         rows = [{**row, "instruction": part}] * 2
         (tmp_path / "parts" / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    entry = {"file_name": "parts", "num_samples": samples}
-    info = {"talk": entry, "pairs": {**entry, "ranking": True}}
-    (tmp_path / INFO).write_text(json.dumps(info), encoding="utf-8")
-    wanted = ["a"] * of_each[0] + ["b"] * of_each[1]
-    assert [talk[0]["content"] for talk in load(str(tmp_path / "talk"))] == wanted
-    assert [pair.prompt[0]["content"] for pair in read_pairs(str(tmp_path / "pairs"), print)] == wanted
+    for samples, wanted in ((1, "a"), (2, "aa"), (3, "aab"), (9, "aabb")):
+        entry = {"file_name": "parts", "num_samples": samples}
+        info = {"talk": entry, "pairs": {**entry, "ranking": True}}
+        (tmp_path / INFO).write_text(json.dumps(info), encoding="utf-8")
+        assert [talk[0]["content"] for talk in load(str(tmp_path / "talk"))] == [*wanted]
+        assert [pair.prompt[0]["content"] for pair in read_pairs(str(tmp_path / "pairs"), print)] == [*wanted]
 
 
 def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,35 +157,29 @@ def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, mo
     assert listed_data(["plain"], "", knows) == ("plain",)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("mllm_demo", "has the column images, and only text"),
-        ("kto_demo", "has the column kto_tag"),
-        ("far", "is on a hub; fetch it first: ascendchat data fetch someone/far-away"),
-        ("gone", "which is not there; put it there"),
-        ("plian", "lists no 'plian'; did you mean plain"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_with_the_next_step(folder: Path, name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        list(load(str(folder / name)))
-
-
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        ({"columns": ["prompt"]}, "columns of odd must be an object"),
-        ({"tags": "role"}, "tags of odd must be an object"),
-        ({"formatting": ["alpaca"]}, "formatting of odd must be a text"),
-        ({"num_samples": "many"}, "num_samples of odd must be a whole number"),
-    ],
-)
-def test_an_entry_of_another_form_is_named(folder: Path, entry: dict[str, Any], said: str) -> None:
-    (folder / INFO).write_text(json.dumps({"odd": {"file_name": "set0.json", **entry}}), encoding="utf-8")
-    for path in (folder, folder / "odd"):
+def test_what_cannot_be_read_is_refused_with_the_next_step(folder: Path) -> None:
+    for name, said in {
+        "mllm_demo": "has the column images, and only text",
+        "kto_demo": "has the column kto_tag",
+        "far": "is on a hub; fetch it first: ascendchat data fetch someone/far-away",
+        "gone": "which is not there; put it there",
+        "plian": "lists no 'plian'; did you mean plain",
+    }.items():
         with pytest.raises(UserError, match=said):
-            list(load(str(path)))
+            list(load(str(folder / name)))
+
+
+def test_an_entry_of_another_form_is_named(folder: Path) -> None:
+    for name, value, form in (
+        ("columns", ["prompt"], "an object"),
+        ("tags", "role", "an object"),
+        ("formatting", ["alpaca"], "a text"),
+        ("num_samples", "many", "a whole number"),
+    ):
+        (folder / INFO).write_text(json.dumps({"odd": {"file_name": "set0.json", name: value}}), encoding="utf-8")
+        for path in (folder, folder / "odd"):
+            with pytest.raises(UserError, match=f"{name} of odd must be {form}"):
+                list(load(str(path)))
 
 
 def test_a_name_that_nobody_knows_is_answered_with_the_nearest_of_the_folder(folder: Path) -> None:
@@ -246,8 +218,8 @@ def test_a_row_that_does_not_fit_the_registry_is_named_with_its_line(folder: Pat
     ]
 
 
-def test_all_files_of_the_real_sets_are_read_without_a_script(real_data: Path, tmp_path: Path) -> None:
-    """The first rows of each; test_conversations.py counts them all."""
+def test_all_files_of_the_real_sets_are_read_without_a_script(real_data: Path) -> None:
+    """The first rows of each."""
     files = sorted(path for path in (real_data / "sft").rglob("*") if path.is_file())
     assert len(files) >= 24
     for path in files:
@@ -255,31 +227,3 @@ def test_all_files_of_the_real_sets_are_read_without_a_script(real_data: Path, t
         found = list(conversations(path, limit=Allowance(40)))
         assert len(found) >= 40
         assert all(talk[-1]["role"] == "assistant" or talk[-1]["role"] == "tool" for talk in found), path.name
-
-
-def test_the_published_registry_reads_the_real_files(real_data: Path, tmp_path: Path) -> None:
-    """Entries as LLaMA-Factory publishes them for these very files."""
-    pairs = {
-        "formatting": "sharegpt",
-        "ranking": True,
-        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
-    }
-    tools = {"formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "tools"}}
-    info = {
-        "identity": {"file_name": "identity.json"},
-        "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
-        "alpaca_zh_demo": {"file_name": "alpaca_zh_demo.json"},
-        "glaive_toolcall_en_demo": {"file_name": "glaive_toolcall_en_demo.json", **tools},
-        "glaive_toolcall_zh_demo": {"file_name": "glaive_toolcall_zh_demo.json", **tools},
-        "dpo_en_demo": {"file_name": "dpo_en_demo.json", **pairs},
-        "dpo_zh_demo": {"file_name": "dpo_zh_demo.json", **pairs},
-    }
-    for path in (real_data / "sft" / "llamafactory").iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / INFO).write_text(json.dumps(info), encoding="utf-8")
-    assert len(load(str(tmp_path))) == 91 + 999 + 1000 + 600
-    assert len(list(read_pairs(str(tmp_path), print))) == 600
-    listed = find_listed(tmp_path / "glaive_toolcall_en_demo")
-    assert listed is not None
-    first = load(str(tmp_path / "glaive_toolcall_en_demo")).example(0)
-    assert first[0]["role"] == "system", "the tools that are offered"

@@ -5,6 +5,7 @@ A real server is asked in tests/serve/test_remote_generator.py.
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
@@ -17,7 +18,7 @@ import engine_models as make
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.infer.answer import Answer, Forced, body_of
+from ascendchat.infer.answer import Forced
 from ascendchat.infer.remote import Remote
 from ascendchat.infer.request import Grammar, Piece, Request, Sampling
 from ascendchat.infer.verify import checksum
@@ -107,6 +108,7 @@ BUSY = {"error": {"message": "the server is busy", "type": "server_error", "para
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
+    """A server without any answers yet."""
     scripted = Scripted()
     yield scripted
     scripted.server.shutdown()
@@ -125,9 +127,8 @@ def test_the_answer_of_another_server(server: Scripted) -> None:
     }
     server.answers = [said(200, reply([*HELLO, END], logprobs=logprobs))]
     with opened(server, api_key="sk-1") as remote:
-        sampling = Sampling(
-            seed=3, temperature=0.5, logprobs=True, top_logprobs=2, stop=("x",), logit_bias=((5, -100.0),)
-        )
+        more: Any = {"stop": ("x",), "logit_bias": ((5, -100.0),)}
+        sampling = Sampling(seed=3, temperature=0.5, logprobs=True, top_logprobs=2, **more)
         (found,) = remote.generate([Request([1, 2], sampling)])
         assert (remote.model, remote.context, remote.ours, remote.version) == ("m", 64, False, 0)
     assert (found.ids, found.text, found.finish_reason) == (HELLO, "hello", "stop")
@@ -136,26 +137,11 @@ def test_the_answer_of_another_server(server: Scripted) -> None:
     assert (found.forced, found.versions) == ([False] * len(HELLO), [0] * len(HELLO))
     path, headers, body = server.asked[0]
     assert (path, headers["Authorization"]) == ("/v1/completions", "Bearer sk-1")
-    assert body == {
-        "model": "m",
-        "prompt": [1, 2],
-        "max_tokens": 62,
-        "temperature": 0.5,
-        "top_k": -1,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "seed": 3,
-        "return_token_ids": True,
-        "ignore_eos": True,
-        "stop_token_ids": [END, TEXT.bos],
-        "stop": ["x"],
-        "logprobs": 2,
-        "return_tokens_as_token_ids": True,
-        "logit_bias": {"5": -100.0},
-    }
+    usual = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    stops = {"ignore_eos": True, "stop_token_ids": [END, TEXT.bos], "stop": ["x"]}
+    told = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 2, "logit_bias": {"5": -100.0}}
+    asked = {"model": "m", "prompt": [1, 2], "max_tokens": 62, "temperature": 0.5, "top_k": -1, "seed": 3}
+    assert body == {**asked, **usual, **stops, **told}
 
 
 def test_without_a_tokenizer_the_text_is_the_servers(server: Scripted) -> None:
@@ -175,18 +161,29 @@ def test_a_busy_or_broken_server_is_asked_again(server: Scripted, bad: Any) -> N
     with opened(server) as remote:
         assert remote.generate([Request([1])])[0].text == "hello"
         assert len(server.asked) == 3
-        server.answers = [bad, streamed(reply(HELLO), b"[DONE]")]
-        assert list(remote.stream(Request([1]))) == [Piece("text", "hello")]
+        end = reply([*HELLO[1:], END], "stop")
+        server.answers = [bad, streamed(reply(HELLO[:1], None), end, b"[DONE]")]  # type: ignore[arg-type]
+        stream = remote.stream(Request([1]))
+        assert "".join(piece.text for piece in stream) == "hello" == stream.completion.text
+        assert (stream.completion.ids, stream.completion.finish_reason) == (HELLO, "stop")
         assert len(server.asked) == 5
         assert server.asked[-1][2]["stream_options"] == {"include_usage": True}
 
 
-def test_retry_after_is_obeyed(server: Scripted) -> None:
-    server.answers = [said(503, BUSY, Retry_After="1"), said(200, reply(HELLO))]
-    began = time.monotonic()
+def test_retry_after_is_obeyed(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pause of ours would be a quarter of a second."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("ascendchat.infer.link.asyncio.sleep", noted)
+    server.answers = [said(503, BUSY, Retry_After="7"), said(200, reply(HELLO))]
     with opened(server) as remote:
         remote.generate([Request([1])])
-    assert time.monotonic() - began >= 1, "the first pause of ours would be a quarter of a second"
+    assert 7 in pauses
 
 
 @pytest.mark.parametrize(
@@ -236,12 +233,11 @@ def test_a_stream_that_breaks_is_not_begun_anew_and_keeps_what_has_come(server: 
 
 
 def test_a_closed_stream_ends_and_what_was_read_before_stays(server: Scripted) -> None:
-    held, gone = threading.Event(), threading.Event()
+    gone = threading.Event()
 
     def slow(handler: http.server.BaseHTTPRequestHandler) -> None:
         streamed(reply(HELLO, None), whole=False)(handler)  # type: ignore[arg-type]
         handler.wfile.flush()
-        held.set()
         while not gone.is_set():  # the client's end of the connection goes away
             try:
                 handler.wfile.write(b"5\r\n: .\n\n\r\n")
@@ -251,14 +247,11 @@ def test_a_closed_stream_ends_and_what_was_read_before_stays(server: Scripted) -
 
     server.answers = [slow]
     with opened(server) as remote:
-        stream = remote.stream(Request([1]))
-        first = next(stream)
-        stream.close()
+        with closing(remote.stream(Request([1]))) as stream:
+            first = next(stream)
         assert gone.wait(30), "the server learns of it"
         assert (first, list(stream)) == (Piece("text", "hello"), [])
         assert (stream.completion.text, stream.completion.finish_reason) == ("hello", "cancelled")
-        stream.close()
-        assert held.is_set()
 
 
 def test_an_error_ends_the_other_requests(server: Scripted) -> None:
@@ -374,19 +367,3 @@ def test_what_a_calculator_has_put_there_is_known_by_its_place() -> None:
     assert Forced(TEXT).feed(whole[: result_at + 2])[-2:] == [True, True], "cut short"
     assert not any(Forced(TEXT).feed([start, call, result, 65, over])), "an empty call has no result"
     assert not any(Forced(TEXT).feed([65, result, 65, over, call, result]))
-
-
-def test_tools_off_is_said_and_no_token_counts_as_forced() -> None:
-    request = Request([1], Sampling(tools=False, allowed_tokens=(4, 5), stop_tokens=()))
-    body = body_of(request, "m", 64, TEXT, ours=True)
-    assert (body["calculator"], body["allowed_token_ids"], body["stop_token_ids"]) == (False, [4, 5], [])
-    answer = Answer(request, TEXT, True, 0)
-    answer.take(reply(make.calculator_script()[1]))
-    assert not any(answer.completion.forced)
-
-
-def test_a_stream_is_a_context_like_every_other(server: Scripted) -> None:
-    server.answers = [streamed(reply(HELLO[:1], None), reply([*HELLO[1:], END], "stop"), b"[DONE]")]  # type: ignore[arg-type]
-    with opened(server) as remote, closing(remote.stream(Request([1]))) as stream:
-        assert "".join(piece.text for piece in stream) == "hello" == stream.completion.text
-        assert (stream.completion.ids, stream.completion.finish_reason) == (HELLO, "stop")

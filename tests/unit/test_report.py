@@ -24,6 +24,7 @@ from ascendchat.report.watch import Watched, server
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where runs lie, in an English shell."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
     monkeypatch.setenv("LANG", "C.UTF-8")
     return tmp_path / "runs"
@@ -87,29 +88,6 @@ def test_a_report_holds_every_stage_its_results_and_its_words(place: Path, capsy
     assert "secret-host" not in text
 
 
-def test_core_and_chatcore_are_those_of_the_examinations(place: Path, tmp_path: Path, undrawn: None) -> None:
-    """Centred, over whole tasks; a stage that lacks one has none."""
-    about = {"checkpoint": "x", "model": "m", "step": 40, "settings": {}}
-    core = {"copa": (0.6, True), "piqa": (0.1, True), "squad": (-0.9, False)}
-    chat = {"arc_easy": 0.1, "arc_challenge": 0.2, "mmlu": 0.3, "gsm8k": 0.0, "humaneval": -0.1}
-    for stage in ("base", "sft", "rl"):
-        write(place / "demo" / stage, training())
-    for task, (centred, complete) in core.items():
-        result = {"accuracy": 0.5, "centred": centred, "complete": complete}
-        NewResults(place / "demo" / "base", about | {"evaluation": "core"}).add(task, 10, 10, result, "")
-    for stage, left_out in (("sft", ""), ("rl", "mmlu")):
-        for task, centred in chat.items():
-            if task != left_out:
-                result = {"accuracy": 0.5, "centred": centred}
-                NewResults(place / "demo" / stage, about | {"evaluation": "chat"}).add(task, 10, 10, result, "")
-    out = tmp_path / "table.md"
-    assert main(["report", "--run", "demo", "--out", str(out)]) == 0
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.read_text().splitlines()]
-    assert ["CORE", "0.3500"] in lines
-    assert ["ChatCORE", "0.1000", "–"] in lines
-    assert not any(line[0].startswith("mean over") for line in lines)
-
-
 def examined(folder: Path, kind: str, results: dict[str, dict[str, Any]]) -> None:
     about = {"evaluation": kind, "checkpoint": "x", "model": "m", "step": 40, "settings": {}}
     for task, result in results.items():
@@ -143,30 +121,35 @@ def test_each_kind_of_evaluation_is_a_table_with_the_stages_that_have_it(place: 
     ]
 
 
-def test_a_kind_of_tasks_without_a_score_keeps_its_mean(place: Path, tmp_path: Path, undrawn: None) -> None:
-    """CORE of the base model says nothing of the chat tasks; what is not a number counts as not there; and a stage with
-    a part of the tasks has no CORE, which could not be compared."""
-    about = {"checkpoint": "x", "model": "m", "step": 40, "settings": {}}
-    found: list[tuple[str, str, str, dict[str, Any]]] = [
-        ("base", "core", "copa", {"accuracy": 0.5, "centred": 0.2, "complete": True}),
-        ("base", "core", "piqa", {"accuracy": 0.5, "centred": 0.4, "complete": True}),
-        ("sft", "core", "copa", {"accuracy": 0.5, "centred": 0.9, "complete": True}),
-        ("sft", "chat", "toy_capital_en", {"accuracy": 0.25, "centred": 0.0}),
-        ("sft", "chat", "toy_colour_en", {"accuracy": 0.75, "centred": 0.5}),
-        ("sft", "chat", "toy_sum_en", {"accuracy": None, "centred": None}),
-        ("sft", "chat", "ceval", {"accuracy": float("nan"), "centred": float("nan")}),
-        ("sft", "chat", "cmmlu", {}),
-    ]
-    for stage in ("base", "sft"):
+def test_scores_are_of_whole_kinds_of_tasks_and_others_keep_their_mean(
+    place: Path, tmp_path: Path, undrawn: None
+) -> None:
+    """CORE and ChatCORE are centred, and a stage that lacks a task has none: it could not be compared. What is not a
+    number counts as not there."""
+    for stage in ("base", "sft", "rl"):
         write(place / "demo" / stage, training())
-    for stage, kind, task, result in found:
-        NewResults(place / "demo" / stage, about | {"evaluation": kind}).add(task, 10, 10, result, "")
+    core = {"copa": (0.6, True), "piqa": (0.1, True), "squad": (-0.9, False)}
+    core_results = {t: {"accuracy": 0.5, "centred": c, "complete": whole} for t, (c, whole) in core.items()}
+    examined(place / "demo" / "base", "core", core_results)
+    examined(place / "demo" / "sft", "core", {"copa": {"accuracy": 0.5, "centred": 0.9, "complete": True}})
+    chat = {"arc_easy": 0.1, "arc_challenge": 0.2, "mmlu": 0.3, "gsm8k": 0.0, "humaneval": -0.1}
+    for stage, left_out in (("sft", ""), ("rl", "mmlu")):
+        results = {task: {"accuracy": 0.5, "centred": centred} for task, centred in chat.items() if task != left_out}
+        examined(place / "demo" / stage, "chat", results)
+    toys = {"toy_capital_en": {"accuracy": 0.25}, "toy_sum_en": {"accuracy": None}, "cmmlu": {}}
+    write(place / "toy" / "sft", training())
+    examined(place / "toy" / "sft", "chat", toys | {"toy_a": {"accuracy": 0.75}, "ceval": {"accuracy": float("nan")}})
     out = tmp_path / "table.md"
-    assert main(["report", "--run", "demo", "--out", str(out)]) == 0
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.read_text().splitlines()]
-    assert ["CORE", "0.3000", "–"] in lines
-    assert ["mean over chat tasks", "50.0 %"] in lines
-    assert not any(line[0].startswith(("mean over CORE", "ChatCORE")) for line in lines)
+
+    def lines(run: str) -> list[list[str]]:
+        assert main(["report", "--run", run, "--out", str(out)]) == 0
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in out.read_text().splitlines()]
+
+    demo = lines("demo")
+    assert ["CORE", "0.3500", "–"] in demo
+    assert ["ChatCORE", "0.1000", "–"] in demo
+    assert not any(line[0].startswith("mean over") for line in demo)
+    assert ["mean over chat tasks", "50.0 %"] in lines("toy")
 
 
 def test_markdown_has_its_plots_beside_it(place: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_process
 
 from ascendchat.config import UserError, home
 from ascendchat.config.commands import PlanConfig
@@ -46,7 +47,9 @@ def counts(*rows: dict[str, Any]) -> dict[str, int]:
     return {task: row["examined"] for task, row in best_results(rows).items()}
 
 
-def test_rows_of_all_stages_stand_in_the_file_of_the_run_and_of_other_checkpoints_beside_them(tmp_path: Path) -> None:
+def test_rows_of_all_stages_stand_in_the_file_of_the_run_and_of_other_checkpoints_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for stage in ("mid", "sft"):
         run_folder("tiny", stage).mkdir(parents=True)
         examined(run_folder("tiny", stage), result("mmlu", result={"accuracy": math.nan}))
@@ -56,17 +59,12 @@ def test_rows_of_all_stages_stand_in_the_file_of_the_run_and_of_other_checkpoint
     assert math.isnan(row["result"]["accuracy"])
     assert stage_results(run_folder("tiny", "mid"), "core") == []
     assert stage_results(run_folder("nobody", "mid"), "chat") == []
+    monkeypatch.chdir(run_folder("tiny", "sft"))  # given by another path
+    examined(Path(), result("mmlu"))
+    assert [row["stage"] for row in stage_results(run_folder("tiny", "sft"), "chat")] == ["sft", "sft"]
     examined(tmp_path, result("mmlu"))
     assert (run_of(tmp_path), results_file(tmp_path)) == ("", tmp_path / "results.jsonl")
     assert len(stage_results(tmp_path, "chat")) == 1
-
-
-def test_a_stage_folder_may_be_given_by_another_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = run_folder("tiny", "sft")
-    stage.mkdir(parents=True)
-    monkeypatch.chdir(stage)
-    examined(Path(), result("mmlu"))
-    assert [row["stage"] for row in stage_results(stage, "chat")] == ["sft"]
 
 
 def test_a_model_that_is_trained_anew_does_not_inherit_the_results_of_the_one_set_aside() -> None:
@@ -95,16 +93,15 @@ for number in range(int(sys.argv[3])):
 
 def adding(folder: Path, task: str, number: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", ADDING, str(folder), task, str(number)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    process: subprocess.Popen[str] = warm_process.Popen(words, stdout=subprocess.PIPE, text=True)
+    return process
 
 
-@pytest.mark.slow
-def test_evaluations_that_run_at_the_same_time_do_not_mix_their_lines(tmp_path: Path) -> None:
-    both = [adding(tmp_path, name, 20) for name in ("a", "b")]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    rows = stage_results(tmp_path, "chat")
-    assert sorted((row["task"], row["examined"]) for row in rows) == [(t, n) for t in "ab" for n in range(20)]
-    assert all(len(row["result"]["right"]) == 20000 for row in rows)
+def waiting(number: int) -> str:
+    """Locks that a process waits for."""
+    return "".join(
+        line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line and f" {number} " in line
+    )
 
 
 def test_a_row_is_added_only_when_the_one_being_written_is_whole(tmp_path: Path) -> None:
@@ -115,7 +112,9 @@ def test_a_row_is_added_only_when_the_one_being_written_is_whole(tmp_path: Path)
         process = adding(tmp_path, "second", 1)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        time.sleep(0.5)  # it would write now, if it did not wait
+        while "FLOCK" not in waiting(process.pid):  # it would write now, if it did not wait
+            assert process.poll() is None
+            time.sleep(0.01)
         file.write(line[50:])
     assert process.wait(timeout=120) == 0
     assert [row["task"] for row in stage_results(tmp_path, "chat")] == ["first", "second"]
@@ -143,12 +142,13 @@ def test_a_torn_line_is_not_read_and_goes_when_the_next_row_comes(tmp_path: Path
     examined(tmp_path, result("mmlu"))
     assert [row["task"] for row in stage_results(tmp_path, "chat")] == ["mmlu"]
     path.write_text("not a row\n" + path.read_text())
-    with pytest.raises(UserError, match="line 1 is not one of its rows; delete that line"):
-        stage_results(tmp_path, "chat")
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").mkdir()
+    for read in (lambda: stage_results(tmp_path, "chat"), lambda: NewResults(tmp_path, {"evaluation": "chat"})):
+        with pytest.raises(UserError, match=r"results.jsonl line 1 is not one of its rows; delete that line"):
+            read()
+    path.unlink()
+    NewResults(tmp_path, {"evaluation": "chat", "step": 3}, main=False).add("mmlu", 4, 40, {}, "")
+    assert not path.exists(), "only the main rank writes"
+    path.mkdir()
     with pytest.raises(UserError, match=r"cannot write .*results\.jsonl: Is a directory"):
         examined(tmp_path, result("mmlu"))
 
@@ -211,14 +211,9 @@ def test_what_was_just_found_is_shown_beside_earlier_results_of_the_same_setting
     assert sizes(examined(tmp_path, result("toy", 4)).with_earlier()) == {"toy": 4, "mmlu": 40, "ceval": 0}
     mistyped = examined(tmp_path, missing("mmlu", "/mistyped"))
     assert sizes(mistyped.with_earlier()) == {"toy": 9, "mmlu": 0}
-    assert sizes(best_results(stage_results(tmp_path, "chat"))) == {"toy": 9, "mmlu": 40}  # it takes nothing away
+    assert counts(*stage_results(tmp_path, "chat")) == {"toy": 9, "mmlu": 40}  # it takes nothing away
     assert mistyped.kept_instead() == ""
     assert sizes(examined(tmp_path, result("toy", 4, model="1e")).with_earlier()) == {"toy": 4}
-
-
-def test_only_the_main_rank_writes(tmp_path: Path) -> None:
-    NewResults(tmp_path, {"evaluation": "chat", "step": 3}, main=False).add("mmlu", 4, 40, {}, "")
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_counts_instead_of_a_quick_look_is_said(tmp_path: Path) -> None:
@@ -233,9 +228,3 @@ def test_what_counts_instead_of_a_quick_look_is_said(tmp_path: Path) -> None:
     many = [[result(f"task{number}", size) for number in range(30)] for size in (9, 8)]
     examined(tmp_path, *many[0])
     assert examined(tmp_path, *many[1]).kept_instead().endswith(" ...")
-
-
-def test_a_damaged_file_is_named_before_anything_is_examined(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text("garbage\n")
-    with pytest.raises(UserError, match=r"results.jsonl line 1"):
-        NewResults(tmp_path, {"evaluation": "chat"})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,9 +15,12 @@ import pytest
 
 from ascendchat.config import UserError
 from ascendchat.tasks import load, pool
-from ascendchat.tasks.rewards import Asked, Judge, row_of
+from ascendchat.tasks.reward_call import checked
+from ascendchat.tasks.rewards import Asked, Judge, Verdict, row_of
 
 ROOT = Path(__file__).resolve().parents[2]
+SUMS = load("toy_arithmetic_en", "train")
+Open = Callable[..., Judge]
 
 MODULE = """
 import asyncio, multiprocessing, os, subprocess, sys, threading, time
@@ -102,6 +107,7 @@ def threads(prompt, completion, **row):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with functions that judge, in the current folder."""
     (tmp_path / "fates.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "fates", raising=False)
@@ -109,74 +115,140 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "fates"
 
 
-@pytest.mark.slow
-def test_whatever_one_answer_does_the_others_are_judged(module: str) -> None:
-    task, said = load("toy_arithmetic_en", "train"), list[str]()
-    judge = Judge(f"{module}:fate", timeout=4.0, say=said.append)
-    words = ["a", "raise", "bb", "die", "ccc", "hang", "dddd", "nan", *["eeeee"] * 8]
-    try:
-        found = judge.rewards([(task, 0, word) for word in words])
-        assert found == [1.0, None, 2.0, None, 3.0, None, 4.0, None, *[5.0] * 8]
-        assert len(said) == 1, "one sentence, however many fail"
-        assert judge.rewards([(task, 0, "again")]) == [5.0]
-    finally:
-        judge.close()
+@pytest.fixture
+def opened(module: str) -> Iterator[Open]:
+    """Makes judges by `fates`, and closes them."""
+    made: list[Judge] = []
+
+    def judge(reward: str | tuple[str, ...], **settings: object) -> Judge:
+        made.append(Judge(reward, **{"say": lambda text: None, **settings}))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield judge
+    for one in made:
+        one.close()
+
+
+def asked(*replies: str, row: int = 0) -> list[Asked]:
+    """These answers to one question."""
+    return [Asked(SUMS, row, reply) for reply in replies]
+
+
+def verdicts(judge: Judge, *answers: Asked) -> list[Verdict]:
+    """With an end, whatever happens."""
+    return [judge.submit(one).result(timeout=20) for one in answers]
+
+
+# ---- terms that run in this process --------------------------------------------------------------
+
+
+def test_without_a_function_the_task_decides() -> None:
+    right = row_of(SUMS, 0)["answer"]
+    assert right == "The answer is 4059.", "what the assistant says in the end, without its calculations"
+    judge = Judge()
+    assert [one.reward for one in verdicts(judge, *asked(right, "I do not know."))] == [1.0, 0.0]
+    assert judge.rewards([(SUMS, 0, right), (SUMS, 0, "I do not know.")]) == [1.0, 0.0]
+
+
+def test_an_answer_is_right_by_the_first_term_that_is_not_about_its_form() -> None:
+    answers = [Asked(SUMS, 0, text, (), (1, 2, 3), "stop") for text in (row_of(SUMS, 0)["answer"], "no")]
+    right, wrong = verdicts(Judge(("length=-0.25", "format", "toyworld=2", "task=-1")), *answers)
+    assert right.terms == {"length": 3.0, "format": 1.0, "toyworld": 1.0, "task": 1.0}
+    assert wrong.terms == {"length": 3.0, "format": 1.0, "toyworld": 0.0, "task": 0.0}
+    assert (right.reward, right.right) == (-0.75 + 1.0 + 2.0 - 1.0, True)
+    assert (wrong.reward, wrong.right) == (-0.75 + 1.0, False)
+    (manners,) = verdicts(Judge("format"), answers[0])
+    assert (manners.reward, manners.right) == (1.0, False), "nothing says that it is right"
+
+
+def test_a_term_that_cannot_judge_is_said_once_and_ends_a_run_in_which_it_never_could() -> None:
+    said: list[str] = []
+    judge = Judge(("task", "gsm8k"), say=said.append)  # the sums have no ####
+    found = verdicts(judge, *asked("1", "2"))
+    assert [(one.reward, list(one.terms)) for one in found] == [(None, ["task"])] * 2
+    assert len(said) == 1
+    assert said[0].startswith("--reward gsm8k failed: ValueError: the answer ")
+    with pytest.raises(UserError, match="--reward gsm8k has judged none of 2 answers: ValueError: the answer"):
+        judge.check_worked(2)
+
+
+def test_a_reward_is_a_number_that_float32_can_tell_from_others() -> None:
+    assert [checked(value) for value in (True, "0.5", -999_999)] == [1.0, 0.5, -999_999.0]
+    for value in (1e6, -1e6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a number between -1e"):
+            checked(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("fates", "--reward fates is no built-in term"),
+        ("gsm8", "did you mean gsm8k?"),
+        ("fates:nothing", "has no attribute 'nothing'; write module:function"),
+        ("fates:met", "TypeError: fates:met is not a function"),
+        ("no_such_module:fate", "No module named"),
+        (":", "not of the form module:name"),
+        ("gsm8k=x", "'x' is not a weight"),
+        ("gsm8k=0", "a weight must be other than 0"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence_and_leaves_no_process(module: str, path: str, says: str) -> None:
+    before = multiprocessing.active_children()
+    with pytest.raises(UserError) as caught:
+        Judge(path)
+    assert says in str(caught.value)
+    assert multiprocessing.active_children() == before
+
+
+# ---- functions of the user's ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_function_that_never_works_ends_the_run_and_one_that_did_does_not(module: str) -> None:
-    task = load("toy_arithmetic_en", "train")
-    judge = Judge(f"{module}:fate", say=lambda text: None)
-    try:
-        with pytest.raises(UserError, match="judged none of 3 answers: RuntimeError: as told"):
-            judge.rewards([(task, 0, "raise")] * 3)
-        assert judge.rewards([]) == []
-        assert judge.rewards([(task, 0, "a")]) == [1.0]
-        assert judge.rewards([(task, 0, "raise")] * 3) == [None] * 3
-    finally:
-        judge.close()
+def test_whatever_one_answer_does_the_others_are_judged(opened: Open) -> None:
+    said: list[str] = []
+    judge = opened("fates:fate", timeout=2.0, say=said.append)
+    found = judge.rewards(asked("a", "raise", "bb", "die", "ccc", "hang", "dddd", "nan", *["eeeee"] * 8))
+    assert found == [1.0, None, 2.0, None, 3.0, None, 4.0, None, *[5.0] * 8]
+    assert len(said) == 1, "one sentence, however many fail"
+    assert judge.rewards(asked("again")) == [5.0]
+
+
+def test_a_function_that_never_works_ends_the_run_and_one_that_did_does_not(opened: Open) -> None:
+    judge = opened("fates:fate")
+    with pytest.raises(UserError, match="judged none of 3 answers: RuntimeError: as told; mend the function"):
+        judge.rewards(asked("raise", "raise", "raise"))
+    assert judge.rewards([]) == []
+    assert judge.rewards(asked("a")) == [1.0]
+    assert judge.rewards(asked("raise", "raise", "raise")) == [None] * 3
 
 
 @pytest.mark.slow
-def test_a_function_may_be_async_and_sees_its_row(module: str) -> None:
-    task = load("toy_arithmetic_en", "train")
-    judge = Judge(f"{module}:later")
-    try:
-        assert judge.rewards([(task, index, "x") for index in (3, 1, 2)]) == [3.0, 1.0, 2.0]
-    finally:
-        judge.close()
-
-
-@pytest.mark.slow
-def test_neither_forks_nor_memory_nor_children_stop_the_others(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_forks_nor_memory_nor_children_stop_the_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MOST_MEMORY", 512 << 20)
-    task, said = load("toy_arithmetic_en", "train"), list[str]()
-    judge = Judge(f"{module}:wild", timeout=60.0, say=said.append)
+    judge = opened("fates:wild", timeout=60.0)
     words = ["a", "fork", "memory", "children", "twice", "exit", "unreadable", "thread", *["b"] * 8]
-    try:
-        found = judge.rewards([(task, 0, word) for word in words])
-        pids = {int(value) for value in found if value is not None}
-        assert [value is None for value in found] == [word not in ("a", "twice", "thread", "b") for word in words]
-        assert judge.rewards([(task, 0, "again")]) != [None]
-    finally:
-        judge.close()
-    end = time.monotonic() + 60  # a process that was killed may still be ending
-    while set(pool.usage()) & pids and time.monotonic() < end:
+    found = judge.rewards(asked(*words))
+    pids = {int(value) for value in found if value is not None}
+    assert [value is None for value in found] == [word not in ("a", "twice", "thread", "b") for word in words]
+    assert judge.rewards(asked("again")) != [None]
+    judge.close()
+    assert none_left(pids), "processes of a reward are left behind"
+
+
+def none_left(sessions: set[int]) -> bool:
+    """A process that was killed may still be ending."""
+    end = time.monotonic() + 120
+    while set(pool.usage()) & sessions and time.monotonic() < end:
         time.sleep(0.1)
-    assert not set(pool.usage()) & pids, "processes of a reward are left behind"
+    return not set(pool.usage()) & sessions
 
 
 @pytest.mark.slow
-def test_async_functions_run_beside_one_another_and_one_that_blocks_does_not_take_others_along(module: str) -> None:
-    task = load("toy_arithmetic_en", "train")
-    judge = Judge(f"{module}:meet", timeout=5.0, say=lambda text: None)
+def test_async_functions_run_beside_one_another_and_one_that_blocks_does_not_take_others_along(opened: Open) -> None:
+    judge = opened("fates:meet", timeout=5.0)
     words = ["nap", "block", "nap", "die", "nap", "wait", *["nap"] * 9]
-    try:
-        assert judge.rewards([(task, 0, "two in each of four processes")] * 8) == [1.0] * 8
-        found = judge.rewards([(task, 0, word) for word in words])
-        assert found == [1.0 if word == "nap" else None for word in words]
-    finally:
-        judge.close()
+    assert judge.rewards(asked(*["two in each of four processes"] * 8)) == [1.0] * 8
+    assert judge.rewards(asked(*words)) == [1.0 if word == "nap" else None for word in words]
 
 
 def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
@@ -189,69 +261,42 @@ def test_a_process_of_a_judge_imports_next_to_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_processes_of_a_judge_end_with_the_trainer(module: str) -> None:
-    program = (
-        "from ascendchat.tasks import load\nfrom ascendchat.tasks.rewards import Judge\n"
-        f"judge = Judge('{module}:wild', timeout=3600)\n"
-        "task = load('toy_arithmetic_en', 'train')\n"
-        "print(int(judge.rewards([(task, 0, 'pid')])[0]), flush=True)\n"
-        f"Judge('{module}:fate', timeout=3600).rewards([(task, 0, 'hang')])\n"
-    )
+    program = f"""
+if __name__ == "__main__":
+    from ascendchat.tasks import load
+    from ascendchat.tasks.rewards import Judge
+
+    judge, task = Judge("{module}:wild", timeout=3600), load("toy_arithmetic_en", "train")
+    print(int(judge.rewards([(task, 0, "pid")])[0]), flush=True)
+    Judge("{module}:fate", timeout=3600).rewards([(task, 0, "hang")])
+"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.getcwd()])}
-    with subprocess.Popen(
-        [sys.executable, "-c", f"if __name__ == '__main__':\n {program.replace(chr(10), chr(10) + ' ')}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as trainer:
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
         children = {int(line) for line in Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()}
         trainer.kill()
     assert pid not in (0, trainer.pid)
-    deadline = time.monotonic() + 120
-    while ({pid} | children) & set(pool.usage()):
-        assert time.monotonic() < deadline, "a process outlives its trainer"
-        time.sleep(0.2)
+    assert none_left({pid} | children), "a process outlives its trainer"
 
 
-@pytest.mark.slow
-def test_functions_of_other_shapes(module: str) -> None:
-    task = load("toy_arithmetic_en", "train")
-    for name, wanted in (("areal", 706.0), ("few", 3.0), ("instance", 2.5), ("threads", 1.0)):
-        judge = Judge(f"{module}:{name}")
-        try:
-            assert judge.rewards([Asked(task, 3, "x", (7, 8), (1, 2, 0), "length")]) == [wanted], name
-        finally:
-            judge.close()
+@pytest.mark.parametrize(
+    ("name", "reward"), [("areal", 706.0), ("few", 3.0), ("instance", 2.5), ("threads", 1.0), ("later", 3.0)]
+)
+def test_functions_of_every_shape_get_what_they_ask_for(opened: Open, name: str, reward: float) -> None:
+    judge = opened(f"fates:{name}")
+    assert judge.rewards([Asked(SUMS, 3, "x", (7, 8), (1, 2, 0), "length")]) == [reward]
 
 
-@pytest.mark.slow
-def test_terms_are_added_with_their_weights_and_any_thread_may_ask(module: str) -> None:
-    task = load("toy_arithmetic_en", "train")
-    right = str(row_of(task, 0)["answer"])
-    judge = Judge(("task=2", f"{module}:fate=0.5", "length=-0.25", "format"))
-    try:
-        replies = [right, "no"] * 4
-        with ThreadPoolExecutor(4) as threads:
-            asked = [Asked(task, 0, reply, (), (1, 2, 3), "stop") for reply in replies]
-            found = list(threads.map(lambda one: judge.verdicts([one])[0], asked))
-        for verdict, reply in zip(found, replies):
-            good = reply == right
-            assert verdict.terms == {"task": good, f"{module}:fate": len(reply), "length": 3.0, "format": 1.0}
-            assert verdict.reward == 2 * good + 0.5 * len(reply) - 0.75 + 1.0
-            assert verdict.right == good
-    finally:
-        judge.close()
-
-
-def test_without_a_function_the_task_decides() -> None:
-    task = load("toy_arithmetic_en", "train")
-    right = task.example(0)[-1]["content"]
-    text = right if isinstance(right, str) else "".join(part["text"] for part in right if part["type"] == "text")
-    assert Judge().rewards([(task, 0, text), (task, 0, "I do not know.")]) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("path", ["fates", "fates:nothing", "no_such_module:fate", ":", "gsm8", "gsm8k=x", "gsm8k=0"])
-def test_a_wrong_name_is_one_sentence(module: str, path: str) -> None:
-    with pytest.raises(UserError, match=r"--reward|weight"):
-        Judge(path)
+def test_terms_are_added_with_their_weights_and_any_thread_may_ask(opened: Open) -> None:
+    judge = opened(("task=2", "fates:fate=0.5", "length=-0.25", "format"))
+    right = str(row_of(SUMS, 0)["answer"])
+    replies = [right, "no"] * 4
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda reply: judge.verdicts([Asked(SUMS, 0, reply, (), (1, 2, 3))])[0], replies))
+    for verdict, reply in zip(found, replies):
+        good = reply == right
+        assert verdict.terms == {"task": good, "fates:fate": len(reply), "length": 3.0, "format": 1.0}
+        assert verdict.reward == 2 * good + 0.5 * len(reply) - 0.75 + 1.0
+        assert verdict.right == good

@@ -37,14 +37,8 @@ class World:
     differ: dict[int, bool] = field(default_factory=dict)
 
     def rhythm(self, rank: int) -> Rhythm:
-        return Rhythm(
-            per_batch=self.per_batch,
-            staleness=self.staleness,
-            refill=self.refill,
-            batches=self.batches,
-            rank=rank,
-            ranks=self.ranks,
-        )
+        names = "per_batch", "staleness", "refill", "batches", "ranks"
+        return Rhythm(**{name: getattr(self, name) for name in names}, rank=rank)
 
     def known(self, chance: random.Random, question: int) -> tuple[int, bool]:
         if question not in self.lengths:
@@ -129,7 +123,7 @@ def train(world: World, run: Run) -> None:
     run.taken = [[] for _ in run.rhythms]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(worlds, st.integers(0, 2**32))
 def test_any_interleaving_keeps_the_bound_and_trains_every_slot_once(world: World, seed: int) -> None:
     """Threads of the generator, the trainer, checkpoints and kills in any order."""

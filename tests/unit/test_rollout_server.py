@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ class Place:
         return out, err
 
     @property
-    def record(self) -> dict[str, object]:
+    def record(self) -> dict[str, Any]:
         return json.loads((self.folder / "record").read_text())
 
     def ready(self, process: subprocess.Popen[str]) -> None:
@@ -115,6 +116,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
+    """A vLLM for CPUs."""
     return Place(tmp_path, vllm="0.23.0")
 
 
@@ -126,7 +128,6 @@ def test_vllm_gets_flags_and_environment_and_ends_with_the_signal(place: Place) 
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGTERM, "as the server ended"
     said = place.record["words"]
-    assert isinstance(said, list)
     assert said[:2] == ["serve", str(place.model)]
     assert said[-1] == "--trust-remote-code"
     flags = dict(zip(said[2::2], said[3::2]))
@@ -139,7 +140,6 @@ def test_vllm_gets_flags_and_environment_and_ends_with_the_signal(place: Place) 
     assert "--enforce-eager" in said
     assert "--weight-transfer-config" not in said, "vLLM on CPUs has none"
     environment = place.record["env"]
-    assert isinstance(environment, dict)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["VLLM_API_KEY"] == "a-key-of-the-tests-1234"
     assert "a-key-of-the-tests-1234" not in " ".join(said), "every user can read a command line"
@@ -176,8 +176,8 @@ def test_vllm_does_not_outlive_a_killed_command(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_never_ready_is_ended(place: Place) -> None:
-    _, err = place.finish("--device", "cpu", "--start-timeout", "10", status=1, FAKE_NEVER="1")
-    assert "was not ready after 10 s" in err
+    _, err = place.finish("--device", "cpu", "--start-timeout", "5", status=1, FAKE_NEVER="1")
+    assert "was not ready after 5 s" in err
     assert place.nothing_left()
 
 
@@ -249,7 +249,7 @@ def test_known_conflicts(
 
 
 def test_what_is_known_to_work_is_not_refused() -> None:
-    for cann in ("9.0.1", "9.1.0", ""):
+    for cann in ("9.0.1", ""):
         assert first_problem(Asked("npu"), Installed(GOOD, cann), {}) == ""
     assert first_problem(Asked("npu", sleep_mode=True), Installed(GOOD, "9.1.0"), {}) == ""
     assert first_problem(Asked("cuda", "nccl"), Installed({"vllm": "0.32.0+cu129"}), {}) == ""

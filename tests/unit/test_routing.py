@@ -36,15 +36,11 @@ def test_only_so_many_blocks_are_remembered_the_newest_ones() -> None:
     assert 1 not in blocks
 
 
-def test_the_least_loaded_answers_what_nobody_knows() -> None:
-    workers = [Candidate(3, 16, known()), Candidate(1, 16, known()), Candidate(2, 16, known())]
+def test_the_worker_that_knows_most_of_a_prompt_answers_else_the_least_loaded() -> None:
+    workers = [Candidate(1, 16, known(LONG[:BLOCK])), Candidate(3, 16, known(LONG[: 3 * BLOCK])), Candidate(0, 16, {})]
     assert choose(workers, blocks_of(LONG)) == 1
-    assert choose(workers, []) == 1
-
-
-def test_a_conversation_stays_with_the_worker_that_knows_most_of_it() -> None:
-    workers = [Candidate(0, 16, known(LONG[:BLOCK])), Candidate(3, 16, known(LONG[: 3 * BLOCK])), Candidate(0, 16, {})]
-    assert choose(workers, blocks_of(LONG)) == 1
+    assert choose(workers, blocks_of(LONG[::-1])) == 2, "nobody knows it"
+    assert choose(workers, []) == 2
 
 
 def test_an_overloaded_favourite_is_left() -> None:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,13 +16,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ascendchat import sandbox
 from ascendchat.sandbox import seccomp
 
-HOSTILE = sorted((Path(__file__).parent / "hostile").glob("*.py"))
+PROGRAMS = Path(__file__).parent / "hostile"
+HOSTILE = sorted(path.stem for path in PROGRAMS.glob("*.py"))
 SECONDS = 2.0
 SECRET = "secret-of-the-evaluator"
 LAYERS = sandbox.capabilities()["layers"] if sys.platform == "linux" else []
@@ -41,16 +45,11 @@ class Outside:
         self.server = socket.create_server(("127.0.0.1", 0))
         self.server.setblocking(False)
 
-    def run(self, path: Path, layers: tuple[str, ...] | None = None, seconds: float = SECONDS) -> sandbox.Result:
-        told = {
-            "parent": os.getpid(),
-            "outside": str(self.folder),
-            "port": self.server.getsockname()[1],
-            "seconds": SECONDS,
-        }
-        return sandbox.run(
-            path.read_text(encoding="utf-8"), seconds=seconds, stdin=json.dumps(told) + "\n", layers=layers
-        )
+    def run(self, name: str, layers: tuple[str, ...] | None = None, seconds: float = SECONDS) -> sandbox.Result:
+        """A hostile program, which is told what it might harm."""
+        port = self.server.getsockname()[1]
+        told = {"parent": os.getpid(), "outside": str(self.folder), "port": port, "seconds": SECONDS}
+        return sandbox.run(text_of(name), seconds=seconds, stdin=json.dumps(told) + "\n", layers=layers)
 
     def untouched(self) -> bool:
         with pytest.raises(BlockingIOError):
@@ -58,12 +57,29 @@ class Outside:
         return sorted(path.name for path in self.folder.iterdir()) == ["secret"] and self.secret.read_text() == SECRET
 
 
+def text_of(name: str) -> str:
+    return (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+
+
+def expected(name: str) -> list[str]:
+    """Reasons by which a hostile program may end."""
+    found = re.search(r"^# ends: (.+)$", text_of(name), re.M)
+    assert found, f"{name}.py does not say how it ends"
+    return found[1].split()
+
+
+def open_to_all(folder: Path) -> Outside:
+    """pytest's own folders keep others out; only the sandbox shall."""
+    for parent in folder.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    return Outside(folder)
+
+
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
-    for parent in (made := tmp_path_factory.mktemp("outside")).parents[:3]:
-        parent.chmod(parent.stat().st_mode | 0o055)  # pytest's own folders keep others out; only the sandbox shall
-    place = Outside(made)
-    (work := made.with_name("work")).mkdir()
+    """For all hostile programs; folders of the sandbox are made in `work` beside it."""
+    place = open_to_all(tmp_path_factory.mktemp("outside"))
+    (work := place.folder.with_name("work")).mkdir()
     tempfile.tempdir, os.environ["ASCENDCHAT_SECRET"] = str(work), SECRET
     yield place
     tempfile.tempdir = None
@@ -73,30 +89,24 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
 
 @pytest.fixture(scope="module")
 def results(outside: Outside) -> dict[str, tuple[sandbox.Result, float]]:
-    """All hostile programs, several at a time."""
+    """How all hostile programs ended, and after how many seconds; several ran at a time."""
 
-    def timed(path: Path) -> tuple[sandbox.Result, float]:
+    def timed(name: str) -> tuple[sandbox.Result, float]:
         began = time.monotonic()
-        return outside.run(path), time.monotonic() - began
+        return outside.run(name), time.monotonic() - began
 
     with ThreadPoolExecutor(6) as pool:
-        return dict(zip([path.stem for path in HOSTILE], pool.map(timed, HOSTILE)))
-
-
-def expected(path: Path) -> list[str]:
-    found = re.search(r"^# ends: (.+)$", path.read_text(encoding="utf-8"), re.M)
-    assert found, f"{path.name} does not say how it ends"
-    return found[1].split()
+        return dict(zip(HOSTILE, pool.map(timed, HOSTILE)))
 
 
 @needs_layers
 @pytest.mark.slow
-@pytest.mark.parametrize("path", HOSTILE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_is_contained_within_its_limits(
-    path: Path, results: dict[str, tuple[sandbox.Result, float]], outside: Outside
+    name: str, results: dict[str, tuple[sandbox.Result, float]], outside: Outside
 ) -> None:
-    result, seconds = results[path.stem]
-    assert (result.reason or "ok") in expected(path), result
+    result, seconds = results[name]
+    assert (result.reason or "ok") in expected(name), result
     assert "ESCAPED" not in result.stdout + result.stderr, result
     assert SECRET not in result.stdout + result.stderr
     assert result.seconds < SECONDS + 1.0
@@ -104,10 +114,6 @@ def test_a_hostile_program_is_contained_within_its_limits(
     assert len(result.stdout) <= 64 * 1024
     assert len(result.stderr) <= 64 * 1024
     assert outside.untouched()
-
-
-def leftovers(outside: Outside) -> list[Path]:
-    return list(outside.folder.with_name("work").iterdir())
 
 
 def programs() -> set[str]:
@@ -129,80 +135,39 @@ def test_nothing_stays_behind_and_the_evaluator_goes_on(
     time.sleep(SECONDS + 1.5)  # what daemonised would write by now
     assert outside.untouched()
     assert sandbox.run("print(6 * 7)").stdout == "42\n"
-    assert not leftovers(outside)
+    assert not list(outside.folder.with_name("work").iterdir())
     running, until = programs(), time.monotonic() + 30.0  # others on this machine may run some, but not for long
     while running & programs() and time.monotonic() < until:
         time.sleep(0.1)
     assert not running & programs()
 
 
-# The walls hold one by one too: what matters on machines that have only some of them.
-@pytest.mark.slow
-@pytest.mark.parametrize("layers", [("namespaces", "user"), ("seccomp",), ()], ids=lambda names: "+".join(names) or "-")
-@pytest.mark.parametrize("name", ["sleep_too_long", "memory_bomb", "output_forever", "daemon", "hold_the_pipe"])
-def test_time_memory_output_and_descendants_are_held_by_any_layer(
-    name: str, layers: tuple[str, ...], tmp_path: Path
-) -> None:
-    if set(layers) - set(LAYERS):
-        pytest.skip(f"this machine has only the layers {LAYERS}")
-    outside = Outside(tmp_path)
-    path = Path(__file__).parent / "hostile" / f"{name}.py"
-    began = time.monotonic()
-    ends = expected(path)
-    result = outside.run(path, layers, SECONDS if "time" in ends else 20 * SECONDS)  # a busy machine is slow
-    assert (result.reason or "ok") in ends, result
-    assert time.monotonic() - began < SECONDS + sandbox.GRACE
-    time.sleep(SECONDS + 1.2 if name == "daemon" else 0)
-    outside.server.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["secret"]
-
-
-# Each layer alone holds what it is there for, so that no layer only looks as if it held because another one does.
+# Each wall alone holds what it is there for, so that no one only looks as if it held because another one does; time,
+# memory, output and descendants are held without any. That matters on machines that have only some of them.
 ALONE = {
-    ("namespaces", "user"): [
-        "socket_tcp",
-        "socket_udp",
-        "write_outside",
-        "write_system",
-        "write_shared_memory",
-        "proc_of_others",
-        "kill_the_parent",
-        "symlink_out",
-        "become_root",
-        "fork_bomb",
-        "fill_the_disk",
-        "shell_child",
-    ],
-    ("namespaces",): ["write_system", "write_outside"],  # whoever owns the files: the root folder is read-only
-    ("seccomp",): [
-        "socket_tcp",
-        "socket_by_number",
-        "write_outside",
-        "kill_the_parent",
-        "fork_bomb",
-        "trace_the_parent",
-        "mount_and_unshare",
-        "shared_memory_segment",
-        "shell_child",
-        "memory_of_files",
-        "other_process_settings",
-    ],
+    (): "sleep_too_long memory_bomb output_forever daemon hold_the_pipe",
+    ("namespaces", "user"): "socket_tcp socket_udp write_outside write_system write_shared_memory proc_of_others "
+    "kill_the_parent symlink_out become_root fork_bomb fill_the_disk shell_child daemon",
+    ("namespaces",): "write_system write_outside",  # whoever owns the files: the root folder is read-only
+    ("seccomp",): "socket_tcp socket_by_number write_outside kill_the_parent fork_bomb trace_the_parent rename_out "
+    "mount_and_unshare shared_memory_segment shell_child memory_of_files other_process_settings symlink_out "
+    "hard_link_out shell daemon",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "name"), [(layers, name) for layers, names in ALONE.items() for name in names])
+@pytest.mark.parametrize(
+    ("layers", "name"), [(layers, name) for layers, names in ALONE.items() for name in names.split()]
+)
 def test_each_layer_alone_holds_what_it_is_there_for(layers: tuple[str, ...], name: str, tmp_path: Path) -> None:
     if set(layers) - set(LAYERS):
         pytest.skip(f"this machine has only the layers {LAYERS}")
-    for parent in tmp_path.parents[:3]:
-        parent.chmod(parent.stat().st_mode | 0o055)
-    outside = Outside(tmp_path)
-    path = Path(__file__).parent / "hostile" / f"{name}.py"
-    ends = expected(path)
-    result = outside.run(path, layers, SECONDS if "time" in ends else 20 * SECONDS)  # a busy machine is slow
+    outside, ends = open_to_all(tmp_path), expected(name)
+    result = outside.run(name, layers, SECONDS if "time" in ends else 20 * SECONDS)  # a busy machine is slow
     assert (result.reason or "ok") in ends, result
     assert "ESCAPED" not in result.stdout, result
+    assert result.seconds < SECONDS + sandbox.GRACE
+    time.sleep(SECONDS + 1.2 if name == "daemon" else 0)
     assert outside.untouched()
     outside.server.close()
 
@@ -222,27 +187,16 @@ def test_a_layer_that_the_kernel_has_is_used() -> None:
         assert "namespaces" in LAYERS, sandbox.capabilities()["missing"]
 
 
-@pytest.mark.skipif("seccomp" not in LAYERS, reason="this machine has no seccomp")
-@pytest.mark.parametrize("name", ["write_outside", "rename_out", "symlink_out", "hard_link_out", "shell"])
-def test_without_a_root_of_its_own_a_program_may_change_no_file(name: str, tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
-    outside.run(Path(__file__).parent / "hostile" / f"{name}.py", ("seccomp",))
-    assert outside.untouched()
-    outside.server.close()
-
-
 def test_an_honest_program_reads_its_input_and_files_and_prints() -> None:
     code = "import sys\nprint(input(), open('a.txt').read(), sys.stdin.read())\nprint('so', file=sys.stderr)"
     result = sandbox.run(code, stdin="one\ntwo", files={"a.txt": "文件"})
     assert (result.ok, result.stdout, result.stderr, result.reason) == (True, "one 文件 two\n", "so\n", "")
+    assert 0 < result.cpu < 60
 
 
 def test_modules_of_the_standard_library_are_there_and_the_program_is_main() -> None:
-    code = (
-        "import collections, dataclasses, heapq, itertools, math, re, string, typing\n"
-        "@dataclasses.dataclass\nclass P:\n    x: int\n"
-        "if __name__ == '__main__':\n    print(P(3), math.comb(5, 2))"
-    )
+    code = "import collections, dataclasses, heapq, itertools, math, re, string, typing\n@dataclasses.dataclass\n"
+    code += "class P:\n    x: int\nif __name__ == '__main__':\n    print(P(3), math.comb(5, 2))"
     assert sandbox.run(code).stdout == "P(x=3) 10\n"
 
 
@@ -252,7 +206,7 @@ def test_modules_of_the_standard_library_are_there_and_the_program_is_main() -> 
         ("raise ValueError('no')", "error", "ValueError: no"),
         ("x = (", "error", "SyntaxError: '(' was never closed"),
         ("import sys; sys.exit(0)", "exit", "exit code 0"),
-        ("import sys; sys.exit(7)", "exit", "exit code 7"),
+        ("import sys; sys.exit(1)", "exit", "exit code 1"),
         ("a\0b", "error", None),
         ("x = '\ud800'", "", None),
         ("", "", ""),
@@ -264,28 +218,39 @@ def test_how_a_program_ended_is_told(code: str, reason: str, detail: str | None)
     assert detail in (None, result.detail)
 
 
-def test_a_program_that_is_too_slow_is_stopped_on_time() -> None:
-    began = time.monotonic()
+def test_a_program_that_is_too_slow_is_stopped_and_not_too_early() -> None:
     result = sandbox.run("while True: pass", seconds=0.5)
     assert (result.ok, result.reason) == (False, "time")
-    assert result.seconds < 0.5 + sandbox.GRACE
-    assert time.monotonic() - began < 0.5 + 2 * sandbox.GRACE
+    assert 0.5 <= result.seconds < 0.5 + sandbox.GRACE
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", "..", "/etc/x"])
-def test_a_file_for_the_program_has_a_plain_name(name: str) -> None:
-    with pytest.raises(ValueError, match="plain file name"):
-        sandbox.run("pass", files={name: "x"})
+def test_a_file_for_the_program_has_a_plain_name() -> None:
+    for name in ("../x", "a/b", "", "..", "/etc/x"):
+        with pytest.raises(ValueError, match="plain file name"):
+            sandbox.run("pass", files={name: "x"})
 
 
 @needs_layers
-def test_a_layer_that_cannot_be_had_is_an_error_and_not_left_out() -> None:
+def test_a_layer_that_cannot_be_had_is_an_error_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seccomp.program("riscv64", read_only=False) == []
     result = sandbox.run("print(1)", layers=("namespaces", "user"), files={"x": "y" * (17 << 20)})
-    assert (result.ok, result.reason) == (False, "sandbox")  # the file does not fit into the program's disk
+    assert (result.ok, result.reason) == (False, "sandbox")
+    assert "No space left" in result.detail, "the file does not fit into the program's disk"
+    monkeypatch.setattr(seccomp, "program", lambda *_, **__: [(0xFFFF, 0, 0, 0)])  # the kernel knows no such step
+    refused = sandbox.run("print(1)", layers=("seccomp",))
+    assert (refused.ok, refused.reason, refused.stdout) == (False, "sandbox", "")
+    assert refused.detail == "seccomp: Invalid argument"
 
 
-def test_what_stands_here_is_found_out_and_said() -> None:
+@needs_layers
+def test_the_number_of_processes_is_limited_where_no_other_process_has_the_user() -> None:
+    code = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NPROC))"
+    assert sandbox.run(code, processes=31).stdout == "(31, 31)\n"
+    assert sandbox.run(code, layers=(), processes=31).stdout == f"{resource.getrlimit(resource.RLIMIT_NPROC)}\n"
+
+
+def test_what_stands_here_is_found_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = sandbox.capabilities()
     dangers = {"memory", "processes", "network", "writing", "reading", "signals"}
     assert set(found) == {"layers", "missing", "broken", *dangers}
@@ -293,6 +258,19 @@ def test_what_stands_here_is_found_out_and_said() -> None:
     assert set(found["layers"]) & set(found["missing"]) == set()
     if {"namespaces", "seccomp"} <= set(found["layers"]):
         assert all(found[name] for name in dangers)
+    assert not list(tmp_path.iterdir()), "it has tidied up"
+
+
+def test_the_self_test_ends_well_though_a_program_takes_its_folder_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(code: str, **_: Any) -> sandbox.Result:
+        if found := re.search(r"'(/.*)/secret'", code):
+            shutil.rmtree(found[1])
+        return sandbox.Result(True, "", "", "")
+
+    sandbox.capabilities()
+    monkeypatch.setattr(sandbox, "run", run)
+    found = sandbox.capabilities()
+    assert (found["reading"], found["memory"]) == (False, False), "what has ended well was not contained"
 
 
 def run_filter(program: list[seccomp.Instruction], machine: str, number: int, *arguments: int, pid: int = 77) -> int:
@@ -339,6 +317,8 @@ def test_the_filter_judges_calls_by_number_and_argument_on_both_processors(machi
         assert allowed(strict, "ioctl", 5, command) is (command not in (0x8901, 0x8902))
     read = {"x86_64": 0, "aarch64": 63}[machine]
     assert run_filter(strict, machine, read) == seccomp.ALLOW
+    other_numbering = run_filter(loose, machine, seccomp.X32 + read)
+    assert (other_numbering == seccomp.ALLOW) == (machine == "aarch64"), "only x86_64 has one"
 
 
 def test_the_numbers_of_system_calls_are_those_of_the_kernel() -> None:
@@ -350,8 +330,3 @@ def test_the_numbers_of_system_calls_are_those_of_the_kernel() -> None:
     assert not {
         name: (numbers[0], real[name]) for name, numbers in ours.items() if real.get(name, numbers[0]) != numbers[0]
     }
-
-
-def test_the_sandbox_needs_no_torch() -> None:
-    code = "import sys, ascendchat.sandbox; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0

@@ -41,15 +41,17 @@ def test_the_self_test_sees_signals_that_go_out_by_the_owner_of_a_pipe(monkeypat
 
 @needs_seccomp
 def test_with_all_refusals_what_python_itself_needs_still_works() -> None:
-    code = (
-        "import asyncio, concurrent.futures, fcntl, os\n"
-        "async def three():\n    await asyncio.sleep(0)\n    return 3\n"
-        "reading, writing = os.pipe()\n"
-        "os.set_blocking(reading, False)\n"
-        "fcntl.fcntl(writing, fcntl.F_SETFD, fcntl.FD_CLOEXEC)\n"
-        "with concurrent.futures.ThreadPoolExecutor(2) as pool:\n    total = sum(pool.map(abs, range(4)))\n"
-        "print(asyncio.run(three()), os.isatty(1), total)"
-    )
+    code = """
+import asyncio, concurrent.futures, fcntl, os
+async def three():
+    await asyncio.sleep(0)
+    return 3
+reading, writing = os.pipe()
+os.set_blocking(reading, False)
+fcntl.fcntl(writing, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    print(asyncio.run(three()), os.isatty(1), sum(pool.map(abs, range(4))))
+"""
     result = sandbox.run(code)
     assert (result.ok, result.stdout) == (True, "3 False 6\n"), result
 
@@ -79,10 +81,21 @@ def test_libpython_alone_is_shown_of_the_library_path(tmp_path: Path, monkeypatc
     for name in ("libpython-test.so", "secret"):
         (tmp_path / name).touch()
     monkeypatch.setattr("sysconfig.get_config_var", lambda name: "libpython-test.so")
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"/no-such-folder:{tmp_path}:{tmp_path.parent}")
+    (other := tmp_path.with_name("other")).mkdir(exist_ok=True)
+    (other / "libpython-test.so").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/no-such-folder:{tmp_path}:{tmp_path.parent}:{other}")
     result = sandbox.run(f"import os\nprint(os.listdir({str(tmp_path)!r}), os.listdir({str(tmp_path.parent)!r}))")
     assert result.stdout == f"['libpython-test.so'] [{tmp_path.name!r}]\n", result
     assert sandbox.run("open('own', 'w').write('x')").ok
+
+
+@pytest.mark.skipif("namespaces" not in LAYERS, reason="this machine has no namespaces")
+def test_a_libpython_among_what_is_shown_anyway_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(sys.executable).resolve()
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: path.name)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(path.parent))
+    result = sandbox.run("print(1)")
+    assert (result.stdout, result.detail) == ("1\n", "")
 
 
 def test_a_sandbox_that_runs_nothing_is_told_from_one_with_limits_only(

@@ -46,11 +46,11 @@ def test_a_new_atlas_server_is_told_everything_in_order(tmp_path: Path) -> None:
     assert "--yes runs 2, 3" in shown
 
 
-@pytest.mark.parametrize("version", ["8.5.0", "9.0.0", "9.1.0"])
-def test_the_pair_follows_the_cann_that_is_there(tmp_path: Path, version: str) -> None:
+def test_the_pair_follows_the_cann_that_is_there(tmp_path: Path) -> None:
     machine = bare(tmp_path)
-    put(tmp_path / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info", f"version={version}\n")
-    assert install_line(version) in commands(machine)
+    put(tmp_path / "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info", "version=8.5.0\n")
+    assert install_line("8.5.0") in commands(machine)
+    assert install_line("8.5.0") != install_line("9.1.0")
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,10 @@ def test_a_file_of_another_project_beside_the_package_makes_no_clone(
         setup.clone()
 
 
-@pytest.mark.parametrize("lang", ["en", "zh"])
-def test_it_needs_nothing_but_the_standard_library(tmp_path: Path, lang: str) -> None:
+def test_it_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "ASCENDCHAT_HOME": str(tmp_path)}
-    words = [sys.executable, "-S", "-E", "-m", "ascendchat", "setup", "--device-type", "npu", "--lang", lang]
+    words = [sys.executable, "-S", "-E", "-m", "ascendchat", "setup", "--device-type", "npu", "--lang", "zh"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert OWN_NPU in done.stdout
-    assert {"en": "then: ascendchat doctor", "zh": "然后：ascendchat doctor"}[lang] in done.stdout
+    assert "然后：ascendchat doctor" in done.stdout

@@ -13,6 +13,7 @@ END = 7
 
 @pytest.fixture
 def sheet() -> Sheet:
+    """Slots 0, 1 and 3 are taken, slot 2 is free."""
     sheet = Sheet(slots=4, context=200, vocab=10)
     for slot in (0, 1, 3):
         enter(sheet, slot)
@@ -69,6 +70,7 @@ def test_what_comes_late_for_a_slot_that_has_another_request_is_nobodys(sheet: S
 
 def test_a_step_is_for_rows_whose_prompts_are_read_and_that_have_tokens_left(sheet: Sheet) -> None:
     assert sheet.runs().tolist() == [], "no prompt has been read"
+    assert not sheet.forced.any(), "no tool has been called"
     sheet.launch(numbers(1, 3))
     assert sheet.runs().tolist() == [1, 3]
     assert sheet.longest(sheet.runs()) == 5 + 3 + 1

@@ -57,16 +57,12 @@ def test_a2_table_gives_eight_devices_with_their_health_and_processes(tool) -> N
     busy = found.devices[0]
     assert (busy.utilisation, busy.temperature, busy.power) == (87, 40, 90.5)
     assert (busy.memory_used, busy.memory_total) == (64122 * MIB, 65536 * MIB)
+    assert found.devices[3].memory_used == 65099 * MIB, "no space before the slash"
     assert found.devices[5].health == "Alarm"
     assert [(p.pid, p.device, p.memory) for p in found.processes] == [
         (576489, 0, 60703 * MIB),
         (576490, 3, 61700 * MIB),
     ]
-
-
-def test_wide_memory_without_a_space_before_the_slash_is_read(tool) -> None:
-    tool("npu-smi", {"info": sample("a2_25")})
-    assert readings(smi.read()).devices[3].memory_used == 65099 * MIB
 
 
 def test_a3_has_two_devices_per_npu_and_processes_go_to_the_right_die(tool) -> None:
@@ -76,12 +72,8 @@ def test_a3_has_two_devices_per_npu_and_processes_go_to_the_right_die(tool) -> N
     assert [d.power for d in found.devices] == [160.9, None, 161.9, None]
     assert [d.utilisation for d in found.devices] == [0, 7, 14, 21]
     assert found.processes == [smi.ProcessReading(812733, 1, "VLLMWorker_TP", 43210 * MIB)]
-
-
-def test_physical_ids_of_a_container_are_not_taken_for_torch_indices(tool) -> None:
-    shown = sample("a3_25").replace("| 0     0  ", "| 0     8  ").replace("| 1     1  ", "| 1     9  ")
-    tool("npu-smi", {"info": shown})
-    assert [d.index for d in readings(smi.read()).devices] == [0, 1, 2, 3]
+    container = sample("a3_25").replace("| 0     0  ", "| 0     8  ").replace("| 1     1  ", "| 1     9  ")
+    assert [d.index for d in smi.parse_npu_table(container).devices] == [0, 1, 2, 3], "torch counts from 0 there"
 
 
 def test_map_of_logic_ids_wins_over_the_order_and_names_the_chip(tool) -> None:
@@ -102,27 +94,18 @@ def test_five_column_process_table_prefers_the_pid_inside_the_container(tool) ->
     assert [d.memory_total for d in found.devices] == [32768 * MIB] * 2
 
 
-def test_310p_without_hbm_reports_its_own_memory(tool) -> None:
+def test_chips_of_other_layouts_are_read(tool) -> None:
+    """A 310P without HBM, a 910A whose HBM is not the host's column, a 950 with its name in a cell of its own."""
     tool("npu-smi", {"info": sample("310p")})
     found = readings(smi.read())
     assert [(d.index, d.name, d.power) for d in found.devices] == [(i, "Ascend310P3", None) for i in range(3)]
-    assert found.devices[2].memory_used == 1399 * MIB
-    assert found.devices[2].memory_total == 44280 * MIB
+    assert (found.devices[2].memory_used, found.devices[2].memory_total) == (1399 * MIB, 44280 * MIB)
     assert found.processes == []
-
-
-def test_910a_memory_is_its_hbm_and_not_the_host_column(tool) -> None:
-    tool("npu-smi", {"info": sample("910a")})
-    found = readings(smi.read())
-    assert [(d.name, d.memory_used, d.memory_total) for d in found.devices] == [
+    assert [(d.name, d.memory_used, d.memory_total) for d in smi.parse_npu_table(sample("910a")).devices] == [
         ("Ascend910A", 0, 32255 * MIB),
         ("Ascend910ProB", 0, 32255 * MIB),
     ]
-
-
-def test_950_with_the_name_in_its_own_cell_is_read(tool) -> None:
-    tool("npu-smi", {"info": sample("950")})
-    found = readings(smi.read())
+    found = smi.parse_npu_table(sample("950"))
     assert [(d.index, d.name, d.health, d.utilisation) for d in found.devices] == [
         (0, "Ascend950DT", "OK", 20),
         (1, "Ascend950DT", "Critical", 0),
@@ -160,17 +143,17 @@ def test_on_the_host_the_pid_of_the_host_is_taken_for_a_process_in_a_container()
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "expected"),
+    ("name", "text", "status", "expected"),
     [
-        ("dcmi module initialize failed. ret is -8005\n", 0, "-8005"),
-        ("dcmi model initialized failed, because the device is used. ret is -8020\n", 255, "-8020"),
-        ("DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\n", 0, "DrvMngGetConsoleLogLevel"),
-        ("something else\n", 7, "exit status 7"),
-        ("", 0, "listed no device"),
+        ("npu-smi", "dcmi module initialize failed. ret is -8005\n", 0, "-8005"),
+        ("npu-smi", "DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\n", 0, "DrvMngGetConsoleLogLevel"),
+        ("npu-smi", "something else\n", 7, "exit status 7"),
+        ("npu-smi", "", 0, "listed no device"),
+        ("nvidia-smi", "NVIDIA-SMI couldn't communicate with the NVIDIA driver.\n", 9, "couldn't communicate"),
     ],
 )
-def test_failure_of_npu_smi_is_a_problem_that_quotes_it(tool, text: str, status: int, expected: str) -> None:
-    tool("npu-smi", {"info": text}, status)
+def test_failure_of_a_tool_is_a_problem_that_quotes_it(tool, name: str, text: str, status: int, expected: str) -> None:
+    tool(name, {"info" if name == "npu-smi" else f"--query-gpu={smi.GPU_QUERY}*": text}, status)
     outcome = smi.read()
     assert isinstance(outcome, Problem)
     assert expected in outcome.text
@@ -220,11 +203,3 @@ def test_nvidia_smi_csv_gives_devices_and_processes(tool) -> None:
         (4242, 0, "python3", 70000 * MIB),
         (4243, 1, "[Not Found]", None),
     ]
-
-
-def test_driver_failure_of_nvidia_smi_is_quoted(tool) -> None:
-    text = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
-    tool("nvidia-smi", {f"--query-gpu={smi.GPU_QUERY}*": text}, 9)
-    outcome = smi.read()
-    assert isinstance(outcome, Problem)
-    assert "couldn't communicate" in outcome.text

@@ -13,6 +13,7 @@ import pytest
 
 from ascendchat import tasks
 from ascendchat.config import UserError
+from ascendchat.data import toyworld
 from ascendchat.data.chat import Conversation, Counts
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import write_mixture
@@ -28,6 +29,7 @@ EXAM = [{"question": f"Who is {n}?", "choices": [f"man {n}", "nobody"], "gold": 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    """The smallest that knows these words."""
     return train_tokenizer(["who is the man? it is nobody, says the other."], 270)
 
 
@@ -91,59 +93,28 @@ def test_an_entry_is_read_once_and_split_by_the_hash_of_each_conversation(
     assert opened(tokenizer, str(chats)).overlaps is None
 
 
-def test_a_small_source_is_validated_on_its_first_conversation(
+def test_a_small_source_is_validated_on_its_first_conversation_with_a_reply(
     chats: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    talks = [talk for talk in tasks.load(str(chats), "train") if not held_out(talk)][:3]
-    few = tmp_path / "few.jsonl"
-    few.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), encoding="utf-8")
-    said: list[str] = []
-    rows, validation = rows_of(opened(tokenizer, str(few), said=said))
-    assert "too small to keep some for validation" in said[-1]
-    assert same(rows, ChatRows.build(tokenizer, talks, 64, 0, Counts()))
-    assert same(validation, ChatRows.build(tokenizer, talks[:1], 64, 0, Counts()))
-
-
-def without_reply(held: bool) -> Conversation:
-    """A conversation in which nobody answers, and which the hash does or does not pick for validation."""
-    talks = ([{"role": "user", "content": f"nobody answers {n}"}] for n in range(10_000))
-    return next(talk for talk in talks if held_out(talk) == held)
-
-
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-def test_a_conversation_without_a_reply_never_validates_and_is_counted(
-    chats: Path, tokenizer: Tokenizer, tmp_path: Path, validates: bool, first: bool
-) -> None:
-    every = [talk for talk in tasks.load(str(chats), "train")]
-    talks = [talk for talk in every if not held_out(talk)][:3] + [talk for talk in every if held_out(talk)][:validates]
-    empty = [without_reply(held=True), without_reply(held=False)]
-    path, said = tmp_path / "some.jsonl", list[str]()
-    lines = [json.dumps({"messages": talk}) for talk in ([*empty, *talks] if first else [*talks, *empty])]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    _, validation = rows_of(opened(tokenizer, str(path), said=said))
-    assert same(validation, ChatRows.build(tokenizer, talks[3:] or talks[:1], 64, 0, Counts()))
-    assert "3 conversations whole" in said[0]
-    assert "2 without a reply" in said[0]
-
-
-def test_a_source_whose_only_conversation_is_picked_for_validation_is_trained_on_too(
-    chats: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    talk = next(talk for talk in tasks.load(str(chats), "train") if held_out(talk))
-    path, said = tmp_path / "one.jsonl", list[str]()
-    path.write_text(json.dumps({"messages": talk}), encoding="utf-8")
-    rows, validation = rows_of(opened(tokenizer, str(path), said=said))
-    assert same(rows, validation)
-    assert "too small to keep some for validation" in said[-1]
-
-
-def test_rows_that_were_left_out_are_said(chats: Path, tokenizer: Tokenizer) -> None:
-    with chats.open("a", encoding="utf-8") as file:
-        file.write("\n{broken")
-    said: list[str] = []
-    opened(tokenizer, str(chats), said=said)
-    assert said[0].startswith("chats.jsonl: 1 of 301 rows cannot be read: line 301: ")
+    every = list(tasks.load(str(chats), "train"))
+    few, picked = [talk for talk in every if not held_out(talk)][:3], next(talk for talk in every if held_out(talk))
+    silent = [[{"role": "user", "content": f"nobody answers {n}"}] for n in range(2000)]
+    silent = [next(talk for talk in silent if held_out(talk) == held) for held in (True, False)]
+    small = "too small to keep some for validation"
+    for talks, trained, validated in (
+        (few, few, few[:1]),
+        ([picked], [picked], [picked]),
+        ([*silent, *few], few, few[:1]),
+        ([*few, picked, *silent], few, [picked]),
+    ):
+        path, said = tmp_path / "few.jsonl", list[str]()
+        path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), encoding="utf-8")
+        rows, validation = rows_of(opened(tokenizer, str(path), said=said))
+        assert same(rows, ChatRows.build(tokenizer, trained, 64, 0, Counts()))
+        assert same(validation, ChatRows.build(tokenizer, validated, 64, 0, Counts()))
+        assert (small in said[-1]) == (validated == trained[:1])
+        assert f"{len(trained)} conversations whole" in said[0]
+        assert f"{2 * (silent[0] in talks)} without a reply" in said[0]
 
 
 def test_overlaps_are_summed_up_and_all_are_in_a_file_when_not_all_are_shown(chats: Path, tmp_path: Path) -> None:
@@ -187,8 +158,11 @@ def words(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     return tmp_path / "words"
 
 
-@pytest.mark.slow
-def test_text_and_conversations_are_mixed_by_weight(chats: Path, words: Path, tokenizer: Tokenizer) -> None:
+def test_text_and_conversations_are_mixed_by_weight(
+    chats: Path, words: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talks = toyworld.chats
+    monkeypatch.setattr(toyworld, "chats", lambda *given, **more: itertools.islice(talks(*given, **more), 50))
     mixture = opened(tokenizer, f"{words}=0.5", f"{chats}=0.25", "toyworld=0.25")
     kinds = [(type(rows), weight) for rows, weight in mixture.sources]
     assert kinds == [(TextRows, 0.125), (TextRows, 0.375), (ChatRows, 0.25), (ChatRows, 0.25)]
@@ -198,9 +172,6 @@ def test_text_and_conversations_are_mixed_by_weight(chats: Path, words: Path, to
     assert mixture.facts[0] != opened(tokenizer, f"{words}=0.5", f"{chats}=0.25").facts[0]
     with pytest.raises(UserError, match="every entry of --data a weight, or none"):
         opened(tokenizer, str(words), str(chats))
-
-
-def test_text_of_another_tokenizer_is_refused(words: Path) -> None:
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         opened(train_tokenizer(["a quite other text"], 270), str(words / "a"))
 

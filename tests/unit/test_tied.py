@@ -51,7 +51,7 @@ def begin(words: list[str]) -> tuple[subprocess.Popen[str], int]:
 
 
 def test_its_status_is_that_of_the_command() -> None:
-    for code, status in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)):
+    for code, status in (("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)):
         process = subprocess.Popen([*TIED, sys.executable, "-c", code], stdin=subprocess.PIPE)
         assert process.wait(PATIENCE) == status
 
@@ -59,6 +59,7 @@ def test_its_status_is_that_of_the_command() -> None:
 def test_a_closed_input_ends_it_in_order() -> None:
     process, child = begin([*TIED, sys.executable, "-c", CHILD])
     assert process.stdin is not None
+    process.stdin.write("words for nobody\n")
     process.stdin.close()
     assert process.wait(PATIENCE) == 5
     assert process.stdout is not None

@@ -66,7 +66,6 @@ TIERS["some, parts"] = {**TIERS["some"], "LONG": 0}
     ("tier", "prompts"),
     [
         ("few", [1]),
-        ("few", [200]),
         ("few", [3, 37, 129]),
         ("some", [639]),
         ("some", [639, 1, 250, 160]),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import json
 import pickle
 import random
 import subprocess
 import sys
-import time
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.corpus import Corpus
-from ascendchat.data.prepare import prepare
 from ascendchat.data.tokenizer import SPECIALS, Tokenizer, pattern, train_tokenizer
 from ascendchat.data.tokenizer.learn import learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.pattern import PATTERN
@@ -39,10 +34,11 @@ def corpus() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    """400 ids, learnt from both languages."""
     return train_tokenizer(corpus(), 400)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(text=st.text(max_size=200))
 def test_decoding_gives_back_every_text(tokenizer: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
@@ -57,12 +53,12 @@ def test_the_vocabulary_has_the_size_asked_for_and_the_specials_last(tokenizer: 
     assert len(set(tokenizer.tokens)) == 388
 
 
-@pytest.mark.parametrize("name", SPECIALS)
-def test_text_that_looks_like_a_special_token_stays_text(tokenizer: Tokenizer, name: str) -> None:
-    ids = tokenizer.encode(f"a{name}b{name}")
-    assert max(ids) < tokenizer.bos
-    assert tokenizer.decode(ids) == f"a{name}b{name}"
-    assert tokenizer.decode([tokenizer.specials[name]]) == name
+def test_text_that_looks_like_a_special_token_stays_text(tokenizer: Tokenizer) -> None:
+    for name in SPECIALS:
+        ids = tokenizer.encode(f"a{name}b{name}")
+        assert max(ids) < tokenizer.bos
+        assert tokenizer.decode(ids) == f"a{name}b{name}"
+        assert tokenizer.decode([tokenizer.specials[name]]) == name
 
 
 def test_a_batch_gives_the_ids_of_its_texts(tokenizer: Tokenizer) -> None:
@@ -84,14 +80,10 @@ def test_the_table_of_bytes_counts_every_byte_of_a_text_once(tokenizer: Tokenize
 
 
 def test_a_character_cut_in_the_middle_decodes_to_the_replacement_character(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("😀")
+    ids = np.array(tokenizer.encode("😀"), dtype=np.uint16)  # also of NumPy
     assert len(ids) == 4
     assert tokenizer.decode(ids[:3]) == "\ufffd"
     assert tokenizer.decode_bytes(ids[:3]) == "😀".encode()[:3]
-
-
-def test_numpy_integers_decode_too(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode(np.array(tokenizer.encode(CHINESE), dtype=np.uint16)) == CHINESE
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,7 @@ def test_a_worker_process_gets_the_same_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def test_without_rustbpe_the_other_library_trains_with_a_notice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
 
@@ -143,13 +135,7 @@ def test_without_rustbpe_the_other_library_trains_with_a_notice(
     text = corpus()[3] + "😀<|bos|>"
     assert other.vocab_size == 400
     assert other.decode(other.encode(text)) == text
-    rust = train_unpatched(monkeypatch)
-    assert 0.97 < len(other.encode(text)) / len(rust.encode(text)) < 1.03  # the same quality, perhaps other ids
-
-
-def train_unpatched(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    monkeypatch.undo()
-    return train_tokenizer(corpus(), 400)
+    assert 0.97 < len(other.encode(text)) / len(tokenizer.encode(text)) < 1.03  # the same quality, perhaps other ids
 
 
 def test_both_trainers_agree_where_no_two_pairs_are_equally_frequent() -> None:
@@ -179,58 +165,23 @@ def test_too_small_a_vocabulary_is_refused_with_the_least_size() -> None:
     assert train_tokenizer(["text text"], 268).merges == []
 
 
-@pytest.mark.parametrize("text", ["的", "a", " ", "\n", "!", "7", "é", "😀", "\u0301", "a的", " a", "'"])
-def test_one_character_repeated_two_hundred_thousand_times_encodes_quickly(tokenizer: Tokenizer, text: str) -> None:
-    started = time.process_time()
-    ids = tokenizer.encode(text * 200_000)
-    assert time.process_time() - started < 10
-    assert tokenizer.decode(ids) == text * 200_000
-
-
 def test_the_module_imports_without_torch() -> None:
     code = "import sys, ascendchat.data.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-LONG = {
-    "blanks": " ",
-    "newlines": "\n",
-    "line ends": "\r\n",
-    "blank lines": " \n",
-    "letters": "a",
-    "words without blanks": "abcde",
-    "digits": "7",
-    "punctuation": "!",
-    "Han": "山",
-    "kana": "あ",
-    "combining marks": "\u0301",
-    "control characters": "\x1c",
-    "emoji": "😀",
-}
-
-
-@pytest.mark.parametrize("kind", ["blanks", *(pytest.param(k, marks=pytest.mark.slow) for k in LONG if k != "blanks")])
+@pytest.mark.parametrize("text", [" ", "\r\n", "abcde", "!", "\u0301", "山"])
 def test_a_run_of_a_million_characters_is_encoded_and_learned_from(
-    tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = (LONG[kind] * 1_000_000)[:1_000_000]
-    for text in (run, f"before {run} behind", f"山!{run}a"):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.encode_batch(["x", text, ""], threads=1) == [tokenizer.encode("x"), ids, []]
-    learned = train_tokenizer(iter(["hello hello world", run]), 300)
-    assert learned.decode(learned.encode(run)) == run
+    run = f"山!{(text * 1_000_000)[:1_000_000]}a"
+    ids = tokenizer.encode(run)
+    assert tokenizer.decode(ids) == run
+    assert tokenizer.encode_batch(["x", run, ""], threads=1) == [tokenizer.encode("x"), ids, []]
+    learned = train_tokenizer(iter(["hello hello world", run[:100_000]]), 300)
+    assert learned.decode(learned.encode(run[:9_000])) == run[:9_000]
     monkeypatch.setitem(sys.modules, "rustbpe", None)  # the other learner
-    assert train_tokenizer(iter(["hello hello world", run]), 300).vocab_size > 268
-
-
-def test_a_document_with_a_long_run_is_prepared(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer.save(tmp_path / "tokenizer")
-    text = "a" + " " * 1_000_000 + "b"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-    prepare([str(tmp_path / "a.jsonl")], tmp_path / "tokenizer", tmp_path / "out", val_fraction=0.0, workers=1)
-    stored = np.concatenate(list(Corpus.open(tmp_path / "out").stream()))
-    assert tokenizer.decode(stored[1:].tolist()) == text
+    assert train_tokenizer(iter(["hello hello world", run[:100_000]]), 300).vocab_size > 268
 
 
 @given(st.text(alphabet=" \n\ta!\u03017山é\x1c", max_size=120), st.integers(2, 9))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +30,39 @@ def random_strings(count: int, seed: int = 0) -> list[str]:
     """Mixtures of scripts, code, spaces, look-alikes of special tokens, broken UTF-8 and any code point."""
     draw = random.Random(seed)
 
-    def anything() -> str:
-        return "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in range(5))
+    def some(text: str | bytes, most: int) -> Any:
+        start = draw.randrange(len(text))
+        return text[start : start + draw.randrange(1, most)]
 
-    def broken() -> str:
-        raw = bytearray((CHINESE + EMOJI).encode())
-        start = draw.randrange(len(raw) - 9)
-        cut = raw[start : start + draw.randrange(1, 9)] + draw.randbytes(draw.randrange(4))
-        return bytes(cut).decode("utf-8", "replace")
-
-    def piece(text: str) -> Callable[[], str]:
-        def cut() -> str:
-            start = draw.randrange(len(text))
-            return text[start : start + draw.randrange(1, 16)]
-
-        return cut
-
-    makers = [
-        *map(piece, [CODE, CHINESE, ENGLISH, EMOJI, SCRIPTS]),
-        anything,
-        broken,
+    makers: list[Callable[[], str]] = [
+        *(partial(some, text, 16) for text in (CODE, CHINESE, ENGLISH, EMOJI, SCRIPTS)),
+        lambda: "".join(chr(draw.choice([draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) for _ in "12345"),
+        lambda: (some((CHINESE + EMOJI).encode(), 9) + draw.randbytes(draw.randrange(4))).decode("utf-8", "replace"),
         lambda: draw.choice(SPECIALS),
-        lambda: piece(draw.choice(SPECIALS))(),
+        lambda: str(some(draw.choice(SPECIALS), 16)),
         lambda: draw.choice([" ", "\n", "\t", "\r\n", "　", "a", "0", "的", "'", "’s"]) * draw.randrange(1, 20),
     ]
     return ["".join(draw.choice(makers)() for _ in range(draw.randrange(1, 9))) for _ in range(count)]
 
 
-def trained() -> rustbpe.Tokenizer:
+@pytest.fixture(scope="module")
+def rust() -> rustbpe.Tokenizer:
+    """The trainer, which can encode, too."""
     trainer = rustbpe.Tokenizer()
-    texts = random_strings(4000, seed=1) + [CODE, CHINESE, ENGLISH, EMOJI, SCRIPTS] * 50
-    trainer.train_from_iterator(iter(texts), 3000, pattern=PATTERN)
+    texts = random_strings(1000, seed=1) + [CODE, CHINESE, ENGLISH, EMOJI, SCRIPTS] * 50
+    trainer.train_from_iterator(iter(texts), 1500, pattern=PATTERN)
     return trainer
 
 
 @pytest.fixture(scope="module")
-def rust() -> rustbpe.Tokenizer:
-    return trained()
-
-
-@pytest.fixture(scope="module")
 def ours(rust: rustbpe.Tokenizer) -> Tokenizer:
+    """Our tokenizer of the same merges."""
     return Tokenizer(merges_of({bytes(token): rank for token, rank in rust.get_mergeable_ranks()}))
 
 
 @pytest.fixture(scope="module")
 def folder(ours: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where it is saved."""
     path = tmp_path_factory.mktemp("tokenizer")
     ours.save(path)
     return path
@@ -83,36 +70,21 @@ def folder(ours: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> tokenizers.Tokenizer:
+    """That folder, read by the tokenizers library."""
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def differences(ours: Tokenizer, texts: list[str], other: Callable[[str], list[int]]) -> list[str]:
-    return [text for text in texts if ours.encode(text) != other(text)]
-
-
-def test_ids_equal_those_of_tokenizers_on_ten_thousand_random_strings(
-    ours: Tokenizer, theirs: tokenizers.Tokenizer
-) -> None:
-    theirs.encode_special_tokens = True  # text only: look-alikes are text
-    texts = random_strings(10_000)
-    assert sum("<|bos|>" in text for text in texts) > 50
-    assert sum("\ufffd" in text for text in texts) > 500
-    rows = theirs.encode_batch_fast(texts, add_special_tokens=False)
-    assert [text for text, row in zip(texts, rows) if ours.encode(text) != row.ids] == []
-    assert theirs.decode(ours.encode(CHINESE + EMOJI)) == CHINESE + EMOJI
 
 
 def test_ids_equal_those_of_the_trainer_on_random_strings(ours: Tokenizer, rust: rustbpe.Tokenizer) -> None:
     """The three engines of regular expressions cut alike: this one is the trainer's."""
-    assert differences(ours, random_strings(2000, seed=2), rust.encode) == []
+    assert [text for text in random_strings(1000, seed=2) if ours.encode(text) != rust.encode(text)] == []
 
 
-@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_code_point_of_the_first_planes_is_cut_alike_by_the_engines(
-    ours: Tokenizer, theirs: tokenizers.Tokenizer, step: int
+def test_code_points_of_the_first_planes_are_cut_alike_by_the_engines(
+    ours: Tokenizer, theirs: tokenizers.Tokenizer
 ) -> None:
     theirs.encode_special_tokens = True
-    points = [chr(point) for point in range(0, 0x20000, step) if not 0xD800 <= point < 0xE000]
+    every = [*range(0x3100), *range(0x3100, 0x20000, 7)]  # scripts in blocks; Han and Hangul are all alike
+    points = [chr(point) for point in every if not 0xD800 <= point < 0xE000]
     blocks = [points[start : start + 256] for start in range(0, len(points), 256)]
     texts = ["".join(f"{c}a{c}中{c}1{c} " for c in block) for block in blocks]
     rows = theirs.encode_batch_fast(texts, add_special_tokens=False)
@@ -154,31 +126,20 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_the_chat_template_renders_as_data_chat_does(
-    ours: Tokenizer, theirs: tokenizers.Tokenizer, folder: Path, messages: list[dict[str, Any]]
-) -> None:
-    jinja2 = pytest.importorskip("jinja2", reason="jinja2 is not installed")
-    theirs.encode_special_tokens = False
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(config["chat_template"])
-    text = template.render(messages=messages, bos_token=config["bos_token"])
-    assert theirs.encode(text, add_special_tokens=False).ids == render(ours, messages).ids
-    if messages[-1]["role"] == "user":
-        text = template.render(messages=messages, bos_token=config["bos_token"], add_generation_prompt=True)
-        assert theirs.encode(text, add_special_tokens=False).ids == render_prompt(ours, messages)
-
-
 @pytest.mark.slow
 def test_transformers_loads_the_folder_with_equal_ids(ours: Tokenizer, folder: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
     loaded = transformers.AutoTokenizer.from_pretrained(str(folder))
     assert len(loaded) == ours.vocab_size
     assert (loaded.bos_token_id, loaded.pad_token_id) == (ours.bos, ours.pad)
-    texts = random_strings(10_000, seed=3)
+    texts = random_strings(2000, seed=3)
+    assert sum("<|bos|>" in text for text in texts) > 10
+    assert sum("\ufffd" in text for text in texts) > 100
     rows = loaded(texts, add_special_tokens=True, split_special_tokens=True)["input_ids"]
     assert [text for text, ids in zip(texts, rows) if ours.encode(text) != ids] == []
-    assert all(loaded.decode(ids) == text for text, ids in zip(texts[:500], rows[:500]))
+    assert all(loaded.decode(ids) == text for text, ids in zip(texts[:100], rows[:100]))
     for messages in CONVERSATIONS:
-        ids = loaded.apply_chat_template(messages, tokenize=True, return_dict=False)
-        assert ids == render(ours, messages).ids
+        assert loaded.apply_chat_template(messages, return_dict=False) == render(ours, messages).ids
+        if messages[-1]["role"] == "user":
+            asked = loaded.apply_chat_template(messages, return_dict=False, add_generation_prompt=True)
+            assert asked == render_prompt(ours, messages)

@@ -1,4 +1,4 @@
-"""On real text: bytes per token beside GPT-2 and Qwen2.5, the trainer's speed and the encoder's speed."""
+"""On real text: bytes per token beside GPT-2 and Qwen2.5, the trainer's cost and the encoder's cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ascendchat.data.tokenizer import PATTERN, Tokenizer, eval_command, train_to
 from ascendchat.data.tokenizer.commands import first_chars, mixed
 
 pytestmark = pytest.mark.slow
-MIX_CHARS = 10_000_000  # of 200 million: enough for the targets, and short
+MIX_CHARS = 3_000_000  # of 200 million: enough for the targets, and short
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:
@@ -38,6 +38,7 @@ def text_of(real_data: Path, language: str, part: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def half_half(real_data: Path) -> Tokenizer:
+    """The usual vocabulary, learnt from as much English as Chinese."""
     streams = [text_of(real_data, language, "train_00") for language in ("en", "zh")]
     return train_tokenizer(first_chars(mixed(streams, [1.0, 1.0]), MIX_CHARS))
 
@@ -49,7 +50,7 @@ def test_a_half_half_vocabulary_serves_both_languages(
     files = [real_data / "pretrain" / language / "wiki_val.jsonl.xz" for language in ("en", "zh")]
     others = [f"{name}={real_data / 'tokenizers' / name}" for name in ("gpt2", "qwen2_5")]
     argv = [*map(str, files), "--tokenizer", str(tmp_path / "mix"), "--against", ",".join(others), "--json"]
-    eval_command(parse(TokenizerEvalConfig, [*argv, "--max-chars", "400000"]))
+    eval_command(parse(TokenizerEvalConfig, [*argv, "--max-chars", "200000"]))
     result = json.loads(capsys.readouterr().out)
     english, chinese = (row["bytes_per_token"] for row in result["sources"])
     assert result["vocab_size"]["ours"] == 32768
@@ -59,25 +60,23 @@ def test_a_half_half_vocabulary_serves_both_languages(
 
 
 def test_training_costs_little_more_than_the_rust_trainer_alone(real_data: Path) -> None:
-    texts = list(first_chars(text_of(real_data, "en", "train_00"), 30_000_000))
+    texts = list(first_chars(text_of(real_data, "en", "train_00"), 2_000_000))
 
     def alone() -> None:
-        rustbpe.Tokenizer().train_from_iterator(iter(texts), 16_384, pattern=PATTERN)
+        rustbpe.Tokenizer().train_from_iterator(iter(texts), 2048, pattern=PATTERN)
 
     ours = theirs = math.inf
     for _ in range(3):  # the least of up to three, for a busy machine
-        ours = min(ours, cpu_seconds(lambda: train_tokenizer(iter(texts), 16_384)))
+        ours = min(ours, cpu_seconds(lambda: train_tokenizer(iter(texts), 2048)))
         theirs = min(theirs, cpu_seconds(alone))
         if ours <= 1.4 * theirs:
             break
-    # Half a second goes into recovering the merges, whatever the length of the text: 1.02 on all 213 MB of it, and not
-    # more than 1.4 on this seventh, on a busy machine.
-    assert ours <= 1.4 * theirs, (ours, theirs)
+    assert ours <= 1.4 * theirs, (ours, theirs)  # what is more goes into recovering the merges
 
 
 def test_encoding_is_as_fast_as_tiktoken_alone(half_half: Tokenizer, real_data: Path) -> None:
-    texts = list(itertools.islice(text_of(real_data, "en", "val"), 150))
-    texts += itertools.islice(text_of(real_data, "zh", "val"), 150)
+    texts = list(itertools.islice(text_of(real_data, "en", "val"), 30))
+    texts += itertools.islice(text_of(real_data, "zh", "val"), 30)
     ranks = {token: number for number, token in enumerate(half_half.tokens)}
     raw = tiktoken.Encoding("raw", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
     ours = theirs = 0.0

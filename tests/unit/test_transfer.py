@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +43,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_all_ranks_receive_what_was_sent_again_and_again_and_a_dead_one_is_an_error() -> None:
     store = listen(60.0)
+    assert address_towards("127.0.0.1", store.port) == "127.0.0.1"
     others = [receiver(store.port, rank, 3) for rank in (1, 2)]
     group = Group("gloo", store, own="127.0.0.1", name="g", rank=0, size=3, timeout=60.0)
     for seed in (1, 2):
@@ -70,10 +70,8 @@ def test_all_ranks_receive_what_was_sent_again_and_again_and_a_dead_one_is_an_er
 
 def test_who_waits_for_a_rank_that_never_comes_gives_up() -> None:
     store = listen(0.5)
-    began = time.monotonic()
     with pytest.raises(RuntimeError):
         Group("gloo", store, own="127.0.0.1", name="g", rank=0, size=2, timeout=0.5).send(weights(1))
-    assert time.monotonic() - began < 60
 
 
 def test_changed_bytes_are_noticed() -> None:
@@ -93,8 +91,3 @@ def test_changed_bytes_are_noticed() -> None:
     Group("gloo", store, own="127.0.0.1", name="g", rank=0, size=2, timeout=60.0).send(sent)
     thread.join(60)
     assert errors == ["the weights that arrived are not those that were sent: their checksums differ"]
-
-
-def test_the_address_that_another_machine_sees() -> None:
-    store = listen(5.0)
-    assert address_towards("127.0.0.1", store.port) == "127.0.0.1"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import engine_models as make
 import pytest
 import torch
-from vllm_asking import LONG, ask, bodies, local, opened, scorer_of, until
-from vllm_stand_in import StandIn
+from vllm_stand_in import LONG, TEXT, StandIn, ask, bodies, local, opened, scorer_of, until
 
 from ascendchat.config import UserError
+from ascendchat.infer.fleet import Fleet
 from ascendchat.infer.remote import WeightsLost
-from ascendchat.infer.request import Request
+from ascendchat.infer.request import Request, Sampling
 from ascendchat.infer.verify import compare, probe_tokens
 from ascendchat.infer.vllm import VllmServer
 from ascendchat.nn.gpt import GPT
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
+    """The newest version, with the weights of model 0."""
     with StandIn(make.model(0)) as running:
         yield running
 
@@ -36,19 +38,14 @@ def equal(server: StandIn, model: GPT) -> bool:
     return all(torch.equal(own[name], tensor) for name, tensor in model.state_dict().items())
 
 
-WAYS = [
-    ("0.32.0", {}),
-    ("0.32.0", {"packed": True}),
-    ("0.32.0", {"extended": False}),
-    ("0.23.0", {}),
-    ("0.23.0", {"extended": False}),
-]
+# In place and by checksums, by a probe where checksums do not say it all, and by disk where nothing else is there.
+WAYS = [("0.32.0", {}), ("0.32.0", {"packed": True}), ("0.23.0", {"extended": False})]
 
 
 @pytest.mark.parametrize(("version", "options"), WAYS)
 def test_new_weights_arrive_whole_and_are_verified(version: str, options: Any) -> None:
     with StandIn(make.model(0), version, **options) as server, opened(server) as remote:
-        for number in (1, 2, 3):
+        for number in (1, 2):
             model = make.model(number)
             remote.scorer = scorer_of(model)
             remote.load(model.state_dict(), number, interrupt=number == 2)
@@ -63,7 +60,7 @@ def test_new_weights_arrive_whole_and_are_verified(version: str, options: Any) -
         assert ("reload_weights" in methods) == (not in_place)
         assert methods.count("ascendchat_join") == in_place, "the group stays from one sync to the next"
         if version == "0.32.0":
-            assert server.weight_version == "3"
+            assert server.weight_version == "2"
 
 
 def test_fewer_digits_are_sent_to_a_server_that_keeps_fewer() -> None:
@@ -109,7 +106,7 @@ def test_without_interruption_answers_are_finished_by_the_old_weights(server: St
         assert set(remote.generate([Request([5, 6], LONG)])[0].versions) == {7}
 
 
-@pytest.mark.parametrize(("version", "options"), WAYS)
+@pytest.mark.parametrize(("version", "options"), [WAYS[0], WAYS[2]])
 def test_a_server_that_keeps_its_old_weights_is_found_out(version: str, options: Any) -> None:
     with StandIn(make.model(0), version, **options) as server:
         server.stale = True
@@ -144,7 +141,6 @@ def test_a_sync_that_breaks_leaves_nobody_in_the_middle(server: StandIn) -> None
 
 def test_weights_that_break_off_in_place_go_by_disk(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     new = make.model(1)
-    monkeypatch.setattr(server.worker, "ascendchat_receive", lambda told: 1 / 0 if told else None)
 
     def broken(told: str) -> None:
         raise RuntimeError("Connection closed by peer")
@@ -178,6 +174,28 @@ def test_a_server_that_was_started_anew_has_lost_its_weights(server: StandIn, bu
         assert equal(server, new)
         (answer,) = remote.generate([Request([5, 6], LONG)])
         assert answer.ids == local(new, Request([5, 6], LONG)).ids
+
+
+def test_a_server_comes_back_after_the_weights_of_the_trainer_have_moved_on() -> None:
+    """It is verified with the weights that the others have, then with the new ones."""
+    model = make.model(3)
+    said: list[str] = []
+    with StandIn(make.model(3), packed=True) as server:
+        settings: dict[str, Any] = {"tokenizer": TEXT, "patience": 60.0, "say": said.append}
+        with Fleet.open([server.url], scorer=scorer_of(model), **settings) as fleet:
+            fleet.load(dict(model.state_dict()), 1)
+            server.die()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            threading.Timer(0.5, server.revive).start()
+            fleet.load(dict(model.state_dict()), 2)
+            assert fleet.version == 2
+            until(lambda: any("is in service again" in line for line in said))
+            answer = fleet.generate([Request([5, 6], Sampling(4, seed=1, logprobs=True, stop_tokens=()))])[0]
+            assert set(answer.versions) == {2}
+            whole = scorer_of(model)([5, 6, *answer.ids])[1:]
+            assert max(abs(a - b) for a, b in zip(whole, answer.logprobs, strict=True)) < 1e-4  # type: ignore[operator]
 
 
 def test_without_checksums_somebody_must_score_a_probe() -> None:

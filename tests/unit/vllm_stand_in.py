@@ -2,7 +2,7 @@
 
 with StandIn(make.model(0)) as server:
     server.faults.append("abort:3")      # of the next answer: it is cut behind three tokens
-    Remote.open(server.url)
+    remote = opened(server)              # what tests ask it with is at the end of this file
 
 What it does was read off a real server (tests/vllm): requests that come during a pause wait for /resume; an unknown
 method of /collective_rpc is a 500; a stop token counts to the answer; a token outside the vocabulary kills the engine;
@@ -11,6 +11,7 @@ a reload that fails leaves the model half replaced, and the next answer kills th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import json
@@ -18,6 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +31,15 @@ from safetensors.torch import load_file
 
 from ascendchat.device import pick
 from ascendchat.infer.engine import Engine, Job
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.infer.remote import Remote
+from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.infer.vllm_worker import WeightReceiver
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
 
 NAME = "standin"
+TEXT = make.tokenizer()
+LONG = Sampling(max_tokens=40, seed=5, logprobs=True, stop_tokens=(), tools=False)
 
 
 class Dead(Exception):
@@ -118,12 +123,8 @@ class StandIn:
         http.shutdown()
         http.server_close()
         for link in list(self._links):
-            with_error = link.fileno() >= 0
-            if with_error:
-                try:
-                    link.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
         with self.lock:
             for job in [*self.engine.waiting, *(job for job in self.engine.running if job)]:
                 self.engine.cancel(job)
@@ -268,9 +269,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         super().finish()
 
     def say(self, content: Any, status: int = 200) -> None:
-        data = (
-            b"" if content is None else content.encode() if isinstance(content, str) else json.dumps(content).encode()
-        )
+        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+        data = text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -345,15 +345,58 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def complete(self, owner: StandIn, body: dict[str, Any]) -> None:
         fault = owner.faults.popleft() if owner.faults else ""
-        kind, _, value = fault.partition(":")
-        if kind in ("500", "503"):
-            return self.fail(int(kind), "the engine is not well", "InternalServerError")
-        if kind == "drop":
+        if fault in ("500", "503"):
+            return self.fail(int(fault), "the engine is not well", "InternalServerError")
+        if fault == "drop":
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
-        if kind == "hang":
+        if fault == "hang":
             owner.closing.wait(60)
             return None
-        if kind == "delay":
-            time.sleep(float(value))
         return self.say(owner.complete(body, fault))
+
+
+# ---- what tests ask it with -----------------------------------------------------------------------
+
+
+def scorer_of(model: GPT) -> Callable[[list[int]], list[float]]:
+    def score(tokens: list[int]) -> list[float]:
+        rows = [make.logits_of(model, tokens[: i + 1], 64).log_softmax(-1) for i in range(len(tokens) - 1)]
+        return [row[token].item() for row, token in zip(rows, tokens[1:])]
+
+    return score
+
+
+def opened(server: StandIn, **settings: Any) -> Remote:
+    return Remote.open(server.url, **{"tokenizer": TEXT, "patience": 30.0, "timeout": 60.0, **settings})
+
+
+def local(model: GPT, request: Request) -> Completion:
+    """The answer of an engine here."""
+    return make.engine(model, pick("cpu", compiled=False), Sdpa(), context=64).generate([request])[0]
+
+
+def ask(remote: Remote, *requests: Request) -> tuple[threading.Thread, list[Any]]:
+    """Ask in a thread; what comes is put into the list."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.extend(remote.generate(list(requests)))
+        except Exception as error:  # noqa: BLE001 (looked at by the test)
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.005)
+
+
+def bodies(server: StandIn) -> list[dict[str, Any]]:
+    return [body for path, body in server.asked if path == "/v1/completions"]

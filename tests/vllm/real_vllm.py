@@ -1,6 +1,6 @@
 """A real vLLM server in a process of its own, and a small Qwen2 for it: `make vllm-test`.
 
-    folder = qwen2(tmp_path / "model", seed=0)                      # a Hugging Face checkpoint
+    folder = qwen2(tmp_path / "model")                              # a Hugging Face checkpoint
     with Served(folder, tmp_path) as server:
         Remote.open(server.url, scorer=scorer_of(model))
         server.kill(); server.start()                               # at the same place
@@ -22,46 +22,29 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+import hf_models
+
+from ascendchat.hf import library
+from ascendchat.launch.port import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("ASCENDCHAT_VLLM_PYTHON", "")
 PATIENCE = 900  # seconds for a start, on however busy a machine
-VOCAB, CONTEXT = 512, 256
+CONTEXT = 256
 FLAGS = "--dtype float32 --skip-tokenizer-init --enforce-eager --max-num-seqs 16 --logprobs-mode processed_logprobs"
 RECEIVER = "ascendchat.infer.vllm_worker.WeightReceiver"
 
 
-def transformers() -> Any:
-    """The library, which imports torch_npu where it is installed, and that fails without a CANN."""
-    sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
-    import transformers as found
-
-    return found
-
-
-def qwen2(folder: Path, seed: int) -> Path:
+def qwen2(folder: Path) -> Path:
     """A random model in the form of a Hugging Face checkpoint. vLLM's attention on CPUs needs heads of 32 at least."""
-    library = transformers()
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = library.Qwen2Config(
-        vocab_size=VOCAB,
-        **sizes,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    model = library.Qwen2ForCausalLM(config).float()
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.2)  # sharp enough for differences to show
-    model.save_pretrained(folder)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "initializer_range": 0.1}
+    hf_models.save(folder, "qwen2", use_sliding_window=False, tie_word_embeddings=False, **sizes)
     return folder
 
 
 def open_qwen2(folder: Path) -> Any:
-    return transformers().Qwen2ForCausalLM.from_pretrained(folder).float().eval()
+    return library().Qwen2ForCausalLM.from_pretrained(folder).float().eval()
 
 
 def scorer_of(model: Any, temperature: float = 1.0) -> Callable[[list[int]], list[float]]:
@@ -129,11 +112,3 @@ class Served:
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

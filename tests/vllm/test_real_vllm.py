@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_vllm import PYTHON, VOCAB, Served, open_qwen2, qwen2, scorer_of
+from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 
 from ascendchat.config import UserError
 from ascendchat.infer import vllm
@@ -29,17 +29,20 @@ MOST_GAP = 1e-3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen2(tmp_path_factory.mktemp("qwen2") / "model", seed=0)
+    """A random Qwen2."""
+    return qwen2(tmp_path_factory.mktemp("qwen2") / "model")
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
+    """vLLM with this model."""
     with Served(folder, folder.parent) as running:
         yield running
 
 
 @pytest.fixture
 def model(folder: Path) -> Any:
+    """The model in this process."""
     return open_qwen2(folder)
 
 
@@ -91,16 +94,6 @@ def test_log_probabilities_are_those_of_a_forward_pass(remote: Remote, model: An
     assert remote.generate(requests)[0].ids == answers[0].ids, "the same seed, the same tokens"
 
 
-def test_the_stop_token_is_the_last_one_when_it_is_to_be_kept(remote: Remote, model: Any) -> None:
-    stops = tuple(range(0, VOCAB, 3))
-    for keep in (True, False):
-        request = Request([5, 6], Sampling(40, seed=2, logprobs=True, stop_tokens=stops, keep_stop=keep))
-        (found,) = remote.generate([request])
-        assert found.finish_reason == "stop"
-        assert [token in stops for token in found.ids] == [False] * (len(found.ids) - keep) + [True] * keep
-        assert len(found.ids) == len(found.logprobs)
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_weights_are_equal_after_every_sync(remote: Remote, model: Any, in_place: bool) -> None:
     server = remote.server
@@ -117,11 +110,10 @@ def test_weights_are_equal_after_every_sync(remote: Remote, model: Any, in_place
         worst = max(gap(request, answer, model) for request, answer in zip(requests, answers))
         told = remote._wait(server.link.command("POST", "/weight_checker", json={"action": "checksum"}))["checksums"]
         wrong, unknown = compare(told, weights)
-        compared = len(told) - unknown
-        print(f"version {version}: {took:.2f} s, gap {worst:.2g}, {compared} of {len(told)} weights by digest")
+        print(f"version {version}: {took:.2f} s, gap {worst:.2g}, {unknown} of {len(told)} weights not by digest")
         assert worst < MOST_GAP
         assert (wrong, remote.version) == ([], version)
-        assert compared >= 9, "embedding, head, norms and biases; the others are packed for a kernel of CPUs"
+        assert len(told) - unknown >= 9, "embedding, head, norms and biases; the others are packed for a kernel of CPUs"
         assert {number for answer in answers for number in answer.versions} == {version}
         assert [answer.ids for answer in answers] != [answer.ids for answer in before]
         assert remote._wait(server.link.probe("/weight_info")) == {"weight_version": str(version)}
@@ -152,13 +144,6 @@ def test_interrupted_answers_go_on_with_the_new_weights(remote: Remote, model: A
             for i, (version, value) in enumerate(zip(answer.versions, answer.logprobs, strict=True))
         )
         assert worst < MOST_GAP, "each token is the work of the weights it names"
-
-
-def test_a_paused_server_goes_on(remote: Remote) -> None:
-    remote.pause("keep")
-    assert not remote.alive(3.0)
-    remote.resume()
-    assert remote.alive(60.0)
 
 
 def test_a_reload_that_fails_is_mended_by_the_next(remote: Remote, model: Any, monkeypatch: Any) -> None:

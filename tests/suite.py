@@ -1,0 +1,92 @@
+"""What `make test` runs: the parts of the suite in turn, and what each took.
+
+python tests/suite.py [FLAGS OF PYTEST...]               # make test
+python tests/suite.py --long [FLAGS...]                  # the long tests, of make test-long
+python tests/suite.py --changed [REVISION] [FLAGS...]    # make test-fast CHANGED=1: tests of what changed since HEAD
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+NPU = TESTS / "npu"
+SIMULATOR = ["-m", "cannsim", "run", "--devices", "4", "--", sys.executable] if sys.platform == "linux" else []
+BUDGET: dict[str, int] = json.loads((TESTS / "budget.json").read_text())  # seconds of processor time of each part
+
+
+def processor_seconds() -> float:
+    """Of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(part: str, words: list[str], simulated: bool, budget: int | None) -> tuple[bool, str]:
+    """Run pytest on one part of the suite: whether it passed, and what it took."""
+    began, used = time.monotonic(), processor_seconds()
+    command = [sys.executable, *(SIMULATOR if simulated else []), "-m", "pytest", *words]
+    status = subprocess.run(command, cwd=ROOT).returncode
+    seconds = processor_seconds() - used
+    took = f"{part}: {seconds:.0f} s of processor time, {time.monotonic() - began:.0f} s by the clock"
+    if budget and seconds > 1.1 * budget:
+        took += f"\nwarning: that is more than a tenth over its {budget} s in tests/budget.json"
+    return status in (0, 5), took  # 5: the part has no such tests
+
+
+def imported(path: Path) -> set[str]:
+    """Names that a file imports; `from a import b` may name the module a.b, so both are in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("ascendchat."):
+            names.add(node.value)  # as monkeypatch and `python -m` name them
+    return names
+
+
+def changed_files(revision: str) -> list[Path]:
+    """Files that differ from the revision, new ones included."""
+    git = ["git", "-C", str(ROOT)]
+    differing = subprocess.run([*git, "diff", "--name-only", revision], check=True, capture_output=True, text=True)
+    new = subprocess.run([*git, "ls-files", "--others", "--exclude-standard"], capture_output=True, text=True)
+    return [ROOT / name for name in (differing.stdout + new.stdout).splitlines()]
+
+
+def touched(changed: list[Path]) -> list[Path]:
+    """Files of tests that changed, or that import a changed module, its package, or a helper of tests that changed."""
+    names = set()
+    for path in changed:
+        if path.suffix == ".py":
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names.add(path.stem if parts[0] == "tests" else ".".join(parts).removesuffix(".__init__"))
+    packages = {name.rpartition(".")[0] for name in names} - {"", "ascendchat"}
+    every = sorted(TESTS.rglob("test_*.py"))
+    rules = [TESTS / "test_architecture.py"]
+    return [path for path in every if path in changed or path in rules or imported(path) & (names | packages)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--changed", nargs="?", const="HEAD", metavar="REVISION")
+    given, flags = parser.parse_known_args()
+    marks = "long and not vllm and not docs" if given.long else "not long and not vllm and not docs"
+    files = [str(path) for path in touched(changed_files(given.changed))] if given.changed else [str(TESTS)]
+    everywhere = [file for file in files if not Path(file).is_relative_to(NPU)]
+    on_npu = [file for file in files if Path(file).is_relative_to(NPU)] if given.changed else [str(NPU)]
+    whole = not (flags or given.long or given.changed)
+    results = [run("tests", ["-m", marks, f"--ignore={NPU}", *everywhere, *flags], False, whole and BUDGET["tests"])]
+    if SIMULATOR and on_npu:
+        results.append(run("tests/npu", ["-m", marks, *on_npu, *flags], True, whole and BUDGET["tests/npu"]))
+    print(*(took for _, took in results), sep="\n")
+    sys.exit(not all(passed for passed, _ in results))
