@@ -54,13 +54,13 @@ def tests_of(file: str, copy: Path) -> Iterator[tuple[Mutant, list[str]]]:
         if not any(groups):  # in a process without this environment: the files that reach the same place
             near = {name for other in drawn(file) if other.place == mutant.place for name in reached[other.number]}
             groups = [of_file[name] for name in near & of_file.keys()]
+        every = sorted(itertools.chain(*groups), key=seconds.__getitem__)
+        until = itertools.accumulate(seconds[test] + 0.01 for test in every)
+        few = {test: number for number, (test, end) in enumerate(zip(every, until)) if end <= SECONDS or number < 3}
         groups = sorted(
-            (sorted(group, key=seconds.__getitem__) for group in groups if group), key=lambda g: seconds[g[0]]
+            ([test for test in group if test in few] for group in groups), key=lambda g: min(map(few.get, g), default=0)
         )
-        turns = [test for turn in itertools.zip_longest(*groups) for test in turn if test]
-        until = itertools.accumulate(seconds[test] + 0.01 for test in turns)
-        few = {test for i, (test, end) in enumerate(zip(turns, until)) if end <= SECONDS or i < 3}
-        yield mutant, [test for group in groups for test in group if test in few]
+        yield mutant, [test for group in groups for test in group]
 
 
 class FirstFailure:

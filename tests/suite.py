@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 NPU = TESTS / "npu"
 SIMULATOR = ["-m", "cannsim", "run", "--devices", "4", "--", sys.executable] if sys.platform == "linux" else []
+MANY = 15  # files of tests that a change touches, above which their slow tests would take more than three minutes
 BUDGET: dict[str, int] = json.loads((TESTS / "budget.json").read_text())  # seconds of processor time of each part
 
 
@@ -82,6 +83,8 @@ if __name__ == "__main__":
     given, flags = parser.parse_known_args()
     marks = "long and not vllm and not docs" if given.long else "not long and not vllm and not docs"
     files = [str(path) for path in touched(changed_files(given.changed))] if given.changed else [str(TESTS)]
+    if given.changed and len(files) > MANY:
+        marks += " and not slow"
     everywhere = [file for file in files if not Path(file).is_relative_to(NPU)]
     on_npu = [file for file in files if Path(file).is_relative_to(NPU)] if given.changed else [str(NPU)]
     whole = not (flags or given.long or given.changed)
