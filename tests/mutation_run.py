@@ -1,10 +1,11 @@
 """Mutation testing: which mutants of lab/mutants.tsv does a test see?
 
-    python tests/mutation_run.py run LIST COPY TREE RESULTS [--part I/N] [--place NAME]
+    python tests/mutation_run.py run LIST COPY TREE RESULTS [--part I/N] [--place NAME] [--changed]
     python tests/mutation_run.py table LIST RESULTS...
 
 Every process that runs at the same time has a TREE of its own, a checkout in which it puts one mutant after the other.
 A mutant meets the tests that execute its line, fastest first, to the first failure or to SECONDS of processor time.
+With --changed it meets those of them that `make test-fast CHANGED=1` would run, had somebody written it.
 COPY holds reached.txt (tests/mutants.py map) and seconds*.json (`pytest --seconds=FILE`). Under `python -m cannsim
 run --` these are the tests of tests/npu, for the mutants that RESULTS has as alive.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import suite
 from mutants import PLACES, Mutant, drawn
 
 SECONDS = 25
@@ -78,7 +81,14 @@ class FirstFailure:
         self.test = self.test or (report.nodeid if report.failed else "")
 
 
-def first_failure(tests: list[str], tree: str, log: Path) -> str:
+@functools.cache
+def touched(path: str) -> tuple[set[str], str]:
+    """Files of tests that `make test-fast CHANGED=1` runs where this file was changed, and its marks."""
+    files = {str(file.relative_to(suite.ROOT)) for file in suite.touched([suite.ROOT / path])}
+    return files, "not slow" if len(files) > suite.MANY else ""
+
+
+def first_failure(tests: list[str], marks: str, tree: str, log: Path) -> str:
     """The first of the tests that fails, in a forked process; empty where none does."""
     result = log.with_suffix(".result")
     result.write_text("timeout")
@@ -90,7 +100,7 @@ def first_failure(tests: list[str], tree: str, log: Path) -> str:
         for number in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         first = FirstFailure(tests)
-        code = pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "-m", "", *tests], plugins=[first])
+        code = pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "-m", marks, *tests], plugins=[first])
         result.write_text(first.test or ("" if code in (0, 5) else f"pytest ended with {int(code)}"))
         os._exit(0)
     until = time.monotonic() + 120 + 6 * SECONDS
@@ -101,7 +111,7 @@ def first_failure(tests: list[str], tree: str, log: Path) -> str:
     return result.read_text()
 
 
-def run(file: str, copy: str, tree: str, results: str, part: str, place: str) -> None:
+def run(file: str, copy: str, tree: str, results: str, part: str, place: str, changed: bool) -> None:
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=f"{tree}:{tree}/cannsim")
     if not os.environ.get("CANNSIM_HOME"):
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -113,6 +123,10 @@ def run(file: str, copy: str, tree: str, results: str, part: str, place: str) ->
     for mutant, tests in [*tests_of(file, Path(copy))][index::count]:
         if place not in mutant.place or known.get(mutant.number, not tests):
             continue
+        marks = ""
+        if changed:
+            files, marks = touched(mutant.path)
+            tests = [test for test in tests if test.partition("::")[0] in files]
         path, began = Path(tree, mutant.path), time.time()
         whole = path.read_bytes()
         lines = whole.splitlines(keepends=True)
@@ -121,7 +135,7 @@ def run(file: str, copy: str, tree: str, results: str, part: str, place: str) ->
         path.write_bytes(b"".join(lines))
         os.utime(path, (began + int(mutant.number),) * 2)  # else an older compiled file may pass for this one
         try:
-            killer = first_failure(tests, tree, Path(f"{results}.log"))
+            killer = first_failure(tests, marks, tree, Path(f"{results}.log")) if tests else ""
         finally:
             path.write_bytes(whole)
         with open(results, "a") as log:
@@ -144,8 +158,9 @@ if __name__ == "__main__":
     parser.add_argument("paths", nargs="+")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--place", default="")
+    parser.add_argument("--changed", action="store_true")
     given = parser.parse_args()
     if given.what == "run":
-        run(given.list, *given.paths, given.part, given.place)
+        run(given.list, *given.paths, given.part, given.place, given.changed)
     else:
         table(given.list, given.paths)

@@ -16,6 +16,7 @@ import http.client
 import ipaddress
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -139,8 +140,10 @@ def find_vllm(python: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
             "--python FOLDER/bin/python"
         )
     with open(script, "rb") as file:
-        first = file.readline(512).decode(errors="replace").strip()
+        first, second = (file.readline(4096).decode(errors="replace").strip() for _ in range(2))
     words = first[2:].split() if first.startswith("#!") else []
+    if second.startswith("'''exec' "):  # as pip writes it where the path of Python has a space or is long
+        words = shlex.split(second)[1:2]
     known = bool(words) and "python" in Path(words[-1]).name
     return [script, "serve"], (shutil.which(words[-1], path=environ.get("PATH", "")) or "") if known else ""
 

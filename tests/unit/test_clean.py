@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from python_script import START
 
 from ascendchat.cli import main
 from ascendchat.config import home
@@ -94,7 +95,7 @@ def npu_smi(tmp_path: Path) -> Tool:
         lines = [mine if line == row else line for line in table.splitlines() if "576489" not in line]
         script = tmp_path / "bin" / "npu-smi"
         script.parent.mkdir()
-        script.write_text(f"#!{sys.executable}\nprint({chr(10).join(lines)!r})\n")
+        script.write_text(f"{START}print({chr(10).join(lines)!r})\n")
         script.chmod(0o755)
 
     return make

@@ -112,7 +112,7 @@ def test_doctor_modules_do_not_import_torch() -> None:
 def test_watch_prints_devices_as_plain_lines_when_not_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "npu-smi").write_text(f"#!/bin/sh\n[ $# = 1 ] && /bin/cat {SAMPLES / 'a3_25.txt'}\n")
+    (tmp_path / "npu-smi").write_text(f"#!/bin/sh\n[ $# = 1 ] && /bin/cat '{SAMPLES / 'a3_25.txt'}'\n")
     (tmp_path / "npu-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(smi, "EXTRA_PATH", ())

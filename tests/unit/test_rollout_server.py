@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_script import START
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.rl import RlConfig
@@ -22,8 +23,7 @@ from ascendchat.launch.port import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds, on however busy a machine
 
-FAKE = """#!{python}
-import http.server, json, os, signal, subprocess, sys, threading, time
+FAKE = """{start}import http.server, json, os, signal, subprocess, sys, threading, time
 with open(os.environ["FAKE_RECORD"], "w") as file:
     json.dump({{"words": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid()}}, file)
 if os.environ.get("FAKE_STATUS"):
@@ -60,7 +60,7 @@ class Place:
         (self.model / "config.json").write_text("{}")
         script = folder / "bin" / "vllm"
         script.parent.mkdir()
-        script.write_text(FAKE.format(python=sys.executable))
+        script.write_text(FAKE.format(start=START))
         script.chmod(0o755)
         for name, version in versions.items():
             info = folder / "packages" / f"{name}-{version}.dist-info"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_script import START
 
 from ascendchat.chips import MIB
 from ascendchat.device import smi
@@ -27,7 +28,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(name: str, answers: dict[str, str], status: int = 0) -> Path:
         script = tmp_path / name
         script.write_text(
-            f"#!{sys.executable}\nimport sys\nanswers = {answers!r}\n"
+            f"{START}import sys\nanswers = {answers!r}\n"
             "asked = ' '.join(sys.argv[1:])\n"
             "known = [k for k in answers if asked == k or (k.endswith('*') and asked.startswith(k[:-1]))]\n"
             "if not known: sys.exit(3)\n"
@@ -166,7 +167,7 @@ def test_warning_above_a_whole_table_does_not_hide_the_devices(tool) -> None:
 
 
 def test_tool_that_hangs_is_given_up(tool, tmp_path: Path) -> None:
-    (tmp_path / "npu-smi").write_text(f"#!{sys.executable}\nimport time; time.sleep(30)\n")
+    (tmp_path / "npu-smi").write_text(f"{START}import time; time.sleep(30)\n")
     (tmp_path / "npu-smi").chmod(0o755)
     outcome = smi.read("npu-smi", timeout=0.5)
     assert isinstance(outcome, Problem)
