@@ -65,6 +65,7 @@ DRAWN = {
 
 @pytest.fixture(scope="module")
 def page(chromium: Any) -> Iterator[Any]:
+    """The chat page in a browser, in front of a server that stands in for ours."""
     with StandIn() as server, visit(chromium, server.url) as seen:
         yield seen.page
 

@@ -20,11 +20,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of this file's servers."""
     return tmp_path_factory.mktemp("served")
 
 
 @pytest.fixture(scope="module")
 def calculating(home: Path) -> Iterator[str]:
+    """The page of a server whose model always calls the calculator."""
     save(home, make.scripted(make.calculator_script()[0]), "calculating")
     with serving(home, "--run=calculating") as server:
         yield f"{server.url}/"
@@ -32,6 +34,7 @@ def calculating(home: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def endless(home: Path) -> Iterator[str]:
+    """The page of a server whose model never ends its answer."""
     save(home, endless_model(), "endless")
     with serving(home, "--run=endless", "--max-tokens=100000") as server:
         yield f"{server.url}/"

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with a tokenizer, as transformers saves it."""
     made = tmp_path_factory.mktemp("hf") / "tiny-qwen"
     hf_models.save(made)
     return made

@@ -100,6 +100,7 @@ class ToyStage(Stage):
 
 @pytest.fixture
 def device() -> Device:
+    """The CPU."""
     return pick("cpu")
 
 
