@@ -82,10 +82,10 @@ class FirstFailure:
 
 
 @functools.cache
-def touched(path: str) -> tuple[set[str], str]:
-    """Files of tests that `make test-fast CHANGED=1` runs where this file was changed, and its marks."""
-    files = {str(file.relative_to(suite.ROOT)) for file in suite.touched([suite.ROOT / path])}
-    return files, "not slow" if len(files) > suite.MANY else ""
+def touched(path: str) -> tuple[set[str], set[str]]:
+    """Files of tests that `make test-fast CHANGED=1` runs where this file was changed, whole and without slow tests."""
+    near, far = ({str(file.relative_to(suite.ROOT)) for file in files} for files in suite.touched([suite.ROOT / path]))
+    return (near, far) if len(near) <= suite.MANY else (set(), near | far)
 
 
 def first_failure(tests: list[str], marks: str, tree: str, log: Path) -> str:
@@ -123,10 +123,12 @@ def run(file: str, copy: str, tree: str, results: str, part: str, place: str, ch
     for mutant, tests in [*tests_of(file, Path(copy))][index::count]:
         if place not in mutant.place or known.get(mutant.number, not tests):
             continue
-        marks = ""
+        groups = [(tests, "")]
         if changed:
-            files, marks = touched(mutant.path)
-            tests = [test for test in tests if test.partition("::")[0] in files]
+            groups = [
+                ([test for test in tests if test.partition("::")[0] in files], marks)
+                for files, marks in zip(touched(mutant.path), ("", "not slow"))
+            ]
         path, began = Path(tree, mutant.path), time.time()
         whole = path.read_bytes()
         lines = whole.splitlines(keepends=True)
@@ -135,11 +137,12 @@ def run(file: str, copy: str, tree: str, results: str, part: str, place: str, ch
         path.write_bytes(b"".join(lines))
         os.utime(path, (began + int(mutant.number),) * 2)  # else an older compiled file may pass for this one
         try:
-            killer = first_failure(tests, marks, tree, Path(f"{results}.log")) if tests else ""
+            log = Path(f"{results}.log")
+            killer = next(filter(None, (first_failure(some, marks, tree, log) for some, marks in groups if some)), "")
         finally:
             path.write_bytes(whole)
-        with open(results, "a") as log:
-            log.write(f"{mutant.number}\t{killer}\t{len(tests)}\t{time.time() - began:.1f}\n")
+        with open(results, "a") as rows:
+            rows.write(f"{mutant.number}\t{killer}\t{len(tests)}\t{time.time() - began:.1f}\n")
 
 
 def table(file: str, results: list[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import resource
 import subprocess
@@ -19,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 NPU = TESTS / "npu"
+RULES = TESTS / "test_architecture.py"
 SIMULATOR = ["-m", "cannsim", "run", "--devices", "4", "--", sys.executable] if sys.platform == "linux" else []
-MANY = 15  # files of tests that a change touches, above which their slow tests would take more than three minutes
+MANY = 15  # files of tests that import what changed, above which their slow tests would take more than three minutes
 BUDGET: dict[str, int] = json.loads((TESTS / "budget.json").read_text())  # seconds of processor time of each part
 
 
@@ -42,6 +44,12 @@ def run(part: str, words: list[str], simulated: bool, budget: int | None) -> tup
     return status in (0, 5), took  # 5: the part has no such tests
 
 
+def module(path: Path) -> str:
+    """The name by which Python knows a file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Names that a file imports; `from a import b` may name the module a.b, so both are in it."""
     names = set()
@@ -63,17 +71,25 @@ def changed_files(revision: str) -> list[Path]:
     return [ROOT / name for name in (differing.stdout + new.stdout).splitlines()]
 
 
-def touched(changed: list[Path]) -> list[Path]:
-    """Files of tests that changed, or that import a changed module, its package, or a helper of tests that changed."""
-    names = set()
-    for path in changed:
-        if path.suffix == ".py":
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            names.add(path.stem if parts[0] == "tests" else ".".join(parts).removesuffix(".__init__"))
+def users(names: set[str]) -> set[str]:
+    """Modules, and those of the same package that import one of them, directly or through others of it."""
+    found = set(names)
+    for name in names:
+        package, new = ROOT.joinpath(*name.split(".")[:-1]), {name}
+        while new and package.parent.name == "ascendchat":
+            new = {module(path) for path in package.rglob("*.py") if imported(path) & new} - found
+            found |= new
+    return found
+
+
+def touched(changed: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Files of tests that changed, or that import a changed module or helper; and those that import its users."""
+    changed = [path for path in changed if path.suffix == ".py"]
+    names = {path.stem if path.is_relative_to(TESTS) else module(path) for path in changed}
     packages = {name.rpartition(".")[0] for name in names} - {"", "ascendchat"}
-    every = sorted(TESTS.rglob("test_*.py"))
-    rules = [TESTS / "test_architecture.py"]
-    return [path for path in every if path in changed or path in rules or imported(path) & (names | packages)]
+    every, wide = sorted(TESTS.rglob("test_*.py")), users(names) | packages
+    near = [path for path in every if path in changed or path == RULES or imported(path) & names]
+    return near, [path for path in every if path not in near and imported(path) & wide]
 
 
 if __name__ == "__main__":
@@ -82,14 +98,20 @@ if __name__ == "__main__":
     parser.add_argument("--changed", nargs="?", const="HEAD", metavar="REVISION")
     given, flags = parser.parse_known_args()
     marks = "long and not vllm and not docs" if given.long else "not long and not vllm and not docs"
-    files = [str(path) for path in touched(changed_files(given.changed))] if given.changed else [str(TESTS)]
-    if given.changed and len(files) > MANY:
-        marks += " and not slow"
-    everywhere = [file for file in files if not Path(file).is_relative_to(NPU)]
-    on_npu = [file for file in files if Path(file).is_relative_to(NPU)] if given.changed else [str(NPU)]
+    parts = [("tests", [TESTS], marks, False), ("tests/npu", [NPU], marks, True)]
+    if given.changed:
+        near, far = touched(changed_files(given.changed))
+        quick = f"{marks} and not slow"
+        parts = [
+            (name, [path for path in files if path.is_relative_to(NPU) == simulated], chosen, simulated)
+            for files, what, chosen in ((near, "", quick if len(near) > MANY else marks), (far, " further away", quick))
+            for name, simulated in ((f"tests{what}", False), (f"tests/npu{what}", True))
+        ]
     whole = not (flags or given.long or given.changed)
-    results = [run("tests", ["-m", marks, f"--ignore={NPU}", *everywhere, *flags], False, whole and BUDGET["tests"])]
-    if SIMULATOR and on_npu:
-        results.append(run("tests/npu", ["-m", marks, *on_npu, *flags], True, whole and BUDGET["tests/npu"]))
+    results = []
+    for part, files, chosen, simulated in parts:
+        if files and (SIMULATOR or not simulated):
+            words = ["-m", chosen, *([] if simulated else [f"--ignore={NPU}"]), *map(str, files), *flags]
+            results.append(run(part, words, simulated, BUDGET[part] if whole else None))
     print(*(took for _, took in results), sep="\n")
     sys.exit(not all(passed for passed, _ in results))
