@@ -7,6 +7,7 @@ import re
 import shlex
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ def test_before_its_time_is_over_a_slurm_job_saves_and_goes_back_into_the_queue(
     with subprocess.Popen(words, env={**tools, "WAITS": str(ready)}) as job:
         while not ready.exists():
             assert job.poll() is None
+            time.sleep(0.01)
         job.terminate()
         assert job.wait(timeout=60) == 0
     assert [line.split(" home=")[0] for line in called(tools)[-2:]] == ["ended", "scontrol requeue 7"]
