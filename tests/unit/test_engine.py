@@ -164,6 +164,18 @@ def test_a_slot_keeps_nothing_of_the_request_before(device: Device) -> None:
         make.assert_greedy(model, request, engine.generate([request])[0].ids, CONTEXT)
 
 
+def test_a_row_that_is_over_is_short_again(device: Device) -> None:
+    """What the others read of the cache must not stay as long as what it has left."""
+    model = make.model(5, seq_len=16)
+    engine = make.engine(model, device, Sdpa(), slots=2, context=CONTEXT)
+    short, long = (engine.add(Request([1, 2, 3], Sampling(max_tokens=count, stop_tokens=()))) for count in (2, 20))
+    make.finish(engine, short)
+    engine.step()
+    assert engine.running.index(long) == 1
+    assert engine.decoder.held[0] < 3, "its prompt alone was longer"
+    assert engine.decoder.held[1] > 3
+
+
 def test_a_step_that_does_not_advance_changes_nothing(device: Device) -> None:
     """As while a graph is recorded: the step runs several times, and then in earnest. A bias of nothing lets it count
     what was chosen, too."""

@@ -184,6 +184,19 @@ def test_rows_go_on_while_a_long_prompt_is_read_and_prompts_keep_their_order(
         assert_alike(job.completion, expected)
 
 
+def test_many_short_prompts_wait_for_a_step_as_well(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draw = make.model(26, **MODELS["ring"]), random.Random(5)
+    engine = engine_of(model, device, slots=6, prefill_tokens=64)
+    counted = Counted(engine, monkeypatch)
+    engine.add(Request(words(draw, model, 10), greedy(60)))
+    engine.step()
+    short = [engine.add(Request(words(draw, model, 40), greedy(5))) for _ in range(4)]
+    while not all(job.launched for job in short):
+        counted.take()
+        engine.step()
+        assert counted.take() <= 64, "more than the row that runs should wait for"
+
+
 # ---- whatever happens, the answers stay the same --------------------------------------------------
 
 
