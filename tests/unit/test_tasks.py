@@ -162,6 +162,9 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
     assert final_number("#### 1,234,567") == 1234567
 
 
+MEND_21 = pytest.mark.xfail(strict=True, reason="mend 21")
+
+
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
@@ -182,6 +185,12 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
         ("Here: ```python\nx = 1\n```", "x = 1\n"),
         ("Use ```x``` or `y`:\n```\nx = 1\n```", "x = 1\n"),
         ("```rust\nlet x = 1;\n```", "let x = 1;\n"),
+        pytest.param("Sure:\n~~~python\nx = 1\n~~~\nDone.", "x = 1\n", marks=MEND_21),
+        pytest.param("~~~\nx = '```'\n~~~", "x = '```'\n", marks=MEND_21),
+        pytest.param("```\nx = '~~~'\n```", "x = '~~~'\n"),
+        pytest.param(
+            "It costs ~~5~~ 4:\n~~~~ py\ndef f():\n    return 1\n~~~~", "def f():\n    return 1\n", marks=MEND_21
+        ),
     ],
 )
 def test_the_code_of_a_reply_is_the_block_that_defines_the_function(reply: str, code: str) -> None:
@@ -213,6 +222,33 @@ def test_programs_that_the_sandbox_did_not_run_are_counted(
     monkeypatch.setattr(sandbox, "run", lambda *args, **way: failed)
     assert not humaneval.correct(0, "")
     assert humaneval.sandbox_failed == [0]
+
+
+DOUBLES = "def f(x):\n    return 2 * x\n\n"
+
+
+@pytest.mark.xfail(strict=True, reason="mend 21")
+@pytest.mark.parametrize(
+    "tail",
+    [
+        'if __name__ == "__main__":\n    import sys\n    sys.exit(0)',
+        "if __name__ == '__main__':\n    print(f(int(input())))",
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 3)\n\n"
+        'if __name__ == "__main__":\n    unittest.main()',
+        "import unittest\nunittest.main()",
+        "import sys\nsys.exit(main() if 'main' in globals() else 0)",
+        "from sys import exit\nexit(1)",
+    ],
+)
+def test_what_an_answer_shows_or_tries_itself_does_not_keep_it_from_its_tests(humaneval: HumanEval, tail: str) -> None:
+    assert humaneval.correct(0, f"```python\nimport math\n{DOUBLES}{tail}\n```")
+    assert not humaneval.correct(0, f"```python\n{DOUBLES.replace('2', '3')}{tail}\n```")
+
+
+def test_an_answer_that_ends_before_its_function_is_none_and_tests_run_as_main(humaneval: HumanEval) -> None:
+    assert not humaneval.correct(0, f"```python\nimport sys\nsys.exit(0)\n{DOUBLES}```")
+    humaneval.rows[0]["test"] += 'if __name__ == "__main__":\n    raise AssertionError("run")\n'
+    assert not humaneval.correct(0, f"```python\n{DOUBLES}```")
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_answer() -> None:
