@@ -74,6 +74,7 @@ class Result:
 def run(
     code: str,
     *,
+    first: str = "",
     seconds: float = 5.0,
     memory: int = 256 << 20,  # bytes
     output: int = 64 << 10,  # bytes per stream
@@ -83,14 +84,23 @@ def run(
     files: Mapping[str, str] | None = None,
     layers: Sequence[str] | None = None,
 ) -> Result:
-    """Run a program and wait for its end. `files` are put into its folder before it starts. `layers`: by default all
+    """Run a program and wait for its end. `first` runs before it and with the same names, but not as __main__, and may
+    exit: an answer before its tests. `files` are put into its folder before it starts. `layers`: by default all
     that this machine has. Safe to call from many threads."""
     for name in files or {}:
         if not name or name != os.path.basename(name) or name in (".", ".."):
             raise ValueError(f"{name!r} is not a plain file name")
     chosen = tuple(layers) if layers is not None else _available().layers
     limits = {"seconds": seconds, "memory": memory, "output": output, "disk": disk, "processes": processes}
-    order = {"code": code, "stdin": stdin, "files": dict(files or {}), "layers": chosen, "open_files": 64, **limits}
+    order = {
+        "code": code,
+        "first": first,
+        "stdin": stdin,
+        "files": dict(files or {}),
+        "layers": chosen,
+        "open_files": 64,
+        **limits,
+    }
     return _judge(_execute(order))
 
 

@@ -46,18 +46,25 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 CODE_FD, DONE_FD = 3, 4
 
-# The program runs as __main__ of a fresh interpreter. After its last line a secret word is written, which the program
-# was not given. So leaving early, with any exit code, does not count as reaching the end.
+# The program runs as __main__ of a fresh interpreter, behind what was ordered to run first, whose exit is ignored.
+# After its last line a secret word is written, which the program was not given. So leaving early, with any exit code,
+# does not count as reaching the end.
 BOOT = f"""
 def start():
     import builtins, os, sys, types
     os.environ.pop("LD_LIBRARY_PATH", None)
     with open({CODE_FD}, encoding="utf-8", newline="") as file:
-        word, code = file.readline().strip().encode(), file.read()
-    main, write = types.ModuleType("__main__"), os.write
+        word, letters = file.readline().split()
+        word, first, code = word.encode(), file.read(int(letters)), file.read()
+    main, write = types.ModuleType("answer"), os.write
     main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules["answer"] = main
     sys.argv[:] = ["program"]
+    try:
+        exec(compile(first, "<program>", "exec"), main.__dict__)
+    except SystemExit:
+        pass
+    main.__dict__["__name__"] = "__main__"
     exec(compile(code, "<program>", "exec"), main.__dict__)
     write({DONE_FD}, word)
 start()
@@ -352,7 +359,8 @@ def main() -> int:
     for fd in inner.values():
         os.close(fd)
     with contextlib.suppress(BrokenPipeError), os.fdopen(outer["code"], "wb") as file:
-        file.write(f"{order['word']}\n{order['code']}".encode(errors="replace"))
+        text = f"{order['word']} {len(order['first'])}\n{order['first']}{order['code']}"
+        file.write(text.encode(errors="replace"))
     report = collect_output(
         order, first, {name: outer[name] for name in ("stdout", "stderr", "done", "told")}, outer["stdin"]
     )

@@ -17,7 +17,8 @@ from ascendchat.data.chat import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import set_rows
 
-CODE_BLOCK = re.compile(r"^[^`\n]*```+[ \t]*([^`\n]*)\n(.*?)(?:```+|\Z)", re.DOTALL | re.MULTILINE)  # info, code
+# fence (``` or ~~~), info, code; none of its parts can be divided in two ways, so it takes linear time
+CODE_BLOCK = re.compile(r"^[^`\n]*?(`|(?<!~)~)\1\1+([^`~\n]*)\n(.*?)(?:\1{3,}|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"\W*(?:py|$)", re.IGNORECASE)  # python3, py, {.python}, or nothing
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}\n```"
 SECONDS = 5.0
@@ -32,28 +33,29 @@ def code_of(reply: str, name: str) -> str:
     """The first code block of a reply that defines the function, else the first that can be Python, else the first, or
     all of the reply. A function that is indented as a whole, as in a list, loses that; a bare body does not."""
     blocks = CODE_BLOCK.findall(reply)
-    codes = [code for _, code in blocks] or [reply]
+    codes = [code for _, _, code in blocks] or [reply]
     for code in codes:
         for text in (code, textwrap.dedent(code)):
             if defines(text, name):
                 return text
-    return next((code for info, code in blocks if PYTHON.match(info)), codes[0])
+    return next((code for _, info, code in blocks if PYTHON.match(info)), codes[0])
 
 
-def program(reply: str, test: str | Sequence[str], starter: str = "", entry_point: str = "") -> str:
-    """The answer between what the question gives (`starter`: imports, other functions, the head of the function) and
+def program(reply: str, test: str | Sequence[str], starter: str = "", entry_point: str = "") -> tuple[str, str]:
+    """The answer behind what the question gives (`starter`: imports, other functions, the head of the function), and
     the tests: one text or several, run behind the answer. HumanEval's define check(f), and `entry_point` names f."""
     tests = test if isinstance(test, str) else "\n".join(test)
     call = f"\n\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", tests, re.M) else "\n"
     code, given = code_of(reply, entry_point), starter
     if entry_point and defines(code, entry_point) and f"def {entry_point}" in starter:  # else only the body
         given = starter[: starter.rindex(f"def {entry_point}")]
-    return f"{given}{code}\n\n{tests}{call}"
+    return f"{given}{code}\n", f"{tests}{call}"
 
 
-def judged(program: str) -> sandbox.Result:
-    """Run it in the sandbox, for as long and with as much memory as a small function needs."""
-    return sandbox.run(program, seconds=SECONDS, memory=MEMORY)
+def judged(answer: str, tests: str) -> sandbox.Result:
+    """Run them in the sandbox, for as long and with as much memory as a small function needs. What the answer does only
+    as a program (`if __name__ == "__main__"`) it does not do here, and where it exits its tests run all the same."""
+    return sandbox.run(tests, first=answer, seconds=SECONDS, memory=MEMORY)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -92,11 +94,11 @@ class HumanEval(Task):
         row = self.rows[index]
         return {"starter": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
 
-    def program(self, index: int, reply: str) -> str:
+    def program(self, index: int, reply: str) -> tuple[str, str]:
         return program(reply, **self.row(index))
 
     def correct(self, index: int, reply: str) -> bool:
-        result = judged(self.program(index, reply))
+        result = judged(*self.program(index, reply))
         if result.reason == "sandbox":  # not raised: a program can imitate it
             self.sandbox_failed.append(index)
         return result.ok

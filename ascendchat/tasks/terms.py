@@ -48,7 +48,7 @@ def code(prompt: str, completion: str, test: Any = None, starter: str = "", entr
     """1 if the program in the reply passes `test`, in the sandbox. See humaneval.program for the columns."""
     if not test:
         raise ValueError("the question has no column test with a program that checks the answer")
-    return float(judged(program(completion, test, starter, entry_point)).ok)
+    return float(judged(*program(completion, test, starter, entry_point)).ok)
 
 
 def toy(
@@ -92,7 +92,8 @@ def form(prompt: str, completion: str, answer: Any = "", finish: str = "stop", *
     if finish != "stop" or not said:
         return 0.0
     if row.get("test"):
-        return float(said.count("```") == 2 and CODE_BLOCK.search(said) is not None)
+        fences = {said.count("```"), said.count("~~~")}
+        return float(fences == {0, 2} and CODE_BLOCK.search(said) is not None)
     if row.get("letters"):
         return float(said.rstrip(".") in row["letters"])
     if FINAL.search(right):

@@ -97,15 +97,8 @@ def test_answer_goes_by_what_the_row_has(reply: str, row: dict[str, object], rew
         ("so 3", {"answer": "\\boxed{4}"}, 0.0),
         ("\\boxed{3} or \\boxed{4}", {"answer": "\\boxed{4}"}, 0.0),
         ("```python\nx = 1\n```", {"test": "pass"}, 1.0),
-        pytest.param(
-            "~~~python\nx = 1\n~~~", {"test": "pass"}, 1.0, marks=pytest.mark.xfail(strict=True, reason="mend 21")
-        ),
-        pytest.param(
-            "~~~python\nx = 1\n~~~\n```\ny\n```",
-            {"test": "pass"},
-            0.0,
-            marks=pytest.mark.xfail(strict=True, reason="mend 21"),
-        ),
+        ("~~~python\nx = 1\n~~~", {"test": "pass"}, 1.0),
+        ("~~~python\nx = 1\n~~~\n```\ny\n```", {"test": "pass"}, 0.0),
         ("x = 1", {"test": "pass"}, 0.0),
         ("```python\nx = 1", {"test": "pass"}, 0.0),
         ("anything", {"answer": "words"}, 1.0),

@@ -200,7 +200,6 @@ def test_modules_of_the_standard_library_are_there_and_the_program_is_main() -> 
     assert sandbox.run(code).stdout == "P(x=3) 10\n"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 21")
 def test_what_runs_first_is_not_main_may_exit_and_shares_its_names() -> None:
     first = "from __future__ import annotations\nx = __name__, 'ä\U0001f600'\nimport sys\nsys.exit(3)\nx = 0"
     assert sandbox.run("print(x, __name__)", first=first).stdout == "('answer', 'ä\U0001f600') __main__\n"

@@ -162,9 +162,6 @@ def test_gsm8k_becomes_calculator_calls_and_is_judged_by_the_number_behind_the_m
     assert final_number("#### 1,234,567") == 1234567
 
 
-MEND_21 = pytest.mark.xfail(strict=True, reason="mend 21")
-
-
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
@@ -185,12 +182,10 @@ MEND_21 = pytest.mark.xfail(strict=True, reason="mend 21")
         ("Here: ```python\nx = 1\n```", "x = 1\n"),
         ("Use ```x``` or `y`:\n```\nx = 1\n```", "x = 1\n"),
         ("```rust\nlet x = 1;\n```", "let x = 1;\n"),
-        pytest.param("Sure:\n~~~python\nx = 1\n~~~\nDone.", "x = 1\n", marks=MEND_21),
-        pytest.param("~~~\nx = '```'\n~~~", "x = '```'\n", marks=MEND_21),
+        ("Sure:\n~~~python\nx = 1\n~~~\nDone.", "x = 1\n"),
+        ("~~~\nx = '```'\n~~~", "x = '```'\n"),
         pytest.param("```\nx = '~~~'\n```", "x = '~~~'\n"),
-        pytest.param(
-            "It costs ~~5~~ 4:\n~~~~ py\ndef f():\n    return 1\n~~~~", "def f():\n    return 1\n", marks=MEND_21
-        ),
+        ("It costs ~~5~~ 4:\n~~~~ py\ndef f():\n    return 1\n~~~~", "def f():\n    return 1\n"),
     ],
 )
 def test_the_code_of_a_reply_is_the_block_that_defines_the_function(reply: str, code: str) -> None:
@@ -227,7 +222,6 @@ def test_programs_that_the_sandbox_did_not_run_are_counted(
 DOUBLES = "def f(x):\n    return 2 * x\n\n"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 21")
 @pytest.mark.parametrize(
     "tail",
     [
