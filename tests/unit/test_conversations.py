@@ -258,6 +258,20 @@ def test_a_bad_row_among_many_is_counted_named_and_left_out(tmp_path: Path, kind
         list(conversations(path, say=said.append))
 
 
+@pytest.mark.xfail(strict=True, reason="mend 5")
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": 0}, {"role": "assistant", "content": "zero"}]},
+        {"instruction": "Name it.", "input": 0, "output": "zero"},
+    ],
+)
+def test_a_zero_where_a_text_belongs_is_named_as_every_number_is(tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = [json.loads(json.dumps(row).replace(": 0", f": {cell}")) for cell in ('"0"', "0", "5", '""', '"7"')]
+    with pytest.raises(UserError, match=r"2 of 5 rows cannot be read: line 2: .*; line 3: "):
+        list(conversations(write(tmp_path, rows)))
+
+
 def test_one_bad_row_does_not_refuse_a_small_file(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "talk.jsonl"

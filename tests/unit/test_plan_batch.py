@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ascendchat.chips import find
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
+from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.config.train import BaseConfig, ChatTrainConfig, MidConfig, TrainConfig
+from ascendchat.device import pick
 from ascendchat.nn.updates import orthogonalise
 from ascendchat.plan.batch import (
     MIN_STEPS,
@@ -29,6 +33,7 @@ from ascendchat.plan.goals import train_plan
 from ascendchat.plan.memory import training, usable
 from ascendchat.plan.schedule import REFERENCE_TOKENS
 from ascendchat.plan.shape import Shape
+from ascendchat.train.rows import share_out
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine
 
@@ -71,6 +76,27 @@ def test_a_device_batch_that_was_asked_for_is_kept_unless_it_exceeds_the_total(
     found = split_fixed(total, devices, seq, rows)
     assert found.rows == rows or (found.accumulation == 1 and found.rows < rows)
     assert 0 <= found.total - total < devices * found.rows * seq
+
+
+BATCH_CONFIGS: list[type[TrainConfig]] = [BaseConfig, MidConfig, FinetuneConfig]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 4")
+@pytest.mark.parametrize("config", BATCH_CONFIGS)
+@pytest.mark.parametrize("usual", [1, 256])
+def test_rows_times_accumulation_is_the_batch_where_no_total_is_given(config: type[TrainConfig], usual: int) -> None:
+    asked = config(device_batch_size=4, gradient_accumulation_steps=4)
+    assert share_out(asked, Shape.from_depth(2, seq_len=128), pick("cpu"), usual) == Split(1, 4, 4, 128)
+
+
+@pytest.mark.xfail(strict=True, reason="mend 4")
+@pytest.mark.parametrize("config", [MidConfig, FinetuneConfig])
+def test_accumulation_agrees_with_the_examples_of_a_step(config: type[ChatTrainConfig]) -> None:
+    shape, cpu = Shape.from_depth(2, seq_len=128), pick("cpu")
+    asked = config(device_batch_size=4, gradient_accumulation_steps=2, target_examples_per_step=8)
+    assert share_out(asked, shape, cpu, 8 * 128) == Split(1, 4, 2, 128)
+    with pytest.raises(UserError, match="--gradient-accumulation-steps 3 does not fit --target-examples-per-step 8: "):
+        share_out(replace(asked, gradient_accumulation_steps=3), shape, cpu, 8 * 128)
 
 
 def test_powers_of_two_are_split_exactly_whatever_the_devices() -> None:

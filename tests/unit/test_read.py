@@ -99,6 +99,40 @@ def test_a_json_file_may_hold_a_list_or_values_one_after_the_other(content: str,
     assert list(read_documents([write(tmp_path / "a.json", content.encode())])) == ["a", "b"]
 
 
+@pytest.mark.xfail(strict=True, reason="mend 3")
+@pytest.mark.parametrize(
+    "content",
+    [
+        '["a"] ["b", "c"]\n["d"]',
+        '["a", "b"]\n"c"\n"d"',
+        '"a" ["b", {"text": "c"}], [] [ ] {"text": "d"}',
+        '[]["a","b","c","d"]',
+    ],
+)
+def test_lists_one_after_the_other_in_a_json_file_are_read_to_its_end(content: str, tmp_path: Path) -> None:
+    tally = Tally()
+    path = write(tmp_path / "a.json", content.encode())
+    assert list(file_documents(path, "text", tally)) == ["a", "b", "c", "d"]
+    assert tally == Tally(documents=4)
+
+
+@pytest.mark.xfail(strict=True, reason="mend 3")
+@pytest.mark.parametrize("rest", ["\0\0", "]", "[", '["c"', "garbage", '["c"]]'])
+def test_what_stands_behind_a_json_list_and_is_none_is_damage(rest: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.json is not valid JSON after [23] rows"):
+        list(read_documents([write(tmp_path / "a.json", b'["a", "b"] ' + rest.encode())]))
+
+
+@pytest.mark.xfail(strict=True, reason="mend 3")
+@pytest.mark.parametrize("kind", [".csv", ".tsv"])
+def test_a_quote_that_is_not_closed_does_not_swallow_the_rest_of_a_table(kind: str, tmp_path: Path) -> None:
+    rows = ["text", '"fine"', '"unclosed', *(f"row {i}" for i in range(200))]
+    later = [*rows[:100], '"text" behind a quote', *rows[100:]]
+    for lines in (rows, later):
+        with pytest.raises(UserError, match=rf"a\{kind}: the row that begins in line 3 .*quote"):
+            list(read_documents([write(tmp_path / f"a{kind}", "\n".join(lines).encode())]))
+
+
 def test_a_json_list_larger_than_the_read_buffer_is_complete(tmp_path: Path) -> None:
     texts = [f"{i} " + 'é\\"' * (i % 7 * 5000) for i in range(60)]
     path = write(tmp_path / "a.json", json.dumps([{"text": t} for t in texts]).encode())
