@@ -2,7 +2,7 @@
 
 parquet           the column `field`, row group by row group
 jsonl, ndjson     one JSON object a line with `field`, or one JSON string a line
-json              a list of such objects or strings (also: such values one after the other)
+json              a list of such objects or strings; several lists, objects or strings one after the other too
 csv, tsv          the column `field`; the first line names the columns
 txt               the whole file is one document; a line `<|endoftext|>` begins a new one, and so does the first blank
                   line after each MiB, so that a file of any size fits in memory
@@ -282,17 +282,14 @@ def _jsonl(raw: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tupl
 
 
 def _json(text: IO[str], name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Values one after the other, inside one [ ] or not, decoded as they arrive: the file may be larger than memory."""
+    """Values one after the other, inside [ ] or not, decoded as they arrive: the file may be larger than memory."""
     decoder, held, at, size, number = json.JSONDecoder(), "", 0, 1 << 16, 0
-    ended, listed = False, None
+    ended, listed = False, False
     while True:
         at = cast(re.Match[str], BETWEEN.match(held, at)).end()
-        if listed is None and at < len(held):
-            listed = held[at] == "["
-            at += listed
+        if held[at : at + 1] == ("]" if listed else "["):
+            listed, at = not listed, at + 1
             continue
-        if listed and held[at : at + 1] == "]":
-            return
         try:
             row, end = decoder.raw_decode(held, at)
             if end == len(held) and not ended:
@@ -332,14 +329,28 @@ def _txt(text: IO[str], name: str) -> Iterator[tuple[str, Any]]:
     yield f"document {number + 1} of {name}", "".join(lines).strip("\n")
 
 
+def table_lines(rows: Any, name: str) -> Iterator[list[str]]:
+    """The rows of a strict csv.reader. Behind a quote that is not closed nobody knows where the next row begins."""
+    begins = 1
+    try:
+        for row in rows:
+            yield row
+            begins = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{name}: the row that begins in line {begins} has a quote that is not closed, or text behind a closing "
+            f"quote ({error}); close it, write quotes in a text twice, or write the file as .jsonl"
+        ) from None
+
+
 def _csv(text: IO[str], delimiter: str, name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    rows = csv.reader(text, delimiter=delimiter)
-    header = next(rows, [])
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    header = next(table_lines(rows, name), [])
     if header and field not in header:
         raise UserError(f"{name} has no column {field!r}: {nearest(field, header)}; use --field NAME")
     column = header.index(field) if header else 0
-    for row in rows:
+    for row in table_lines(rows, name):
         where = f"line {rows.line_num} of {name}"
         if len(row) == len(header):
             yield where, row[column]

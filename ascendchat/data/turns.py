@@ -52,10 +52,15 @@ def turn(entry: TableRow) -> Message:
         raise ValueError("a reply of weight 0 would be learnt like the others; leave out what is not to be learnt")
     calls = entry.get(CALLS[0]) or ([entry[CALLS[1]]] if entry.get(CALLS[1]) else [])
     if not calls:
-        return spoken(entry["role"], entry["content"] or "")
-    words = spoken(entry["role"], entry.get("content") or "")["content"]
+        return spoken(entry["role"], or_empty(entry["content"]))
+    words = spoken(entry["role"], or_empty(entry.get("content")))["content"]
     said = words if isinstance(words, list) else [{"type": "text", "text": words}] if words else []
     return message("assistant", [*said, *({"type": "tool", "text": called(call)} for call in calls)])
+
+
+def or_empty(content: Any) -> Any:
+    """Null is no text; a number stays what it is, 0 too, and is refused as one."""
+    return "" if content is None else content
 
 
 def called(call: TableRow) -> str:
@@ -109,7 +114,8 @@ def history(row: TableRow) -> Conversation:
 
 def asked(row: TableRow) -> str:
     """The instruction of an Alpaca row, and what it is about."""
-    return "\n".join(part for part in (row["instruction"], row.get("input") or row.get("context") or "") if part)
+    about = next((row[name] for name in ("input", "context") if row.get(name) not in (None, "")), None)
+    return "\n".join(part for part in (row["instruction"], about) if part not in (None, ""))
 
 
 def checked(conversation: Conversation) -> Conversation:

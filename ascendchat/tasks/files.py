@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ascendchat.config import UserError
 from ascendchat.data.fetch import fetch
-from ascendchat.data.read import UNREADABLE, unreadable
+from ascendchat.data.read import UNREADABLE, table_lines, unreadable
 from ascendchat.data.tables import TableRow, open_text, table_rows
 
 # A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz
@@ -104,7 +104,7 @@ def set_rows(set_name: str, pattern: str, split: str, source: str = "") -> Itera
 def _read(table: Table) -> Iterator[TableRow]:
     if ".csv" in table.name[-8:]:
         text = io.StringIO(_text(table), newline="")
-        yield from _csv(text)
+        yield from _csv(text, table.name)
     elif not table.member:
         yield from table_rows(table.path)
     else:
@@ -121,9 +121,9 @@ def _text(table: Table) -> str:
         return file.read()
 
 
-def _csv(text: io.StringIO) -> Iterator[TableRow]:
+def _csv(text: io.StringIO, name: str) -> Iterator[TableRow]:
     """With a header, if one of its cells is A; else question, A, B, C, D, answer."""
-    table = csv.reader(text)
+    table = table_lines(csv.reader(text, strict=True), name)
     first = next(table, None)
     if first is None:
         return

@@ -41,7 +41,7 @@ def read_question(row: TableRow) -> Asked:
     if "answer" not in row and (replies := [row[name] for name in REPLY.split("|") if row.get(name) is not None]):
         columns["answer"] = replies[0]
     asked = next((row[name] for name in PROMPT.split("|") if row.get(name) and str(row[name]).strip()), None)
-    if row.get("choices") or (asked and row.get("A") and row.get("B")):
+    if row.get("choices") or (asked and all(row.get(letter) not in (None, "") for letter in "AB")):
         question, choices, right = parse_choice(row)
         columns |= {"letters": list(LETTERS[: len(choices)]), "choices": choices, "answer": LETTERS[right]}
         return checked([{"role": "user", "content": render_choice(question, choices)}]), columns
@@ -122,8 +122,7 @@ class QuestionFile(Task):
     def checkable(self) -> bool:
         """Whether the rows say what is right, as the first of them do."""
         return all(
-            row.get("test") or str(row.get("answer") or "").strip()
-            for _, row in map(self._at, range(min(8, len(self))))
+            row.get("test") or terms.words_of(row.get("answer")) for _, row in map(self._at, range(min(8, len(self))))
         )
 
     def correct(self, index: int, reply: str) -> bool:

@@ -25,9 +25,10 @@ BOXED = re.compile(r"\\boxed\s*\{[^{}]")
 
 def as_number(text: str) -> Decimal | None:
     try:
-        return Decimal(text.strip().lstrip("$").replace(",", ""))
+        number = Decimal(text.strip().lstrip("$").replace(",", ""))
     except InvalidOperation:
         return None
+    return number if number.is_finite() else None  # "infinity" and "nan" are words
 
 
 def gsm8k(prompt: str, completion: str, answer: Any = "", **row: Any) -> float:
@@ -61,6 +62,11 @@ def toy(
     return float(toyworld.correct(question, completion))
 
 
+def words_of(answer: Any) -> str:
+    """The right answer of a row as text; "" where there is none. The number 0 is an answer."""
+    return "" if answer is None else str(answer).strip()
+
+
 def answer(prompt: str, completion: str, **row: Any) -> float:
     """1 if it is right by what the row has: a `test` to pass, `letters` to choose from, or an `answer` with a number
     behind ####, a number (the last one of the reply counts), or words (the reply or its last line)."""
@@ -68,7 +74,7 @@ def answer(prompt: str, completion: str, **row: Any) -> float:
         return code(prompt, completion, **row)
     if row.get("letters"):
         return choice(prompt, completion, **row)
-    right = str(row.get("answer") or "").strip()
+    right = words_of(row.get("answer"))
     if not right:
         raise ValueError("the question has no answer to compare with")
     if FINAL.search(right):

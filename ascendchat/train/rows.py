@@ -43,19 +43,26 @@ SAMPLE_TOKENS = 24
 
 
 def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
-    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs."""
+    """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs. Without a total
+    from the user, rows per device and micro-batches are the total where both are given."""
     fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
+    asked, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
+    if examples and config.total_batch_size:
+        raise UserError("--target-examples-per-step and --total-batch-size say the same thing; give one of them")
+    given = f"--target-examples-per-step {examples}" if examples else f"--total-batch-size {config.total_batch_size}"
+    free = not (examples or config.total_batch_size)
+    if free and fixed and asked:
+        return Split(size, fixed, asked, shape.seq_len)
     if isinstance(shape, HFShape):
         rows = fixed or most_rows(shape.counted, device.chip, size, checkpointing, beside=beside, **kept(config))
         split = (split_fixed if fixed else share)(total, size, shape.seq_len, rows)
     else:
         split = fit_split(shape, device.chip, size, total, rows=fixed, checkpointing=checkpointing, beside=beside)
-    asked = config.gradient_accumulation_steps
-    if asked is not None and config.total_batch_size is None:
+    if asked is not None and free:
         return replace(split, accumulation=asked)
     if asked is not None and asked != split.accumulation:
         raise UserError(
-            f"--gradient-accumulation-steps {asked} does not fit --total-batch-size {total}: with "
+            f"--gradient-accumulation-steps {asked} does not fit {given}: with "
             f"{split.devices} device(s) and {split.rows} rows of {split.seq_len} it takes {split.accumulation}"
         )
     return split

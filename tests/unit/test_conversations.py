@@ -258,7 +258,6 @@ def test_a_bad_row_among_many_is_counted_named_and_left_out(tmp_path: Path, kind
         list(conversations(path, say=said.append))
 
 
-@pytest.mark.xfail(strict=True, reason="mend 5")
 @pytest.mark.parametrize(
     "row",
     [

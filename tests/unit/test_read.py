@@ -99,7 +99,6 @@ def test_a_json_file_may_hold_a_list_or_values_one_after_the_other(content: str,
     assert list(read_documents([write(tmp_path / "a.json", content.encode())])) == ["a", "b"]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 3")
 @pytest.mark.parametrize(
     "content",
     [
@@ -116,14 +115,12 @@ def test_lists_one_after_the_other_in_a_json_file_are_read_to_its_end(content: s
     assert tally == Tally(documents=4)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 3")
 @pytest.mark.parametrize("rest", ["\0\0", "]", "[", '["c"', "garbage", '["c"]]'])
 def test_what_stands_behind_a_json_list_and_is_none_is_damage(rest: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.json is not valid JSON after [23] rows"):
         list(read_documents([write(tmp_path / "a.json", b'["a", "b"] ' + rest.encode())]))
 
 
-@pytest.mark.xfail(strict=True, reason="mend 3")
 @pytest.mark.parametrize("kind", [".csv", ".tsv"])
 def test_a_quote_that_is_not_closed_does_not_swallow_the_rest_of_a_table(kind: str, tmp_path: Path) -> None:
     rows = ["text", '"fine"', '"unclosed', *(f"row {i}" for i in range(200))]

@@ -83,7 +83,6 @@ def test_answer_goes_by_what_the_row_has(reply: str, row: dict[str, object], rew
     assert terms.answer("q", reply, **row) == reward
 
 
-@pytest.mark.xfail(strict=True, reason="mend 5")
 @pytest.mark.parametrize(
     ("reply", "answer", "reward"),
     [("It is 0.", 0, 1.0), ("It is 1.", 0, 0.0), ("0", 0.0, 1.0), ("Infinity", "infinity", 1.0), ("nan", "NaN", 1.0)],
