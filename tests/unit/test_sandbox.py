@@ -44,17 +44,43 @@ class Outside:
         self.secret.chmod(0o666)
         self.server = socket.create_server(("127.0.0.1", 0))
         self.server.setblocking(False)
+        abstract = f"\0ascendchat-test-{os.getpid()}-{self.server.getsockname()[1]}"
+        self.ears = {name: hear(name) for name in [str(folder / "ear"), *([abstract] * (sys.platform == "linux"))]}
 
     def run(self, name: str, layers: tuple[str, ...] | None = None, seconds: float = SECONDS) -> sandbox.Result:
         """A hostile program, which is told what it might harm."""
         port = self.server.getsockname()[1]
-        told = {"parent": os.getpid(), "outside": str(self.folder), "port": port, "seconds": SECONDS}
+        told = {
+            "parent": os.getpid(),
+            "outside": str(self.folder),
+            "port": port,
+            "seconds": SECONDS,
+            "ears": list(self.ears),
+        }
         return sandbox.run(text_of(name), seconds=seconds, stdin=json.dumps(told) + "\n", layers=layers)
 
     def untouched(self) -> bool:
         with pytest.raises(BlockingIOError):
             self.server.accept()
-        return sorted(path.name for path in self.folder.iterdir()) == ["secret"] and self.secret.read_text() == SECRET
+        for ear in self.ears.values():
+            with pytest.raises(BlockingIOError):
+                ear.recv(100)
+        there = sorted(path.name for path in self.folder.iterdir())
+        return there == ["ear", "secret"] and self.secret.read_text() == SECRET
+
+    def close(self) -> None:
+        for opened in (self.server, *self.ears.values()):
+            opened.close()
+
+
+def hear(name: str) -> socket.socket:
+    """A datagram socket to which anybody on this machine may send."""
+    ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ear.bind(name)
+    ear.setblocking(False)
+    if not name.startswith("\0"):
+        Path(name).chmod(0o777)
+    return ear
 
 
 def text_of(name: str) -> str:
@@ -84,7 +110,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     yield place
     tempfile.tempdir = None
     del os.environ["ASCENDCHAT_SECRET"]
-    place.server.close()
+    place.close()
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +173,8 @@ def test_nothing_stays_behind_and_the_evaluator_goes_on(
 ALONE = {
     (): "sleep_too_long memory_bomb output_forever daemon hold_the_pipe",
     ("namespaces", "user"): "socket_tcp socket_udp write_outside write_system write_shared_memory proc_of_others "
-    "kill_the_parent symlink_out become_root fork_bomb fill_the_disk shell_child daemon",
-    ("namespaces",): "write_system write_outside",  # whoever owns the files: the root folder is read-only
+    "kill_the_parent symlink_out become_root fork_bomb fill_the_disk shell_child daemon every_socket",
+    ("namespaces",): "write_system write_outside every_socket",  # whoever owns the files: the root folder is read-only
     ("seccomp",): "socket_tcp socket_by_number write_outside kill_the_parent fork_bomb trace_the_parent rename_out "
     "mount_and_unshare shared_memory_segment shell_child memory_of_files other_process_settings symlink_out "
     "hard_link_out shell daemon",
@@ -169,7 +195,7 @@ def test_each_layer_alone_holds_what_it_is_there_for(layers: tuple[str, ...], na
     assert result.seconds < SECONDS + sandbox.GRACE
     time.sleep(SECONDS + 1.2 if name == "daemon" else 0)
     assert outside.untouched()
-    outside.server.close()
+    outside.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these")
@@ -284,7 +310,10 @@ def test_the_self_test_ends_well_though_a_program_takes_its_folder_away(monkeypa
 
 def run_filter(program: list[seccomp.Instruction], machine: str, number: int, *arguments: int, pid: int = 77) -> int:
     """What the kernel would answer: a tiny interpreter of the filter."""
-    seen = {0: number, 4: seccomp.ARCHES[machine], **{16 + 8 * i: value for i, value in enumerate(arguments)}}
+    halves = {
+        16 + 8 * i + 4 * half: value >> 32 * half & 0xFFFFFFFF for i, value in enumerate(arguments) for half in (0, 1)
+    }
+    seen = {0: number, 4: seccomp.ARCHES[machine], **halves}
     value, at = 0, 0
     while True:
         code, jt, jf, k = program[at]
@@ -298,6 +327,7 @@ def run_filter(program: list[seccomp.Instruction], machine: str, number: int, *a
         at += 1 + (jt if holds else jf)
 
 
+@pytest.mark.xfail(strict=True, reason="mend 7")
 @pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
 def test_the_filter_judges_calls_by_number_and_argument_on_both_processors(machine: str, column: int) -> None:
     strict, loose = (seccomp.program(machine, read_only) for read_only in (True, False))
@@ -322,8 +352,16 @@ def test_the_filter_judges_calls_by_number_and_argument_on_both_processors(machi
     assert allowed(loose, "prctl", 15)
     for command in range(1100):
         assert allowed(loose, "fcntl", 5, command) is (command not in (8, 10, 15))
-    for command in (0x5401, 0x5421, 0x8900, 0x8901, 0x8902, 0x8903):
-        assert allowed(strict, "ioctl", 5, command) is (command not in (0x8901, 0x8902))
+    for command in (0x5401, 0x540E, 0x5412, 0x5421, 0x8900, 0x8901, 0x8902, 0x8903):
+        assert allowed(strict, "ioctl", 5, command) is (command not in (0x540E, 0x5412, 0x8901, 0x8902))
+    for family in range(50):
+        for kind in range(16):
+            for flags in (0, socket.SOCK_NONBLOCK, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC):
+                plain = family == socket.AF_UNIX and kind == socket.SOCK_STREAM
+                assert allowed(loose, "socketpair", family, kind | flags) is plain
+    assert allowed(strict, "sendto", 5, 6, 7, 0, 0, 0), "this is how `send` reaches the kernel"
+    for address in (8, 1 << 32, 1 << 47):
+        assert not allowed(loose, "sendto", 5, 6, 7, 0, address, 0)
     read = {"x86_64": 0, "aarch64": 63}[machine]
     assert run_filter(strict, machine, read) == seccomp.ALLOW
     other_numbering = run_filter(loose, machine, seccomp.X32 + read)

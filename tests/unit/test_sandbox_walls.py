@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ascendchat import sandbox
-from ascendchat.sandbox import seccomp
+from ascendchat.sandbox import inside, seccomp
 
 LAYERS = sandbox.capabilities()["layers"] if sys.platform == "linux" else []
 needs_seccomp = pytest.mark.skipif("seccomp" not in LAYERS, reason="this machine has no seccomp")
@@ -117,3 +122,72 @@ def test_a_sandbox_that_runs_nothing_is_told_from_one_with_limits_only(
         found = sandbox.capabilities()
     assert (found["layers"], found["broken"]) == ([], "libpython: cannot open shared object")
     assert not any(held is True for held in found.values())
+
+
+@pytest.mark.xfail(strict=True, reason="mend 7")
+@needs_seccomp
+def test_seccomp_alone_leaves_one_kind_of_socket_which_reaches_nobody() -> None:
+    code = """
+import ctypes
+libc, ends = ctypes.CDLL(None), (ctypes.c_int * 2)()
+for family in range(50):
+    for kind in range(1, 11):
+        if libc.socket(family, kind, 0) >= 0:
+            print("socket", family, kind)
+        if libc.socketpair(family, kind, 0, ends) == 0:
+            print("pair", family, kind)
+            address = ctypes.create_string_buffer(b"\\1\\0\\0other", 110)
+            print([call(ends[0], address, 8) for call in (libc.connect, libc.bind)], libc.listen(ends[0], 1))
+            print(libc.sendto(ends[0], b"x", 1, 0, address, 8), libc.send(ends[0], b"x", 1, 0))
+"""
+    assert sandbox.run(code, layers=("seccomp",)).stdout == "pair 1 1\n[-1, -1] -1\n-1 1\n"
+
+
+def test_seccomp_is_missing_where_its_calls_are_not_known_and_tried_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sandbox, "run", lambda code, **way: sandbox.Result(True, "here\n", "", ""))
+    for machine, known in {"x86_64": True, "aarch64": True, "riscv64": False}.items():
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(sandbox, "_tried", None)
+        found = sandbox.capabilities()
+        assert ("seccomp" in found["layers"], "seccomp" in found["missing"]) == (known, not known)
+        assert known or found["missing"]["seccomp"] == "the system calls of riscv64 are not known to it"
+    monkeypatch.setattr(sandbox, "_tried", None)
+
+
+def test_a_layer_that_cannot_be_set_up_ends_as_a_sentence_whoever_notices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = sandbox.run("print(1)", layers=(), files={"a\0b": "x"})  # the process that prepares the folder
+    assert (said.reason, said.detail, said.stdout) == ("sandbox", "embedded null byte", "")
+    monkeypatch.setattr(seccomp, "program", lambda *_, **__: [(0xFFFF, 0, 0, 0)])
+    if sys.platform == "linux":  # the program's own process
+        said = sandbox.run("print(1)", layers=("seccomp",))
+        assert (said.reason, said.detail, said.stdout) == ("sandbox", "seccomp: Invalid argument", "")
+
+    def refuse() -> None:
+        raise inside.LayerUnavailable("namespaces: Operation not permitted")
+
+    order = {"layers": ["namespaces"]}
+    monkeypatch.setattr(inside, "leave_namespaces", refuse)  # the watcher
+    for name in ("libc", "kill_with_parent"):
+        monkeypatch.setattr(inside, name, lambda: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(json.dumps(order).encode())))
+    assert inside.main() == 0
+    assert json.loads(capsys.readouterr().out) == {"setup": "namespaces: Operation not permitted"}
+    verdict = sandbox._judge({"setup": "namespaces: Operation not permitted", "finished": False})
+    assert (verdict.ok, verdict.reason, verdict.detail) == (False, "sandbox", "namespaces: Operation not permitted")
+
+
+def test_of_no_layer_at_all_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(code: str, *, layers: tuple[str, ...], **_: Any) -> sandbox.Result:
+        return sandbox.Result(False, "", "", "sandbox", f"no {layers[-1]}" if layers else "nothing runs")
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sandbox, "run", run)
+    found = sandbox._try_layers()
+    assert found.broken == "nothing runs"
+    assert found.layers == ()
+    assert all(re.match("no |not needed", reason) for reason in found.missing.values())
