@@ -58,6 +58,34 @@ with contextlib.suppress(OSError):
 """
 
 
+# What a program does to get out, by danger. Each line is one attack; {ear} is a datagram socket of somebody else.
+ATTACKS: dict[str, tuple[str, ...]] = {
+    "memory": ("bytearray(1 << 30)", "for _ in range(24): os.posix_fallocate(os.memfd_create('x'), 0, 12 << 20)"),
+    "processes": ("for _ in range(64): os.fork() or time.sleep(9)",),
+    "network": (
+        "socket.create_connection({server}, timeout=5)",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', {server})",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', {ear})",
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {ear})",
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].connect({ear})",
+    ),
+    "writing": (
+        "open({written}, 'w').close()",
+        "os.mkdir({written} + '-folder')",
+        "os.truncate(os.path.join({folder}, 'secret'), 0)",
+        "os.chdir({folder}); socket.socketpair()[0].bind('name')",
+    ),
+    "reading": ("open({secret}).read()", "os.listdir({folder})", "open('/proc/{victim}/stat').read()"),
+}
+# A refusal is said, for a program that was ended early has proved nothing.
+TRY = """
+try:
+    {attack}
+except (OSError, MemoryError):
+    print("refused", flush=True)
+"""
+
+
 @dataclass(frozen=True)
 class Result:
     """How a program ended."""
@@ -254,19 +282,24 @@ def capabilities() -> dict[str, Any]:
     outside = Path(tempfile.mkdtemp(prefix="ascendchat-sandbox-"))
     waiting = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(120)"]
     victim = subprocess.Popen(waiting, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ear = f"\0ascendchat-sandbox-{secrets.token_hex(8)}"
+    held: dict[str, bool] = {}
     try:
         outside.chmod(0o777)  # only the sandbox can keep the program out
-        (outside / "secret").write_text("secret", encoding="utf-8")
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            tries = {
-                "memory": "x = bytearray(1 << 30)",
-                "processes": "import os, time\nfor _ in range(64):\n    os.fork() or time.sleep(9)",
-                "network": f"import socket\nsocket.create_connection({server.getsockname()!r}, timeout=5)",
-                "writing": f"open({str(outside / 'written')!r}, 'w').close()",
-                "reading": f"open({str(outside / 'secret')!r}).read()",
-                "signals": SIGNALS.format(pid=victim.pid),
-            }
-            results = {name: run(code, seconds=10.0, layers=layers) for name, code in tries.items()}
+        secret = outside / "secret"
+        secret.write_text("secret", encoding="utf-8")
+        secret.chmod(0o666)
+        with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as opened:
+            if sys.platform == "linux":  # elsewhere no layer holds the network anyway
+                opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(ear)
+            places = {"folder": str(outside), "secret": str(secret), "written": str(outside / "written")}
+            targets = {"server": server.getsockname(), "ear": ear, "victim": victim.pid, **places}
+            names = {name: repr(value) for name, value in targets.items()}
+            for danger, attacks in ATTACKS.items():
+                tries = (TRY.format(attack=attack.format(**names)) for attack in attacks)
+                result = run("import os, socket, time" + "".join(tries), seconds=10.0, layers=layers)
+                held[danger] = result.ok and result.stdout == "refused\n" * len(attacks)
+        signals = run(SIGNALS.format(pid=victim.pid), seconds=10.0, layers=layers)
         with contextlib.suppress(subprocess.TimeoutExpired):
             victim.wait(timeout=0.2)
         alive = victim.poll() is None
@@ -274,6 +307,5 @@ def capabilities() -> dict[str, Any]:
         victim.kill()
         victim.wait()
         shutil.rmtree(outside, ignore_errors=True)
-    held = {name: not result.ok and result.reason != "sandbox" for name, result in results.items()}
-    held["signals"] = results["signals"].ok and alive
+    held["signals"] = signals.ok and alive
     return {"layers": list(layers), "missing": missing, "broken": broken, **held}

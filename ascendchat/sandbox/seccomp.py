@@ -47,7 +47,8 @@ REFUSED = _table("""
     msgsnd 69 189,  msgrcv 70 188,  msgctl 71 187,  mq_open 240 180,  mq_unlink 241 181,  setsid 112 157,
     setpgid 109 154,  setpriority 141 140,  sched_setscheduler 144 119,  sched_setparam 142 118,
     sched_setattr 314 274,  sched_setaffinity 203 122,  ioprio_set 251 30,  migrate_pages 256 238,
-    move_pages 279 239,  io_uring_setup 425 425,  io_uring_enter 426 426,  io_uring_register 427 427,  mknod 133 -,
+    move_pages 279 239,  bind 49 200,  connect 42 203,  listen 50 201,  accept 43 202,  accept4 288 242,
+    sendmmsg 307 269,  io_uring_setup 425 425,  io_uring_enter 426 426,  io_uring_register 427 427,  mknod 133 -,
     mknodat 259 33
 """)
 # These change files. They are refused when the program has no root folder of its own.
@@ -62,14 +63,19 @@ CHANGES = _table("""
 # These are refused or not by their arguments.
 JUDGED = _table("""
     clone 56 220,  clone3 435 435,  kill 62 129,  tgkill 234 131,  prctl 157 167,  prlimit64 302 261,  open 2 -,
-    openat 257 56,  openat2 437 437,  fcntl 72 25,  ioctl 16 29
+    openat 257 56,  openat2 437 437,  fcntl 72 25,  ioctl 16 29,  socketpair 53 199,
+    sendto 44 206
 """)
-# Commands by which a pipe or socket sends any signal to any process of the same user. `socketpair` itself stays
-# allowed, for asyncio cannot start without it: a pair without these commands reaches nobody.
+# Commands by which a pipe or socket sends any signal to any process of the same user, and by which somebody's terminal
+# becomes ours and is typed into.
 OWNERS = {
     "fcntl": (8, 10, 15),  # F_SETOWN, F_SETSIG, F_SETOWN_EX
-    "ioctl": (0x8901, 0x8902),  # FIOSETOWN, SIOCSPGRP
+    "ioctl": (0x8901, 0x8902, 0x540E, 0x5412),  # FIOSETOWN, SIOCSPGRP, TIOCSCTTY, TIOCSTI
 }
+# asyncio cannot start without a pair of sockets. A pair of streams is connected for good and reaches nobody; one of
+# datagrams sends to every socket of the machine whose name it knows.
+AF_UNIX = 1
+STREAMS = (1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM, alone or with SOCK_NONBLOCK, SOCK_CLOEXEC
 
 
 def program(machine: str, read_only: bool) -> list[Instruction]:
@@ -94,10 +100,16 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
         load = (LOAD, 0, 0, ARGUMENTS + 8 * argument)
         return load, (opcode, 0, 1, value), (RETURN, 0, 0, yes), (RETURN, 0, 0, otherwise)
 
-    def none_of(argument: int, values: tuple[int, ...]) -> tuple[Instruction, ...]:
-        """Refused if the argument is one of these."""
+    def one_of(argument: int, values: tuple[int, ...], yes: int, otherwise: int) -> tuple[Instruction, ...]:
+        """`yes` if the argument is one of these, else the other verdict."""
         tests = [(EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
-        return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, no))
+        return ((LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, yes))
+
+    def nothing_at(argument: int, otherwise: int) -> tuple[Instruction, ...]:
+        """Allowed if the argument is a null pointer, looked at in both halves."""
+        low = ARGUMENTS + 8 * argument
+        halves = ((LOAD, 0, 0, low), (EQUAL, 0, 2, 0), (LOAD, 0, 0, low + 4), (EQUAL, 1, 0, 0))
+        return (*halves, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, ALLOW))
 
     for name in [*REFUSED, *(CHANGES if read_only else ())]:
         call(name, (RETURN, 0, 0, no))
@@ -108,7 +120,10 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
     call("prctl", *only(0, EQUAL, PR_SET_PDEATHSIG, no, ALLOW))
     call("prlimit64", *only(0, EQUAL, 0, ALLOW, no))
     for name, commands in OWNERS.items():
-        call(name, *none_of(1, commands))
+        call(name, *one_of(1, commands, no, ALLOW))
+    family = ((LOAD, 0, 0, ARGUMENTS), (EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, no))
+    call("socketpair", *family, *one_of(1, STREAMS, ALLOW, no))
+    call("sendto", *nothing_at(4, no))  # without an address it is `send`
     if read_only:
         call("open", *only(1, ANY_BIT, WRITES, no, ALLOW))
         call("openat", *only(2, ANY_BIT, WRITES, no, ALLOW))

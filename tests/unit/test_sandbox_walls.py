@@ -124,7 +124,6 @@ def test_a_sandbox_that_runs_nothing_is_told_from_one_with_limits_only(
     assert not any(held is True for held in found.values())
 
 
-@pytest.mark.xfail(strict=True, reason="mend 7")
 @needs_seccomp
 def test_seccomp_alone_leaves_one_kind_of_socket_which_reaches_nobody() -> None:
     code = """
@@ -141,6 +140,29 @@ for family in range(50):
             print(libc.sendto(ends[0], b"x", 1, 0, address, 8), libc.send(ends[0], b"x", 1, 0))
 """
     assert sandbox.run(code, layers=("seccomp",)).stdout == "pair 1 1\n[-1, -1] -1\n-1 1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these")
+def test_every_attack_of_the_self_test_succeeds_where_nothing_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, said = sandbox.run, []
+
+    def run(code: str, **way: Any) -> sandbox.Result:
+        said.append(real(code, **way))
+        return said[-1]
+
+    monkeypatch.setattr(sandbox, "run", run)
+    monkeypatch.setattr(sandbox, "_tried", sandbox._Available((), {}, ""))
+    found = sandbox.capabilities()
+    assert not any(held is True for held in found.values())
+    refusals = {danger: result.stdout.count("refused") for danger, result in zip(sandbox.ATTACKS, said)}
+    assert refusals == {**dict.fromkeys(sandbox.ATTACKS, 0), "memory": 1}, "a single process has its limit"
+
+
+@needs_seccomp
+def test_with_seccomp_alone_the_self_test_claims_all_but_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_tried", sandbox._Available(("seccomp",), {}, ""))
+    assert [name for name, held in sandbox.capabilities().items() if held is False] == ["reading"]
 
 
 def test_seccomp_is_missing_where_its_calls_are_not_known_and_tried_where_they_are(

@@ -12,6 +12,12 @@ libc = ctypes.CDLL(None)
 local = [*given["ears"], os.path.join(given["outside"], "made"), "\0ascendchat-test-made"]
 others = [("127.0.0.1", given["port"]), ("::1", given["port"]), (1, 1024), (2, 1024), (0, 0), ("lo", 0)]
 ends = (ctypes.c_int * 2)()
+WAYS = (
+    lambda one, name: one.sendto(b"x", name),
+    lambda one, name: one.sendmsg([b"x"], [], 0, name),
+    lambda one, name: (one.connect(name), one.send(b"x")),
+    lambda one, name: one.bind(name),
+)
 
 
 def alone(family, kind):
@@ -30,13 +36,8 @@ for family in range(50):
                 with socket.socket(family, kind, 0, fileno=number) as one:
                     one.setblocking(False)
                     for name in local if family == socket.AF_UNIX else others:
-                        for way in (
-                            lambda: one.sendto(b"x", name),
-                            lambda: one.sendmsg([b"x"], [], 0, name),
-                            lambda: (one.connect(name), one.send(b"x")),
-                            lambda: one.bind(name),
-                        ):
+                        for way in WAYS:
                             with contextlib.suppress(OSError, TypeError, OverflowError):
-                                way()
+                                way(one, name)
             for number in opened[1:]:
                 os.close(number)
