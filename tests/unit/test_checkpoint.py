@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -221,6 +222,79 @@ def test_a_flipped_byte_anywhere_is_found_and_the_one_before_is_used(tmp_path: P
         assert found is not None
         assert found.step == 1
         assert "DAMAGED" in said[0]
+
+
+def sign(folder: Path, **contents: str) -> None:
+    """Write files of a checkpoint anew, with the checksums that belong to them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, content in contents.items():
+        path = folder / f"{name}.json"
+        path.write_text(content)
+        manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+DEEP = "[" * 100_000
+HEX = json.dumps("0" * 64)
+MANIFESTS = [DEEP, "", "null", "[]", "7", '"a"', "{}", '{"files": []}', '{"files": {}}', '{"files": null}', "\\ud800"]
+MANIFESTS += [f'{{"files": {{"model.safetensors": {entry}}}}}' for entry in ("null", "[]", '{"bytes": "a"}', "{}")]
+MANIFESTS += [f'{{"files": {{"../latest": {{"bytes": 12, "sha256": {HEX}}}}}}}', '{"files": {"\\u0000": {"bytes": 1}}}']
+STATES = [DEEP, "", "[]", "null", "{}", '{"step": "a"}', '{"step": null}', '{"step": 1e999}', '{"step": -1}']
+STATES += ['{"step": true}', '{"step": 2.5}', '{"step": [2]}', '{"step": 3}', '{"step": NaN}']
+
+
+@pytest.mark.xfail(strict=True, reason="mend 19")
+def test_whatever_stands_in_its_json_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    path, said = tmp_path / "step_000002", list[str]()
+    whole = (path / "manifest.json").read_text()
+    for content in MANIFESTS:
+        (path / "manifest.json").write_text(content)
+        assert found_in(tmp_path, say=said.append).step == 1, content[:80]
+    for content in STATES:
+        (path / "manifest.json").write_text(whole)
+        sign(path, state=content)
+        assert found_in(tmp_path, say=said.append).step == 1, content[:80]
+    assert len(said) == len(MANIFESTS) + len(STATES)
+    for text in said:
+        assert text.startswith(f"DAMAGED CHECKPOINT, NOT USED: {path}")
+        assert text.endswith("; trying the one before")
+        assert len(text) < 500
+    (path / "manifest.json").write_text(whole)
+    sign(path, state='{"step": 2}')
+    assert found_in(tmp_path).step == 2
+
+
+@pytest.mark.xfail(strict=True, reason="mend 19")
+@pytest.mark.parametrize("content", ["", "step_000001", "step_000001 a", "a b c", "step_000001 nan", "\udcff"])
+def test_a_mark_of_the_best_that_cannot_be_read_or_compared_is_replaced(content: str, tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "best").write_bytes(content.encode(errors="surrogateescape"))
+    writer = Writer(tmp_path)
+    writer.mark_best(1, float("nan"))
+    writer.mark_best(2, 0.5)
+    writer.mark_best(1, float("nan"))
+    assert (tmp_path / "best").read_text() == "step_000002 0.5\n"
+
+
+@pytest.mark.xfail(strict=True, reason="mend 19")
+def test_what_a_kill_left_of_small_files_goes_with_the_next_start(tmp_path: Path) -> None:
+    for name in (".latest.4213.tmp", ".best.77.tmp", ".run.json.5.tmp", ".lock", "mine.tmp"):
+        (tmp_path / name).touch()
+    said: list[str] = []
+    Writer(tmp_path, say=said.append)
+    assert ({path.name for path in tmp_path.iterdir()}, said) == ({".lock", "mine.tmp"}, [])
+
+
+@pytest.mark.xfail(strict=True, reason="mend 19")
+def test_who_replaces_a_file_takes_away_what_kills_have_left_of_it(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / f".{name}.tmp" for name in ("a.json.11", "a.json.12", "b.json.13"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (1, 1))
+    write_atomic(tmp_path / "a.json", "{}")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", new.name, other.name}, "another process writes it"
 
 
 def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
