@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import threading
@@ -76,6 +77,9 @@ class Writer:
             left = [".step_*.writing", ".deleted_*", f"../.deleted_{self.folder.name}.old*"]
             for path in [path for form in left for path in self.folder.glob(form)]:
                 self._delete(path)
+            for path in self.folder.glob(".*.tmp"):  # of files that `write_atomic` replaces
+                with contextlib.suppress(OSError):
+                    path.unlink()
         dist.barrier()
 
     def save(
@@ -108,17 +112,17 @@ class Writer:
         """Keep the checkpoint of this step besides the last ones if its score is the best so far."""
         self.wait()
         _, best = self._best()
-        better = best is None or (score > best if higher_is_better else score < best)
+        better = not math.isnan(score) and (best is None or (score > best if higher_is_better else score < best))
         if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and better:
             write_atomic(self.folder / "best", f"step_{step:06d} {score!r}\n")
 
     def _best(self) -> tuple[str, float | None]:
         """Name and score of the best checkpoint; the file holds both, so that a resumed run knows them."""
-        mark = self.folder / "best"
-        if not mark.is_file():
+        try:
+            name, score = (self.folder / "best").read_text(encoding="utf-8").split()
+            return (name, float(score)) if not math.isnan(float(score)) else ("", None)
+        except (OSError, ValueError):  # there is none, or it is damaged: the next one is the best so far
             return "", None
-        name, score = mark.read_text(encoding="utf-8").split()
-        return name, float(score)
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk."""
@@ -302,21 +306,39 @@ class Checkpoint:
 def verify(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     """Check the files against the manifest; raise Damaged with the file's name. Who only uses the model leaves the
     optimizer's files alone: they are four times as large, and may have been deleted."""
+    manifest = _read_object(folder / "manifest.json")
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        for name, entry in manifest["files"].items():
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        for name, (size, checksum) in files.items():
             if name.startswith(("optim-", "extra-")) and not optimizer:
                 continue
             path = folder / name
             if not path.is_file():
                 raise Damaged(f"{path} is missing")
-            if path.stat().st_size != entry["bytes"]:
-                raise Damaged(f"{path} has {path.stat().st_size} bytes instead of {entry['bytes']}")
-            if sha256(path) != entry["sha256"]:
+            if path.stat().st_size != size:
+                raise Damaged(f"{path} has {path.stat().st_size} bytes instead of {size}")
+            if sha256(path) != checksum:
                 raise Damaged(f"{path} does not match its checksum")
-        return Checkpoint(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise Damaged(f"{folder / 'manifest.json'} cannot be read: {error!r}") from error
+    for name in ("model.safetensors", "state.json"):
+        if name not in files:
+            raise Damaged(f"{folder / 'manifest.json'} does not list {name}")
+    state, step = _read_object(folder / "state.json"), manifest.get("step")
+    if type(step) is not int or step < 0 or type(state.get("step")) is not int or state["step"] != step:
+        raise Damaged(f"{folder / 'state.json'} does not name the step of the manifest")
+    return Checkpoint(folder, state)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds names and values."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # the last: thousands of brackets
+        raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise Damaged(f"{path} cannot be read: it holds no object")
+    return found
 
 
 def read_file(path: Path) -> dict[str, Tensor]:

@@ -8,9 +8,12 @@ import os
 import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from ascendchat.config import UserError
+
+ABANDONED = 3600.0  # seconds since anything was written to a draft: its process is dead
 
 
 def flush(path: Path) -> None:
@@ -44,6 +47,7 @@ def check_folder(folder: Path) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file so that a reader, or a crash, sees the old content or the new one, never a half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}{threading.get_ident()}.tmp")
+    _tidy(path)
     try:
         with beside.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -54,6 +58,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         beside.unlink(missing_ok=True)
         raise
     flush(path.parent)  # the rename itself
+
+
+def _tidy(path: Path) -> None:
+    """Take away what kills have left of this file: drafts so old that nobody can be writing them."""
+    with contextlib.suppress(OSError):
+        with os.scandir(path.parent) as entries:
+            drafts = [e for e in entries if e.name.startswith(f".{path.name}.") and e.name.endswith(".tmp")]
+        for draft in drafts:
+            if draft.stat().st_mtime < time.time() - ABANDONED:
+                os.unlink(draft.path)
 
 
 def usual_mode(path: Path) -> None:

@@ -128,7 +128,7 @@ def refuse_ours(folder: Folder) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); download the model again") from None
     return found if isinstance(found, dict) else {}
 

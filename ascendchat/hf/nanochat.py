@@ -182,7 +182,7 @@ def read_config(source: Source) -> dict[str, Any]:
         return {**found, **{name: int(found[name]) for name in SIZES}}
     except FileNotFoundError:
         raise UserError(f"{path} is missing, which says the sizes of the model; copy it beside that") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(f"{path} has no whole model_config ({error!r}); copy it again") from None
 
 

@@ -191,7 +191,7 @@ def read_config(path: str, seq_len: int) -> HFModel:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--hf-config: cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--hf-config: {file} is not JSON ({error})") from None
     if not isinstance(values, dict) or "model_type" not in values:
         raise UserError(f"--hf-config: {file} names no model_type; give the config.json of a model")

@@ -166,7 +166,7 @@ def append_row(fd: int, row: dict[str, Any], size: int) -> int:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and ("step" in row or "resumed_at" in row) else None
 

@@ -67,6 +67,6 @@ def read_facts(path: Path) -> dict[str, Any]:
     """A run.json; nothing where it is absent, or damaged by hand (it is then written anew)."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -41,7 +41,7 @@ class Reference:
             if about["fingerprint"] != self.fingerprint or about["sha256"] != sha256(self.path):
                 return None
             return read_file(self.path)[NAME].clone()
-        except (OSError, ValueError, KeyError, TypeError, Damaged):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, Damaged):
             return None
 
     def read_or_make(self, make: Callable[[], Tensor], here: Context) -> Tensor:

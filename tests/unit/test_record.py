@@ -18,6 +18,7 @@ import pytest
 
 from ascendchat.config import UserError, home, parse
 from ascendchat.record import open_run, read_metrics, run_folder
+from ascendchat.record.earlier import read_facts
 from ascendchat.record.speed import Smooth, eta, speed
 
 
@@ -149,9 +150,11 @@ def test_reader_leaves_out_an_unfinished_line_and_names_a_damaged_one(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2')
     assert steps(path) == [1]
-    path.write_bytes(b'{"step": 1}\nrubbish\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_metrics(path)
+    for damaged in (b"rubbish", b"[" * 100_000):
+        path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+        with pytest.raises(UserError, match="line 2"):
+            read_metrics(path)
+        assert read_facts(path) == {}
     with pytest.raises(UserError, match="cannot read"):
         read_metrics(tmp_path / "absent")
 

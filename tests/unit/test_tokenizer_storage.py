@@ -44,14 +44,14 @@ def test_a_saved_tokenizer_loads_with_the_same_ids(folder: Path, trained: Tokeni
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_a_damaged_file_is_named_with_the_remedy(folder: Path, name: str) -> None:
     data, draw = (folder / name).read_bytes(), random.Random(name)
-    damaged = [data[:length] for length in (0, 1, len(data) // 2, len(data) - 2)]
+    damaged = [b"[" * 100_000, *(data[:length] for length in (0, 1, len(data) // 2, len(data) - 2))]
     for _ in range(20):
         flipped = bytearray(data)
         flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         damaged.append(bytes(flipped))
     for content in damaged:
         (folder / name).write_bytes(content)
-        if name == "manifest.json" and sizes_and_sums(content) == sizes_and_sums(data):
+        if name == "manifest.json" and content[:2] != b"[[" and sizes_and_sums(content) == sizes_and_sums(data):
             continue  # a bit of the remedy's text: the files themselves are whole
         with pytest.raises(UserError, match=r"damaged|missing") as caught:
             Tokenizer.load(folder)

@@ -175,7 +175,7 @@ def _train(folder: Path) -> str:
 def damaged(folder: Path, name: str, why: str) -> str:
     """The sentence for a file that cannot be used."""
     command = _train(folder)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the manifest itself may be the damaged file
+    with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):  # the manifest itself may be it
         command = str(json.loads((folder / MANIFEST).read_bytes())["mend"])
     return (
         f"{folder / name} is damaged: {why}; copy the folder again from where it came, or train it again on the same "
@@ -190,7 +190,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
         entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         raise UserError(f"there is no tokenizer in {folder}; train one: {_train(folder)}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UserError(damaged(folder, MANIFEST, f"it cannot be read ({type(error).__name__})")) from None
     if OWN not in entries:
         raise UserError(damaged(folder, MANIFEST, f"it does not list {OWN}"))
@@ -207,7 +207,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             own = data
     try:
         content = json.loads(own)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(damaged(folder, OWN, "it is not JSON")) from None
     if not isinstance(content, dict) or content.get("format") != BPE_FORMAT:
         raise UserError(damaged(folder, OWN, f"its format is not {BPE_FORMAT}"))
