@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import warm_process
 
@@ -24,10 +26,12 @@ from ascendchat.config import UserError, parse
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data import toyworld
 from ascendchat.data.corpus import Corpus, open_corpora
+from ascendchat.data.fetch import fetch
 from ascendchat.data.mixture import parse_mixture
 from ascendchat.data.prepare import prepare, run
 from ascendchat.data.shards import dtype_for, is_validation
 from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.data.tokenizer.commands import texts_of
 from ascendchat.data.verify import verify_folders
 
 
@@ -161,6 +165,57 @@ def test_weights_make_one_corpus_per_source_and_a_mixture(tokenizer: Path, tmp_p
     mixture = open_corpora([tmp_path / "out"])
     assert [weight for _, weight in mixture] == [1.0, 3.0]
     assert mixture[0][0].documents > 100 > mixture[1][0].documents
+
+
+@pytest.mark.xfail(strict=True, reason="mend 14")
+def test_the_validation_file_of_a_set_is_never_trained_on(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by `data prepare` nor by `tokenizer train`."""
+    hub, items = tmp_path / "hub" / "climbmix", [texts(20, 40), texts(20, 41), texts(20, 42)]
+    hub.mkdir(parents=True)
+    for name, rows in zip(("shard_00000", "shard_00001", "shard_06542"), items):
+        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), hub / f"{name}.parquet")
+    folder = fetch("climbmix", source=str(tmp_path / "hub"))
+    train, held = items[0] + items[1], items[2]
+    out, base = tmp_path / "out", ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--workers", "1"]
+
+    def prepared(*words: str) -> tuple[list[str], list[str]]:
+        assert run(parse(DataPrepareConfig, [*words, *base])) == 0
+        return decoded(out, "train", tokenizer), decoded(out, "val", tokenizer)
+
+    for name in ("climbmix", str(folder), str(folder / "*.parquet")):
+        assert prepared(name) == (train, held)
+    assert "shard_06542.parquet is for validation only" in capsys.readouterr().out
+    learnt, kept = prepared("climbmix", "--val-fraction", "0.2")
+    assert set(held) < set(kept)
+    assert not set(held) & set(learnt)
+    other = texts(5, 43)
+    assert prepared("climbmix", "--val-source", str(write(tmp_path / "v.jsonl", other))) == (train, other)
+    assert prepared("climbmix", "--val-source", str(folder / "shard_06542.parquet")) == (train, held)
+    assert prepared(str(folder / "shard_06542.parquet"), "--val-source", str(tmp_path / "v.jsonl")) == (held, other)
+    assert list(texts_of([str(folder)], (), None, out)) == train
+    assert list(texts_of([str(folder)], (1.0,), None, out)) == train
+
+
+@pytest.mark.xfail(strict=True, reason="mend 14")
+def test_empty_and_equal_shards_of_a_folder_are_read_once_and_named(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, rows = tmp_path / "shards", texts(3, 44)
+    shards.mkdir()
+    write(shards / "a.jsonl", rows)
+    for name in ("b", "c", "d"):  # as Spark writes parts without rows
+        write(shards / f"{name}.jsonl", [])
+    shutil.copy(shards / "a.jsonl", shards / "z.jsonl")
+    manifest = prepare([str(shards)], tokenizer, tmp_path / "out", workers=1, val_fraction=0.0)
+    assert manifest["splits"]["train"]["documents"] == 3
+    line = next(line for line in capsys.readouterr().out.splitlines() if "left out" in line)
+    assert line == f"left out: {shards}/c.jsonl (the same content as {shards}/b.jsonl) and 2 more"
+    prepare([str(shards)], tokenizer, tmp_path / "out", workers=1, val_given=[str(shards / "z.jsonl")])
+    assert decoded(tmp_path / "out", "val", tokenizer) == rows, "what validates is not trained on"
+    with pytest.raises(UserError, match="has no train documents"):
+        decoded(tmp_path / "out", "train", tokenizer)
 
 
 def test_wrong_input_is_explained(tokenizer: Path, tmp_path: Path) -> None:

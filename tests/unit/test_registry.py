@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import lzma
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ascendchat.config import UserError, home
+from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.conversations import conversations
 from ascendchat.data.pairs import Pair
 from ascendchat.data.registry import INFO, listed_data
 from ascendchat.data.tables import TABLE_TYPES, Allowance
 from ascendchat.tasks import knows, load
 from ascendchat.tasks.pairs import read_pairs
+from ascendchat.train.finetune import located
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 SYSTEM, BAD = {"role": "system", "content": "be brief"}, {"role": "assistant", "content": "go away"}
@@ -155,6 +158,54 @@ def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, mo
     found = listed_data(given, folder.name, knows)
     assert found == (f"{folder}/plain=2", "toyworld=1", "gsm8k", str(folder / "set0.json"), str(folder / "tagged"))
     assert listed_data(["plain"], "", knows) == ("plain",)
+
+
+@pytest.mark.xfail(strict=True, reason="mend 13")
+def test_finetune_looks_in_the_data_folder_of_llama_factory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one; its names win over ours, and that is said."""
+    work, said = folder.parent / "work", list[str]()
+    work.mkdir()
+    shutil.copytree(folder, work / "data")
+    info = json.loads((folder / INFO).read_text(encoding="utf-8"))
+    (work / "data" / INFO).write_text(json.dumps({**info, "identity": info["plain"]}), encoding="utf-8")
+    monkeypatch.chdir(work)
+
+    def found(*names: str, dataset_dir: str = "") -> tuple[str, ...]:
+        return located(names, FinetuneConfig(dataset_dir=dataset_dir), said.append)
+
+    data = work / "data"
+    for given in ("", "data"):
+        assert found("identity=2", "tagged", "toyworld=1", dataset_dir=given) == (
+            f"{data}/identity=2",
+            str(data / "tagged"),
+            "toyworld=1",
+        )
+        assert list(load(str(data / "identity"))) == [[SYSTEM, USER, REPLY]] * 2
+        assert said == [f"identity: as {Path('data') / INFO} has it, not the set of `ascendchat data fetch identity`"]
+        said.clear()
+    with pytest.raises(UserError, match="did you mean tagged"):
+        found("taged")
+    assert listed_data(["identity"], "", knows) == ("identity",), "the commands for our own models keep our names"
+
+
+@pytest.mark.xfail(strict=True, reason="mend 13")
+def test_without_a_folder_of_llama_factory_the_name_is_ours_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    ours = ["identity: the set of `ascendchat data fetch identity`; that of LLaMA-Factory: --dataset-dir DIR"]
+    assert located(("identity", "gsm8k"), FinetuneConfig(), said.append) == ("identity", "gsm8k")
+    assert said == ours
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / INFO).write_text('{"features": {}, "splits": {}, "builder_name": "json"}')  # of `datasets`
+    assert located(("identity",), FinetuneConfig(), said.append) == ("identity",)
+    assert said == ours * 2
+    (tmp_path / "data" / INFO).write_text("{broken")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        located(("identity",), FinetuneConfig(), said.append)
+    (tmp_path / "identity").mkdir()  # what is there by its path needs no name
+    assert located(("toyworld",), FinetuneConfig(dataset_dir=str(tmp_path / "identity")), said.append) == ("toyworld",)
 
 
 def test_what_cannot_be_read_is_refused_with_the_next_step(folder: Path) -> None:
