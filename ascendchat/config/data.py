@@ -60,8 +60,9 @@ class DataPrepareConfig:
     "folder to write, which then holds the sources of this command only; by default $ASCENDCHAT_HOME/data/prepared"
     field: str = "text"
     "name of the field or column that holds the text"
-    val_fraction: float = option(0.01, least=0, below=1)
-    "share of the documents, chosen by their hash, kept for validation"
+    val_fraction: float | None = option(None, least=0, below=1)
+    """share of the documents, chosen by their hash, kept for validation; by default 0.01, and none of a set that has a
+    validation file (climbmix), which is never trained on"""
     val_source: tuple[str, ...] = ()
     "validation documents from these files instead; nothing is taken from the sources then"
     weights: tuple[float, ...] = option((), above=0, most=1e9)

@@ -96,7 +96,7 @@ class FinetuneConfig(PreferenceOptions, ChatTrainConfig):
     """what to learn, as NAME or NAME=WEIGHT: files and folders of conversations in any usual format, tasks (gsm8k,
     smoltalk, ...), toyworld"""
     dataset_dir: str = option("", also=("data_dir",))
-    "folder in which names of --data are looked for first"
+    "folder in which names of --data are looked for first; by default data, where that has a dataset_info.json"
     validation: tuple[str, ...] = option((), also=("eval_dataset", "validation_file", "eval_file"))
     "files for the held-out loss; by default a part of --data that is not trained on"
     val_size: float = option(0.02, also=("validation_split",), least=0, most=1e9)

@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -26,6 +27,7 @@ from ascendchat.chips import cpu_count
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.data.corpus import FORMAT
+from ascendchat.data.fetch.folder import validation_files
 from ascendchat.data.mixture import MIXTURE, write_mixture
 from ascendchat.data.read import Tally, file_documents, format_of, source_files
 from ascendchat.data.shards import (
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from ascendchat.data.tokenizer import Tokenizer
 
 TOYWORLD = "toyworld"
+VAL_FRACTION = 0.01  # kept for validation where nobody says
 # Names of our files, finished or left half-written: shards, and records in progress/.
 SHARD = re.compile(r"\.?(train|val)-[0-9a-f]{16}-\d{5,}\.(tokens|lengths)(\.\d+\.tmp)?")
 RECORD = re.compile(r"\.?([0-9a-f]{16}(-\d{5,})?|sources)\.json(\.\d+\.tmp)?")
@@ -171,13 +174,14 @@ def _key(*facts: object) -> str:
 def find_sources(
     given: Sequence[str],
     field: str,
-    val_fraction: float,
+    val_fraction: float | None,
     part: int,
     tokenizer: str,
     out: Path,
     leave_out: Sequence[Path] = (),
 ) -> list[SourceFile]:
-    """The files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not searched."""
+    """The files behind the names a user gave; `tokenizer` is its fingerprint, `leave_out` folders are not searched. A
+    set's own validation file is not trained on: it validates, unless nothing here does (`val_fraction` is 0)."""
     remembered = out / "progress" / "sources.json"
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -185,7 +189,8 @@ def find_sources(
     sources: list[SourceFile] = []
     for name in given:
         if name == TOYWORLD:  # it has its own splits
-            splits = [("train", 0.0)] * (val_fraction < 1) + [("validation", 1.0)] * (val_fraction > 0)
+            share = VAL_FRACTION if val_fraction is None else val_fraction
+            splits = [("train", 0.0)] * (share < 1) + [("validation", 1.0)] * (share > 0)
             for split, fraction in splits:
                 content = _toyworld_content(split)
                 key = _key(content, fraction, part, tokenizer)
@@ -193,23 +198,44 @@ def find_sources(
             continue
         fetched = home() / "data" / name.replace("/", "--")  # as data fetch names it
         path = fetched if not Path(name).exists() and fetched.is_dir() else Path(name)
-        for file in source_files([path], leave_out):
+        files = source_files([path], leave_out)
+        held = set() if path in files else validation_files(files)  # one that is named is what it is named for
+        usual = 0.0 if held else VAL_FRACTION
+        for file in files:
+            share = 1.0 if file in held else usual if val_fraction is None else val_fraction
+            if file in held:
+                print(f"{file} is for validation only: {'left out' if val_fraction == 0 else 'not trained on'}")
+            if file in held and val_fraction == 0:
+                continue
             content = _identity(file, known)
-            key = _key(content, format_of(file.name), field, val_fraction, part, tokenizer)
-            sources.append(SourceFile(str(file), content, key, field, val_fraction, part))
+            key = _key(content, format_of(file.name), field, share, part, tokenizer)
+            sources.append(SourceFile(str(file), content, key, field, share, part))
     write_atomic(remembered, json.dumps(known))
     return sources
 
 
-def _refuse_copies(sources: Sequence[SourceFile]) -> None:
-    seen: dict[str, str] = {}
-    for source in sources:
-        if source.content in seen:
+def _without_copies(sources: Sequence[SourceFile], given: Sequence[str]) -> list[SourceFile]:
+    """Of sources with the same content one; what validates rather than what trains. Two that the user named are a
+    mistake, others (empty parts of a folder, say) are said to be left out."""
+    named = Counter(str(Path(name)) for name in given)
+    seen: dict[str, SourceFile] = {}
+    kept, copies = set[int](), list[SourceFile]()
+    for number, source in sorted(enumerate(sources), key=lambda entry: entry[1].val_fraction < 1):
+        other = seen.setdefault(source.content, source)
+        if other is source:
+            kept.add(number)
+            continue
+        paths = [TOYWORLD if path.startswith(TOYWORLD + "/") else path for path in (source.path, other.path)]
+        if all(named[path] >= paths.count(path) for path in paths):
             raise UserError(
-                f"{source.path} and {seen[source.content]} have the same content; name it once (a source that shall "
+                f"{source.path} and {other.path} have the same content; name it once (a source that shall "
                 "count more gets a greater weight: --weights)"
             )
-        seen[source.content] = source.path
+        copies.append(source)
+    if copies:
+        first, more = copies[0], f" and {len(copies) - 1} more" if len(copies) > 1 else ""
+        print(f"left out: {first.path} (the same content as {seen[first.content].path}){more}")
+    return [source for number, source in enumerate(sources) if number in kept]
 
 
 def _toyworld_content(split: str) -> str:
@@ -312,7 +338,7 @@ def prepare(
     out: Path,
     *,
     field: str = "text",
-    val_fraction: float = 0.01,
+    val_fraction: float | None = None,
     val_given: Sequence[str] = (),
     workers: int | None = None,
     part: int = PART,
@@ -331,7 +357,7 @@ def prepare(
         fraction = 0.0 if val_given else val_fraction
         sources = find_sources([*given], field, fraction, part, loaded.fingerprint, out, skip)
         sources += find_sources([*val_given], field, 1.0, part, loaded.fingerprint, out, skip) if val_given else []
-        _refuse_copies(sources)
+        sources = _without_copies(sources, [*given, *val_given])
         encode_all(sources, out, str(tokenizer), workers)
         manifest = build_manifest(sources, out, loaded)
         text = json.dumps(manifest, indent=1)

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError, nearest
-from ascendchat.data.fetch import folder_of
+from ascendchat.data.fetch import SETS, folder_of
 from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
 from ascendchat.data.turns import CALLS
 
 INFO = "dataset_info.json"
+USUAL_DIR = "data"  # where LLaMA-Factory looks for it
 HUBS = "hf_hub_url", "ms_hub_url"
 NOT_TEXT = "images", "videos", "audios"
 PARTS = {"columns": dict, "tags": dict, "formatting": str, "num_samples": int}  # of an entry, and what each must be
@@ -56,16 +57,9 @@ class Listed:
 def read_registry(folder: Path) -> dict[str, dict[str, Any]]:
     """The entries of a folder's registry."""
     path = folder / INFO
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}); --dataset-dir is the folder of such a file"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); mend it") from None
-    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
-        raise UserError(f'{path} must hold an object for every name, like {{"mine": {{"file_name": "mine.json"}}}}')
+    found = read_json(path)
+    if not all(isinstance(entry, dict) for entry in found.values()):
+        raise _no_registry(path)
     for name, entry in found.items():
         for part, kind in PARTS.items():
             if not isinstance(entry.get(part), (kind, type(None))):
@@ -74,11 +68,44 @@ def read_registry(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def listed_data(data: Sequence[str], dataset_dir: str, knows: Callable[[str], bool]) -> tuple[str, ...]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a dataset_info.json."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); --dataset-dir is the folder of such a file"
+        ) from None
+    except RecursionError:
+        raise _no_registry(path) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); mend it") from None
+    if not isinstance(found, dict):
+        raise _no_registry(path)
+    return found
+
+
+def _no_registry(path: Path) -> UserError:
+    return UserError(f'{path} must hold an object for every name, like {{"mine": {{"file_name": "mine.json"}}}}')
+
+
+def listed_data(
+    data: Sequence[str],
+    dataset_dir: str,
+    knows: Callable[[str], bool],
+    *,
+    usual: str = "",
+    say: Callable[[str], None] = print,
+) -> tuple[str, ...]:
     """The entries of --data, those that a registry lists as DIR/NAME, and files of `dataset_dir` by their paths, found
     from any directory. `knows` says whether a name is that of other data; with a `dataset_dir`, what is none of these
-    and no file is an error."""
+    and no file is an error. Without one it is the folder `usual` if there is a registry in it. Which of two sets a name
+    means is said."""
+    if not dataset_dir and usual and is_registry(Path(usual)):
+        dataset_dir = usual
     if not dataset_dir:
+        for name in (name for name, _ in map(parse_entry, data) if usual and _is_chat_set(name)):
+            say(f"{name}: the set of `ascendchat data fetch {name}`; that of LLaMA-Factory: --dataset-dir DIR")
         return tuple(_entry(name, weight, Path(name).expanduser()) for name, weight in map(parse_entry, data))
     folder, found = Path(dataset_dir).expanduser(), []
     if not folder.is_dir():
@@ -91,8 +118,21 @@ def listed_data(data: Sequence[str], dataset_dir: str, knows: Callable[[str], bo
         if not knows(name) and not place.exists() and not is_listed(place):
             names = [*registry, *(p.name for p in sorted(folder.iterdir()) if format_of(p.name)[0] and p.name != INFO)]
             raise UserError(f"--dataset-dir {folder} has no {name!r}; {nearest(name, names)}")
+        if name in registry and knows(name):
+            say(f"{name}: as {folder / INFO} has it, not the set of `ascendchat data fetch {name}`")
         found.append(_entry(name, weight, place))
     return tuple(found)
+
+
+def is_registry(folder: Path) -> bool:
+    """Whether the folder has a registry, and not the file of that name which the package `datasets` writes."""
+    path = folder / INFO
+    return path.is_file() and not {"features", "splits", "builder_name"} <= read_json(path).keys()
+
+
+def _is_chat_set(name: str) -> bool:
+    """Whether it is a set of ours with conversations, and nothing that is here."""
+    return name in SETS and SETS[name].use == "chat" and not Path(name).exists()
 
 
 def _entry(name: str, weight: float | None, path: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from ascendchat.data.corpus import Corpus
 from ascendchat.data.mixture import absolute
 from ascendchat.data.prefetch import MicroBatch
 from ascendchat.data.preview import colours, preview_mixture
-from ascendchat.data.registry import listed_data
+from ascendchat.data.registry import USUAL_DIR, listed_data
 from ascendchat.device import pick
 from ascendchat.dist.context import Context
 from ascendchat.hf.export import export, export_adapter
@@ -133,7 +133,7 @@ def run(config: FinetuneConfig) -> int:
     with finetuning_context(config) as here:
         theirs = open_theirs(config, here)
         shape, say = theirs.model.shape, here.say
-        data, validation = (located(names, config) for names in (config.data, config.validation))
+        data, validation = (located(names, config, here.say) for names in (config.data, config.validation))
         config = replace(config, run=config.run or run_name(config, theirs), data=data, validation=validation)
         folder, out = run_folder(config.run, "hf"), Path(config.output_dir).expanduser()
         saved = to_continue(folder, config.resume, say=say)
@@ -336,9 +336,10 @@ def run_name(config: FinetuneConfig, theirs: Theirs) -> str:
     return f"{theirs.name}-{'lora' if theirs.lora else config.stage}"
 
 
-def located(names: Sequence[str], config: FinetuneConfig) -> tuple[str, ...]:
-    """Entries of --data or --validation, with those that --dataset-dir lists in their place."""
-    return absolute(listed_data(names, config.dataset_dir, knows))
+def located(names: Sequence[str], config: FinetuneConfig, say: Callable[[str], None]) -> tuple[str, ...]:
+    """Entries of --data or --validation, with those that --dataset-dir lists in their place; by default it is `data`,
+    as in LLaMA-Factory, where that folder has a dataset_info.json."""
+    return absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=say))
 
 
 def open_data(config: FinetuneConfig, theirs: Theirs, here: Context) -> ChatMixture:

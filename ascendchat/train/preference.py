@@ -31,7 +31,7 @@ from ascendchat.config.preference import PreferenceOptions
 from ascendchat.data.mixture import absolute
 from ascendchat.data.pair_rows import PairBatch, PairBatches
 from ascendchat.data.preview import colours, preview_mixture
-from ascendchat.data.registry import listed_data
+from ascendchat.data.registry import USUAL_DIR, listed_data
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.device import Device
 from ascendchat.dist.context import Context
@@ -328,7 +328,10 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
     """Train the model of `begin`; the exit status. `make` makes the stage."""
     config: FinetuneConfig = begin.config
     learner, tokenizer = begin.learner, begin.tokenizer
-    data = absolute(listed_data(config.data, config.dataset_dir, knows))
+    data, validation = (
+        absolute(listed_data(names, config.dataset_dir, knows, usual=USUAL_DIR, say=here.say))
+        for names in (config.data, config.validation)
+    )
     config = replace(config, data=data, learning_rate=usual_rate(config, learner))
     shape, method = learner.model.shape, method_of(config)
     mixture = open_pair_mixture(
@@ -338,7 +341,7 @@ def train_pairs(begin: Beginning[Any], here: Context, make: Callable[..., Prefer
         seed=config.seed,
         held_out=config.val_size,
         most=config.max_samples,
-        validation=listed_data(config.validation, config.dataset_dir, knows),
+        validation=validation,
         packing=config.packing,
         say=here.say,
     )

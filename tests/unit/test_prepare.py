@@ -167,7 +167,6 @@ def test_weights_make_one_corpus_per_source_and_a_mixture(tokenizer: Path, tmp_p
     assert mixture[0][0].documents > 100 > mixture[1][0].documents
 
 
-@pytest.mark.xfail(strict=True, reason="mend 14")
 def test_the_validation_file_of_a_set_is_never_trained_on(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,7 +197,6 @@ def test_the_validation_file_of_a_set_is_never_trained_on(
     assert list(texts_of([str(folder)], (1.0,), None, out)) == train
 
 
-@pytest.mark.xfail(strict=True, reason="mend 14")
 def test_empty_and_equal_shards_of_a_folder_are_read_once_and_named(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +214,11 @@ def test_empty_and_equal_shards_of_a_folder_are_read_once_and_named(
     assert decoded(tmp_path / "out", "val", tokenizer) == rows, "what validates is not trained on"
     with pytest.raises(UserError, match="has no train documents"):
         decoded(tmp_path / "out", "train", tokenizer)
+    prepare([str(shards), str(shards)], tokenizer, tmp_path / "out", workers=1, val_fraction=0.0)
+    assert decoded(tmp_path / "out", "train", tokenizer) == rows
+    for twice in ([str(shards / "a.jsonl")] * 2, ["toyworld", "toyworld"]):
+        with pytest.raises(UserError, match="name it once"):
+            prepare(twice, tokenizer, tmp_path / "out", workers=1)
 
 
 def test_wrong_input_is_explained(tokenizer: Path, tmp_path: Path) -> None:

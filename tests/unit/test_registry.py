@@ -160,7 +160,6 @@ def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, mo
     assert listed_data(["plain"], "", knows) == ("plain",)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 13")
 def test_finetune_looks_in_the_data_folder_of_llama_factory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one; its names win over ours, and that is said."""
     work, said = folder.parent / "work", list[str]()
@@ -188,7 +187,6 @@ def test_finetune_looks_in_the_data_folder_of_llama_factory(folder: Path, monkey
     assert listed_data(["identity"], "", knows) == ("identity",), "the commands for our own models keep our names"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 13")
 def test_without_a_folder_of_llama_factory_the_name_is_ours_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,12 @@ manifest, checksums are compared. A folder that already is $ASCENDCHAT_HOME/data
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from ascendchat.data.fetch.hubs import matches
 from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.partfile import PIECE
 from ascendchat.data.fetch.request import FetchRequest
-from ascendchat.data.fetch.sources import ALSO, DataSet
+from ascendchat.data.fetch.sources import ALSO, SETS, DataSet
 from ascendchat.data.verify import read_manifest, write_manifest
 from ascendchat.files import sha256
 
@@ -49,6 +51,22 @@ def find_set_files(root: Path, dataset: DataSet, files: str) -> tuple[Path, list
         f"{root} has no files of {dataset.name}: looked for a folder {dataset.name}/, for {dataset.name}.* and for "
         f"{patterns or 'nothing else'}; name the files with --files 'PATTERN'"
     )
+
+
+def validation_files(files: Sequence[Path]) -> set[Path]:
+    """Those of the files that the set which was fetched into their folder keeps for validation."""
+    by_folder: dict[Path, list[Path]] = {}
+    for file in files:
+        by_folder.setdefault(file.parent, []).append(file)
+    found: set[Path] = set()
+    for folder, inside in by_folder.items():
+        name = ""
+        with contextlib.suppress(ValueError, OSError, AttributeError):  # a manifest of somebody else
+            name = str(read_manifest(folder).get("set"))
+        for dataset in SETS.values():
+            if dataset.always and name in (dataset.name, *(s.where.replace("/", "--") for s in dataset.sources)):
+                found |= {file for file in inside if matches(file.name, dataset.always)}
+    return found
 
 
 def _below(folder: Path, patterns: str) -> list[str]:

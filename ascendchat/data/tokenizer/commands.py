@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
+from ascendchat.data.fetch.folder import validation_files
 from ascendchat.data.read import format_of, read_documents, source_files, unpack
 from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
 from ascendchat.files import check_folder
@@ -82,8 +83,15 @@ def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None
 
         return first_chars(toyworld.texts(), max_chars)
     if mix:
-        return first_chars(mixed([read_documents([source], leave_out=[out]) for source in sources], mix), max_chars)
-    return first_chars(read_documents(sources, leave_out=[out]), max_chars)
+        return first_chars(mixed([read_documents(to_learn([source], out)) for source in sources], mix), max_chars)
+    return first_chars(read_documents(to_learn(sources, out)), max_chars)
+
+
+def to_learn(sources: Sequence[str], out: Path) -> list[Path]:
+    """The files to learn from: not what lies in `out`, nor the validation file of a set that was fetched."""
+    files = source_files(sources, [out])
+    held = validation_files(files) - {Path(source) for source in sources}
+    return [file for file in files if file not in held]
 
 
 def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path) -> tuple[int, str]:
@@ -93,7 +101,7 @@ def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path)
     if embedded(sources):
         return MOST_VOCAB, "from"
     texts = texts_of(sources, config.mix, config.max_chars, out)
-    for path in source_files(sources, [out]):
+    for path in to_learn(sources, out):
         if not path.is_file():
             raise UserError(f"{path} is a pipe: its text cannot be counted before it is used; give --vocab-size N")
     count = count_bytes(texts)
