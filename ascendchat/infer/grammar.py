@@ -124,6 +124,16 @@ def _moved(schema: Any) -> Any:
     return made
 
 
+def too_long(grammar: Grammar) -> str:
+    """Why a text is not even read."""
+    return f"it has {len(grammar.text)} characters, at most {MOST_CHARACTERS} are read"
+
+
+def unusable(grammar: Grammar, reason: str) -> str:
+    """The whole sentence."""
+    return f"the grammar ({grammar.kind}) cannot be used: {reason}"
+
+
 class Matcher:
     """How far one row has come in its grammar."""
 
@@ -161,12 +171,12 @@ class Grammars:
             self._known.move_to_end(grammar)
             found = self._known[grammar]
             if isinstance(found, str):
-                raise ValueError(f"the grammar ({grammar.kind}) cannot be used: {found}")
+                raise ValueError(unusable(grammar, found))
             return Matcher(found.deep_copy())
 
     def _compile(self, grammar: Grammar) -> LLMatcher | str:
         if len(grammar.text) > MOST_CHARACTERS:
-            return f"it has {len(grammar.text)} characters, at most {MOST_CHARACTERS} are read"
+            return too_long(grammar)
         reason = self._trial.reason(grammar)
         if not reason:
             try:

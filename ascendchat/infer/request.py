@@ -5,6 +5,7 @@ engine.generate([Request(prompt, Sampling(max_tokens=64, temperature=0.7, seed=1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -85,7 +86,7 @@ class Sampling:
 class Request:
     """One prompt as token ids."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
 
 

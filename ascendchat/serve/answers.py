@@ -56,7 +56,7 @@ class Choice:
         self.report = None
         if sampling.logprobs:
             self.report = TokenReport(about.tokenizer, everything=everything, held=bool(sampling.stop))
-        self.calls = None if asked.tools is None else CallReader(about.tokenizer)
+        self.calls = CallReader(about.tokenizer) if asked.calls else None
         self.plain = self.report is None and self.calls is None and not about.token_ids
         self.count = self.cached = 0
 
@@ -140,7 +140,7 @@ class Answers:
         if self.about.token_ids:
             found["token_ids"] = part.ids
             if choice.count == len(part.ids):  # the first one
-                found["prompt_token_ids"] = choice.prompt
+                found["prompt_token_ids"] = list(choice.prompt)
         return found
 
     def usage(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class ChatAnswers(Answers):
     def whole(self, parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
         answer = super().whole(parts)
         if self.about.token_ids:  # vLLM's clients look for it here
-            answer["prompt_token_ids"] = self.choices[0].prompt
+            answer["prompt_token_ids"] = list(self.choices[0].prompt)
         return answer
 
     def logprobs(self, rows: Any) -> dict[str, Any]:

@@ -1,48 +1,45 @@
 """The application behind `ascendchat serve`: OpenAI's routes, health, and the web page.
 
-application(Service(config, pool, tokenizer)) is an ASGI app; command.py gives it to uvicorn. protocol.py says what a
-request may hold, prompts.py makes requests of the engine of it, answers.py writes what comes back, reply.py sends it.
+application(Service(config, pool, tokenizer, reader)) is an ASGI app; command.py gives it to uvicorn. protocol.py says
+what a request may hold, reading.py reads it (a large one in another process: reader.py), prompts.py makes requests of
+the engine of it, answers.py writes what comes back, reply.py sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from ascendchat import __version__
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.infer.grammar import grammars
+from ascendchat.infer.request import Grammar
 from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
-from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described
+from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described, takes
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.messages import Ready
 from ascendchat.serve.pool import Overloaded, Pool, Ticket
-from ascendchat.serve.prompts import Asked, chat_prompts, check_chats, completion_prompts, rendered
-from ascendchat.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    SamplingFields,
-    TokenizeRequest,
-)
+from ascendchat.serve.prompts import Asked, Model, asked_by, bad_grammar
+from ascendchat.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ascendchat.serve.reader import Reader
+from ascendchat.serve.reading import AskedResponse, read
 from ascendchat.serve.reply import Reply
 from ascendchat.serve.response_events import ResponseAnswers
-from ascendchat.serve.responses import ResponsesRequest, chat_request
-from ascendchat.serve.tools import Tools
+from ascendchat.serve.responses import ResponsesRequest
 
 WEB = Path(__file__).parent / "web"
-LONG = 1 << 14  # bytes of a request whose tokens are counted beside the event loop
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+LARGE = 1 << 14  # bytes of a request that is read in another process
+JSON_TYPE = re.compile(r"application/(.+\+)?json")
 
 
 @dataclass
@@ -52,6 +49,7 @@ class Service:
     config: ServeConfig
     pool: Pool
     tokenizer: Tokenizer
+    reader: Reader
     created: int = field(default_factory=lambda: int(time.time()))
     about: Ready = field(init=False)  # what the first worker said of the model, also while it is started anew
 
@@ -84,50 +82,59 @@ class Service:
         known = (process.checksum for process in self.pool.processes if process.checksum)
         return f"fp_{next(known, self.about.checksum)}"
 
-    def check_model(self, name: str | None) -> None:
-        """There is one; nothing or its name must be asked for."""
-        if name is not None and name != self.name:
-            raise Problem(404, f"the model {name!r} is not here; this is {self.name!r}", param="model", code=NO_MODEL)
-
-    def submit(self, asked: Asked, streams: bool) -> list[Ticket]:
-        """Queue all of a request, or none of it."""
+    @property
+    def model(self) -> Model:
+        """As a request must fit it."""
         most = self.config.max_queue + self.config.devices * self.about.slots
-        if len(asked.requests) > most:
-            raise Problem(400, f"n: this server takes {most} answers at once at most", param="n", code="invalid_value")
+        about = self.about
+        return Model(self.config, self.tokenizer, self.name, self.chats, about.context, about.vocab, most)
+
+    async def read(self, request: Request) -> Any:
+        """What reading.read makes of a request; of a large one beside the event loop."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not JSON_TYPE.fullmatch(kind):
+            raise Problem(400, "the body must be a JSON object (Content-Type: application/json)")
+        path, content = request.scope["route"].path, await request.body()
+        return (
+            read(path, content, self.model)
+            if len(content) < LARGE
+            else await self.reader.read(path, content, self.model)
+        )
+
+    async def submit(self, asked: Asked) -> list[Ticket]:
+        """Queue all of a request, or none of it."""
+        if (grammar := asked.requests[0].sampling.grammar) is not None:
+            await asyncio.to_thread(check_grammar, self.tokenizer, grammar, asked.calls)
         tickets: list[Ticket] = []
         try:
             for request in asked.requests:
-                tickets.append(self.pool.submit(request, streams=streams))
+                tickets.append(self.pool.submit(request, streams=asked.streams))
         except Overloaded as error:
             for ticket in tickets:
                 ticket.cancel()
             raise Problem.of(error) from None
         return tickets
 
-    def answer_about(self, body: SamplingFields) -> About:
+    def answer_about(self, asked: Asked) -> About:
         """What every chunk of the answer says."""
-        options = body.stream_options
         return About(
             self.name,
             self.fingerprint,
             self.version,
             self.tokenizer,
-            body.n or 1,
-            include_usage=bool(options and options.include_usage),
-            token_ids=bool(body.return_token_ids),
-            as_ids=isinstance(body, CompletionRequest) and body.return_tokens_as_token_ids,
+            asked.n,
+            include_usage=asked.include_usage,
+            token_ids=asked.token_ids,
+            as_ids=asked.as_ids,
         )
 
 
-NO_MODEL = "model_not_found"
-
-
-async def prepared(request: Request, make: Callable[[Service, Given], Made], service: Service, body: Given) -> Made:
-    """make(service, body), in a thread when it takes long: large prompts and schemas must not hold up other answers."""
-    compiles = isinstance(body, ChatRequest) and bool(body.tools or body.response_format)
-    if not compiles and int(request.headers.get("content-length") or LONG) < LONG:
-        return make(service, body)
-    return await asyncio.to_thread(make, service, body)
+def check_grammar(tokenizer: Tokenizer, grammar: Grammar, tools: bool) -> None:
+    """A schema that cannot be used is refused here, and not in the queue."""
+    try:
+        grammars(tokenizer).matcher(grammar)
+    except ValueError as error:
+        raise bad_grammar(asked_by(tools), str(error)) from None
 
 
 def application(service: Service) -> FastAPI:
@@ -149,27 +156,28 @@ def completion_routes(service: Service) -> APIRouter:
     """What an application asks for."""
     router = APIRouter(responses=errors.documented(400, 401, 404, 413, 429, 503))
 
-    @router.post("/v1/chat/completions", responses=ANSWER)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    @router.post("/v1/chat/completions", responses=ANSWER, openapi_extra=takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
         """The assistant's next turn."""
-        asked = await prepared(request, chat_prompts, service, body)
-        answers, streams = ChatAnswers(service.answer_about(body), asked), bool(body.stream)
-        return Reply(service.submit(asked, streams), answers, streams=streams)
+        asked: Asked = await service.read(request)
+        tickets = await service.submit(asked)
+        return Reply(tickets, ChatAnswers(service.answer_about(asked), asked), streams=asked.streams)
 
-    @router.post("/v1/completions", responses=ANSWER)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @router.post("/v1/completions", responses=ANSWER, openapi_extra=takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
         """A text continued."""
-        asked = await prepared(request, completion_prompts, service, body)
-        answers, streams = TextAnswers(service.answer_about(body), asked), bool(body.stream)
-        return Reply(service.submit(asked, streams), answers, streams=streams)
+        asked: Asked = await service.read(request)
+        tickets = await service.submit(asked)
+        return Reply(tickets, TextAnswers(service.answer_about(asked), asked), streams=asked.streams)
 
-    @router.post("/v1/responses", responses=RESPONSE)
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
+    @router.post("/v1/responses", responses=RESPONSE, openapi_extra=takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
         """The same in the form of the Responses API; nothing is stored."""
-        chat = chat_request(body)
-        asked = await prepared(request, chat_prompts, service, chat)
-        answers, streams = ResponseAnswers(service.answer_about(chat), asked, body), bool(body.stream)
-        return Reply(service.submit(asked, streams), answers, streams=streams)
+        found: AskedResponse = await service.read(request)
+        asked = found.asked
+        tickets = await service.submit(asked)
+        answers = ResponseAnswers(service.answer_about(asked), asked, found.body)
+        return Reply(tickets, answers, streams=asked.streams)
 
     @router.get("/v1/models", responses=MODELS)
     async def models() -> Response:
@@ -179,7 +187,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.get("/v1/models/{model:path}", responses=MODEL)
     async def model(model: str) -> Response:
         """The same by its name, which may hold a slash."""
-        service.check_model(model)
+        service.model.check_name(model)
         return JSONResponse(model_card(service))
 
     return router
@@ -189,32 +197,28 @@ def token_routes(service: Service) -> APIRouter:
     """Texts to token ids and back."""
     router = APIRouter(responses=errors.documented(400, 401, 404, 413, 429, 503))
 
-    def tokens_of(service: Service, body: TokenizeRequest) -> list[int]:
-        service.check_model(body.model)
-        if body.messages is not None:
-            check_chats(service)
-            return rendered(service, body.messages, Tools.of(body.tools, None, None), body.add_generation_prompt)
-        ids = service.tokenizer.encode(body.prompt or "")
-        return [service.tokenizer.bos, *ids] if body.add_special_tokens else ids
-
-    @router.post("/tokenize", responses=TOKENIZED)
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    @router.post("/tokenize", responses=TOKENIZED, openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
         """The token ids of a text or of messages."""
-        ids = await prepared(request, tokens_of, service, body)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": service.about.context, "tokens": ids}
-        if body.return_token_strs:
-            found["token_strs"] = [service.tokenizer.decode([token]) for token in ids]
-        return JSONResponse(found)
+        return written(await service.read(request))
 
-    @router.post("/detokenize", responses=DETOKENIZED)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    @router.post("/detokenize", responses=DETOKENIZED, openapi_extra=takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
         """The text of token ids; special tokens are written by their names."""
-        service.check_model(body.model)
-        if body.tokens and max(body.tokens) >= service.tokenizer.vocab_size:
-            raise Problem(400, f"tokens: ids end at {service.tokenizer.vocab_size - 1}", param="tokens")
-        return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+        return written(await service.read(request))
 
     return router
+
+
+def written(pieces: list[bytes]) -> Response:
+    """A JSON text of any length, which is sent while others are."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    headers = {"Content-Length": str(sum(map(len, pieces)))}
+    return StreamingResponse(sent(), headers=headers, media_type="application/json")
 
 
 def version_routes() -> APIRouter:

@@ -1,8 +1,9 @@
-"""A worker's process and the socket to it, as the server's event loop sees them.
+"""A process of the server and the socket to it, as the server's event loop sees them.
 
 child = await Child.start(); child.open(Open(config, 0), take); child.send(Ask(...)); await child.end()
 
-The process imports torch and then waits for Open: a child that is started before it is needed opens a model at once.
+A worker (worker.py) imports torch and then waits for Open: one that is started before it is needed opens a model at
+once. Large requests are read by another kind of process (reader.py).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from ascendchat.serve.messages import LENGTH, Open, pack
+from ascendchat.serve.messages import LENGTH, pack
 
 ENDING = 1  # seconds that a process which has closed its socket gets to end by itself
 UNKILLABLE = 10  # seconds after which a killed process is left alone: its driver holds it
 
 
 class Child(asyncio.Protocol):
-    """One process that runs worker.py."""
+    """One process that runs worker.py, or another module with a Link (link.py)."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -34,12 +35,12 @@ class Child(asyncio.Protocol):
         self._buffer = bytearray()
 
     @classmethod
-    async def start(cls) -> Child:
+    async def start(cls, module: str = "ascendchat.serve.worker") -> Child:
         ours, theirs = socket.socketpair()
         # The front decides when a worker ends: neither Ctrl-C nor a SIGTERM to all processes of a service reaches it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            command = [sys.executable, "-m", "ascendchat.serve.worker", str(theirs.fileno())]
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -48,10 +49,14 @@ class Child(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=ours)
         return child
 
-    def open(self, message: Open, take: Callable[[Any], None]) -> None:
-        """Make it a worker; `take` is called with everything it says."""
+    def open(self, message: Any, take: Callable[[Any], None]) -> None:
+        """Give it what it begins with; `take` is called with everything it says."""
         self._take = take
         self.send(message)
+
+    def listen(self, take: Callable[[Any], None]) -> None:
+        """Call `take` from now on."""
+        self._take = take
 
     def send(self, message: Any) -> None:
         """Never waits."""
@@ -90,7 +95,8 @@ class Child(asyncio.Protocol):
             end = begin + LENGTH.size + LENGTH.unpack_from(buffer, begin)[0]
             if end > len(buffer):
                 break
-            message = pickle.loads(bytes(buffer[begin + LENGTH.size : end]))
+            with memoryview(buffer) as view, view[begin + LENGTH.size : end] as content:  # it may be megabytes
+                message = pickle.loads(content)
             begin = end
             self._take(message)
         del buffer[:begin]

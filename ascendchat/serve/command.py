@@ -26,14 +26,14 @@ import uvloop
 
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.data.tokenizer.storage import OWN
 from ascendchat.serve import metrics
 from ascendchat.serve.api import Service, application
 from ascendchat.serve.connection import Limits, protocol
 from ascendchat.serve.guard import AccessLog, Guard
 from ascendchat.serve.keys import Keys, admission
 from ascendchat.serve.pool import Pool
+from ascendchat.serve.reader import Reader
+from ascendchat.serve.reading import open_tokenizer
 
 BACKLOG = 2048  # connections that may wait to be accepted
 
@@ -69,19 +69,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    """Ours, or that of a Hugging Face model."""
-    if (path / OWN).is_file() or not path.exists():
-        return Tokenizer.load(path)
-    from ascendchat.hf.folder import at, load_tokenizer  # imports torch, which the front needs for nothing else
-
-    return load_tokenizer(at(path))
-
-
 async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
     at once."""
     pool, signals = Pool(config), Signals()
+    reader: Reader | None = None
     try:
         starting = asyncio.ensure_future(pool.start())
         await one_of(starting, signals.first)
@@ -89,8 +81,9 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
             starting.cancel()
             return 0
         await starting
-        tokenizer = open_tokenizer(Path(pool.ready[0].model["tokenizer"]))
-        app = application(Service(config, pool, tokenizer))
+        folder = Path(pool.ready[0].model["tokenizer"])
+        reader = Reader(config, folder)
+        app = application(Service(config, pool, open_tokenizer(folder), reader))
         app.include_router(metrics.routes(pool))
         settings = uvicorn.Config(
             Guard(app, config, keys, log),
@@ -120,6 +113,8 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
         return signals.status
     finally:
         await pool.close(0)
+        if reader is not None:
+            await reader.close()
 
 
 async def one_of(*futures: asyncio.Future[Any]) -> None:

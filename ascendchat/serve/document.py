@@ -1,6 +1,7 @@
-"""The OpenAPI document (/openapi.json): the form of the answers, which are written without pydantic.
+"""The OpenAPI document (/openapi.json): the form of requests, which the routes read by themselves, and of the answers,
+which are written without pydantic.
 
-described(app) leaves out what FastAPI would add and we never say (422).
+described(app) adds the models of takes(), and leaves out what FastAPI would add and we never say (422).
 """
 
 from __future__ import annotations
@@ -9,13 +10,26 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
+PLACE = "#/components/schemas/{model}"
 Responses = dict[int | str, dict[str, Any]]
 
 
 def of(schema: dict[str, Any], description: str, **further: Any) -> Responses:
     """A 200 of this form."""
     return {200: {"description": description, "content": {"application/json": {"schema": schema}, **further}}}
+
+
+_taken: dict[str, type[BaseModel]] = {}
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route (openapi_extra): its body is such a request."""
+    _taken[model.__name__] = model
+    reference = {"$ref": PLACE.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
 def an_object(**properties: Any) -> dict[str, Any]:
@@ -61,8 +75,11 @@ def described(app: FastAPI) -> None:
             for path in made["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
-                made["components"]["schemas"].pop(name, None)
+                schemas.pop(name, None)
+            _, found = models_json_schema([(model, "validation") for model in _taken.values()], ref_template=PLACE)
+            schemas.update(found["$defs"])
             app.openapi_schema = made
         return app.openapi_schema
 

@@ -60,6 +60,9 @@ class Problem(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
+    def __reduce__(self) -> Any:  # it comes from the process that reads large requests, too
+        return _problem, (self.status, self.message, self.param, self.code, self.headers)
+
     def response(self) -> Response:
         """The whole answer; ASCII escapes, since a wrong value may hold what is no text."""
         content = json.dumps(self.body).encode()
@@ -78,6 +81,10 @@ class Problem(Exception):
         if error.refused:
             return cls(400, str(error))
         return cls.busy(str(error), error.retry_after, "not_finished")
+
+
+def _problem(status: int, message: str, *rest: Any) -> Problem:
+    return Problem(status, message, **dict(zip(("param", "code", "headers"), rest)))
 
 
 ENVELOPE = {
@@ -125,7 +132,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return explained(error.errors(), error.body).response()
+        errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without "body" in front
+        return explained(errors, error.body).response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -142,7 +150,7 @@ def install(app: FastAPI) -> None:
 def explained(errors: Sequence[Any], body: Any) -> Problem:
     """The error that is nearest to what the client meant. Of a field that may hold several kinds of value pydantic
     reports each kind: best is one whose kind fits and that is only too long, too small and so on; else the deepest."""
-    places = [place(error["loc"][1:], body, error["type"]) for error in errors]
+    places = [place(error["loc"], body, error["type"]) for error in errors]
 
     def nearness(i: int) -> tuple[bool, int, int]:
         last = places[i][-1] if places[i] else 0
@@ -191,7 +199,17 @@ def alternatives(phrases: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    """Its beginning as JSON; no more of it is written than is shown."""
+    text = ""
+    for piece in json.JSONEncoder(default=str).iterencode(cut(value) if isinstance(value, str) else value):
+        text += piece
+        if len(text) > SHOWN:
+            break
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that a client has sent."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
@@ -211,7 +229,7 @@ def place(location: Sequence[Any], body: Any, kind: str) -> list[Any]:
 
 def written(path: Sequence[Any]) -> str:
     """messages[0].content"""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{cut(step)}" for step in path).lstrip(".")
 
 
 def error_event(problem: Problem) -> bytes:

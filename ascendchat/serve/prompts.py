@@ -1,22 +1,26 @@
 """From requests of the API to requests of the engine: messages to tokens, fields to Sampling.
 
-    asked = chat_prompts(service, ChatRequest(...))            # Asked: one engine request per choice
-    asked = completion_prompts(service, CompletionRequest(...))
+    asked = chat_prompts(model, ChatRequest(...))            # Asked: one engine request per choice
+    asked = completion_prompts(model, CompletionRequest(...))
 
-A prompt is never shortened here: one that does not fit is an error with the code context_length_exceeded.
+A prompt is never shortened here: one that does not fit is an error with the code context_length_exceeded, before its
+tokens are counted where its characters say enough. Whether its grammar can be used is seen later (api.py).
 """
 
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ascendchat.config.serve import ServeConfig
 from ascendchat.data import chat
-from ascendchat.infer.grammar import grammars
+from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.infer.grammar import MOST_CHARACTERS, too_long, unusable
 from ascendchat.infer.request import Grammar, Request, Sampling
-from ascendchat.serve.errors import Problem
+from ascendchat.serve.errors import Problem, cut
 from ascendchat.serve.protocol import (
     AssistantMessage,
     ChatRequest,
@@ -28,88 +32,139 @@ from ascendchat.serve.protocol import (
 )
 from ascendchat.serve.tools import Tools, call_text, text_grammar
 
-if TYPE_CHECKING:
-    from ascendchat.serve.api import Service
-
 TEXT_TOKENS = 16  # of a text completion where nothing is said, as in the original
 LEAST_TOP_P = 1e-6  # 0 is allowed in the API and means the likeliest token
+NO_MODEL = "model_not_found"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that is served, as far as a request must fit it."""
+
+    config: ServeConfig
+    tokenizer: Tokenizer
+    name: str
+    chats: bool  # it has learned to
+    context: int
+    vocab: int
+    most: int  # answers at once
+
+    def check_name(self, name: str | None) -> None:
+        """There is one model; nothing or its name must be asked for."""
+        if name is not None and name != self.name:
+            message = f"the model {cut(name)!r} is not here; this is {self.name!r}"
+            raise Problem(404, message, param="model", code=NO_MODEL)
+
+    def check_chats(self) -> None:
+        """A base model has no form for messages."""
+        if not self.chats:
+            message = f"{self.name} is a base model that has not learned to chat; use /v1/completions"
+            raise Problem(400, message, param="model", code="model_does_not_chat")
+
+    def check_count(self, answers: int) -> None:
+        """More answers than slots and queue together are never taken."""
+        if answers > self.most:
+            message = f"n: this server takes {self.most} answers at once at most"
+            raise Problem(400, message, param="n", code="invalid_value")
+
+    def too_long(self, param: str, count: str) -> Problem:
+        """A prompt does not fit."""
+        message = f"this model's context is {self.context} tokens, prompt and answer together; {param} has {count}"
+        return Problem(400, message, param=param, code="context_length_exceeded")
+
+    def check_characters(self, count: int, param: str) -> None:
+        """Refuse a text before it is encoded that does not fit even if each of its tokens is the longest."""
+        if count > self.context * self.tokenizer.longest_token:
+            raise self.too_long(param, "more")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the engine is asked: one request per choice, `n` for each prompt in turn."""
+    """What the engine is asked: one request per choice, `n` for each prompt in turn; and how the answer is written."""
 
     requests: Sequence[Request]
-    tools: Tools | None = None
+    n: int = 1
+    calls: bool = False  # of the client's tools may be in the answer
+    streams: bool = False
+    include_usage: bool = False
+    token_ids: bool = False  # tell them
+    as_ids: bool = False  # log-probabilities name tokens by their ids
 
 
-def chat_prompts(service: Service, body: ChatRequest) -> Asked:
+def chat_prompts(model: Model, body: ChatRequest) -> Asked:
     """A conversation, `n` times."""
-    service.check_model(body.model)
-    check_chats(service)
+    model.check_name(body.model)
+    model.check_chats()
+    model.check_count(body.n or 1)
+    model.check_characters(sum(map(characters, body.messages)), "messages")
     tools = Tools.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     grammar = text_grammar(body.response_format)
-    if tools is not None and not service.tokenizer.calls_tools:
+    if tools is not None and not model.tokenizer.calls_tools:
         raise Problem(400, "tools: calls of this model's kind are not read here; leave them out", param="tools")
     if tools is not None:
-        grammar = tools.grammar(service.tokenizer, grammar)
-    if grammar is not None:
-        check_grammar(service, grammar, "tools" if tools else "response_format")
-    prompt = rendered(service, body.messages, tools)
-    check_room(service, prompt, "messages")
-    most = body.max_completion_tokens or body.max_tokens or service.config.max_tokens
+        grammar = tools.grammar(model.tokenizer, grammar)
+    if grammar is not None and len(grammar.text) > MOST_CHARACTERS:
+        raise bad_grammar(asked_by(tools is not None), unusable(grammar, too_long(grammar)))
+    prompt = rendered(model, body.messages, tools)
+    check_room(model, prompt, "messages")
+    most = body.max_completion_tokens or body.max_tokens or model.config.max_tokens
     tops = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_of(service, body, most, tops, grammar, calculator=tools is None and grammar is None)
-    return Asked(choices([prompt], sampling, body.n or 1), tools)
+    sampling = sampling_of(model, body, most, tops, grammar, calculator=tools is None and grammar is None)
+    return asked_for(body, choices([prompt], sampling, body.n or 1), calls=tools is not None)
 
 
-def completion_prompts(service: Service, body: CompletionRequest) -> Asked:
+def completion_prompts(model: Model, body: CompletionRequest) -> Asked:
     """Texts or token ids, each `n` times."""
-    service.check_model(body.model)
-    tokenizer, given = service.tokenizer, body.prompt
+    model.check_name(body.model)
+    tokenizer, given = model.tokenizer, body.prompt
     opening = [tokenizer.bos] if body.add_special_tokens else []
-    if isinstance(given, str):
-        prompts = [opening + tokenizer.encode(given)]
-    else:
-        rows = [given] if isinstance(given[0], int) else given
-        prompts = [opening + tokenizer.encode(row) if isinstance(row, str) else list(row) for row in rows]  # type: ignore[arg-type]
-    for prompt in prompts:
-        check_room(service, prompt, "prompt")
-    calculator = service.chats if body.calculator is None else body.calculator
-    sampling = sampling_of(service, body, body.max_tokens or TEXT_TOKENS, body.logprobs, None, calculator)
+    rows: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given  # type: ignore[assignment]
+    model.check_count(len(rows) * (body.n or 1))
+    prompts = []
+    for row in rows:
+        if isinstance(row, str):
+            model.check_characters(len(row), "prompt")
+            row = opening + tokenizer.encode(row)
+        check_room(model, row, "prompt")
+        prompts.append(row)
+    calculator = model.chats if body.calculator is None else body.calculator
+    sampling = sampling_of(model, body, body.max_tokens or TEXT_TOKENS, body.logprobs, None, calculator)
     sampling = replace(sampling, keep_stop=body.keep_stop, processed_logprobs=body.processed_logprobs)
-    return Asked(choices(prompts, sampling, body.n or 1))
+    return asked_for(body, choices(prompts, sampling, body.n or 1), as_ids=body.return_tokens_as_token_ids)
+
+
+def asked_for(body: SamplingFields, requests: Sequence[Request], calls: bool = False, as_ids: bool = False) -> Asked:
+    """With what the fields say of the form of the answer."""
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    return Asked(requests, body.n or 1, calls, bool(body.stream), usage, bool(body.return_token_ids), as_ids)
 
 
 def choices(prompts: Sequence[list[int]], sampling: Sampling, n: int) -> list[Request]:
-    """Each prompt with n seeds."""
-    return [Request(prompt, replace(sampling, seed=sampling.seed + i)) for prompt in prompts for i in range(n)]
+    """Each prompt with n seeds. As an array a prompt takes hardly any time on its way from process to process."""
+    packed = [array("i", prompt) for prompt in prompts]
+    return [Request(prompt, replace(sampling, seed=sampling.seed + i)) for prompt in packed for i in range(n)]
 
 
-def check_room(service: Service, prompt: Sequence[int], param: str) -> None:
+def check_room(model: Model, prompt: Sequence[int], param: str) -> None:
     """A prompt must be one, and leave room for a token."""
     if not prompt:
         raise Problem(400, f"{param}: a prompt needs at least one token", param=param, code="invalid_value")
-    if max(prompt) >= service.about.vocab:
-        raise Problem(400, f"{param}: token ids end at {service.about.vocab - 1}", param=param, code="invalid_value")
-    if len(prompt) >= service.about.context:
-        raise Problem(
-            400,
-            f"this model's context is {service.about.context} tokens, prompt and answer together; "
-            f"{param} has {len(prompt)}",
-            param=param,
-            code="context_length_exceeded",
-        )
+    if max(prompt) >= model.vocab:
+        raise Problem(400, f"{param}: token ids end at {model.vocab - 1}", param=param, code="invalid_value")
+    if len(prompt) >= model.context:
+        raise model.too_long(param, str(len(prompt)))
 
 
 def sampling_of(
-    service: Service, body: SamplingFields, most: int, tops: int | None, grammar: Grammar | None, calculator: bool
+    model: Model, body: SamplingFields, most: int, tops: int | None, grammar: Grammar | None, calculator: bool
 ) -> Sampling:
     """The engine's settings; `tops`: likeliest tokens to report, None for no log-probabilities at all."""
-    config, vocab = service.config, service.about.vocab
+    config, vocab = model.config, model.vocab
     bias = tuple((int(token), float(value)) for token, value in (body.logit_bias or {}).items())
     named = {"stop_token_ids": body.stop_token_ids, "allowed_token_ids": body.allowed_token_ids}
     for param, ids in {"logit_bias": [token for token, _ in bias], **named}.items():
+        if ids and len(ids) > vocab:
+            raise Problem(400, f"{param}: there are {vocab} tokens", param=param, code="invalid_value")
         if ids and max(ids) >= vocab:
             raise Problem(400, f"{param}: token ids end at {vocab - 1}", param=param, code="invalid_value")
     if len(dict(bias)) < len(bias):  # "5" and "05"
@@ -117,9 +172,9 @@ def sampling_of(
     top_k = config.top_k if body.top_k is None else max(0, body.top_k)
     stops = body.stop_token_ids or []
     if not body.ignore_eos:
-        stops = [*service.tokenizer.stops, *stops]
+        stops = [*model.tokenizer.stops, *stops]
     return Sampling(
-        max_tokens=min(most, service.about.context),
+        max_tokens=min(most, model.context),
         temperature=config.temperature if body.temperature is None else body.temperature,
         top_k=top_k,
         top_p=1.0 if body.top_p is None else max(LEAST_TOP_P, body.top_p),
@@ -139,35 +194,31 @@ def sampling_of(
     )
 
 
-def check_grammar(service: Service, grammar: Grammar, param: str) -> None:
-    """A schema that cannot be used is refused here, and not in the queue."""
-    try:
-        grammars(service.tokenizer).matcher(grammar)
-    except ValueError as error:
-        raise Problem(400, f"{param}: {error}", param=param, code="invalid_schema") from None
+def asked_by(tools: bool) -> str:
+    """The field that a grammar comes from."""
+    return "tools" if tools else "response_format"
 
 
-def check_chats(service: Service) -> None:
-    """A base model has no form for messages."""
-    if not service.chats:
-        message = f"{service.name} is a base model that has not learned to chat; use /v1/completions"
-        raise Problem(400, message, param="model", code="model_does_not_chat")
+def bad_grammar(param: str, reason: str) -> Problem:
+    """A schema that cannot be used."""
+    return Problem(400, f"{param}: {reason}", param=param, code="invalid_schema")
 
 
 # ---- messages ----------------------------------------------------------------------------------
 
 
-def rendered(service: Service, messages: Sequence[Message], tools: Tools | None, opened: bool = True) -> list[int]:
+def rendered(model: Model, messages: Sequence[Message], tools: Tools | None, opened: bool = True) -> list[int]:
     """The tokens of a conversation, open for the assistant; behind a tool's result its turn goes on."""
     talk = conversation(messages)
     if tools is not None and (words := tools.described()):
+        model.check_characters(len(words), "tools")
         first = talk[0] if talk[0]["role"] == "system" else None
         text = f"{first['content']}\n{words}" if first and first["content"] else words
         talk = [{"role": "system", "content": text}, *(talk[1:] if first else talk)]
     if not opened:
-        return chat.render(service.tokenizer, talk).ids
-    ids = chat.render_prompt(service.tokenizer, talk)
-    goes_on = service.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
+        return chat.render(model.tokenizer, talk).ids
+    ids = chat.render_prompt(model.tokenizer, talk)
+    goes_on = model.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
     return ids[:-2] if goes_on else ids  # <|assistant_end|> <|assistant_start|>
 
 
@@ -196,6 +247,14 @@ def conversation(messages: Sequence[Message]) -> chat.Conversation:
             role = "system" if message.role == "developer" else message.role
             talk.append({"role": role, "content": text_of(message.content)})
     return talk
+
+
+def characters(message: Message) -> int:
+    """Of all its texts."""
+    content = message.content or (message.refusal if isinstance(message, AssistantMessage) else None) or ""
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.refusal if isinstance(part, RefusalPart) else part.text) for part in content)
 
 
 def text_of(content: str | Sequence[object]) -> str:

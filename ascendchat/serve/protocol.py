@@ -2,30 +2,65 @@
 
 What is listed here is honoured or harmless. A known field that this server cannot honour may only be null, and
 every other name is refused: a client never believes in something that did not happen. api.py names these models in
-its routes; prompts.py makes engine requests of them.
+its routes; reading.py reads them, prompts.py makes engine requests of them.
+
+The first bad entry of a list is enough (`Listed`), and an object is counted before it is looked at: a body with
+100,000 mistakes costs no more than one with a single one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 MOST_CHOICES = 128  # `n`
 MOST_PROMPTS = 2048  # of one request to /v1/completions
 MOST_TOOLS = 128
+MOST_CALLS = 1024  # of one message
 MOST_TOPS = 20
+MOST_BIASES = 1024  # tokens in logit_bias
+MOST_METADATA = 16
+MOST_LABEL = 512  # characters of what is only a label: names of users and the like
+MOST_STOP = 4096  # characters
 
 Text = Annotated[str, StringConstraints(min_length=1)]
+Label = Annotated[str, StringConstraints(max_length=MOST_LABEL)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MOST_STOP)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Metadata = dict[str, str]
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def at_most(entries: int, name: str) -> BeforeValidator:
+    """An object has so many entries at most."""
+
+    def count(given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > entries:
+            raise ValueError(f"{name}: expected at most {entries} entries, found {len(given)}")
+        return given
+
+    return BeforeValidator(count)
+
+
+Metadata = Annotated[dict[str, Label], at_most(MOST_METADATA, "metadata")]
 
 
 class Model(BaseModel):
     """Exact: "1" is no number, 1 is no boolean, and no name goes unread."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown_field(cls, given: Any) -> Any:
+        """Of many unknown names only the first is kept, to be refused."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in known)
+        return {name: content for name, content in given.items() if name in known or name == unknown}
 
 
 # ---- messages ----------------------------------------------------------------------------------
@@ -53,7 +88,7 @@ class CalculatorPart(Model):
 
 
 AssistantPart = Annotated[TextPart | RefusalPart | CalculatorPart, Field(discriminator="type")]
-Parts = Annotated[list[Annotated[TextPart, Field()]], Field(min_length=1)]
+Parts = Annotated[list[Annotated[TextPart, Field()]], Field(min_length=1, fail_fast=True)]
 
 
 class CalledFunction(Model):
@@ -92,10 +127,10 @@ class AssistantMessage(Model):
     """An earlier answer, as this server gave it."""
 
     role: Literal["assistant"]
-    content: str | list[AssistantPart] | None = None
+    content: str | Listed[AssistantPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     annotations: list[Any] | None = None
     ascendchat: dict[str, Any] | None = None
     audio: None = None
@@ -200,22 +235,26 @@ class SamplingFields(Model):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: (
-        dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
+        Annotated[
+            dict[Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            at_most(MOST_BIASES, "logit_bias"),
+        ]
+        | None
     ) = None
-    user: str | None = None
+    user: Label | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 and -1: all tokens")] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> SamplingFields:
@@ -227,21 +266,21 @@ class SamplingFields(Model):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # harmless
     metadata: Metadata | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     # not supported
     audio: None = None
     functions: None = None
@@ -295,8 +334,8 @@ class TokenizeRequest(Model):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None

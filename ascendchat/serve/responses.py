@@ -14,7 +14,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from ascendchat.serve.errors import explained
-from ascendchat.serve.protocol import MOST_TOOLS, ChatRequest, Metadata, Model, Text, TextFormat, ToolName
+from ascendchat.serve.protocol import (
+    MOST_TOOLS,
+    ChatRequest,
+    Label,
+    Listed,
+    Metadata,
+    Model,
+    Text,
+    TextFormat,
+    ToolName,
+)
 
 
 class InputText(Model):
@@ -31,7 +41,7 @@ class InputMessage(Model):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Listed[InputText]
     id: str | None = None
     status: str | None = None
 
@@ -111,26 +121,26 @@ class ResponsesRequest(Model):
     """POST /v1/responses"""
 
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     # harmless
     metadata: Metadata | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
     store: Literal[False] | None = None
     background: Literal[False] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: Annotated[list[str], Field(max_length=0, fail_fast=True)] | None = None
     top_logprobs: Literal[0] | None = None
     # not supported
     conversation: None = None
@@ -164,8 +174,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise explained(errors, fields) from None
+        raise explained(error.errors(), fields) from None
 
 
 def format_of(body: ResponsesRequest) -> dict[str, Any] | None:

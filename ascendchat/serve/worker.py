@@ -8,12 +8,8 @@ gone its end of the socket closes, and the worker ends at once, whatever it is d
 from __future__ import annotations
 
 import os
-import pickle
-import select
-import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -36,8 +32,8 @@ from ascendchat.infer.load import open_model, tokenizer_folder
 from ascendchat.infer.verify import checksum
 from ascendchat.launch.world import World
 from ascendchat.nn.readout import Float32Readout
+from ascendchat.serve.link import Link
 from ascendchat.serve.messages import (
-    LENGTH,
     Ask,
     Begun,
     Cancel,
@@ -51,7 +47,6 @@ from ascendchat.serve.messages import (
     Ready,
     Refused,
     Resume,
-    pack,
 )
 
 FEW = 8  # answers up to which every token is sent at once
@@ -63,7 +58,7 @@ SIGN_OF_LIFE = 1.0  # seconds of work after which the front hears something, eve
 def main(fd: int) -> None:
     """Wait until the front names a device, open the model there, and answer until the front goes."""
     link = Link(socket.socket(fileno=fd))
-    threading.Thread(target=link.end_with_front, daemon=True).start()
+    link.stay_while_front_does()
     opening: Open = link.receive()
     try:
         engine, ready = open_engine(opening.config, opening.place)
@@ -72,49 +67,6 @@ def main(fd: int) -> None:
         os._exit(2)
     link.send(ready)
     Worker(link, engine).run()
-
-
-class Link:
-    """The worker's end of the socket."""
-
-    def __init__(self, socket: socket.socket) -> None:
-        self._socket = socket
-
-    def send(self, message: Any) -> None:
-        try:
-            self._socket.sendall(pack(message))
-        except OSError:
-            self._leave()
-
-    def receive(self) -> Any:
-        """The next message; waits for it."""
-        return pickle.loads(self._read(LENGTH.unpack(self._read(LENGTH.size))[0]))
-
-    def waiting(self) -> bool:
-        """Whether there is one."""
-        return bool(select.select([self._socket], [], [], 0)[0])
-
-    def _read(self, size: int) -> bytes:
-        try:
-            content = self._socket.recv(size, socket.MSG_WAITALL)
-        except OSError:
-            content = b""
-        if len(content) < size:
-            self._leave()
-        return content
-
-    def end_with_front(self) -> None:
-        """A thread: the main one may be in the middle of a long step, or compile, when the front goes."""
-        poll = select.poll()
-        poll.register(self._socket, 0)  # no event but the end
-        poll.poll()
-        self._leave()
-
-    def _leave(self) -> None:
-        """Nobody waits for an orderly end; what torch.compile has started goes too."""
-        if os.getpgid(0) == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(0)
 
 
 def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:

@@ -19,18 +19,11 @@ from running_server import CHAT, Server, error_of, question, running, wait_until
 from warm_process import children, warm_workers
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve import child
+from ascendchat.serve import child, reader
 from ascendchat.serve.errors import Problem
-
-try:
-    from ascendchat.serve import reader
-    from ascendchat.serve.prompts import Model
-    from ascendchat.serve.reader import Reader
-    from ascendchat.serve.reading import read
-except ImportError:  # what reads requests does not stand alone yet
-    reader = Model = Reader = read = None  # type: ignore[assignment,misc]
-
-pytestmark = pytest.mark.xfail(strict=True, reason="mend 15")
+from ascendchat.serve.prompts import Model
+from ascendchat.serve.reader import Reader
+from ascendchat.serve.reading import read
 
 TEXT, COMPLETIONS, RESPONSES = make.tokenizer(), "/v1/completions", "/v1/responses"
 HI = {"role": "user", "content": "hi"}

@@ -114,6 +114,11 @@ class Tokenizer:
         """(vocab_size,) bytes of every id, 0 for specials: the measure under bits per byte."""
         return self._token_bytes
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest id: so many characters a token stands for at most."""
+        return max(map(len, self.tokens))
+
     def save(self, folder: Path | str, command: str = "") -> None:
         """Write bpe.json, the Hugging Face files and manifest.json, which keeps the command that made it."""
         own = {

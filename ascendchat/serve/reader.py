@@ -1,0 +1,107 @@
+"""Reads large requests in a process of its own, so that no other answer waits for them; several wait, smallest first.
+
+    reader = Reader(config, folder of the tokenizer); asked = await reader.read(path, content, model)
+
+The process (reading_worker.py) is started with the first large request and stays. A request may take SECONDS of
+processor time to read; one that takes more ends the process, and the next begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ascendchat.config.serve import ServeConfig
+from ascendchat.serve.child import Child
+from ascendchat.serve.errors import Problem
+from ascendchat.serve.prompts import Model
+from ascendchat.serve.reading import Begin, Job, Piece
+
+SECONDS = 10.0  # of processor time for one request
+MOST_WAITING = 64 << 20  # bytes of requests
+
+
+class Reader:
+    """The front's side. Everything is called from the event loop."""
+
+    def __init__(self, config: ServeConfig, tokenizer: Path, seconds: float = SECONDS) -> None:
+        self.config, self.tokenizer, self.seconds = config, tokenizer, seconds
+        self.waiting: list[tuple[int, int, Job, asyncio.Future[Any]]] = []  # a heap: the smallest comes first
+        self._numbers = itertools.count()
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def read(self, path: str, content: bytes, model: Model) -> Any:
+        """What reading.read gives, or its Problem."""
+        if sum(size for size, *_ in self.waiting) + len(content) > MOST_WAITING:
+            raise Problem.busy("too many large requests wait to be read; try again later", 1)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        job = Job(path, content, model.name, model.chats)
+        heapq.heappush(self.waiting, (len(content), next(self._numbers), job, answer))
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._work(model))
+        try:
+            found = await asyncio.wait_for(answer, self.config.queue_timeout)
+        except asyncio.TimeoutError:
+            raise Problem.busy("the request could not be read in time; try again later", 1) from None
+        if isinstance(found, Problem):
+            raise found
+        return found
+
+    async def _work(self, model: Model) -> None:
+        """Until nothing waits."""
+        while self.waiting:
+            *_, job, answer = heapq.heappop(self.waiting)
+            if answer.done():  # nobody waits for it any more
+                continue
+            try:
+                found = await self._ask(job, model)
+            except OSError as error:
+                print(f"no process can be started that reads large requests: {error}", file=sys.stderr, flush=True)
+                found = Problem.busy("large requests cannot be read now; try again later", 1)
+            if not answer.done():
+                answer.set_result(found)
+
+    async def _ask(self, job: Job, model: Model) -> Any:
+        """The process's answer; a Problem when it ends over it."""
+        if self._child is None or self._child.gone.is_set():
+            self._child = await Child.start("ascendchat.serve.reading_worker")
+            bare = replace(model, tokenizer=None)  # type: ignore[arg-type]
+            self._child.open(Begin(self.tokenizer, bare, self.seconds), lambda message: None)
+        child, answer = self._child, asyncio.get_running_loop().create_future()
+        pieces: list[bytes] = []
+
+        def take(message: Any) -> None:
+            if isinstance(message, Piece):
+                pieces.append(message.content)
+            else:
+                answer.set_result(pieces or message)
+
+        child.listen(take)
+        child.send(job)
+        gone = asyncio.ensure_future(child.gone.wait())
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if answer.done():
+            return answer.result()
+        if await child.end() == -signal.SIGPROF:
+            return Problem(
+                400,
+                f"the request takes more than {self.seconds:g} s of processor time to read",
+                code="request_too_large",
+            )
+        return Problem.busy("the process that read this request has died; try again", 1)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._child is not None:
+            self._child.kill()
+            await self._child.end()
