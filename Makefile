@@ -4,6 +4,7 @@
 # make test-long  what takes hours: long tests, a real vLLM, other torch_npu, every command of the docs; nightly
 # make lint   ruff and mypy
 # make vllm-test  rollouts and weight sync against a real vLLM server on this CPU, in a virtual environment of its own
+# make exports  models that we write, read by other versions of transformers and by a real vLLM, in environments of their own
 # make site   the documentation as a site, in site/; every link checked
 # make cannsim  the simulated CANN on which the official torch_npu wheel runs without an NPU
 # make test-npu NPU=2.7.1  NPU tests with another torch_npu, in an environment of its own; `make test` has the newest
@@ -21,7 +22,7 @@ LINUX := $(filter Linux,$(shell uname -s))
 EXTRAS := $(if $(LINUX),dev$(strip ,)npu,dev)
 TEST_FLAGS ?=
 
-.PHONY: demo test test-fast test-long test-docs test-npu vllm-test lint site cannsim clean
+.PHONY: demo test test-fast test-long test-docs test-npu vllm-test exports lint site cannsim clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -63,7 +64,7 @@ test-fast: $(VENV)/.dev $(if $(CHANGED),$(if $(LINUX),cannsim))
 # Everything that `make test` leaves out. Each long test names the one in `make test` that holds the same behaviour.
 test-long: $(VENV)/.dev $(if $(LINUX),cannsim)
 	@$(BIN)/python tests/suite.py --long $(TEST_FLAGS)
-	@$(MAKE) --no-print-directory vllm-test
+	@$(MAKE) --no-print-directory vllm-test exports
 	@$(MAKE) --no-print-directory site test-docs
 	$(if $(LINUX),@for version in $(NPU_VERSIONS); do $(MAKE) --no-print-directory test-npu NPU=$$version || exit 1; done)
 
@@ -109,6 +110,20 @@ $(VLLM_VENV)/.vllm-$(VLLM_VERSION):
 
 vllm-test: $(VENV)/.dev $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 	ASCENDCHAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm -n0 -s tests/vllm $(TEST_FLAGS)
+
+# Readers of what we write: the last transformers 4 and the one of constraints.txt, each with the torch of constraints.txt
+# (another one would bring gigabytes of CUDA) and without torch_npu, which transformers would import.
+pinned = $(shell sed -n 's/^$(1)==//p' constraints.txt)
+READERS := 4.57.6 $(call pinned,transformers)
+.venv-transformers-%/.ready: constraints.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  torch==$(call pinned,torch) transformers==$* safetensors==$(call pinned,safetensors) jinja2
+	@touch $@
+
+exports: $(VENV)/.dev $(VLLM_VENV)/.vllm-$(VLLM_VERSION) $(READERS:%=.venv-transformers-%/.ready)
+	ASCENDCHAT_EXPORT_PYTHONS="$(READERS:%=$(CURDIR)/.venv-transformers-%/bin/python)" \
+	  ASCENDCHAT_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m exports -n0 tests/exports $(TEST_FLAGS)
 
 # Every command of the READMEs and the quick start, on small data and on simulated NPUs: minutes. And the site, if built.
 test-docs: $(VENV)/.dev $(if $(LINUX),cannsim)

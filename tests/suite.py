@@ -97,7 +97,7 @@ if __name__ == "__main__":
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--changed", nargs="?", const="HEAD", metavar="REVISION")
     given, flags = parser.parse_known_args()
-    marks = "long and not vllm and not docs" if given.long else "not long and not vllm and not docs"
+    marks = f"{'' if given.long else 'not '}long and not vllm and not exports and not docs"
     parts = [("tests", [TESTS], marks, False), ("tests/npu", [NPU], marks, True)]
     if given.changed:
         near, far = touched(changed_files(given.changed))

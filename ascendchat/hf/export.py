@@ -29,6 +29,7 @@ from ascendchat.files import usual_mode
 from ascendchat.hf.folder import OURS
 from ascendchat.hf.lora import save_weights
 from ascendchat.hf.model import CausalLM
+from ascendchat.hf.older import add_old_names
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.nn.gpt import NORM_EPS, attention_scale
 from ascendchat.nn.loss import SOFTCAP
@@ -41,6 +42,7 @@ def describe(model: CausalLM, tokenizer: HFTokenizer, folder: Path) -> None:
     """What a model is besides its weights: config.json, generation_config.json, tokenizer, chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     model.inner.config.save_pretrained(folder)
+    add_old_names(model.inner.config, folder / "config.json")
     if model.inner.generation_config is not None:
         model.inner.generation_config.save_pretrained(folder)
     tokenizer.save(folder)
@@ -77,6 +79,7 @@ def export(model: CausalLM, tokenizer: HFTokenizer, folder: Path, weights: Mappi
         describe(model, tokenizer, draft)
         known = dict(weights if weights is not None else model.state_dict())
         model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in known.items()})
+        add_old_names(model.inner.config, draft / "config.json")  # which has been written again
         for file in draft.glob("*.safetensors"):
             usual_mode(file)
 

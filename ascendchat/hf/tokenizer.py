@@ -23,6 +23,7 @@ import numpy as np
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import SPECIALS, Tokenizer
 from ascendchat.data.tokenizer.storage import byte_letters
+from ascendchat.hf.older import add_old_tokenizer_names
 from ascendchat.hf.template import ChatTemplate
 
 SPACE = "▁"  # stands for a blank in vocabularies of SentencePiece
@@ -93,6 +94,7 @@ class HFTokenizer(Tokenizer):
 
     def save(self, folder: Path | str, command: str = "") -> None:
         self.inner.save_pretrained(folder)
+        add_old_tokenizer_names(Path(folder) / "tokenizer_config.json")
 
     def __reduce__(self) -> Any:
         return HFTokenizer, self._made  # to worker processes; never to disk

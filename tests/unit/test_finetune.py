@@ -99,6 +99,10 @@ def test_full_fine_tuning_takes_the_steps_of_a_plain_loop(place: Path, capsys: p
     trained = hf_models.library().AutoModelForCausalLM.from_pretrained(place / "whole", dtype=torch.float32)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(trained.state_dict()[name], tensor, atol=2e-4, rtol=2e-3, msg=name)
+    for written in (place / "whole", home() / "runs" / "full" / "hf" / "huggingface"):  # in the words of version 4 too
+        config = json.loads((written / "config.json").read_text())
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+        assert config["torch_dtype"] == config["dtype"] == "float32"
     rows = [row["val_loss"] for row in read_metrics(home() / "runs" / "full" / "hf") if "val_loss" in row]
     assert rows[-1] < float(said.split("held-out loss before: ")[1].split()[0])
     saved = newest(home() / "runs" / "full" / "hf")

@@ -90,7 +90,6 @@ def written(made: CausalLM, tokenizer: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="mend 8")
 @pytest.mark.parametrize("case", CASES)
 def test_config_has_the_names_of_both_and_says_the_same_in_the_new_ones(
     case: str, tokenizer: Any, tmp_path: Path
@@ -105,7 +104,6 @@ def test_config_has_the_names_of_both_and_says_the_same_in_the_new_ones(
     assert same == made.inner.config.rope_parameters == found["rope_parameters"]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 8")
 def test_a_part_of_a_multimodal_config_has_them_too(tokenizer: Any, tmp_path: Path) -> None:
     made = model("Gemma3Config", {"rope_parameters": BY_LAYER})
     found = written(made, tokenizer, tmp_path)["text_config"]
@@ -125,7 +123,6 @@ def test_a_rotation_that_old_versions_do_not_have_gets_no_old_name(tokenizer: An
     assert library().AutoConfig.from_pretrained(tmp_path).rope_parameters == made.inner.config.rope_parameters
 
 
-@pytest.mark.xfail(strict=True, reason="mend 8")
 def test_the_tokenizer_is_of_a_class_that_both_know_and_names_its_special_tokens_for_both(
     tokenizer: Any, tmp_path: Path
 ) -> None:
