@@ -41,6 +41,12 @@ class UserError(Exception):
 class OutOfMemory(UserError):
     """The device's memory ran out, and only a new process can go on: `ascendchat launch` starts one that takes less."""
 
+    status = 71  # EX_OSERR of sysexits.h
+
+
+class NotSaved(UserError):
+    """What was computed could not be kept, which may be otherwise tomorrow: `ascendchat launch` starts it again."""
+
     status = 75  # EX_TEMPFAIL of sysexits.h
 
 

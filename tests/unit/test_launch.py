@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ascendchat import launch
-from ascendchat.config import UserError, home, parse
+from ascendchat.config import NotSaved, OutOfMemory, UserError, home, parse
 from ascendchat.config.commands import LaunchConfig
 from ascendchat.launch import agent, port, supervise
 from ascendchat.launch.supervise import AttemptResult
@@ -410,17 +410,35 @@ def ending(monkeypatch: pytest.MonkeyPatch, status: int) -> list[int]:
 def test_a_program_that_always_ends_with_the_status_of_too_large_a_batch_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """75 is a usual status of programs that are not ours, too."""
-    numbers = ending(monkeypatch, 75)
-    assert launch.run(parse(LaunchConfig, ["--devices", "1", "base"])) == 75
+    """A program that is not ours may end with it, too."""
+    numbers = ending(monkeypatch, OutOfMemory.status)
+    assert launch.run(parse(LaunchConfig, ["--devices", "1", "base"])) == OutOfMemory.status
     assert numbers == [*range(launch.MOST_SMALLER + 1)]
 
 
 def test_one_node_of_several_does_not_start_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others see a lost connection, no status 75, and count it: both must come to the same number."""
+    """The others see a lost connection, no status of ours, and count it: both must come to the same number."""
     words = "--devices 1 --nnodes 2 --node-rank 1 --master a:20123 --max-restarts 2 base".split()
     counts = []
-    for status in (75, 1):
+    for status in (OutOfMemory.status, 1):
         counts.append(ending(monkeypatch, status))
         assert launch.run(parse(LaunchConfig, words)) == status
     assert counts[0] == counts[1] == [0, 1, 2]
+
+
+def test_a_run_that_could_not_save_is_started_again_as_often_as_allowed_with_its_batch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    counts = []
+    for allowed in (0, 2):
+        counts.append(ending(monkeypatch, NotSaved.status))
+        words = ["--devices", "1", "--max-restarts", str(allowed), "base"]
+        assert launch.run(parse(LaunchConfig, words)) == NotSaved.status == 75
+    assert counts == [[0], [0, 1, 2]]
+    assert "smaller device batch" not in capfd.readouterr().err
+
+
+def test_wrong_input_is_never_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = ending(monkeypatch, UserError.status)
+    assert launch.run(parse(LaunchConfig, ["--devices", "1", "--max-restarts", "9", "base"])) == UserError.status
+    assert numbers == [0]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from warm_process import Popen
 
+from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device, pick
@@ -150,6 +151,26 @@ def test_minus_one_means_never_and_zero_only_at_the_end(tmp_path: Path, device: 
     assert found == [("core", 3), ("core", 6), ("core", 8)]
     scores = [(row["step"], row["core"]) for row in read_metrics(tmp_path / "c") if "core" in row]
     assert scores == [(3, 0.25), (6, 0.25), (8, 0.25)]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 18")
+@pytest.mark.parametrize(("full", "saved"), [({2}, [4, 6, 8]), ({2, 4}, [6, 8]), ({2, 8}, [4, 6, 8])])
+def test_training_goes_on_where_a_checkpoint_could_not_be_written(
+    full: set[int], saved: list[int], tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, whole = set(full), Writer._write
+
+    def write(self: Writer, step: int, *arguments: Any) -> None:
+        if step in left:
+            left.remove(step)
+            raise OSError(28, "No space left on device")
+        whole(self, step, *arguments)
+
+    monkeypatch.setattr(Writer, "_write", write)
+    monkeypatch.setattr("ascendchat.checkpoint.pause", lambda _: None, raising=False)
+    with start(tmp_path) as run:
+        result = fit(ToyStage(), device, run, Options(save_every=2, eval_every=2, keep=9))
+    assert (result.step, checkpoints(tmp_path)) == (8, saved)
 
 
 def start(folder: Path) -> Run:
