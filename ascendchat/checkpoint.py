@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ascendchat import dist
-from ascendchat.config import UserError
+from ascendchat.config import NotSaved, UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.launch.rank import ended
 from ascendchat.nn.optim import Shard
@@ -41,10 +41,22 @@ from ascendchat.record.saved import checkpoints
 WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
 PATIENCE = 5.0  # seconds after which somebody who waits is told what for
+TRIES, PAUSE = 5, 12.0  # of the last save, and the seconds between them: a minute
+UNWRITTEN = (OSError, SafetensorError)  # what a full or failing disk raises
+MOST_FAILED = 3  # saves in a row; then a new process, perhaps on another node, is more likely to save
 
 
 class Damaged(Exception):
     """A checkpoint that does not match its manifest."""
+
+
+class PartMissing(Exception):
+    """A rank will not write its part of any checkpoint."""
+
+
+def pause(seconds: float) -> None:
+    """Between two tries of the last save."""
+    time.sleep(seconds)
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,13 +76,16 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 class Writer:
-    """Saves checkpoints from a background thread; at most one is under way, and an error in it is raised here."""
+    """Saves checkpoints from a background thread; at most one is under way. A save that fails is said, and training
+    goes on to the next; MOST_FAILED in a row, and a last one that fails TRIES times, end the run by NotSaved."""
 
     def __init__(self, folder: Path, *, keep: int = 2, say: Callable[[str], None] = print) -> None:
         """On every rank. Drafts of a killed run are deleted before any rank may write."""
         self.folder, self.keep, self.say = Path(folder), keep, say
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._failed = 0  # saves in a row
+        self._given_up: int | None = None  # the step whose save has ended the run
         self._stuck: set[Path] = set()  # what could not be deleted, said once each
         self.folder.mkdir(parents=True, exist_ok=True)
         if dist.world().rank == 0:
@@ -90,21 +105,16 @@ class Writer:
         shards: Mapping[str, Tensor],
         state: Mapping[str, Any],
         extra: Mapping[str, Tensor] | None = None,
+        last: bool = False,
     ) -> None:
         """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0;
-        `extra`: what else a stage wants to find again, of each rank."""
+        `extra`: what else a stage wants to find again, of each rank; `last`: there will be no later one."""
         self.wait()
         world = dist.world()
         weights = host_copy(model) if world.rank == 0 else {}
         parts = {"optim": host_copy(shards), **({"extra": host_copy(extra)} if extra else {})}
-        arguments = (
-            step,
-            weights,
-            parts,
-            json.dumps({**state, "step": step}, indent=1),
-            world.rank,
-            world.size,
-        )
+        text = json.dumps({**state, "step": step}, indent=1)
+        arguments = (TRIES if last else 1, step, weights, parts, text, world.rank, world.size)
         self._thread = threading.Thread(target=self._run, args=arguments, name=WRITING)
         self._thread.start()
 
@@ -114,7 +124,7 @@ class Writer:
         _, best = self._best()
         better = not math.isnan(score) and (best is None or (score > best if higher_is_better else score < best))
         if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and better:
-            write_atomic(self.folder / "best", f"step_{step:06d} {score!r}\n")
+            self._name("best", f"step_{step:06d} {score!r}\n")
 
     def _best(self) -> tuple[str, float | None]:
         """Name and score of the best checkpoint; the file holds both, so that a resumed run knows them."""
@@ -129,13 +139,19 @@ class Writer:
         if self._thread is not None:
             self._thread.join(PATIENCE)
             if self._thread.is_alive():
-                with contextlib.suppress(OSError):  # nobody listens any more
-                    self.say(f"waiting until the checkpoint is on disk, in {self.folder}")
+                self._say(f"waiting until the checkpoint is on disk, in {self.folder}")
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise UserError(f"the checkpoint could not be written to {self.folder}: {error}") from error
+        if self._given_up is not None:
+            raise NotSaved(
+                f"the checkpoint of step {self._given_up} could not be written to {self.folder}: {self._error}; make "
+                "room or mend the storage there, then run the same command again: it goes on from the last whole one"
+            ) from self._error
+
+    def failed(self) -> bool:
+        """Whether the save that was begun last has failed."""
+        self.wait()
+        return self._failed > 0
 
     def forget_earlier(self) -> None:
         """The run is finished: earlier models of its folder (record/earlier.py) are no longer needed."""
@@ -143,14 +159,46 @@ class Writer:
             for old in earlier(self.folder):
                 self._delete(old)
 
-    def _run(self, *arguments: Any) -> None:
+    def _run(self, tries: int, step: int, weights: Any, parts: Any, state: str, rank: int, size: int) -> None:
+        draft = self.folder / f".step_{step:06d}.writing"
+        for left in reversed(range(tries)):
+            try:
+                self._write(draft, step, weights, parts, state, rank, size)
+                self._failed = 0
+                return
+            except BaseException as error:  # noqa: BLE001 (it is said here, or raised by wait in the training thread)
+                self._error = error
+                with contextlib.suppress(OSError):  # a full disk mostly has room for the name
+                    (draft / f"failed-{rank}").write_text(str(error))
+                what = f"the checkpoint of step {step} could not be written to {self.folder}"
+                if left:
+                    self._say(f"{what} ({error}); trying again in {PAUSE:.0f} seconds")
+                    pause(PAUSE)
+                    with contextlib.suppress(OSError):
+                        for mark in draft.glob(f"failed-{rank or '*'}"):  # rank 0 waits for all of them anew
+                            mark.unlink(missing_ok=True)
+        self._failed += 1
+        if tries > 1 or self._failed >= MOST_FAILED or isinstance(self._error, PartMissing):
+            self._given_up = step
+        else:
+            self._say(f"{what} ({self._error}); training goes on, the next save tries again")
+        if rank == 0 and draft.exists():
+            self._delete(draft)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            self.say(text)
+
+    def _name(self, name: str, content: str) -> None:
+        """Write `latest` or `best`: without them a checkpoint is found as well."""
         try:
-            self._write(*arguments)
-        except BaseException as error:  # noqa: BLE001 (raised again by wait, in the training thread)
-            self._error = error
+            write_atomic(self.folder / name, content)
+        except OSError as error:
+            self._say(f"{self.folder / name} could not be written ({error.strerror}); training goes on")
 
     def _write(
         self,
+        draft: Path,
         step: int,
         model: dict[str, Tensor],
         parts: dict[str, dict[str, Tensor]],
@@ -159,7 +207,6 @@ class Writer:
         size: int,
     ) -> None:
         final = self.folder / f"step_{step:06d}"
-        draft = self.folder / f".step_{step:06d}.writing"
         draft.mkdir(exist_ok=True)
         own = {}
         for name, tensors in parts.items():
@@ -173,15 +220,16 @@ class Writer:
         write_atomic(draft / "state.json", state)
         files = {name: self._entry(draft / name) for name in ("model.safetensors", "state.json")}
         files.update(self._collect(draft, size))
-        for index in range(size):
-            (draft / f"part-{index}").unlink()
         write_atomic(draft / "manifest.json", json.dumps({"step": step, "files": files}, indent=1))
         flush(draft)
         if final.exists():  # the same step again, after a resume
             self._delete(final)
-        draft.rename(final)
-        flush(self.folder)
-        write_atomic(self.folder / "latest", final.name + "\n")
+        draft.rename(final)  # what fails from here on leaves a whole checkpoint
+        with contextlib.suppress(OSError):
+            for index in range(size):
+                (final / f"part-{index}").unlink()
+            flush(self.folder)
+        self._name("latest", final.name + "\n")
         self._retain(step)
         for old in earlier(self.folder):
             if step >= max(checkpoints(old), default=0):
@@ -197,10 +245,12 @@ class Writer:
         for index in range(size):
             part = draft / f"part-{index}"
             while not part.exists():
+                if (failed := draft / f"failed-{index}").exists():
+                    raise OSError(f"rank {index} could not write its part: {failed.read_text() or 'no room'}")
                 if index in ended() and not part.exists():
-                    raise RuntimeError(f"rank {index} has ended and did not write its part")
+                    raise PartMissing(f"rank {index} has ended and did not write its part")
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
+                    raise PartMissing(f"rank {index} did not write its part; is {self.folder} shared by all nodes?")
                 time.sleep(0.02)
             found.update(json.loads(part.read_text()))
         return found

@@ -98,7 +98,8 @@ def split_command(argv: list[str]) -> tuple[str, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C."""
+    """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C,
+    71 where a device's memory ran out and only a new process can go on, 75 for what could not be saved."""
     argv = sys.argv[1:] if argv is None else argv
     if language() == "zh" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may not know every character

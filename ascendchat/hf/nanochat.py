@@ -145,7 +145,7 @@ def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> s
     tokenizer.save(folder / "tokenizer", f"ascendchat import nanochat {source.file}")
     state = {"stage": source.stage, "shape": shape.to_dict(), "tokenizer": tokenizer.fingerprint}
     writer = Writer(folder)
-    writer.save(source.step, model=converted, shards={}, state={**state, "imported": str(source.file)})
+    writer.save(source.step, model=converted, shards={}, state={**state, "imported": str(source.file)}, last=True)
     writer.wait()
     sizes = f"{shape.depth} layers of {shape.dim}, {shape.total_parameters / 1e6:.1f} M parameters"
     return f"{source.file} -> {folder / f'step_{source.step:06d}'} ({shape.formulas}: {sizes})"

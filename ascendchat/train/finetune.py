@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.checkpoint import to_continue
-from ascendchat.config import UserError
+from ascendchat.checkpoint import UNWRITTEN, to_continue
+from ascendchat.config import NotSaved, UserError
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.corpus import Corpus
 from ascendchat.data.mixture import absolute
@@ -389,8 +389,14 @@ def write_model(theirs: Theirs, folder: Path, out: Path, here: Context) -> None:
     weights = trained_weights(theirs, here.device.dtype)
     if not here.main or (out.exists() and any(out.iterdir())):
         return
-    if theirs.lora:
-        export_adapter(folder / BESIDE, weights, out)
-    else:
-        export(theirs.model, theirs.tokenizer, out, weights)
+    try:
+        if theirs.lora:
+            export_adapter(folder / BESIDE, weights, out)
+        else:
+            export(theirs.model, theirs.tokenizer, out, weights)
+    except (*UNWRITTEN, UserError) as error:  # the last: where a draft cannot even begin
+        raise NotSaved(
+            f"the model is trained and kept in {folder}, but could not be written to {out}: {error}; make room there, "
+            "then run the same command again: nothing is trained twice"
+        ) from error
     here.say(f"{folder} -> {out}")

@@ -301,14 +301,14 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
             saves, signals.last_save = due.save or stop, stop
             if saves:
                 progress.read(keep=0)
-                save(writer, stage, result.step, scale)
+                save(writer, stage, result.step, scale, last=stop or result.step == stage.steps)
             try:
                 if not stop and look(stage, run, console, signals, result, due, writer if saves else None):
                     progress.since = device.event()
             except Interrupted:  # what is broken off is no more than looking at the model
                 stop = True
-                if not saves:
-                    save(writer, stage, result.step, scale)
+                if not saves or writer.failed():
+                    save(writer, stage, result.step, scale, last=True)
             if stop:
                 result.stopped_by = signals.received or signal.SIGTERM
                 how = "the model is finished" if result.step == stage.steps else options.again
@@ -324,11 +324,12 @@ def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "
     return result
 
 
-def save(writer: Writer, stage: Stage, step: int, scale: LossScale) -> None:
+def save(writer: Writer, stage: Stage, step: int, scale: LossScale, *, last: bool) -> None:
     """Hand a checkpoint to the writer, which goes on in the background."""
     updates = stage.optimizer.steps_done  # not `step` after a warm start, or where fp16 overflowed
     state = {**stage.identity(), "updates": updates, "loss_scale": [scale.value, scale.good]}
-    writer.save(step, model=stage.weights(), shards=stage.optimizer.shards(), state=state, extra=stage.extra())
+    parts = {"model": stage.weights(), "shards": stage.optimizer.shards(), "extra": stage.extra()}
+    writer.save(step, state=state, last=last, **parts)
 
 
 def look(

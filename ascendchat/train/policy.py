@@ -78,6 +78,7 @@ class RlStage(Stage):
         learner.mean_over(math.prod(self._most) // dist.world().size)  # as `token_weight` weighs each of them
         self._known: dict[str, float] = {}
         self._parts: dict[int, Part] = {}  # of the batch that is trained, those still to come
+        self._complained = False  # of a disk that takes no transcripts
         self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet
         self._size = 0, 0  # tokens and answers that this rank learns from in a step
 
@@ -227,10 +228,19 @@ class RlStage(Stage):
 
     # ---- what is known of it -------------------------------------------------------------------
 
+    def _keep(self, step: int, groups: Sequence[Group]) -> None:
+        """A transcript; a full disk does not end training for it, and is said once."""
+        try:
+            write_transcript(self.folder / "transcripts", step, groups)
+        except OSError as error:
+            if not self._complained:
+                print(f"transcripts cannot be written ({error.strerror}): they are lost until there is room again")
+            self._complained = True
+
     def _note(self, step: int, slots: Sequence[Slot]) -> dict[str, float]:
         """What a batch has seen, over all ranks."""
         groups = groups_of(sorted(slots, key=lambda slot: slot.number))
-        write_transcript(self.folder / "transcripts", step, groups)
+        self._keep(step, groups)
         batch, replaced, config = step // self.config.updates, sum(slot.round for slot in slots), self.config
         judged = [] if config.workflow else [term.name for term in self.rollout.judge.terms]
         apart = {"terms": judged, "tasks": [task.name for task in self.rollout.questions.tasks]}

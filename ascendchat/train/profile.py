@@ -42,7 +42,10 @@ class Profiler:
     def before(self, step: int) -> None:
         """Start when it is time."""
         if step == self.begin:
-            self.place.mkdir(parents=True, exist_ok=True)
+            try:
+                self.place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                return self._lost(error)
             self.device.synchronize()
             self._stop = self.device.trace(self.place)
             self._since, self._waited = time.perf_counter(), 0.0
@@ -62,8 +65,16 @@ class Profiler:
         if self._stop is None or (done < self.steps and not ends):
             return
         self.device.synchronize()
-        seconds = time.perf_counter() - self._since
-        trace, self._stop = self._stop(), None
+        seconds, stop, self._stop = time.perf_counter() - self._since, self._stop, None
+        try:
+            self._report(stop(), done, seconds)
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        self.say(f"the profile could not be written to {self.place} ({error.strerror}); training goes on")
+
+    def _report(self, trace: Path, done: int, seconds: float) -> None:
         beside = self.device.type != "cpu"
         found = summarise(read_trace(trace), steps=done, seconds=seconds, waited=self._waited, device=beside)
         text = table(found, self.begin + 1)

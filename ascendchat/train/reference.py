@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ascendchat import dist
-from ascendchat.checkpoint import Damaged, read_file, write_weights
+from ascendchat.checkpoint import UNWRITTEN, Damaged, read_file, write_weights
 from ascendchat.dist.context import Context
 from ascendchat.files import flush, sha256, write_atomic
 
@@ -53,8 +53,14 @@ class Reference:
         here.say("log-probabilities of the reference: computed once, for all pairs")
         return make()
 
-    def write(self, table: Tensor) -> None:
-        """Unless it is there already."""
+    def write(self, table: Tensor, say: Callable[[str], None] = print) -> None:
+        """Unless it is there already. Without the file it is computed again when the run goes on."""
+        try:
+            self._write(table)
+        except UNWRITTEN as error:
+            say(f"log-probabilities of the reference: not kept in {self.path} ({error}); training goes on")
+
+    def _write(self, table: Tensor) -> None:
         known = self.read()
         if known is not None and torch.equal(known, table):
             return

@@ -352,7 +352,6 @@ class Disk:
         monkeypatch.setattr(checkpoint, "pause", self.pauses.append, raising=False)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 18")
 def test_a_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
     writer = Writer(tmp_path, say=disk.said.append)
@@ -371,7 +370,6 @@ def test_a_save_that_fails_is_said_and_the_next_one_is_tried(tmp_path: Path, mon
     assert disk.pauses == []
 
 
-@pytest.mark.xfail(strict=True, reason="mend 18")
 def test_three_failed_saves_in_a_row_end_the_run_with_a_status_that_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +386,6 @@ def test_three_failed_saves_in_a_row_end_the_run_with_a_status_that_is_started_a
     assert checkpoints(tmp_path) == []
 
 
-@pytest.mark.xfail(strict=True, reason="mend 18")
 @pytest.mark.parametrize("full", [1, 4, 5])
 def test_the_last_save_is_tried_five_times_within_a_minute(
     full: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -407,7 +404,6 @@ def test_the_last_save_is_tried_five_times_within_a_minute(
     assert all(text.endswith("trying again in 12 seconds") for text in disk.said)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 18")
 def test_a_checkpoint_is_saved_although_what_names_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,7 +495,6 @@ def test_a_rank_that_never_writes_its_part_is_named(
     assert checkpoints(tmp_path) == []
 
 
-@pytest.mark.xfail(strict=True, reason="mend 18")
 @pytest.mark.parametrize("last", [False, True])
 def test_a_rank_that_could_not_write_its_part_says_so_and_is_not_waited_for(
     last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

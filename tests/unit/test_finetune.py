@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models
@@ -15,7 +16,7 @@ import torch
 
 from ascendchat.checkpoint import newest
 from ascendchat.cli import main
-from ascendchat.config import home
+from ascendchat.config import NotSaved, UserError, home
 from ascendchat.data.mixture import Batches
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS
@@ -24,6 +25,7 @@ from ascendchat.nn.optim import muon_groups
 from ascendchat.plan.schedule import finetuning_scale
 from ascendchat.record import read_metrics
 from ascendchat.tasks.mixture import Portion, open_chat_mixture
+from ascendchat.train import finetune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -334,3 +336,18 @@ def test_too_large_a_model_is_refused_before_its_weights_are_read_and_one_withou
     hf_models.save(tmp_path / "bare", template=None)
     assert main([*asked, "--model", str(tmp_path / "bare")]) == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), UserError("/x cannot be written")])
+def test_a_trained_model_that_cannot_be_written_out_is_kept_and_said(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(finetune, "export", export)
+    monkeypatch.setattr(finetune, "trained_weights", lambda *_: {})
+    theirs = SimpleNamespace(lora=None, model=None, tokenizer=None)
+    here = SimpleNamespace(main=True, device=SimpleNamespace(dtype=None), say=print)
+    with pytest.raises(NotSaved, match=f"kept in {tmp_path}, but could not .* run the same command again"):
+        finetune.write_model(theirs, tmp_path, tmp_path / "out", here)  # type: ignore[arg-type]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from ascendchat.train.grpo import (
     sequence_anchor,
     token_weight,
 )
+from ascendchat.train.policy import RlStage
 
 
 def test_advantages_by_hand() -> None:
@@ -135,3 +138,14 @@ def test_without_a_proximal_policy_the_ratio_is_one_and_the_behaviour_corrects()
 def test_long_answers_lose_reward_gradually() -> None:
     assert [length_penalty(n, 100, 0.2) for n in (0, 80, 90, 100, 120)] == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert length_penalty(100, 100, 0.0) == 0.0
+
+
+def test_a_full_disk_costs_transcripts_and_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "transcripts").touch()
+    stage = SimpleNamespace(folder=tmp_path, _complained=False)
+    for step in (1, 2):
+        RlStage._keep(stage, step, [])  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("transcripts cannot be written (File exists)") == 1
+    (tmp_path / "transcripts").unlink()
+    RlStage._keep(stage, 3, [])  # type: ignore[arg-type]
+    assert (tmp_path / "transcripts" / "step_000003-0.jsonl").is_file()

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ascendchat.config import UserError
 from ascendchat.data.conversations import conversations
 from ascendchat.data.pairs import Pair, pairs
+from ascendchat.train.reference import Reference
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -107,3 +109,10 @@ def test_pairs_without_a_difference_are_counted_and_left_out_however_many_they_a
 def test_a_file_of_conversations_is_refused_with_the_columns_that_are_needed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the columns messages hold no pairs; rename them to prompt, chosen"):
         read(tmp_path, {"messages": [USER, GOOD]})
+
+
+def test_a_table_of_the_reference_that_cannot_be_kept_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    Reference(tmp_path / "absent", ["model"]).write(torch.zeros(2, 2), said.append)
+    assert len(said) == 1
+    assert said[0].endswith("training goes on")

@@ -123,6 +123,25 @@ def test_a_run_with_profile_leaves_a_trace_and_a_table(tmp_path: Path, capsys: p
     assert "waiting for data: put the prepared text on a local disk" in " ".join(shown.split())
 
 
+def test_training_goes_on_where_its_profile_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "profile").touch()
+    with open_run(tmp_path, BaseConfig()) as run:
+        assert fit(ToyStage(steps=6), pick("cpu"), run, Options(profile=1, eval_every=-1)).step == 6
+    (tmp_path / "profile").unlink()
+
+    def full(path: Path, content: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ascendchat.train.profile.write_atomic", full)
+    with open_run(tmp_path, BaseConfig()) as run:
+        assert fit(ToyStage(steps=6), pick("cpu"), run, Options(profile=1, eval_every=-1)).step == 6
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(Not a directory); training goes on" in shown
+    assert "(No space left on device); training goes on" in shown
+
+
 def test_the_trace_ends_before_a_validation_and_fits_a_short_run(tmp_path: Path) -> None:
     with open_run(tmp_path, BaseConfig()) as run:
         fit(ToyStage(steps=4), pick("cpu"), run, Options(profile=3, eval_every=3))
