@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -248,3 +249,24 @@ def test_a_prompt_over_the_limit_drops_the_oldest_exchanges_then_the_system_then
     assert left(3) == []  # the end of the user's turn
     with pytest.raises(ValueError, match="a prompt needs more than 2 tokens"):
         left(2)
+
+
+@pytest.mark.xfail(strict=True, reason="mend 16")
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda talk: render(TOKENIZER, talk),
+        lambda talk: render_pieces(TOKENIZER, talk, 1 << 20, Counts()),
+        lambda talk: render_pieces(TOKENIZER, talk, 30_000, Counts()),
+        lambda talk: render_prompt(TOKENIZER, talk, 1000),
+    ],
+    ids=["whole", "one piece", "pieces", "prompt"],
+)
+def test_twice_as_many_messages_take_twice_as_long(made: Callable[[Any], Any]) -> None:
+    def seconds(messages: int) -> float:
+        talk = [message(("user", "assistant")[at % 2], "x") for at in range(messages)]
+        began = time.process_time()
+        made(talk)
+        return time.process_time() - began
+
+    assert seconds(24_000) / seconds(6_000) < 8  # 4 where it is linear, 16 where every message copies those before it

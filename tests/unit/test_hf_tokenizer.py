@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,3 +270,121 @@ def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     made = tokenizer(None)
     assert made.template is None
     assert made.stops == (hf_models.texts().specials["<|im_end|>"],)
+
+
+EXCHANGE = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is 42."}]
+COUNTED = hf_models.CHATML.replace("{{ m['role'] }}", "{{ loop.index }}{{ m['role'] }}")
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}" + hf_models.CHATML
+)
+WITHOUT_THOUGHTS = (  # as DeepSeek R1: what was thought is not in earlier turns
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
+    "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "plain": hf_models.CHATML,
+    "generation": GENERATION,
+    "last otherwise": LAST_ONLY,
+    "without thoughts": WITHOUT_THOUGHTS,
+    "tools": WITH_TOOLS,
+    "default system": DEFAULT_SYSTEM,
+    "counted": COUNTED,
+}
+
+
+def letters_made(made: HFTokenizer, work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Letters that the template writes and the tokenizer reads meanwhile."""
+    letters = 0
+    write, read = made.inner.apply_chat_template, made.template._marked  # type: ignore[union-attr]
+
+    def writing(*args: Any, **how: Any) -> Any:
+        nonlocal letters
+        found = write(*args, **how)
+        letters += len(found if isinstance(found, str) else found["input_ids"])
+        return found
+
+    def reading(text: str, **how: Any) -> Any:
+        nonlocal letters
+        letters += len(text)
+        return read.encode(text, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made.inner, "apply_chat_template", writing)
+        patched.setattr(made.template, "_marked", SimpleNamespace(encode=reading))
+        work()
+    return letters
+
+
+@pytest.mark.xfail(strict=True, reason="mend 16")
+@pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"counted"}))
+@pytest.mark.parametrize("way", ["prompt", "pieces", "whole"])
+def test_twice_as_many_messages_are_twice_as_much_work(
+    way: str, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (way, template) == ("whole", "generation"):
+        pytest.xfail("was linear")
+    made = tokenizer(TEMPLATES[template])
+    ways = {
+        "prompt": lambda talk: render_prompt(made, talk, 100),
+        "pieces": lambda talk: render_pieces(made, talk, 100, Counts()),
+        "whole": lambda talk: render(made, talk),
+    }
+    half, whole = (letters_made(made, lambda n=n: ways[way](EXCHANGE * n), monkeypatch) for n in (60, 120))
+    assert whole <= 2.2 * half
+
+
+@pytest.mark.xfail(strict=True, reason="mend 16")
+def test_a_conversation_of_any_template_is_bounded_work_per_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizer(COUNTED)
+    half, whole = (
+        letters_made(made, lambda n=n: render_pieces(made, EXCHANGE * n, 100, Counts()), monkeypatch) for n in (60, 120)
+    )
+    assert whole <= 2.4 * half
+
+
+CALLS = [{"type": "tool", "text": '{"name": "f", "arguments": {}}'}, {"type": "output", "text": "4"}]
+TALKS = {
+    "system": [*TALK, *EXCHANGE, *EXCHANGE],
+    "thoughts": [
+        TALK[1],
+        {"role": "assistant", "content": "<think>plus</think>The answer."},
+        *EXCHANGE,
+        TALK[1],
+        {"role": "assistant", "content": "<think>twenty</think>It is."},
+        *EXCHANGE,
+        {"role": "user", "content": "  user qqzq  "},
+    ],
+    "tools": [*EXCHANGE, *(TALK[1], {"role": "assistant", "content": [*CALLS, {"type": "text", "text": "four"}]}) * 3],
+    "no user": [TALK[0], *EXCHANGE[1:], *EXCHANGE * 3],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_is_learned_is_what_each_turn_adds_to_the_text_before_it(template: str, talk: str) -> None:
+    """By definition: for each turn the conversation up to it is written twice, without it and with it."""
+    made, messages = tokenizer(TEMPLATES[template]), TALKS[talk]
+    forms = made.template
+    assert forms is not None
+    plain = forms._plain(messages)
+    text = forms._text(plain, opened=False)
+    wanted = []
+    for at, message in enumerate(plain):
+        through = forms._text(plain[: at + 1], opened=False)
+        if message["role"] == "assistant" and text.startswith(through):
+            wanted.append(through[len(forms._text(plain[:at], opened=True)) :].rstrip("\n"))
+    assert written(render(made, messages), made) == wanted
+
+
+def test_a_long_thought_in_the_middle_begins_a_piece_with_the_system_message() -> None:
+    made, counts = tokenizer(WITHOUT_THOUGHTS), Counts()
+    thought = {"role": "assistant", "content": f"<think>{'plus ' * 40}</think>Yes."}
+    talk = [TALK[0], *EXCHANGE * 2, EXCHANGE[0], thought, *EXCHANGE * 2]
+    limit = len(render(made, [TALK[0], EXCHANGE[0], thought]).ids)
+    pieces = render_pieces(made, talk, limit, counts)
+    assert all("Be brief." in made.decode(piece.ids) for piece in pieces)
+    assert [part for piece in pieces for part in written(piece, made)] == [
+        f"{message['content']}<|im_end|>" for message in talk if message["role"] == "assistant"
+    ]
+    assert (counts.split, counts.lost_tokens, counts.cut_prompts) == (1, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import render_prompt
+from ascendchat.data import pair_rows
+from ascendchat.data.chat import Encoder, Message, Rendered, render, render_prompt
 from ascendchat.data.pair_rows import PairBatches, PairCounts, PairRows, pack_pairs, render_pair
 from ascendchat.data.pairs import Pair
 from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
@@ -191,3 +193,25 @@ def test_batches_are_slices_of_one_global_batch_and_epochs_hold_every_pair(ours:
                 assert len(scored) == tokens[side]
     again = PairBatches([(build(ours, asked, 96, 3, PairCounts()), 1.0)], 4).batch(7)
     assert np.array_equal(again.inputs, batches.batch(7).inputs), "a pure function of data, seed and step"
+
+
+@pytest.mark.xfail(strict=True, reason="mend 16")
+def test_a_pair_behind_a_long_conversation_is_work_in_proportion_to_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def messages_made(exchanges: int) -> int:
+        made = 0
+
+        def counted(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
+            nonlocal made
+            made += len(messages)
+            return render(tokenizer, messages)
+
+        monkeypatch.setattr(pair_rows, "render", counted)
+        before = [say(role, "hi") for _ in range(exchanges) for role in ("user", "assistant")]
+        counts = PairCounts()
+        assert render_pair(tokenizer, pair("What?", "42", "43", *before), 60, counts)
+        assert counts.cut == 1
+        return made
+
+    assert messages_made(200) <= 2.2 * messages_made(100)

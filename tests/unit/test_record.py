@@ -12,10 +12,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ascendchat import record
 from ascendchat.config import UserError, home, parse
 from ascendchat.record import open_run, read_metrics, run_folder
 from ascendchat.record.earlier import read_facts
@@ -266,3 +268,43 @@ def test_record_does_not_import_torch_rich_or_a_tracker() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.xfail(strict=True, reason="mend 16")
+def test_rows_are_read_in_time_that_resumes_do_not_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    class Step(int):
+        def __le__(self, other: int) -> bool:
+            nonlocal looked
+            looked += 1
+            return int(self) <= other
+
+    def looks(size: int) -> int:
+        nonlocal looked
+        looked, stored = 0, list[dict[str, Any]]()
+        for step in range(size):
+            stored += [{"step": Step(step)}, {"resumed_at": step}]
+        monkeypatch.setattr(record, "stored_rows", lambda path: stored)
+        assert [row["step"] for row in read_metrics("metrics.jsonl")] == list(range(size))
+        return looked
+
+    assert looks(200) <= 2.2 * looks(100)
+
+
+@pytest.mark.parametrize(
+    ("stored", "left"),
+    [
+        ([1, 2, 3, "2", 3, 4], [1, 2, 3, 4]),
+        ([1, 2, 3, "2", "1", 2], [1, 2]),
+        ([1, 2, 3, "1", 2, "5", 3], [1, 2, 3]),
+        ([3, 1, 2, "2", 1], [1, 2, 1]),
+        ([1, "0"], []),
+    ],
+)
+def test_rows_that_a_later_resume_replaced_do_not_count(
+    stored: list[int | str], left: list[int], tmp_path: Path
+) -> None:
+    rows = [{"resumed_at": int(row)} if isinstance(row, str) else {"step": row} for row in stored]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert steps(tmp_path) == left

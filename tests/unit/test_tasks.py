@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
+import time
 import zipfile
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 
 from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
+from ascendchat.data import conversations, pairs, read, tables
 from ascendchat.data.chat import render_choice, text_of
 from ascendchat.data.fetch import fetch
+from ascendchat.tasks import terms
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
-from ascendchat.tasks.gsm8k import final_number
-from ascendchat.tasks.humaneval import HumanEval, code_of, pass_at_k
+from ascendchat.tasks.gsm8k import FINAL, final_number
+from ascendchat.tasks.humaneval import CODE_BLOCK, PYTHON, HumanEval, code_of, pass_at_k
 
 
 @pytest.fixture
@@ -312,3 +316,33 @@ def test_the_model_answers_of_the_toy_world_are_right_and_others_are_not() -> No
                 continue
             assert task.correct(row, said)
             assert not task.correct(row, "zzz")
+
+
+FILLINGS = " ", "\n", "#", "`", "~", "9", ",", "1,", "a", "$", " $", "<<", '\\"', '"', "\\", "\n\n", "####", "### "
+MEND_16 = pytest.mark.xfail(strict=True, reason="mend 16")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        pytest.param(FINAL, "####{}x", marks=MEND_16),
+        pytest.param(FINAL, "#### ${}x", marks=MEND_16),
+        (FINAL, "{}#### 1"),
+        (CODE_BLOCK, "```{}`"),
+        (CODE_BLOCK, "~~~{}~"),
+        (PYTHON, "{}x"),
+        (terms.NUMBER, "-{}-"),
+        (terms.BOXED, "\\boxed{}x"),
+        (terms.WORD, "\\{}"),
+        (conversations.TURN, "###{}x"),
+        (conversations.CALCULATION, "<<{}=1>"),
+        pytest.param(tables.BRACKET, '"{}', marks=MEND_16),
+        (read.BETWEEN, "{}x"),
+        (pairs.SPOKEN, "\n\n{}"),
+    ],
+)
+def test_a_pattern_over_what_somebody_else_wrote_takes_linear_time(pattern: re.Pattern[str], text: str) -> None:
+    began = time.process_time()
+    for filling in FILLINGS:
+        list(pattern.finditer(text.replace("{}", filling * (20_000 // len(filling)))))
+    assert time.process_time() - began < 0.5, "a hundredth of what one of these takes in quadratic time"
