@@ -20,7 +20,7 @@ Every text is encoded on its own and never becomes a special token, whatever a u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +59,17 @@ class Rendered(NamedTuple):
     mask: list[int]
 
     def __add__(self, other: Rendered) -> Rendered:  # type: ignore[override]
+        """Both, in new lists. Of many the sum would copy the first for each of them: see `joined`."""
         return Rendered(self.ids + other.ids, self.mask + other.mask)
+
+
+def joined(parts: Iterable[Rendered]) -> Rendered:
+    """All of them one after the other."""
+    whole = Rendered([], [])
+    for part in parts:
+        whole.ids.extend(part.ids)
+        whole.mask.extend(part.mask)
+    return whole
 
 
 @dataclass
@@ -154,10 +164,7 @@ def spoken(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
 
 def render_turns(tokenizer: Encoder, turns: Sequence[Message]) -> Rendered:
     """Canonical messages one after the other."""
-    rendered = Rendered([], [])
-    for message in spoken(tokenizer, turns):
-        rendered += render_message(tokenizer, message)
-    return rendered
+    return joined(render_message(tokenizer, message) for message in spoken(tokenizer, turns))
 
 
 def render_message(tokenizer: Encoder, message: Message) -> Rendered:
@@ -206,6 +213,21 @@ def exchanges(messages: Sequence[Message]) -> tuple[list[Message], list[list[Mes
             groups.append([])
         groups[-1].append(turn)
     return turns[:opening], groups
+
+
+def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
+    """How many of `count` things fit, where fewer of what fits fit too; 0 if not even one does. Asks about a few, none
+    of them more than twice what fits: so the answer costs no more however many there are."""
+    good, bad = 0, count + 1
+    while bad - good > 1:
+        tried = min(max(1, 2 * good), (good + bad) // 2)
+        good, bad = (tried, bad) if fits(tried) else (good, tried)
+    return good
+
+
+def flat(groups: Iterable[Sequence[Message]]) -> list[Message]:
+    """The messages of several exchanges."""
+    return [message for group in groups for message in group]
 
 
 def render_prompt(
@@ -290,7 +312,8 @@ def split_long(tokenizer: Encoder, messages: Sequence[Message], limit: int, coun
     for group in groups:
         body = render_turns(tokenizer, group)
         if current is not None and len(current.ids) + len(body.ids) <= limit:
-            current += body
+            current.ids.extend(body.ids)
+            current.mask.extend(body.mask)
             continue
         if current is not None:
             pieces.append(current)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
-from ascendchat.data.chat import Encoder, Rendered, exchanges, render, template_of
+from ascendchat.data.chat import Encoder, Rendered, exchanges, flat, most_that_fit, render, template_of
 from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.pack import EPOCHS, ORDER, WINDOW
 from ascendchat.data.pairs import Pair
@@ -89,9 +89,12 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
         found = whole = rendered(pair.prompt)
         if found.longest > limit:
             system, groups = exchanges(pair.prompt)
-            while found.longest > limit and (len(groups) > 1 or system):
-                system, groups = (system, groups[1:]) if len(groups) > 1 else ([], groups)
-                found = rendered([*system, *(message for group in groups for message in group)])
+
+            def kept(count: int) -> RenderedPair:
+                return rendered([*system, *flat(groups[-count:])])
+
+            most = most_that_fit(len(groups) - 1, lambda count: kept(count).longest <= limit)
+            found = kept(most) if most else rendered(flat(groups[-1:]))
             found = shortened(tokenizer, found, limit)
     except UserError as error:
         counts.refused += 1

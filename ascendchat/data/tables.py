@@ -24,7 +24,8 @@ from ascendchat.record.console import inert
 
 TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
-BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)  # of JSON, and texts: one in a text is none
+# A bracket of JSON, or a text, since one in a text is none; a text without an end goes on to that of the file
+BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 SHOWN_UNREAD = 3  # rows that could not be read, named
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what such a row raises
 Row = TypeVar("Row")

@@ -14,16 +14,29 @@ it knows them (hf/tool_messages.py); else they stand in the texts.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import Counts, Message, Rendered, canonical, content_parts, exchanges
+from ascendchat.data.chat import (
+    Counts,
+    Message,
+    Rendered,
+    canonical,
+    content_parts,
+    exchanges,
+    flat,
+    most_that_fit,
+)
 from ascendchat.hf.tool_messages import ARGUMENT, CALLED, PROBE_CALL, PROBE_OFFER, RESULT, called, offered, split_offers
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITTEN = {"text": "{}", "tool": "<<{}=", "output": "{}>>"}
+SHORT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+NEXT = {"role": "user", "content": CALLED}
 BREAK = "\u200b"  # a zero-width space: put into what only looks like a special token
 
 
@@ -53,11 +66,14 @@ class ChatTemplate:
         """The conversation so far, open for the assistant. Too long: the oldest exchanges go, then the system message,
         then the beginning."""
         system, groups = exchanges(messages)
-        whole = ids = self._prompt([*system, *(message for group in groups for message in group)])
-        while limit is not None and len(ids) > limit and (len(groups) > 1 or system):
-            system, groups = (system, groups[1:]) if len(groups) > 1 else ([], groups)
-            ids = self._prompt([*system, *(message for group in groups for message in group)])
-        ids = ids if limit is None else ids[-limit:]
+        whole = ids = self._prompt([*system, *flat(groups)])
+        if limit is not None and len(ids) > limit:
+
+            def kept(count: int) -> list[int]:
+                return self._prompt([*system, *flat(groups[-count:])])
+
+            most = most_that_fit(len(groups) - 1, lambda count: len(kept(count)) <= limit)
+            ids = (kept(most) if most else self._prompt(flat(groups[-1:])))[-limit:]
         if counts is not None:
             kept = len(ids) == len(whole)
             counts.pieces += 1
@@ -77,17 +93,16 @@ class ChatTemplate:
     def pieces(self, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
         """Pieces of at most `limit` tokens, each with something to learn; what was done is added to `counts`."""
         system, groups = exchanges(messages)
-        whole = self._whole([*system, *(message for group in groups for message in group)])
-        if not any(any(piece.mask) for piece in whole):
-            counts.unsupervised += 1
-            return []
-        if all(len(piece.ids) <= limit for piece in whole):
-            counts.whole += 1
-            found = whole
-        else:
-            counts.split += 1
+        talk = self._plain([*system, *flat(groups)])
+        found = self._whole(talk) if self._size(talk) <= limit else []
+        whole = bool(found) and all(len(piece.ids) <= limit for piece in found)
+        if not whole:
             found = self._split(system, groups, limit, counts)
         found = [piece for piece in found if any(piece.mask)]
+        if not found:
+            counts.unsupervised += 1
+            return []
+        counts.whole, counts.split = counts.whole + whole, counts.split + (not whole)
         counts.pieces += len(found)
         counts.tokens += sum(len(piece.ids) for piece in found)
         return found
@@ -132,65 +147,103 @@ class ChatTemplate:
         found = self._apply(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return Rendered(list(found["input_ids"]), list(found["assistant_masks"]))
 
+    def _size(self, talk: Sequence[Message]) -> int:
+        """Tokens of a conversation as it is written whole."""
+        return len(self._marked.encode(self._text(talk, opened=False), add_special_tokens=False).ids)
+
     def _spans(self, talk: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of a conversation and what the assistant writes in it; of the last turn only where the template
-        writes the others in another way."""
-        text, spans = self._text(talk, opened=False), list[Span]()
-        turns = [at for at, message in enumerate(talk) if message["role"] == "assistant"]
-        for at in turns:
-            before, through = self._text(talk[:at], opened=True), self._text(talk[: at + 1], opened=False)
-            if not through.startswith(before):
-                raise UserError(
-                    "the model's chat template opens a turn of the assistant otherwise than it writes one, so it "
-                    "cannot be told what the model should learn; mark it in the template by generation blocks"
-                )
-            if text.startswith(through):
-                spans.append(Span(len(before), len(through)))
+        """The text of a conversation and what the assistant writes in it; where the template writes a turn otherwise
+        when others follow, it is left out."""
+        text = self._text(talk, opened=False)
+        spans = self._spans_by_exchange(talk, text)
+        if spans is None:
+            turns = [self._turn(talk, at) for at in turns_in(talk)]
+            spans = [span for through, span in turns if text.startswith(through)]
         return text, spans
+
+    def _turn(self, talk: Sequence[Message], at: int) -> tuple[str, Span]:
+        """The text up to the end of a turn of the assistant, and the turn in it."""
+        before, through = self._text(talk[:at], opened=True), self._text(talk[: at + 1], opened=False)
+        if not through.startswith(before):
+            raise UserError(
+                "the model's chat template opens a turn of the assistant otherwise than it writes one, so it "
+                "cannot be told what the model should learn; mark it in the template by generation blocks"
+            )
+        return through, Span(len(before), len(through))
+
+    def _spans_by_exchange(self, talk: Sequence[Message], text: str) -> list[Span] | None:
+        """The same in time that grows with the conversation, not with its square: each exchange is written behind a
+        short one and before the user's next word. None where these parts do not make up the text, for instance since
+        the template counts the turns."""
+        starts = [0, *(at for at in range(1, len(talk)) if begins_exchange(talk, at)), len(talk)]
+        spans, end = list[Span](), 0
+        try:
+            opening = self._text([*SHORT, NEXT], opened=False).rpartition(CALLED)[0]
+            for begin, stop in itertools.pairwise(starts):
+                before, known = (SHORT, opening) if begin else ((), "")
+                part = [*before, *talk[begin:stop]]
+                written = body = self._text(part if stop == len(talk) else [*part, NEXT], opened=False)
+                if stop < len(talk):
+                    body = written.rpartition(CALLED)[0]
+                if not body.startswith(known) or not text.startswith(body[len(known) :], end):
+                    return None
+                for at in range(len(before), len(part)):
+                    if part[at]["role"] == "assistant":
+                        through, span = self._turn(part, at)
+                        if written.startswith(through):
+                            spans.append(Span(*(end + place - len(known) for place in span)))
+                end += len(body) - len(known)
+        except UserError:
+            return None
+        return spans if end == len(text) else None
 
     def _rendered(self, text: str, spans: Sequence[Span]) -> Rendered:
         found = self._marked.encode(text, add_special_tokens=False)
         ids, offsets = found.ids, found.offsets  # each made anew whenever it is asked for
-        mask = [0] * len(ids)
+        mask, begins = [0] * len(ids), [begin for begin, _ in offsets]
         for span in spans:
-            inside = [at for at, (begin, end) in enumerate(offsets) if span.begin <= begin and end <= span.end]
+            near = range(bisect.bisect_left(begins, span.begin), bisect.bisect_right(begins, span.end))
+            inside = [at for at in near if offsets[at][1] <= span.end]
             last = max((at for at in inside if ids[at] in self.stops), default=None)
             for at in inside:
                 mask[at] = int(last is None or at <= last)  # the newline behind the end of a turn is nobody's
         return Rendered(ids, mask)
 
-    def _whole(self, messages: Sequence[Message]) -> list[Rendered]:
+    def _whole(self, talk: Sequence[Message]) -> list[Rendered]:
         """One piece; or one for each turn of the assistant, where the template writes earlier turns otherwise."""
-        talk = self._plain(messages)
         if self.generation:
             return [self._by_generation(talk)]
         text, spans = self._spans(talk)
-        turns = [at for at, message in enumerate(talk) if message["role"] == "assistant"]
+        turns = turns_in(talk)
         if len(spans) == len(turns):
             return [self._rendered(text, spans)]
-        pieces = []
-        for at in turns:
-            part, known = self._spans(talk[: at + 1])
-            pieces.append(self._rendered(part, known[-1:]))
-        return pieces
+        return [self._rendered(through, [span]) for through, span in (self._turn(talk, at) for at in turns)]
 
     def _split(
         self, system: Sequence[Message], groups: Sequence[Sequence[Message]], limit: int, counts: Counts
     ) -> list[Rendered]:
         """As many exchanges in a piece as fit, each opened by the system message."""
         pieces: list[Rendered] = []
-        current: list[Message] = []
-        for group in groups:
-            longer = self._whole([*system, *current, *group])
-            if current and any(len(piece.ids) > limit for piece in longer):
-                pieces += self._whole([*system, *current])
-                current = []
-            current += group
-        last = self._whole([*system, *current])
-        if any(len(piece.ids) > limit for piece in last):
-            longer, last = last, self._whole(current)
-            counts.lost_tokens += sum(len(piece.ids) for piece in longer) - sum(len(piece.ids) for piece in last)
-        return [cut(piece, limit, counts) for piece in [*pieces, *last]]
+        first = 0
+        while first < len(groups):
+
+            def talk(count: int, first: int = first) -> list[Message]:
+                return self._plain([*system, *flat(groups[first : first + count])])
+
+            count = most_that_fit(len(groups) - first, lambda count: self._size(talk(count)) <= limit) or 1
+            found = self._whole(talk(count))
+            if len(found) > 1:  # a turn may be longer here than when others follow: then it begins the next piece
+                owners = [at for at in range(count) for _ in turns_in(self._plain(groups[first + at]))]
+                long = next((at for at, piece in zip(owners, found) if len(piece.ids) > limit), count)
+                count = max(long, 1)
+                found = [piece for at, piece in zip(owners, found) if at < count]
+            if system and any(len(piece.ids) > limit for piece in found):
+                bare = self._whole(self._plain(flat(groups[first : first + count])))
+                counts.lost_tokens += sum(len(a.ids) - len(b.ids) for a, b in zip(found, bare))
+                found = bare
+            pieces += [cut(piece, limit, counts) for piece in found]
+            first += count
+        return pieces
 
     def _knows(self, talk: Sequence[Message], *words: str) -> bool:
         """Whether the template writes all of these words."""
@@ -208,6 +261,15 @@ class ChatTemplate:
             return None
         behind = self._marked.encode(text.rpartition("qqzq")[2], add_special_tokens=False).ids
         return next((number for number in behind if number in self._names), None)
+
+
+def turns_in(talk: Sequence[Message]) -> list[int]:
+    return [at for at, message in enumerate(talk) if message["role"] == "assistant"]
+
+
+def begins_exchange(talk: Sequence[Message], at: int) -> bool:
+    """Whether the user speaks again, behind the assistant or the result of a tool."""
+    return talk[at]["role"] == "user" and talk[at - 1]["role"] in ("assistant", "tool")
 
 
 def cut(piece: Rendered, limit: int, counts: Counts) -> Rendered:

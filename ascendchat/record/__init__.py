@@ -126,12 +126,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     rows: list[dict[str, Any]] = []
-    for row in stored_rows(path / "metrics.jsonl" if path.is_dir() else path):
+    last = math.inf  # the last step that no later resume replaced
+    for row in reversed(stored_rows(path / "metrics.jsonl" if path.is_dir() else path)):
         if "resumed_at" in row:
-            rows = [r for r in rows if r["step"] <= row["resumed_at"]]
-        else:
+            last = min(last, row["resumed_at"])
+        elif row["step"] <= last:
             rows.append(row)
-    return rows
+    return rows[::-1]
 
 
 def stored_rows(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from ascendchat.data.conversations import calculations
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 
-FINAL = re.compile(r"####\s*\$?\s*(-?[\d.,]*\d)")
+# No blank can be taken in two ways, so it takes linear time over what a degenerate model writes
+FINAL = re.compile(r"####\s*(?:\$\s*)?(-?[\d.,]*\d)")
 
 
 def final_number(reply: str) -> Decimal | None:

@@ -273,7 +273,9 @@ def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
 
 
 EXCHANGE = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is 42."}]
-COUNTED = hf_models.CHATML.replace("{{ m['role'] }}", "{{ loop.index }}{{ m['role'] }}")
+COUNTED = hf_models.CHATML.replace(
+    "{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ loop.index }}. {% endif %}{{ m['content'] }}"
+)
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nHi<|im_end|>\n{% endif %}" + hf_models.CHATML
 )
@@ -316,29 +318,25 @@ def letters_made(made: HFTokenizer, work: Callable[[], Any], monkeypatch: pytest
     return letters
 
 
-@pytest.mark.xfail(strict=True, reason="mend 16")
 @pytest.mark.parametrize("template", sorted(TEMPLATES.keys() - {"counted"}))
 @pytest.mark.parametrize("way", ["prompt", "pieces", "whole"])
 def test_twice_as_many_messages_are_twice_as_much_work(
     way: str, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (way, template) == ("whole", "generation"):
-        pytest.xfail("was linear")
     made = tokenizer(TEMPLATES[template])
     ways = {
         "prompt": lambda talk: render_prompt(made, talk, 100),
         "pieces": lambda talk: render_pieces(made, talk, 100, Counts()),
         "whole": lambda talk: render(made, talk),
     }
-    half, whole = (letters_made(made, lambda n=n: ways[way](EXCHANGE * n), monkeypatch) for n in (60, 120))
+    half, whole = (letters_made(made, lambda n=n: ways[way](EXCHANGE * n), monkeypatch) for n in (40, 80))
     assert whole <= 2.2 * half
 
 
-@pytest.mark.xfail(strict=True, reason="mend 16")
 def test_a_conversation_of_any_template_is_bounded_work_per_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tokenizer(COUNTED)
     half, whole = (
-        letters_made(made, lambda n=n: render_pieces(made, EXCHANGE * n, 100, Counts()), monkeypatch) for n in (60, 120)
+        letters_made(made, lambda n=n: render_pieces(made, EXCHANGE * n, 100, Counts()), monkeypatch) for n in (40, 80)
     )
     assert whole <= 2.4 * half
 

@@ -195,7 +195,6 @@ def test_batches_are_slices_of_one_global_batch_and_epochs_hold_every_pair(ours:
     assert np.array_equal(again.inputs, batches.batch(7).inputs), "a pure function of data, seed and step"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 16")
 def test_a_pair_behind_a_long_conversation_is_work_in_proportion_to_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,7 +270,6 @@ def test_record_does_not_import_torch_rich_or_a_tracker() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 16")
 def test_rows_are_read_in_time_that_resumes_do_not_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = 0
 
