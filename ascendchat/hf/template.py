@@ -69,11 +69,11 @@ class ChatTemplate:
         whole = ids = self._prompt([*system, *flat(groups)])
         if limit is not None and len(ids) > limit:
 
-            def kept(count: int) -> list[int]:
+            def behind(count: int) -> list[int]:
                 return self._prompt([*system, *flat(groups[-count:])])
 
-            most = most_that_fit(len(groups) - 1, lambda count: len(kept(count)) <= limit)
-            ids = (kept(most) if most else self._prompt(flat(groups[-1:])))[-limit:]
+            most = most_that_fit(len(groups) - 1, lambda count: len(behind(count)) <= limit)
+            ids = (behind(most) if most else self._prompt(flat(groups[-1:])))[-limit:]
         if counts is not None:
             kept = len(ids) == len(whole)
             counts.pieces += 1
