@@ -316,3 +316,18 @@ def test_a_device_that_works_on_its_own_reads_short_prompts_anew(
         (expected,) = alone.generate([Request(prompt, greedy(3))])
         for answer in answers:
             assert_alike(answer, expected)
+
+
+@pytest.mark.xfail(strict=True, reason="mend 6")
+def test_what_one_has_asked_is_not_in_the_cache_for_another(device: Device) -> None:
+    """Neither when all are written together, nor afterwards; a guess finds only what was guessed before."""
+    model, draw = make.model(26, **MODELS["full"]), random.Random(6)
+    engine, prompt = engine_of(model, device, slots=8), words(draw, model, 120)
+    asked = [Request(prompt, greedy(), salt) for salt in ("a", "b", "a", "")]
+    together = engine.generate(asked)
+    assert [answer.cached_tokens for answer in together] == [0, 0, 119, 0]
+    assert [engine.generate([one])[0].cached_tokens for one in asked] == [119] * 4
+    guess = [*prompt[:70], (prompt[70] + 1) % model.shape.vocab, *prompt[71:]]
+    assert [engine.generate([Request(row, greedy(), "c")])[0].cached_tokens for row in (guess, prompt)] == [0, 64]
+    for answer in together:
+        assert_alike(answer, together[0])

@@ -185,6 +185,7 @@ class Asked:
     slot: int = -1
     cached: int = UNDECIDED
     reused: int = -1
+    salt: str = ""
 
     def __post_init__(self) -> None:
         self.tokens = as_tokens(self.prompt)
@@ -256,3 +257,18 @@ def test_long_prompts_are_cut_and_read_in_the_order_in_which_they_came(tokens: i
     fresh = [job for job in finished if len(job.tokens) <= tokens // 2]  # of those read in one piece
     assert sorted(map(id, finished)) == sorted(map(id, jobs))
     assert fresh == sorted(fresh, key=jobs.index)
+
+
+@pytest.mark.xfail(strict=True, reason="mend 6")
+def test_prompts_of_different_salts_share_nothing() -> None:
+    """Neither what lies in the cache nor what is about to be read."""
+    prompt = [*range(100)]
+    prefixes = Prefixes(4, [10_000])
+    prefixes.take(0, None, [0, 1, 2, 3])
+    prefixes.read(0, as_tokens(prompt), 0, 100, "a")
+    assert prefixes.find(as_tokens([*prompt, 7]), "a") == Hit(0, 100, 1)
+    assert prefixes.find(as_tokens([*prompt, 7]), "b") is None
+    assert prefixes.find(as_tokens([*prompt, 7])) is None
+    jobs = [Asked(prompt, salt=salt) for salt in ("a", "b", "a", "b", "")]
+    passes(*jobs)
+    assert [job.reused for job in jobs] == [0, 0, 99, 99, 0]
