@@ -46,7 +46,8 @@ class Job:
         self.slot = -1
         self.sheet: Sheet | None = None  # while it has a slot
         self.tokens = as_tokens(request.prompt)
-        self.head = head_of(self.tokens)
+        self.salt = request.salt
+        self.head = head_of(self.tokens, self.salt)
         self.cached = UNDECIDED  # tokens of the prompt that are in its slot
         self._launched = 0  # when it is over
         self.forced: deque[int] = deque()  # tokens of a tool's result still to be put in

@@ -55,9 +55,10 @@ def borders(start: int, end: int) -> range:
     return range((start // BLOCK + 1) * BLOCK, end + 1, BLOCK)
 
 
-def head_of(tokens: Tokens) -> bytes:
-    """The first tokens, as many as are worth it, b"" where there are fewer: most rows are told apart by it, fast."""
-    return tokens[:LEAST_REUSE].tobytes() if len(tokens) >= LEAST_REUSE else b""
+def head_of(tokens: Tokens, salt: str = "") -> bytes:
+    """The salt and the first tokens, as many as are worth it, b"" where there are fewer: most rows are told apart by
+    it, fast. Rows of different salts never have equal ones."""
+    return salt.encode() + tokens[:LEAST_REUSE].tobytes() if len(tokens) >= LEAST_REUSE else b""
 
 
 def as_tokens(tokens: Sequence[int]) -> Tokens:
@@ -92,10 +93,11 @@ class Held:
     marks: frozenset[int] = frozenset()  # borders that have their token in `raw`
     turn: int = 0  # position whose token before is at TURN; 0: none
     used: int = 0  # when: a count, not a time
+    salt: str = ""  # whose they are: see Request.salt
 
     @cached_property
     def head(self) -> bytes:
-        return head_of(self.tokens)
+        return head_of(self.tokens, self.salt)
 
     def read(self, prompt: Tokens, start: int, end: int) -> Held:
         """After prefill read these positions of a prompt, the tokens before which are here."""
@@ -112,9 +114,9 @@ class Held:
         marks, turn = frozenset(mark for mark in self.marks if mark <= length), self.turn if self.turn <= length else 0
         return replace(self, tokens=self.tokens[:length], newest=length, marks=marks, turn=turn)
 
-    def usable(self, prompt: Tokens, ring: int) -> tuple[int, int]:
+    def usable(self, prompt: Tokens, ring: int, salt: str = "") -> tuple[int, int]:
         """How many tokens of the prompt need not be read again, and their place in `raw`; all but the last at most."""
-        if not self.head or self.head != head_of(prompt):
+        if not self.head or self.head != head_of(prompt, salt):
             return 0, 0
         most = min(len(self.tokens), len(prompt) - 1)
         different = np.flatnonzero(self.tokens[:most] != prompt[:most])
@@ -156,24 +158,25 @@ class Prefixes:
         """Whether a prompt is long enough to go on behind another."""
         return self.enabled and len(prompt) > self.least
 
-    def find(self, prompt: Tokens) -> Hit | None:
-        """The slot that saves the most; of equals the one used last."""
+    def find(self, prompt: Tokens, salt: str = "") -> Hit | None:
+        """The slot that saves the most, of those of this salt; of equals the one used last."""
         best: tuple[int, int, Hit] | None = None
-        head = head_of(prompt) if self.may_share(prompt) else b""
+        head = head_of(prompt, salt) if self.may_share(prompt) else b""
         for slot, held in enumerate(self.held) if head else ():
             if held is not None and held.head == head:
                 held = self._wrote(slot, held)
-                length, place = held.usable(prompt, self.ring)
+                length, place = held.usable(prompt, self.ring, salt)
                 if length >= self.least and (best is None or (length, held.used) > best[:2]):
                     best = length, held.used, Hit(slot, length, place)
         return None if best is None else best[2]
 
-    def promised(self, slot: int, begun: int, coming: Tokens, prompt: Tokens) -> int:
-        """Tokens of a prompt that a slot will have when the prompt `coming`, of which it has `begun`, is read."""
-        held = self.held[slot] if begun else NOTHING
+    def promised(self, slot: int, begun: int, coming: Tokens, prompt: Tokens, salt: str = "") -> int:
+        """Tokens of a prompt that a slot will have when the prompt `coming`, of which it has `begun`, is read; both of
+        this salt."""
+        held = self.held[slot] if begun else replace(NOTHING, salt=salt)
         if held is None or not self.may_share(prompt):
             return 0
-        length, _ = held.read(coming, begun, len(coming)).usable(prompt, self.ring)
+        length, _ = held.read(coming, begun, len(coming)).usable(prompt, self.ring, salt)
         return length if length >= self.least else 0
 
     def choose(self, hit: Hit | None, free: Sequence[int], top: int) -> int:
@@ -211,10 +214,10 @@ class Prefixes:
         held = self.held[slot]
         return (-1 if held is None else held.used), slot
 
-    def read(self, slot: int, prompt: Tokens, start: int, end: int) -> None:
-        """Positions start to end - 1 of a prompt were read into a slot; a slot that was cleared while a request is
-        under way stays so."""
-        held = self.held[slot] if start else NOTHING
+    def read(self, slot: int, prompt: Tokens, start: int, end: int, salt: str = "") -> None:
+        """Positions start to end - 1 of a prompt of this salt were read into a slot; a slot that was cleared while a
+        request is under way stays so."""
+        held = self.held[slot] if start else replace(NOTHING, salt=salt)
         if held is not None and self.enabled:
             self._clock += 1
             self.held[slot] = replace(held.read(prompt, start, end), used=self._clock)

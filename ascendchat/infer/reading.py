@@ -26,7 +26,8 @@ class Entrant(Protocol):
 
     slot: int
     tokens: Tokens  # its prompt
-    head: bytes  # of the tokens, see prefix.head_of
+    salt: str  # it goes on behind prompts of the same one only
+    head: bytes  # of the tokens and the salt, see prefix.head_of
     cached: int  # tokens of the prompt that are in its slot, or UNDECIDED
 
     def begin(self, cached: int) -> None:
@@ -51,7 +52,7 @@ class Reading:
 
     def enter(self, job: Entrant, free: Sequence[int], top: int) -> None:
         """Give the job one of the free slots; `top` is the highest slot that is busy, or -1."""
-        hit = self.prefixes.find(job.tokens)
+        hit = self.prefixes.find(job.tokens, job.salt)
         job.slot = self.prefixes.choose(hit, free, top)
         self._begin(job, hit, self.jobs, free)
         if job.cached == UNDECIDED:  # what lies in its slot must be out of the way
@@ -62,7 +63,7 @@ class Reading:
         """Who waited for a prompt that is read now begins."""
         for number, job in enumerate(self.jobs):
             if job.cached == UNDECIDED:
-                self._begin(job, self.prefixes.find(job.tokens), self.jobs[:number], free)
+                self._begin(job, self.prefixes.find(job.tokens, job.salt), self.jobs[:number], free)
 
     def _begin(self, job: Entrant, hit: Hit | None, before: Sequence[Entrant], free: Sequence[int]) -> None:
         length = 0 if hit is None else hit.length
@@ -71,7 +72,7 @@ class Reading:
                 continue
             begun = max(0, other.cached)
             worth = LEAST_REUSE if begun else BLOCK  # tokens that outweigh a pass more
-            if self.prefixes.promised(other.slot, begun, other.tokens, job.tokens) >= length + worth:
+            if self.prefixes.promised(other.slot, begun, other.tokens, job.tokens, job.salt) >= length + worth:
                 return
         self._copy(self.prefixes.take(job.slot, hit, free))
         job.begin(length)
@@ -110,7 +111,7 @@ class Reading:
     def done(self, part: Part) -> bool:
         """A part was read; whether it was the last of its prompt."""
         job = part.job
-        self.prefixes.read(job.slot, job.tokens, part.start, part.end)
+        self.prefixes.read(job.slot, job.tokens, part.start, part.end, job.salt)
         job.cached = part.end
         if part.end < len(job.tokens):
             return False

@@ -88,6 +88,7 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
+    salt: str = ""  # whose it is: what was computed for one is never used, and so never noticed, by another
 
 
 class Piece(NamedTuple):

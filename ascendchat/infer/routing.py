@@ -7,6 +7,7 @@ another. What a worker holds is known by hashes of the beginnings of the prompts
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -15,11 +16,11 @@ BLOCK = 64  # tokens of a prompt that are recognised together
 BLOCKS = 4096  # of them remembered per worker
 
 
-def blocks_of(prompt: Sequence[int]) -> list[int]:
-    """A number for each whole block of the prompt that stands for it and all before it."""
-    numbers, before = [], 0
-    for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
-        before = hash((before, *prompt[begin : begin + BLOCK]))
+def blocks_of(prompt: Sequence[int], salt: str = "") -> list[int]:
+    """A number for each whole block of the prompt that stands for it and all before it, of this salt."""
+    numbers, before, tokens = [], hash(salt), array("i", prompt)
+    for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        before = hash((before, tokens[begin : begin + BLOCK].tobytes()))
         numbers.append(before)
     return numbers
 

@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
 from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described, takes
 from ascendchat.serve.errors import Problem
+from ascendchat.serve.guard import OWNER
 from ascendchat.serve.messages import Ready
 from ascendchat.serve.pool import Overloaded, Pool, Ticket
 from ascendchat.serve.prompts import Asked, Model, asked_by, bad_grammar
@@ -101,13 +102,15 @@ class Service:
             else await self.reader.read(path, content, self.model)
         )
 
-    async def submit(self, asked: Asked) -> list[Ticket]:
-        """Queue all of a request, or none of it."""
+    async def submit(self, asked: Asked, owner: str) -> list[Ticket]:
+        """Queue all of a request, or none of it. `owner` of its API key: nobody finds out from the prefix cache what
+        others have asked."""
         if (grammar := asked.requests[0].sampling.grammar) is not None:
             await asyncio.to_thread(check_grammar, self.tokenizer, grammar, asked.calls)
         tickets: list[Ticket] = []
         try:
             for request in asked.requests:
+                request = replace(request, salt=f"{owner} {request.salt}")
                 tickets.append(self.pool.submit(request, streams=asked.streams))
         except Overloaded as error:
             for ticket in tickets:
@@ -127,6 +130,11 @@ class Service:
             token_ids=asked.token_ids,
             as_ids=asked.as_ids,
         )
+
+
+def owner_of(request: Request) -> str:
+    """Of the API key, as Guard has found it; "" where there are no keys."""
+    return str(request.scope.get(OWNER, ""))
 
 
 def check_grammar(tokenizer: Tokenizer, grammar: Grammar, tools: bool) -> None:
@@ -160,14 +168,14 @@ def completion_routes(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """The assistant's next turn."""
         asked: Asked = await service.read(request)
-        tickets = await service.submit(asked)
+        tickets = await service.submit(asked, owner_of(request))
         return Reply(tickets, ChatAnswers(service.answer_about(asked), asked), streams=asked.streams)
 
     @router.post("/v1/completions", responses=ANSWER, openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """A text continued."""
         asked: Asked = await service.read(request)
-        tickets = await service.submit(asked)
+        tickets = await service.submit(asked, owner_of(request))
         return Reply(tickets, TextAnswers(service.answer_about(asked), asked), streams=asked.streams)
 
     @router.post("/v1/responses", responses=RESPONSE, openapi_extra=takes(ResponsesRequest))
@@ -175,7 +183,7 @@ def completion_routes(service: Service) -> APIRouter:
         """The same in the form of the Responses API; nothing is stored."""
         found: AskedResponse = await service.read(request)
         asked = found.asked
-        tickets = await service.submit(asked)
+        tickets = await service.submit(asked, owner_of(request))
         answers = ResponseAnswers(service.answer_about(asked), asked, found.body)
         return Reply(tickets, answers, streams=asked.streams)
 

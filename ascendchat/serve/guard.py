@@ -37,6 +37,7 @@ Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None
 OPEN = re.compile(r"/|/web/[^/]+|/health(/live|/ready)?")  # the page and health need no key; all else does
 READING = {"GET", "HEAD", "OPTIONS"}  # change nothing: a page elsewhere may send them, and cannot read the answer
 UPLOAD = "/update_weights"
+OWNER = "ascendchat.owner"  # in the scope of a request: the short name of its API key
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 CLIENTS = 10_000  # whose rate is remembered
@@ -205,6 +206,7 @@ class Guard:
             raise Refusal(403, "pages of other origins may not use this server (--cors-origin)", "origin_not_allowed")
         if not OPEN.fullmatch(exchange.path):
             self.check_key(exchange)
+        exchange.scope[OWNER] = exchange.key
         return True
 
     async def preflight(self, exchange: Exchange) -> None:

@@ -125,7 +125,7 @@ class Pool:
             if not free:
                 break
             ticket = self.waiting.popleft()
-            blocks = blocks_of(ticket.request.prompt)
+            blocks = blocks_of(ticket.request.prompt, ticket.request.salt)
             candidates = [Candidate(len(p.tickets), p.ready.slots, p.blocks) for p in free if p.ready]
             process = free[choose(candidates, blocks)]
             remember(process.blocks, blocks)

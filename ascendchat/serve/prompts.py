@@ -110,7 +110,7 @@ def chat_prompts(model: Model, body: ChatRequest) -> Asked:
     most = body.max_completion_tokens or body.max_tokens or model.config.max_tokens
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(model, body, most, tops, grammar, calculator=tools is None and grammar is None)
-    return asked_for(body, choices([prompt], sampling, body.n or 1), calls=tools is not None)
+    return asked_for(body, choices([prompt], sampling, body), calls=tools is not None)
 
 
 def completion_prompts(model: Model, body: CompletionRequest) -> Asked:
@@ -130,7 +130,7 @@ def completion_prompts(model: Model, body: CompletionRequest) -> Asked:
     calculator = model.chats if body.calculator is None else body.calculator
     sampling = sampling_of(model, body, body.max_tokens or TEXT_TOKENS, body.logprobs, None, calculator)
     sampling = replace(sampling, keep_stop=body.keep_stop, processed_logprobs=body.processed_logprobs)
-    return asked_for(body, choices(prompts, sampling, body.n or 1), as_ids=body.return_tokens_as_token_ids)
+    return asked_for(body, choices(prompts, sampling, body), as_ids=body.return_tokens_as_token_ids)
 
 
 def asked_for(body: SamplingFields, requests: Sequence[Request], calls: bool = False, as_ids: bool = False) -> Asked:
@@ -139,10 +139,11 @@ def asked_for(body: SamplingFields, requests: Sequence[Request], calls: bool = F
     return Asked(requests, body.n or 1, calls, bool(body.stream), usage, bool(body.return_token_ids), as_ids)
 
 
-def choices(prompts: Sequence[list[int]], sampling: Sampling, n: int) -> list[Request]:
+def choices(prompts: Sequence[list[int]], sampling: Sampling, body: SamplingFields) -> list[Request]:
     """Each prompt with n seeds. As an array a prompt takes hardly any time on its way from process to process."""
+    seeded = [replace(sampling, seed=sampling.seed + i) for i in range(body.n or 1)]
     packed = [array("i", prompt) for prompt in prompts]
-    return [Request(prompt, replace(sampling, seed=sampling.seed + i)) for prompt in packed for i in range(n)]
+    return [Request(prompt, one, body.cache_salt or "") for prompt in packed for one in seeded]
 
 
 def check_room(model: Model, prompt: Sequence[int], param: str) -> None:

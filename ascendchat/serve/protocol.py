@@ -26,6 +26,7 @@ MOST_STOP = 4096  # characters
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Label = Annotated[str, StringConstraints(max_length=MOST_LABEL)]
+Salt = Annotated[str, StringConstraints(min_length=1, max_length=MOST_LABEL)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MOST_STOP)]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -253,6 +254,7 @@ class SamplingFields(Model):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Salt | None, Field(description="only prompts of the same one share the prefix cache")] = None
     return_token_ids: bool | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
 

@@ -21,6 +21,7 @@ from ascendchat.serve.protocol import (
     Listed,
     Metadata,
     Model,
+    Salt,
     Text,
     TextFormat,
     ToolName,
@@ -131,6 +132,7 @@ class ResponsesRequest(Model):
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunctionTool | None = None
     parallel_tool_calls: bool | None = None
+    cache_salt: Salt | None = None
     # harmless
     metadata: Metadata | None = None
     user: Label | None = None
@@ -163,6 +165,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "response_format": format_of(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "tool_choice": body.tool_choice,
+        "cache_salt": body.cache_salt,
     }
     if isinstance(body.tool_choice, ChosenFunctionTool):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}

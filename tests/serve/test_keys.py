@@ -48,7 +48,6 @@ def test_chat_web_serves_with_keys_from_as_many_processes_as_were_asked_for(tmp_
         assert SECOND not in said
 
 
-@pytest.mark.xfail(strict=True, reason="mend 6")
 @pytest.mark.slow
 def test_nobody_learns_from_the_prefix_cache_what_another_key_has_asked(tmp_path: Path) -> None:
     """Alice's PIN is in her prompt; Mallory asks the same with every PIN, and looks at `cached_tokens`."""

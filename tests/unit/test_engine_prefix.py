@@ -318,7 +318,6 @@ def test_a_device_that_works_on_its_own_reads_short_prompts_anew(
             assert_alike(answer, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 6")
 def test_what_one_has_asked_is_not_in_the_cache_for_another(device: Device) -> None:
     """Neither when all are written together, nor afterwards; a guess finds only what was guessed before."""
     model, draw = make.model(26, **MODELS["full"]), random.Random(6)

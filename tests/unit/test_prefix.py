@@ -189,7 +189,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         self.tokens = as_tokens(self.prompt)
-        self.head = head_of(self.tokens)
+        self.head = head_of(self.tokens, self.salt)
 
     def begin(self, cached: int) -> None:
         self.cached = self.reused = cached
@@ -259,7 +259,6 @@ def test_long_prompts_are_cut_and_read_in_the_order_in_which_they_came(tokens: i
     assert fresh == sorted(fresh, key=jobs.index)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 6")
 def test_prompts_of_different_salts_share_nothing() -> None:
     """Neither what lies in the cache nor what is about to be read."""
     prompt = [*range(100)]

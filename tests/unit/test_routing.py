@@ -22,6 +22,7 @@ def test_a_block_stands_for_itself_and_all_before_it() -> None:
     assert blocks_of(LONG[:-1]) == blocks_of(LONG)[:4]
     assert not set(blocks_of([1, *LONG[1:]])) & set(blocks_of(LONG)), "another first token, another prompt"
     assert blocks_of(LONG[: BLOCK - 1]) == []
+    assert not set(blocks_of(LONG, "a")) & set(blocks_of(LONG)), "another's"
 
 
 def test_only_so_many_blocks_are_remembered_the_newest_ones() -> None:
