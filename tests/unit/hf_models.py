@@ -17,6 +17,28 @@ from ascendchat.hf import library
 from ascendchat.hf.folder import OpenedFolder, find, open_folder
 
 KINDS = "qwen2", "qwen3", "llama", "mistral"
+CONFIGS = {
+    **{"qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "llama": "LlamaConfig", "mistral": "MistralConfig"},
+    **{"qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig", "mixtral": "MixtralConfig"},
+    **{"deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "gpt2": "GPT2Config"},
+    **{"gemma4_text": "Gemma4TextConfig"},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {  # DeepSeek's attention, whose values are narrower than its queries
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "first_k_dense_replace": 1},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 12, "head_dim": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},  # every other layer
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {**LATENT, "topk_method": "greedy"},
+    "deepseek_v3": LATENT,
+    "gemma4_text": {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 0, "sliding_window": 12},
+}
 SPECIALS = "<|bos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -33,7 +55,7 @@ def texts() -> Tokenizer:
 def config(kind: str, **sizes: Any) -> Any:
     """Sizes that leave nothing out: grouped queries, a head width of its own, weights that are tied or not."""
     transformers = library()
-    made = {"qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "llama": "LlamaConfig", "mistral": "MistralConfig"}[kind]
+    made = CONFIGS[kind]
     known: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -48,11 +70,7 @@ def config(kind: str, **sizes: Any) -> Any:
         "pad_token_id": texts().specials["<|pad|>"],
         "initializer_range": 0.3,
     }
-    if kind == "mistral":
-        known |= {"sliding_window": 12, "head_dim": 16}
-    if kind == "qwen2":  # every other layer has a window
-        known |= {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1}
-    return getattr(transformers, made)(**{**known, **sizes})
+    return getattr(transformers, made)(**{**known, **OWN_SIZES.get(kind, {}), **sizes})
 
 
 def network(kind: str, seed: int = 0, **sizes: Any) -> Any:
