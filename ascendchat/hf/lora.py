@@ -11,6 +11,7 @@ A folder with adapter_config.json and adapter_model.safetensors is what peft loa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from ascendchat.hf.model import CausalLM
 
 NAME = "default"  # peft's name for the only adapter
 PREFIX = "base_model.model."  # before each name in peft's own files
+EXPERTS = "experts"  # what models call the module that holds them
+OF_EXPERTS = re.compile(r"(gate|up|down)_proj|w[123]|(\w+_)?gate|router")  # linear layers in it, and routers
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -56,21 +59,37 @@ def peft_library() -> ModuleType:
     return peft
 
 
-def add_lora(model: CausalLM, settings: LoraSettings, seed: int = 0) -> None:
-    """Freeze the model and add adapters in its dtype, alike on every rank: their output is 0 at first."""
+def add_lora(model: CausalLM, settings: LoraSettings, seed: int = 0) -> list[str]:
+    """Freeze the model and add adapters in its dtype, alike on every rank: their output is 0 at first. The names of the
+    layers that have them."""
     check_targets(model, settings.targets)
-    every = settings.targets == ("all",)
+    every, names = settings.targets == ("all",), linear_names(model)
     made = peft_library().LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         use_rslora=settings.rslora,
         use_dora=settings.dora,
-        target_modules="all-linear" if every else list(settings.targets),
+        target_modules=list(settings.targets) if not every else names if has_experts(model) else "all-linear",
         task_type="CAUSAL_LM",
     )
     _inject(model, made, seed)
     model.to_compute(model.dtype)  # older versions of peft make them in float32 beside packed weights
+    return names if every else list(settings.targets)
+
+
+def has_experts(model: CausalLM) -> bool:
+    return any(name.rpartition(".")[2] == EXPERTS for name, _ in model.inner.named_modules())
+
+
+def linear_names(model: CausalLM) -> list[str]:
+    """Names of linear layers that can have adapters: not the head, since losses are taken from its plain matrix. Nor
+    experts and routers, of which peft adapts all or none, by their old names: what else has such a name in a model with
+    experts, like an expert that every token uses, has none either."""
+    head, experts = model.inner.get_output_embeddings(), has_experts(model)
+    layers = [(name, m) for name, m in model.inner.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    names = sorted({name.rpartition(".")[2] for name, _ in layers})
+    return [name for name in names if not (experts and OF_EXPERTS.fullmatch(name))]
 
 
 def _inject(model: CausalLM, config: Any, seed: int = 0) -> None:
@@ -80,13 +99,16 @@ def _inject(model: CausalLM, config: Any, seed: int = 0) -> None:
 
 
 def check_targets(model: CausalLM, targets: tuple[str, ...]) -> None:
-    """Layers that are there and can have adapters; the head has none, since losses are taken from its plain matrix."""
+    """Layers that are there and can have adapters."""
     if targets == ("all",):
         return
-    head = model.inner.get_output_embeddings()
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    known = sorted({name.rpartition(".")[2] for name, module in layers if module is not head})
+    known = linear_names(model)
     for target in targets:
+        if target not in known and OF_EXPERTS.fullmatch(target) and has_experts(model):
+            raise UserError(
+                f"--lora-target {target}: experts and their routers have no adapters here; name other layers: "
+                f"{', '.join(known)}, or all"
+            )
         if target not in known:
             raise UserError(
                 f"--lora-target {target}: no linear layer has this name; {nearest(target, ['all', *known])}"
@@ -135,10 +157,13 @@ def merge(model: CausalLM) -> CausalLM:
     peft_library()
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [(name, m) for name, m in model.inner.named_modules() if isinstance(m, BaseTunerLayer)]
-    for name, module in layers:
+    layers = {name: m for name, m in model.inner.named_modules() if isinstance(m, BaseTunerLayer)}
+    for module in layers.values():
         module.merge()
+    for name, module in layers.items():
         parent, _, child = name.rpartition(".")
+        if parent in layers:  # peft wraps a module once for each of its parameters: the outermost is replaced
+            continue
         setattr(model.inner.get_submodule(parent), child, module.get_base_layer())
     del model.inner.peft_config
     return model.requires_grad_(True)  # type: ignore[return-value]

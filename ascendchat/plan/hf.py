@@ -145,9 +145,10 @@ class HFModel:
         return self.kv_elements(context)
 
     def lora_parameters(self, rank: int) -> int:
-        """Adapters on every linear layer of attention and dense MLP; experts and head stay as they are."""
+        """Adapters on every linear layer of attention and MLP; of a model with experts on those of attention
+        (hf/lora.py)."""
         attention = 2 * (self.dim + self.q_dim) + 2 * (self.dim + self.kv_dim)
-        dense = (self.depth - self.sparse_layers) * 3 * (self.dim + self.mlp_dim)
+        dense = 0 if self.experts else self.depth * 3 * (self.dim + self.mlp_dim)
         return rank * (self.depth * attention + dense)
 
     @property

@@ -21,7 +21,7 @@ from ascendchat.dist.context import Context
 from ascendchat.hf.export import check_free, describe
 from ascendchat.hf.folder import Folder, OpenedFolder, find, read_json
 from ascendchat.hf.fused import fuse
-from ascendchat.hf.lora import LoraSettings, add_lora, write_adapter
+from ascendchat.hf.lora import LoraSettings, add_lora, has_experts, write_adapter
 from ascendchat.hf.model import CausalLM
 from ascendchat.hf.quantize import pack
 from ascendchat.hf.shape import HFShape
@@ -131,7 +131,9 @@ def _on_device(
     if getattr(config, "bits", None):
         here.say(pack(model, here.place))
     if lora:
-        add_lora(model, lora, config.seed)
+        names = add_lora(model, lora, config.seed)
+        if has_experts(model):
+            here.say(f"adapters on {', '.join(names)}; experts and routers stay as they are")
     if names := fuse(model, here.device.operators(), here.place):
         here.say(f"fused operators: {', '.join(names)}")
     if config.activation_checkpointing:

@@ -51,7 +51,6 @@ def opened(folder: Path, kind: str) -> OpenedFolder:
     return hf_models.opened(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 9")
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [("qwen3_moe", ATTENTION), ("qwen2_moe", ATTENTION), ("mixtral", ATTENTION), ("deepseek_v3", LATENT)],
@@ -72,7 +71,6 @@ def test_all_means_neither_router_nor_experts_and_merges_into_the_plain_model(
     assert_same(logits_of(merged), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 9")
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_adapters_that_peft_has_put_on_experts_are_merged_too(kind: str, tmp_path: Path) -> None:
     """As runs of former versions have them."""
@@ -94,7 +92,6 @@ def test_adapters_that_peft_has_put_on_experts_are_merged_too(kind: str, tmp_pat
     assert_same(logits_of(merged), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 9")
 @pytest.mark.parametrize("target", ["gate_proj", "shared_expert_gate"])
 def test_a_layer_whose_name_stands_for_experts_is_refused(target: str, tmp_path: Path) -> None:
     model = opened(tmp_path, "qwen2_moe").model
@@ -103,7 +100,6 @@ def test_a_layer_whose_name_stands_for_experts_is_refused(target: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="mend 9")
 def test_a_run_with_experts_is_trained_exported_and_talked_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

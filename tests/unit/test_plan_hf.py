@@ -72,6 +72,9 @@ def test_lora_trains_few_parameters_and_needs_less_memory() -> None:
     model = from_config(QWEN_7B, 2048)
     attention = 2 * (3584 + 3584) + 2 * (3584 + 512)
     assert model.lora_parameters(16) == 16 * 28 * (attention + 3 * (3584 + 18944))
+    sparse = config("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, head_dim=128, mlp_only_layers=[0])
+    experts = from_config(sparse | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}, 2048)
+    assert experts.lora_parameters(16) == 16 * 48 * (2 * (2048 + 4096) + 2 * (2048 + 512))  # on attention alone
     chip = find("Ascend910B3")
     full, lora = finetuning(model, chip, 1, 1), finetuning(model, chip, 1, 1, lora_rank=16)
     assert full["weights"] == 2 * model.total_parameters
