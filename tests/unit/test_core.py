@@ -42,6 +42,7 @@ class Hashed:
 
     SPLIT = re.compile(r" ?\w+| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+")
     specials = {"<|bos|>": 40}  # noqa: RUF012
+    opening: Sequence[int] = (40,)
 
     def encode(self, text: str) -> list[int]:
         return [sum(piece.encode()) % 40 for piece in self.SPLIT.findall(text)]
@@ -324,3 +325,16 @@ def text_rows(tokenizer: core.Encoder, texts: Sequence[str], seq_len: int) -> It
         for begin in range(0, len(ids) - 1, seq_len):
             row = ids[begin : begin + seq_len + 1]
             yield row[:-1], row[1:]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_rows_begin_as_the_tokenizer_begins_a_text() -> None:
+    for opening in ([], [7], [7, 9]):
+        letters = Letters()
+        letters.opening = opening
+        prompts = core.Prompts(letters)
+        for head in ([], ["ab\n", "cd\n"]):
+            for _ in range(2):
+                rows = prompts.encode([*head, "ab"], ["a", "\nb"])
+                wanted = ["".join([*head, "ab", end]) for end in ("a", "\nb")]
+                assert rows == [[*opening, *letters.encode(text)] for text in wanted]

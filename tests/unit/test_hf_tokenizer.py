@@ -86,6 +86,33 @@ def test_text_becomes_the_ids_of_transformers_and_comes_back() -> None:
     assert made.byte_id(ord('"')) == hf_models.texts().tokens.index(b'"')
 
 
+LETTERS = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<|endoftext|>", "▁", "Ġ", *"Theanswri42. "]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 12")
+@pytest.mark.parametrize("adds", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
+@pytest.mark.parametrize("family", ["Llama", "CodeLlama", "Gemma", "Qwen2", "GPT2", "GPTNeoX", "Cohere"])
+def test_a_text_begins_with_what_its_tokenizer_adds_and_nothing_else(family: str, adds: dict[str, bool]) -> None:
+    vocab = {letter: number for number, letter in enumerate(LETTERS)}
+    inner = getattr(hf_models.library(), f"{family}Tokenizer")(vocab=vocab, merges=[], **adds)
+    made = HFTokenizer(inner, 64, config=SimpleNamespace(bos_token_id=1, eos_token_id=2))
+    text = "The answer is 42."
+    wanted = inner(text)["input_ids"]
+    if "add_eos_token" in adds and wanted[-1] == inner.eos_token_id:
+        wanted = wanted[:-1]  # a text that is to go on has no end
+    assert [*made.opening, *made.encode(text)] == wanted
+
+
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_all_that_a_tokenizer_puts_before_a_text_is_there() -> None:
+    inner, special = inner_of(None), hf_models.texts().specials
+    names = "<|bos|>", "<|im_start|>"
+    inner.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{names[0]} {names[1]} $A", pair="$A $B", special_tokens=[(name, special[name]) for name in names]
+    )
+    assert list(HFTokenizer(inner, 400).opening) == [special[name] for name in names]
+
+
 def test_text_never_becomes_a_special_token() -> None:
     made = tokenizer()
     end = hf_models.texts().specials["<|im_end|>"]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import current_thread, main_thread
+from types import SimpleNamespace
 from typing import Any
 
 import engine_models as make
@@ -84,7 +85,22 @@ def test_one_shot_prints_the_answer_and_the_machinery_only_when_asked_for(chat: 
     assert chat("", "-p", "hi", "--verbose") == (out, err)
 
 
-def test_every_line_of_a_pipe_is_a_turn_and_commands_work(chat: Ask, tmp_path: Path) -> None:
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_each_line_of_a_pipe_is_a_prompt_of_its_own(chat: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save()
+    asked, make_prompt = [], terminal.render_prompt
+    monkeypatch.setattr(
+        terminal,
+        "render_prompt",
+        lambda tokenizer, talk, room: asked.append(list(talk)) or make_prompt(tokenizer, talk, room),
+    )
+    out, _ = chat("你是谁？\nand?\n", "--system", "Be brief.")
+    assert out == "你好!\n" * 2
+    system = {"role": "system", "content": "Be brief."}
+    assert asked == [[system, {"role": "user", "content": line}] for line in ("你是谁？", "and?")]
+
+
+def test_a_pipe_is_answered_line_by_line_and_commands_work(chat: Ask, tmp_path: Path) -> None:
     save()
     lines = ["你是谁？", "", f"/save {tmp_path / 'talk.json'}", "/reset", "/temperature 0.5", "/temperature hot"]
     lines += ["/save", f"/save {tmp_path}/no/where", "/what", "and?", f"/save {tmp_path / 'short.json'}"]
@@ -121,6 +137,18 @@ def test_a_conversation_longer_than_the_context_goes_on(chat: Ask) -> None:
 def test_a_base_model_continues_the_text_with_a_notice(chat: Ask) -> None:
     save(stage="base", follows=make.script([ord("x"), ord("y"), ord("z"), make.tokenizer().bos]))
     assert chat("", "-p", "wx") == ("yz\n", terminal.BASE_NOTICE + "\n")
+
+
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_a_text_for_a_base_model_begins_as_its_tokenizer_begins_texts() -> None:
+    generator, tokenizer = SimpleNamespace(context=16), make.tokenizer()
+    text = "a long text that does not fit"
+    for opening in ((), (3,), (3, 5)):
+        tokenizer.opening = opening
+        chat = terminal.Chat(generator, tokenizer, ChatConfig(max_tokens=4), False, io.StringIO(), False)  # type: ignore[arg-type]
+        ids = list(chat.request(text).prompt)
+        assert ids == [*opening, *tokenizer.encode(text)[len(opening) - 12 :]]
+        assert list(chat.request("hi").prompt) == [*opening, *tokenizer.encode("hi")]
 
 
 def opened(**names: str) -> Opened:
