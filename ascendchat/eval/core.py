@@ -102,14 +102,13 @@ class Prompts:
 
     def __init__(self, tokenizer: Encoder, checks: int = 4) -> None:
         self.tokenizer, self.checks, self.exact = tokenizer, checks, True
-        self.bos = tokenizer.specials["<|bos|>"]
         self.known: dict[str, list[int]] = {}
 
     def encode(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
-        """Token rows, one per end: <|bos|>, the parts of the head, the end."""
+        """Token rows, one per end: what the tokenizer begins a text with, the parts of the head, the end."""
         if not self.exact or not all(part[:1].strip() for part in (*head[1:], *ends)):
             return self.whole(head, ends)
-        begin = [self.bos]
+        begin = [*self.tokenizer.opening]
         for part in head:
             begin += self.part(part)
         rows = []
@@ -135,7 +134,7 @@ class Prompts:
 
     def whole(self, head: Sequence[str], ends: Sequence[str]) -> list[list[int]]:
         """The same rows, each encoded as one text."""
-        return [[self.bos, *self.tokenizer.encode("".join(head) + end)] for end in ends]
+        return [[*self.tokenizer.opening, *self.tokenizer.encode("".join(head) + end)] for end in ends]
 
 
 def common_prefix(rows: Sequence[list[int]]) -> int:

@@ -67,6 +67,7 @@ class HFTokenizer(Tokenizer):
             raise UserError("the tokenizer names no token that ends a text (eos_token); set it in its files")
         first = (inner.bos_token_id, getattr(config, "bos_token_id", None), self.stops[-1])
         self.bos = next(number for number in first if number is not None)
+        self.opening = _opening(inner)
         end = self.template.end if self.template else None
         self.pad = inner.pad_token_id if inner.pad_token_id is not None else self.stops[0]
         self.specials = {name: self.vocab_size + number for number, name in enumerate(SPECIALS)}
@@ -110,6 +111,14 @@ class GrammarTokens:
 
     def __init__(self, json: str, vocab_size: int, specials: dict[str, int]) -> None:
         self.json, self.vocab_size, self.specials = json, vocab_size, specials
+
+
+def _opening(inner: Any) -> tuple[int, ...]:
+    """What the tokenizer itself puts before a text; most that end their turns by a token of their own add nothing. An
+    end that it would add is left out, since the text is to go on."""
+    bare, whole = (list(inner("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    return tuple(whole[: next((at for at in places if whole[at : at + len(bare)] == bare), 0)])
 
 
 def _byte_level(content: dict[str, Any]) -> bool:

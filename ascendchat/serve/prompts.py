@@ -117,7 +117,7 @@ def completion_prompts(model: Model, body: CompletionRequest) -> Asked:
     """Texts or token ids, each `n` times."""
     model.check_name(body.model)
     tokenizer, given = model.tokenizer, body.prompt
-    opening = [tokenizer.bos] if body.add_special_tokens else []
+    opening = [*tokenizer.opening] if body.add_special_tokens else []
     rows: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given  # type: ignore[assignment]
     model.check_count(len(rows) * (body.n or 1))
     prompts = []

@@ -316,7 +316,7 @@ Prompts = (
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions; a text gets <|bos|> in front, token ids are taken as they are."""
+    """POST /v1/completions; a text gets what its tokenizer puts before texts, token ids are taken as they are."""
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOPS)] | None = None

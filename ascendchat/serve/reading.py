@@ -128,7 +128,7 @@ def read_tokens(content: bytes, model: Model) -> list[bytes]:
         model.check_chats()
         ids = rendered(model, body.messages, Tools.of(body.tools, None, None), body.add_generation_prompt)
     else:
-        ids = [tokenizer.bos] * body.add_special_tokens + tokenizer.encode(body.prompt or "")
+        ids = [*tokenizer.opening] * body.add_special_tokens + tokenizer.encode(body.prompt or "")
     found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context, "tokens": ids}
     if body.return_token_strs:
         texts = {token: tokenizer.decode([token]) for token in set(ids)}

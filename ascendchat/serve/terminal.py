@@ -2,7 +2,7 @@
 
     ascendchat chat --run d12 --stage sft        # line by line; /help lists the commands
     ascendchat chat -p "What is 17 + 25?"        # one answer
-    cat questions.txt | ascendchat chat          # every line is a turn of one conversation; /reset begins anew
+    cat questions.txt | ascendchat chat          # every line is a prompt of its own, with --system before it
 
 Answers go to standard output, everything else to standard error. Control characters in an answer are shown and not
 obeyed; /save writes them as they are. Ctrl-C stops the answer and not the program; at the prompt it clears the line.
@@ -88,7 +88,8 @@ class Chat:
         room = prompt_room(self.generator.context, most)
         if self.chats:
             return Request(render_prompt(tokenizer, self.messages, room), sampling)
-        return Request([tokenizer.bos, *tokenizer.encode(text)[1 - room :]], sampling)
+        opening = tokenizer.opening
+        return Request([*opening, *tokenizer.encode(text)[len(opening) - room :]], sampling)
 
     def answer(self, text: str) -> bool:
         """Print the answer as it comes and remember it; False when Ctrl-C stopped it."""
@@ -215,6 +216,9 @@ def talk(config: ChatConfig, here: Context) -> int:
     for line in typed_lines() if typed else piped_lines():
         if line.startswith("/"):
             chat.command(line)
-        elif line.strip() and not chat.answer(line) and not typed:
-            return 130
+        elif line.strip():
+            if not typed:
+                chat.reset()
+            if not chat.answer(line) and not typed:
+                return 130
     return 0

@@ -102,7 +102,7 @@ def test_a_thousand_mistakes_cost_as_much_as_two_thousand(what: str) -> None:
 class Deaf:
     """A tokenizer that must not be asked to encode."""
 
-    vocab_size, longest_token, bos, calls_tools = TEXT.vocab_size, TEXT.longest_token, TEXT.bos, True
+    vocab_size, longest_token, opening, calls_tools = TEXT.vocab_size, TEXT.longest_token, TEXT.opening, True
 
     def encode(self, text: str) -> list[int]:
         raise AssertionError("this text was encoded though it cannot fit")

@@ -327,7 +327,6 @@ def text_rows(tokenizer: core.Encoder, texts: Sequence[str], seq_len: int) -> It
             yield row[:-1], row[1:]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_rows_begin_as_the_tokenizer_begins_a_text() -> None:
     for opening in ([], [7], [7, 9]):
         letters = Letters()

@@ -89,7 +89,6 @@ def test_text_becomes_the_ids_of_transformers_and_comes_back() -> None:
 LETTERS = ["<unk>", "<s>", "</s>", "<pad>", "<bos>", "<eos>", "<|endoftext|>", "▁", "Ġ", *"Theanswri42. "]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 @pytest.mark.parametrize("adds", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}])
 @pytest.mark.parametrize("family", ["Llama", "CodeLlama", "Gemma", "Qwen2", "GPT2", "GPTNeoX", "Cohere"])
 def test_a_text_begins_with_what_its_tokenizer_adds_and_nothing_else(family: str, adds: dict[str, bool]) -> None:
@@ -103,7 +102,6 @@ def test_a_text_begins_with_what_its_tokenizer_adds_and_nothing_else(family: str
     assert [*made.opening, *made.encode(text)] == wanted
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_all_that_a_tokenizer_puts_before_a_text_is_there() -> None:
     inner, special = inner_of(None), hf_models.texts().specials
     names = "<|bos|>", "<|im_start|>"

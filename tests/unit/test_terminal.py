@@ -85,7 +85,6 @@ def test_one_shot_prints_the_answer_and_the_machinery_only_when_asked_for(chat: 
     assert chat("", "-p", "hi", "--verbose") == (out, err)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_each_line_of_a_pipe_is_a_prompt_of_its_own(chat: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save()
     asked, make_prompt = [], terminal.render_prompt
@@ -139,7 +138,6 @@ def test_a_base_model_continues_the_text_with_a_notice(chat: Ask) -> None:
     assert chat("", "-p", "wx") == ("yz\n", terminal.BASE_NOTICE + "\n")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_a_text_for_a_base_model_begins_as_its_tokenizer_begins_texts() -> None:
     generator, tokenizer = SimpleNamespace(context=16), make.tokenizer()
     text = "a long text that does not fit"

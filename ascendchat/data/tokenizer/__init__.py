@@ -67,6 +67,7 @@ class Tokenizer:
             self.tokens.append(self.tokens[left] + self.tokens[right])
         self.specials = {name: len(self.tokens) + number for number, name in enumerate(specials)}
         self.bos = self.specials["<|bos|>"]
+        self.opening: tuple[int, ...] = (self.bos,)  # what stands before a text that a model is to continue
         self.pad = self.specials.get("<|pad|>", self.bos)  # nobody sees what stands there
         self.stops = tuple(self.specials[name] for name in ("<|assistant_end|>", "<|bos|>") if name in self.specials)
         self.vocab_size = len(self.tokens) + len(self.specials)
