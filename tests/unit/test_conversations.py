@@ -271,6 +271,28 @@ def test_a_zero_where_a_text_belongs_is_named_as_every_number_is(tmp_path: Path,
         list(conversations(write(tmp_path, rows)))
 
 
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_half_a_character_in_a_row_is_counted_and_named(tmp_path: Path) -> None:
+    """As text is that was cut between the two halves of an emoji."""
+    talk = [USER, {"role": "assistant", "content": "ok \ud800 yes"}]
+    tool = [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]
+    tool[1]["tool_calls"][0]["function"]["name"] = "\udc00"
+    fine = {"messages": [USER, {"role": "assistant", "content": "a whole one: \ud83d\ude00 \ufffd"}]}
+    said: list[str] = []
+    rows = [fine] * 200 + [{"messages": talk}, {"messages": tool}] + [fine] * 100
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="ascii")
+    assert len(list(conversations(tmp_path / "data.jsonl", say=said.append))) == 300
+    (line,) = said
+    assert "2 of 302 rows cannot be read: line 201: half a character (a lone surrogate); line 202: half a char" in line
+    alpaca = [
+        {"instruction": "a", "output": "b"},
+        {"instruction": "\ud800", "output": "b"},
+        {"instruction": "", "output": "c"},
+    ]
+    assert len(list(conversations(write(tmp_path, alpaca), say=said.append))) == 2
+    assert "1 of 3 rows" in said[1]
+
+
 def test_one_bad_row_does_not_refuse_a_small_file(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "talk.jsonl"

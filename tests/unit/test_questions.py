@@ -78,6 +78,21 @@ def test_an_empty_answer_is_none(tmp_path: Path, answer: object) -> None:
     assert not QuestionFile(write(tmp_path, [{"question": "Why?", "answer": answer}] * 2)).checkable
 
 
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_questions_and_answers_with_half_a_character_are_counted_and_named(tmp_path: Path) -> None:
+    good = [{"question": f"{i}?", "answer": "a"} for i in range(40)]
+    for bad in (
+        {"question": "\ud800?", "answer": "a"},
+        {"question": "a", "answer": "\udc00"},
+        {"messages": [USER], "test": ["\ud800"]},
+    ):
+        task = QuestionFile(write(tmp_path, [*good, bad]))
+        [notice] = [line for line in task.notices if "cannot be read" in line]
+        assert (
+            notice == "mine.jsonl: 1 of 41 rows cannot be read: line 41: half a character (a lone surrogate); left out"
+        )
+
+
 def test_malformed_rows_are_counted_and_named_by_file_and_line(tmp_path: Path) -> None:
     good = [{"question": f"{i}?", "answer": i} for i in range(400)]
     bad = ["{not json\n", {"question": 7, "answer": 1}, {"answer": "to what?"}]

@@ -174,6 +174,23 @@ def test_broken_lines_are_counted_and_named_when_few(tmp_path: Path) -> None:
     assert tally.example.startswith("line 500 of a.jsonl")
 
 
+@pytest.mark.xfail(strict=True, reason="mend 12")
+def test_one_broken_row_does_not_refuse_a_small_file_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rule of conversations: not unless it is half of the file."""
+    lines = as_lines(["one", "two", "three"]) + b'{"text": "half \\ud800 of a character"}\n'
+    path = write(tmp_path / "a.jsonl", lines)
+    assert list(file_documents(path, "text", Tally())) == ["one", "two", "three"]
+    assert list(read_documents([path])) == ["one", "two", "three"]  # as `tokenizer train` reads
+    assert capsys.readouterr().err == (
+        f"{path}: 1 of 4 rows cannot be read, the first is line 4 of a.jsonl: half a character (a lone surrogate); "
+        "left out\n"
+    )
+    with pytest.raises(UserError, match="1 of 2 rows cannot be read"):
+        list(read_documents([write(tmp_path / "b.jsonl", as_lines(["one"]) + b"{broken")]))
+
+
 def test_more_than_one_percent_of_broken_lines_is_an_error_that_names_the_first(tmp_path: Path) -> None:
     lines = as_lines([f"text {i}" for i in range(100)]).splitlines(keepends=True)
     lines[3] = lines[50] = b"{broken\n"
