@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ascendchat.config import UserError, nearest
+from ascendchat.data.halves import HALF, has_half
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson")
@@ -64,12 +65,22 @@ class Tally:
 
     def check(self, name: str) -> None:
         """Too many broken rows: the file is not what it seems to be."""
-        rows = self.documents + self.empty + self.broken
-        if self.broken > MAX_BROKEN * rows:
-            raise UserError(
-                f"{name}: {self.broken} of {rows} rows cannot be read, the first is {self.example}; "
-                "fetch or write the file again, or remove these rows"
-            )
+        if too_many(self.broken, self.rows):
+            raise UserError(f"{name}: {self.line()}; fetch or write the file again, or remove these rows")
+
+    @property
+    def rows(self) -> int:
+        """All that were read."""
+        return self.documents + self.empty + self.broken
+
+    def line(self) -> str:
+        """What could not be read."""
+        return f"{self.broken} of {self.rows} rows cannot be read, the first is {self.example}"
+
+
+def too_many(broken: int, rows: int) -> bool:
+    """Whether the file is not what it seems to be: more than one row and more than 1 %, or half of a tiny file."""
+    return broken > max(1, MAX_BROKEN * rows) or 2 * broken >= max(1, rows)
 
 
 def format_of(name: str) -> tuple[str, str]:
@@ -113,9 +124,12 @@ def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) ->
 
 
 def read_documents(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Iterator[str]:
-    """The texts of all documents, file after file; empty ones are left out."""
+    """The texts of all documents, file after file; empty ones are left out. Of unreadable ones a line is written."""
     for path in source_files(paths, leave_out):
-        yield from file_documents(path, "text", Tally())
+        tally = Tally()
+        yield from file_documents(path, "text", tally)
+        if tally.broken:
+            print(f"{path}: {tally.line()}; left out", file=sys.stderr, flush=True)
 
 
 def file_documents(path: Path, field: str, tally: Tally) -> Iterator[str]:
@@ -162,22 +176,14 @@ def _checked(values: Iterator[tuple[str, Any]], name: str, tally: Tally) -> Iter
             tally.empty += 1
         elif not isinstance(text, str):
             tally.fail(where, f"{type(text).__name__} instead of text")
-        elif not text.isascii() and _has_surrogates(text):
-            tally.fail(where, "half a character (a lone surrogate)")
+        elif has_half(text):
+            tally.fail(where, HALF)
         else:
             tally.documents += 1
             yield text
         if tally.broken > 1000:
             tally.check(name)  # no need to read terabytes of the wrong thing to the end
     tally.check(name)
-
-
-def _has_surrogates(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _values(file: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar, cast
 
 from ascendchat.config import UserError
 from ascendchat.data import read
-from ascendchat.data.read import BETWEEN, LINES, MAX_BROKEN, format_of, need, unpack
+from ascendchat.data.read import BETWEEN, LINES, format_of, need, unpack
 from ascendchat.record.console import inert
 
 TableRow = dict[str, Any]
@@ -140,8 +140,8 @@ class Unread:
 
     @property
     def too_many(self) -> bool:
-        """More than one and more than 1 %, or half of a tiny file: the file is not what it seems to be."""
-        return self.count > max(1, MAX_BROKEN * self.rows) or 2 * self.count >= self.rows
+        """Whether the file is not what it seems to be."""
+        return read.too_many(self.count, self.rows)
 
     def line(self) -> str:
         """One line for the log."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from ascendchat.data.chat import ROLES, SPAN_OF, Conversation, Message, Part
+from ascendchat.data.halves import HALF, has_half
 from ascendchat.data.tables import TableRow
 
 ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assistant's turn
@@ -128,6 +129,8 @@ def checked(conversation: Conversation) -> Conversation:
                 raise ValueError(f"a part of a message has the unknown type {kind!r} (known: {', '.join(SPAN_OF)})")
             if kind != "text" and role in ("system", "user"):
                 raise ValueError(f"a part of the type {kind!r} belongs to the assistant, not to the role {role!r}")
+        if has_half([part["text"] for part in parts]):
+            raise ValueError(HALF)
         if role not in ROLES or not all(isinstance(part["text"], str) for part in parts):
             raise ValueError(f"the message {entry!r:.200} has no text")
     return conversation

@@ -31,6 +31,7 @@ from ascendchat.data.chat import (
     flat,
     most_that_fit,
 )
+from ascendchat.data.halves import without_halves
 from ascendchat.hf.tool_messages import ARGUMENT, CALLED, PROBE_CALL, PROBE_OFFER, RESULT, called, offered, split_offers
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -130,7 +131,7 @@ class ChatTemplate:
         return text
 
     def _apply(self, talk: Sequence[Message], **how: Any) -> Any:
-        bare, tools = split_offers(talk)
+        bare, tools = map(without_halves, split_offers(talk))
         try:
             return self.inner.apply_chat_template(bare, **({"tools": tools} if tools else {}), **how)
         except Exception as error:  # noqa: BLE001 (a template is a program of the model's author)

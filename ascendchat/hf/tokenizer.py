@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ascendchat.config import UserError
+from ascendchat.data.halves import without_halves
 from ascendchat.data.tokenizer import SPECIALS, Tokenizer
 from ascendchat.data.tokenizer.storage import byte_letters
 from ascendchat.hf.older import add_old_tokenizer_names
@@ -77,10 +78,11 @@ class HFTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256((self.json + told).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._plain.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        return self._plain.encode(without_halves(text), add_special_tokens=False).ids  # type: ignore[no-any-return]
 
     def encode_batch(self, texts: list[str], threads: int = min(8, os.cpu_count() or 1)) -> list[list[int]]:
-        return [found.ids for found in self._plain.encode_batch(texts, add_special_tokens=False)]
+        whole = [without_halves(text) for text in texts]
+        return [found.ids for found in self._plain.encode_batch(whole, add_special_tokens=False)]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.names[i].encode() if i in self.names else self.tokens[i] for i in map(int, ids))

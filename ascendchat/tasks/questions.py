@@ -21,6 +21,7 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, render_choice, text_of
 from ascendchat.data.conversations import PROMPT, REPLY, parse_choice
+from ascendchat.data.halves import HALF, has_half
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.tables import TABLE_TYPES, TableRow, read_rows
@@ -38,6 +39,8 @@ Asked = tuple[Conversation, dict[str, Any]]  # the prompt, and what a reward get
 def read_question(row: TableRow) -> Asked:
     """A row as a prompt and the columns for the reward."""
     columns = {str(name): value for name, value in row.items() if name not in OWN}
+    if has_half(columns):
+        raise ValueError(HALF)
     if "answer" not in row and (replies := [row[name] for name in REPLY.split("|") if row.get(name) is not None]):
         columns["answer"] = replies[0]
     asked = next((row[name] for name in PROMPT.split("|") if row.get(name) and str(row[name]).strip()), None)

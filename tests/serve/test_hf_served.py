@@ -39,6 +39,23 @@ def test_a_hugging_face_folder_is_served_with_its_own_template(tmp_path: Path) -
         body = {"messages": TALK, "max_tokens": 60, "response_format": {"type": "json_object"}}
         found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).json()
         assert isinstance(json.loads(found["choices"][0]["message"]["content"]), dict)
+        half = '"half \\ud83d of an emoji"'  # as the JSON of a client has it
+        for path, body in (
+            ("v1/chat/completions", f'{{"messages": [{{"role": "user", "content": {half}}}], "max_tokens": 1}}'),
+            ("v1/completions", f'{{"prompt": {half}, "max_tokens": 1}}'),
+            ("tokenize", f'{{"prompt": {half}}}'),
+        ):
+            found, whole = (
+                httpx.post(
+                    f"{url}/{path}", content=sent, headers={"Content-Type": "application/json"}, timeout=PATIENCE
+                )
+                for sent in (body, body.replace("\\ud83d", "\\ufffd"))
+            )
+            assert (found.status_code, whole.status_code) == (200, 200), found.text
+            read = [answer.json().get("usage", answer.json()) for answer in (found, whole)]
+            assert read[0].get("prompt_tokens", read[0].get("tokens")) == read[1].get(
+                "prompt_tokens", read[1].get("tokens")
+            )
         tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
         refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": TALK, "tools": [tool]}, timeout=PATIENCE)
         assert refused.status_code == 400

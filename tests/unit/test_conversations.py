@@ -271,7 +271,6 @@ def test_a_zero_where_a_text_belongs_is_named_as_every_number_is(tmp_path: Path,
         list(conversations(write(tmp_path, rows)))
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_half_a_character_in_a_row_is_counted_and_named(tmp_path: Path) -> None:
     """As text is that was cut between the two halves of an emoji."""
     talk = [USER, {"role": "assistant", "content": "ok \ud800 yes"}]
@@ -289,7 +288,8 @@ def test_half_a_character_in_a_row_is_counted_and_named(tmp_path: Path) -> None:
         {"instruction": "\ud800", "output": "b"},
         {"instruction": "", "output": "c"},
     ]
-    assert len(list(conversations(write(tmp_path, alpaca), say=said.append))) == 2
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, alpaca)), encoding="ascii")
+    assert len(list(conversations(tmp_path / "data.jsonl", say=said.append))) == 2
     assert "1 of 3 rows" in said[1]
 
 

@@ -118,7 +118,6 @@ def test_a_table_of_the_reference_that_cannot_be_kept_ends_nothing(tmp_path: Pat
     assert said[0].endswith("training goes on")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_a_pair_with_half_a_character_is_counted_and_named(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": reply} for reply in ("c", "d", "\ud800", "e")]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="ascii")

@@ -78,7 +78,6 @@ def test_an_empty_answer_is_none(tmp_path: Path, answer: object) -> None:
     assert not QuestionFile(write(tmp_path, [{"question": "Why?", "answer": answer}] * 2)).checkable
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_questions_and_answers_with_half_a_character_are_counted_and_named(tmp_path: Path) -> None:
     good = [{"question": f"{i}?", "answer": "a"} for i in range(40)]
     for bad in (

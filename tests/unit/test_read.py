@@ -174,7 +174,6 @@ def test_broken_lines_are_counted_and_named_when_few(tmp_path: Path) -> None:
     assert tally.example.startswith("line 500 of a.jsonl")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 12")
 def test_one_broken_row_does_not_refuse_a_small_file_and_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
