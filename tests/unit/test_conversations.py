@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import lzma
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from ascendchat.config import UserError
@@ -155,9 +158,6 @@ def test_containers_and_line_breaks_inside_texts(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     (tmp_path / "c.tsv").write_text("\ufeffwhy?\\nsay\tyes\tbecause\r\n", encoding="utf-8")
-    import pyarrow
-    import pyarrow.parquet
-
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
     expected = [[m["content"] for m in c] for c in conversations(tmp_path / "b.json")]
     assert expected == [["a\u2028b", "c\rd"], ["e", "f"]]
@@ -271,6 +271,93 @@ def test_a_zero_where_a_text_belongs_is_named_as_every_number_is(tmp_path: Path,
         list(conversations(write(tmp_path, rows)))
 
 
+@pytest.mark.xfail(strict=True, reason="mend 2")
+@pytest.mark.parametrize("kind", [".jsonl", ".ndjson", ".json", ".jsonl.gz"])
+def test_a_list_of_messages_in_a_line_is_a_conversation(tmp_path: Path, kind: str) -> None:
+    """As nanochat's identity file has it, and everything else that its CustomJSON reads."""
+    talks = [
+        [{"role": "user", "content": f"who {number}?"}, {"role": "assistant", "content": "[nanochat]"}]
+        * (1 + number % 2)
+        for number in range(40)
+    ]
+    text = "\n\n".join(map(json.dumps, talks)).encode()
+    path = tmp_path / f"identity_conversations{kind}"
+    path.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
+    assert list(conversations(path)) == talks
+    path.write_bytes((gzip.compress if kind.endswith("gz") else bytes)(json.dumps(talks[1]).encode()))
+    assert list(conversations(path)) == talks[1:2]
+
+
+TALK = [USER, {"role": "assistant", "content": "It is 4."}]
+ROW = {"conversations": [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": "It is 4."}]}
+PRETTY = json.dumps(TALK, indent=2)
+LISTS = {  # a file, and how often it has TALK
+    "one conversation, pretty": (PRETTY, 1),
+    "conversations, pretty": (PRETTY + "\n" + PRETTY, 2),
+    "a list of conversations": (json.dumps([TALK, TALK, TALK]), 3),
+    "a list of conversations, pretty": (json.dumps([TALK, TALK], indent=1), 2),
+    "lists of rows": (json.dumps([ROW, ROW]) + "\n" + json.dumps([ROW]), 3),
+    "lists of rows in one line": (json.dumps([ROW, ROW]) + " " + json.dumps([ROW]), 3),
+    "lists of rows, pretty": (json.dumps([ROW], indent=1) + json.dumps([ROW, ROW], indent=1), 3),
+    "rows, pretty": (json.dumps(ROW, indent=1) + "\n" + json.dumps(ROW, indent=4) + "\n", 2),
+    "lists and rows in lines": ("\n".join(map(json.dumps, ([ROW, ROW], ROW, TALK, {"messages": TALK}))), 5),
+    "of ShareGPT, in lines": ("\n".join([json.dumps(ROW["conversations"])] * 2), 2),
+}
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_and_rows_one_after_the_other_are_read_to_the_end(tmp_path: Path, name: str) -> None:
+    (tmp_path / "talk.json").write_text(LISTS[name][0], encoding="utf-8")
+    assert list(conversations(tmp_path / "talk.json")) == [TALK] * LISTS[name][1]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+def test_a_broken_list_among_lines_is_counted_and_named(tmp_path: Path) -> None:
+    lines = [json.dumps(TALK)] * 300
+    lines[200], lines[250] = json.dumps(TALK)[:40], json.dumps([*TALK, {"role": "assistant"}])
+    said: list[str] = []
+    (tmp_path / "talk.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert len(list(conversations(tmp_path / "talk.jsonl", say=said.append))) == 298
+    assert "2 of 300 rows cannot be read: line 201: Unterminated string" in said[0]
+    assert "; line 251: the column 'content' is missing" in said[0]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+def test_tables_of_llama_factory_without_json(tmp_path: Path) -> None:
+    """csv, txt and arrow, which `datasets` reads for it."""
+    rows = [
+        {"instruction": 'say "hi",\nplease', "input": "", "output": "hi"},
+        {"instruction": "2+2", "input": "?", "output": "4"},
+    ]
+    wanted = [[{"role": "user", "content": 'say "hi",\nplease'}, {"role": "assistant", "content": "hi"}]]
+    wanted += [[{"role": "user", "content": "2+2\n?"}, {"role": "assistant", "content": "4"}]]
+    with (tmp_path / "a.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    made = pyarrow.Table.from_pylist(rows)
+    for name, begin in (("stream.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
+        with begin(str(tmp_path / name), made.schema) as writer:
+            writer.write_table(made, max_chunksize=1)
+    for name in ("a.csv", "a.csv.gz", "stream.arrow", "file.arrow"):
+        assert list(conversations(tmp_path / name)) == wanted
+    (tmp_path / "a.txt").write_text(
+        "### Human: hi\u2028there ### Assistant: hello\n\nA line is a reply.\n", encoding="utf-8"
+    )
+    assert [[m["content"] for m in talk] for talk in conversations(tmp_path / "a.txt")] == [
+        ["hi\u2028there", "hello"],
+        ["A line is a reply."],
+    ]
+    (tmp_path / "bad.csv").write_text('prompt,completion\n"open,b\nc,d\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"bad\.csv: the row that begins in line 2 has a quote that is not closed"):
+        list(conversations(tmp_path / "bad.csv"))
+    (tmp_path / "bad.arrow").write_bytes(b"ARROW1 nothing of the kind")
+    with pytest.raises(UserError, match=r"bad\.arrow cannot be read"):
+        list(conversations(tmp_path / "bad.arrow"))
+
+
 def test_half_a_character_in_a_row_is_counted_and_named(tmp_path: Path) -> None:
     """As text is that was cut between the two halves of an emoji."""
     talk = [USER, {"role": "assistant", "content": "ok \ud800 yes"}]
@@ -316,7 +403,7 @@ def test_rows_that_no_reader_knows_are_refused_early_with_the_columns_that_are_k
 
 
 def test_a_file_of_another_kind_is_refused_with_what_to_convert_it_to(tmp_path: Path) -> None:
-    for name in ("talk.csv", "talk.csv.gz", "talk.parquet.gz", "talk", "talk.zip"):
+    for name in ("talk.xlsx", "talk.arrow.gz", "talk.parquet.gz", "talk", "talk.zip"):
         (tmp_path / name).write_text("prompt,completion\nhi,hello\n", encoding="utf-8")
         with pytest.raises(UserError, match=rf"{name}: conversations are read from .*convert it to \.jsonl, with one"):
             list(conversations(tmp_path / name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from ascendchat.config.data import DataFetchConfig
 from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import fetch, folder_of, hubs, run
 from ascendchat.data.fetch.redact import redact, url_hash
+from ascendchat.data.fetch.sources import SETS, DataSource
+from ascendchat.tasks import load
 
 
 @pytest.fixture
@@ -119,6 +122,52 @@ def test_two_folders_with_equal_names_are_two_sources(tmp_path: Path, capsys: py
     (tmp_path / "two" / "notes" / "a.txt").write_bytes(b"newer")
     assert command("notes", "--source", str(tmp_path / "two")) == 0
     assert (folder / "a.txt").read_bytes() == b"newer"
+
+
+BEGINS = {".parquet": b"PAR1 PAR1", ".zip": b"PK", ".gz": b"\x1f\x8b"}  # what tells a file of this kind from a web page
+
+
+def published(source: DataSource) -> list[str]:
+    """Names as a set is published under, by its patterns."""
+    if source.hub == "http":
+        return [source.where.rpartition("/")[2]]
+    return [pattern.replace("*", "a.jsonl" if pattern == "*" else "a") for pattern in source.files.split(",")]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+@pytest.mark.parametrize("place", ["in a folder of the repository's name", "in the folder itself"])
+def test_every_named_set_is_found_under_its_published_names(tmp_path: Path, place: str) -> None:
+    missed = []
+    for dataset in SETS.values():
+        for number, source in enumerate(dataset.sources):
+            root = tmp_path / f"{dataset.name}-{number}"
+            inside = root / source.where.rpartition("/")[2] if "folder of" in place and source.hub != "http" else root
+            names = published(source)
+            for name in names:
+                (inside / name).parent.mkdir(parents=True, exist_ok=True)
+                (inside / name).write_bytes(BEGINS.get(Path(name).suffix, b'{"text": "a"}\n'))
+            (root / "README.md").write_text("of somebody")
+            try:
+                folder = fetch(dataset.name, source=str(root), out=str(tmp_path / "out" / root.name))
+            except UserError as error:
+                missed.append(f"{root.name}: {error}")
+                continue
+            found = {
+                p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.name not in (".lock", "manifest.json")
+            }
+            rest = {name for name in found - set(names) if (folder / name).is_file()}
+            if not set(names) <= found or rest - ({"README.md"} if source.files == "*" else set()):
+                missed.append(f"{root.name}: {found}")
+    assert not missed
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+def test_the_identity_file_is_read_from_a_folder_under_its_published_name(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A small model."}]
+    (tmp_path / "identity_conversations.jsonl").write_text(f"{json.dumps(talk)}\n" * 3, encoding="utf-8")
+    assert list(load("identity", source=str(tmp_path))) == [talk] * 3
+    fetch("identity", source=str(tmp_path))
+    assert list(load("identity")) == [talk] * 3
 
 
 def test_secrets_of_a_url_are_neither_printed_nor_stored(
