@@ -1,13 +1,13 @@
 """Documents from files of any usual format: `ascendchat data prepare --source FILES`, `ascendchat tokenizer train`.
 
-parquet           the column `field`, row group by row group
+parquet, arrow    the column `field`, row group by row group
 jsonl, ndjson     one JSON object a line with `field`, or one JSON string a line
 json              a list of such objects or strings; several lists, objects or strings one after the other too
 csv, tsv          the column `field`; the first line names the columns
 txt               the whole file is one document; a line `<|endoftext|>` begins a new one, and so does the first blank
                   line after each MiB, so that a file of any size fits in memory
 zip               every file in it that has one of these formats
-All but parquet and zip may be compressed: .gz .bz2 .xz .zst. Text is UTF-8.
+All but parquet, arrow and zip may be compressed: .gz .bz2 .xz .zst. Text is UTF-8.
 
 Nothing disappears silently: rows that cannot be read, and rows without text, are counted in a Tally, and more than 1 %
 unreadable rows in a file is an error that names the first of them.
@@ -40,7 +40,8 @@ from ascendchat.data.halves import HALF, has_half
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson")
-SUFFIXES = (".parquet", *LINES, ".json", ".csv", ".tsv", ".txt")
+BINARY = (".parquet", ".arrow")  # compressed inside
+SUFFIXES = (*BINARY, *LINES, ".json", ".csv", ".tsv", ".txt")
 SEPARATOR = "<|endoftext|>"
 TXT_PIECE = 1 << 20  # characters after which a blank line of a .txt ends the document
 MAX_BROKEN = 0.01
@@ -66,16 +67,15 @@ class Tally:
     def check(self, name: str) -> None:
         """Too many broken rows: the file is not what it seems to be."""
         if too_many(self.broken, self.rows):
-            raise UserError(f"{name}: {self.line()}; fetch or write the file again, or remove these rows")
+            raise UserError(
+                f"{name}: {self.broken} of {self.rows} rows cannot be read, the first is {self.example}; "
+                "fetch or write the file again, or remove these rows"
+            )
 
     @property
     def rows(self) -> int:
         """All that were read."""
         return self.documents + self.empty + self.broken
-
-    def line(self) -> str:
-        """What could not be read."""
-        return f"{self.broken} of {self.rows} rows cannot be read, the first is {self.example}"
 
 
 def too_many(broken: int, rows: int) -> bool:
@@ -90,7 +90,7 @@ def format_of(name: str) -> tuple[str, str]:
     kind = os.path.splitext(stem)[1] if packing else last
     if kind == ".zip" and not packing:
         return ".zip", ""
-    return (kind, packing) if kind in SUFFIXES and not (kind == ".parquet" and packing) else ("", "")
+    return (kind, packing) if kind in SUFFIXES and not (kind in BINARY and packing) else ("", "")
 
 
 def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
@@ -129,7 +129,8 @@ def read_documents(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) 
         tally = Tally()
         yield from file_documents(path, "text", tally)
         if tally.broken:
-            print(f"{path}: {tally.line()}; left out", file=sys.stderr, flush=True)
+            rows = f"{tally.broken} of {tally.rows} rows cannot be read, the first is {tally.example}"
+            print(f"{path}: {rows}; left out", file=sys.stderr, flush=True)
 
 
 def file_documents(path: Path, field: str, tally: Tally) -> Iterator[str]:
@@ -189,8 +190,8 @@ def _checked(values: Iterator[tuple[str, Any]], name: str, tally: Tally) -> Iter
 def _values(file: IO[bytes], name: str, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
     """(where, value of the field) of every row of an open file."""
     kind, packing = format_of(name)
-    if kind == ".parquet":
-        yield from _parquet(file, name, field)
+    if kind in BINARY:
+        yield from _columns(file, name, field)
         return
     raw = unpack(file, packing)
     if kind in LINES:
@@ -364,21 +365,35 @@ def _csv(text: IO[str], delimiter: str, name: str, field: str, tally: Tally) -> 
             tally.fail(where, f"{len(row)} columns instead of {len(header)}")
 
 
-def _parquet(file: IO[bytes], name: str, field: str) -> Iterator[tuple[str, Any]]:
-    pyarrow, parquet = need("pyarrow", name), need("pyarrow.parquet", name)
+def record_batches(file: Any, name: str, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """What an open parquet or arrow file holds, in pieces; of these columns, which it must have, or of all."""
+    if format_of(name)[0] == ".parquet":
+        table = need("pyarrow.parquet", name).ParquetFile(file)
+        known = table.schema_arrow.names
+        batches = table.iter_batches(batch_size=1024, columns=columns, use_threads=False)
+    else:  # of `datasets`: a stream; of others also with a directory at its end
+        ipc = need("pyarrow.ipc", name)
+        begins = file.read(6) == b"ARROW1"
+        file.seek(0)
+        table = ipc.open_file(file) if begins else ipc.open_stream(file)
+        known = table.schema.names
+        batches = (table.get_batch(number) for number in range(table.num_record_batches)) if begins else table
+    for column in columns or ():
+        if column not in known:
+            raise UserError(f"{name} has no column {column!r}: {nearest(column, known)}; use --field NAME")
+    yield from batches
+
+
+def _columns(file: IO[bytes], name: str, field: str) -> Iterator[tuple[str, Any]]:
+    number = 0
     try:
-        table = parquet.ParquetFile(file)
-        if field not in table.schema_arrow.names:
-            raise UserError(
-                f"{name} has no column {field!r}: {nearest(field, table.schema_arrow.names)}; use --field NAME"
-            )
-        number = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[field], use_threads=False):
-            for value in batch.column(0).to_pylist():
+        for batch in record_batches(file, name, [field]):
+            for value in batch.column(field).to_pylist():
                 number += 1
                 yield f"row {number} of {name}", value
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{name} is damaged or no parquet file ({_short(error)}); fetch it again") from None
+    except need("pyarrow", name).ArrowException as error:
+        kind = format_of(name)[0].removeprefix(".")
+        raise UserError(f"{name} is damaged or no {kind} file ({_short(error)}); fetch it again") from None
 
 
 def _zip(path: Path, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
@@ -390,7 +405,7 @@ def _zip(path: Path, field: str, tally: Tally) -> Iterator[tuple[str, Any]]:
         for name in readable:
             with archive.open(name) as member, tempfile.TemporaryFile() as whole:
                 file: IO[bytes] = member
-                if format_of(name)[0] == ".parquet":  # its directory is at the end: it must be seekable
+                if format_of(name)[0] in BINARY:  # its directory is at the end: it must be seekable
                     shutil.copyfileobj(member, whole)
                     whole.seek(0)
                     file = cast(IO[bytes], whole)

@@ -1,4 +1,4 @@
-"""Rows of the files that hold conversations and evaluation sets: json, jsonl, tsv and parquet, packed or not.
+"""Rows of the files that hold conversations and evaluation sets: json, jsonl, csv, tsv, txt, parquet and arrow.
 
     for where, row in entries(Path("chats.jsonl.xz")): ...     # ("line 1", {"messages": [...]})
 
@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -19,11 +21,12 @@ from typing import IO, Any, TypeVar, cast
 
 from ascendchat.config import UserError
 from ascendchat.data import read
-from ascendchat.data.read import BETWEEN, LINES, format_of, need, unpack
+from ascendchat.data.read import BETWEEN, BINARY, LINES, format_of, record_batches, table_lines, unpack
 from ascendchat.record.console import inert
 
 TableRow = dict[str, Any]
-TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv")  # all but parquet may be packed: .gz .bz2 .xz .zst
+TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv", ".csv", ".txt", ".arrow")  # those of text may be packed: .gz ...
+CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
 # A bracket of JSON, or a text, since one in a text is none; a text without an end goes on to that of the file
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 SHOWN_UNREAD = 3  # rows that could not be read, named
@@ -39,50 +42,120 @@ def open_text(path: Path) -> IO[str]:
 def entries(path: Path) -> Iterator[tuple[str, Any]]:
     """(where, row) of a file; in place of a row that is not UTF-8 or not JSON, the ValueError that says so."""
     kind, packing = format_of(path.name)
-    if kind == ".parquet":
-        with need("pyarrow.parquet", str(path)).ParquetFile(path) as table:
-            every = (row for batch in table.iter_batches(batch_size=1024) for row in batch.to_pylist())
+    if kind in BINARY:
+        with path.open("rb") as table:
+            every = (row for batch in record_batches(table, path.name) for row in batch.to_pylist())
             yield from ((f"row {number}", row) for number, row in enumerate(every, 1))
         return
-    begun = False
     with path.open("rb") as packed, closing(unpack(packed, packing)) as file:
-        for number, line in enumerate(file, 1):  # lines of bytes end at \n only: a text may hold other line breaks
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.strip():
-                continue
-            if not begun and kind != ".tsv" and line.lstrip().startswith(b"["):
-                yield from listed((line + file.read()).decode())
-                return
-            begun = True
-            yield f"line {number}", decoded(line, kind)
+        if kind == ".csv":
+            yield from _csv(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), path.name)
+        elif kind in (".tsv", ".txt"):
+            make = _cells if kind == ".tsv" else _text
+            yield from ((where, decoded(line, make)) for where, line in _lines(file))
+        else:
+            yield from _json(file, kind)
 
 
-def decoded(line: bytes, kind: str) -> Any:
+def _lines(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Lines with something in them; they end at \\n only, for a text may hold other line breaks."""
+    for number, line in enumerate(file, 1):
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if line.strip():
+            yield f"line {number}", line
+
+
+def decoded(line: bytes, make: Callable[[str], Any]) -> Any:
     """The row in a line, or what is wrong with it."""
     try:
-        text = line.decode().rstrip("\r\n")
-        return {"cells": text.split("\t")} if kind == ".tsv" else json.loads(text)
+        return make(line.decode().rstrip("\r\n"))
     except json.JSONDecodeError as error:
         return ValueError(f"{error.msg}: column {error.colno}")
     except (ValueError, RecursionError) as error:
         return error
 
 
-def listed(text: str) -> Iterator[tuple[str, Any]]:
-    """The entries of one JSON list. Where one is broken the rest cannot be found; one that is nested too deep is passed
-    over."""
-    decoder, number, at = json.JSONDecoder(), 0, text.index("[") + 1
+def _cells(text: str) -> TableRow:
+    return {"cells": text.split("\t")}
+
+
+def _text(text: str) -> TableRow:
+    return {"text": text}
+
+
+def _csv(text: IO[str], name: str) -> Iterator[tuple[str, Any]]:
+    """Rows under the names in the first line."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    table = csv.reader(text, strict=True)
+    header: list[str] = []
+    for cells in (cells for cells in table_lines(table, name) if cells):
+        where = f"line {table.line_num}"
+        if not header:
+            header = cells
+        elif len(cells) == len(header):
+            yield where, dict(zip(header, cells))
+        else:
+            yield where, ValueError(f"{len(cells)} columns instead of {len(header)}")
+
+
+def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
+    """JSON by lines; or, where the first is not a whole value, values over several lines, in lists or not. The rows of
+    a list are rows of the file; a list of messages is one row, a conversation, as nanochat writes them."""
+    lines, first = _lines(file), True
+    for where, line in lines:
+        row = decoded(line, json.loads)
+        begins = line.strip()[:1] if isinstance(row, Exception) or line.strip() == b"{" else b""
+        if first and (begins == b"[" or line.strip() in (b"{", b"[")):
+            yield from values((line + file.read()).decode())
+            return
+        if not isinstance(row, list) or is_talk(row) or (not row and kind != ".json"):
+            yield where, as_row(row)
+        else:
+            for number, inner in enumerate(row, 1):
+                yield f"row {number}" if first else f"{where}, row {number}", as_row(inner)
+        first = False
+
+
+def is_talk(value: Any) -> bool:
+    """Whether this is a list of messages: told by its first one."""
+    return isinstance(value, list) and bool(value) and is_message(value[0])
+
+
+def is_message(value: Any) -> bool:
+    return isinstance(value, dict) and (
+        {"from", "value"} <= value.keys() or ("role" in value and not value.keys().isdisjoint(("content", *CALLS)))
+    )
+
+
+def as_row(value: Any) -> Any:
+    """A list that stands where a row belongs is a conversation."""
+    return {"messages": value} if isinstance(value, list) else value
+
+
+def values(text: str) -> Iterator[tuple[str, Any]]:
+    """JSON values one after the other, those of a list each for itself. Where one is broken the rest cannot be found;
+    one that is nested too deep is passed over."""
+    decoder, number, at, inside = json.JSONDecoder(), 0, 0, False
+    talk: list[Any] | None = None  # the list that we are in, if it is one conversation
     while True:
-        at, number = cast(re.Match[str], BETWEEN.match(text, at)).end(), number + 1
-        if text[at : at + 1] == "]":
-            if text[at + 1 :].strip():
-                raise ValueError(f"there is more behind the list of {number - 1} rows")
+        at = cast(re.Match[str], BETWEEN.match(text, at)).end()
+        if text[at : at + 1] == ("]" if inside else "["):
+            if talk:
+                number += 1
+                yield f"row {number}", as_row(talk)
+            inside, at, talk = not inside, at + 1, [] if not inside else None
+            continue
+        if at == len(text) and not inside:
             return
         try:
             row, at = decoder.raw_decode(text, at)
         except RecursionError as error:
             row, at = error, end_of(text, at)
-        yield f"row {number}", row
+        if talk is not None and (talk or is_message(row)):
+            talk.append(row)
+            continue
+        talk, number = None, number + 1
+        yield f"row {number}", as_row(row)
 
 
 def end_of(text: str, at: int) -> int:
@@ -152,7 +225,9 @@ def check_table(path: str | Path) -> Path:
     """The path, if it is a file of conversations by its name."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path} is not a file; name a json, jsonl, tsv or parquet file of conversations")
+        raise UserError(
+            f"{path} is not a file; name a json, jsonl, csv, tsv, txt, parquet or arrow file of conversations"
+        )
     if format_of(path.name)[0] not in TABLE_TYPES:
         raise UserError(
             f"{path.name}: conversations are read from {' '.join(TABLE_TYPES)} files; convert it to .jsonl, with one "

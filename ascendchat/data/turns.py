@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ascendchat.data.chat import ROLES, SPAN_OF, Conversation, Message, Part
 from ascendchat.data.halves import HALF, has_half
-from ascendchat.data.tables import TableRow
+from ascendchat.data.tables import CALLS, TableRow
 
 ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assistant's turn
     "system": "system developer",
@@ -24,7 +24,6 @@ ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assi
     "tool": "observation function_response function tool ipython",
 }
 SPEAKERS = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
-CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
 TOOLS_OFFERED = "You can call these tools:\n"
 
 

@@ -95,7 +95,9 @@ class Dialog(Task):
             self.name = known
             path = Path(source).expanduser() / known if source else fetch(known)
             if source and not path.exists():
-                path = next(iter(sorted(path.parent.glob(f"{known}.*"))), path)
+                names = [known, *(other for other, name in ALSO.items() if name == known)]
+                beside = (place for name in names for place in sorted(path.parent.glob(f"{name}.*")))
+                path = next(beside, path)
         else:
             self.name = path.name.split(".")[0]
         self.notices: list[str] = []

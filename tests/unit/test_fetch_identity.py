@@ -134,7 +134,6 @@ def published(source: DataSource) -> list[str]:
     return [pattern.replace("*", "a.jsonl" if pattern == "*" else "a") for pattern in source.files.split(",")]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 2")
 @pytest.mark.parametrize("place", ["in a folder of the repository's name", "in the folder itself"])
 def test_every_named_set_is_found_under_its_published_names(tmp_path: Path, place: str) -> None:
     missed = []
@@ -161,7 +160,6 @@ def test_every_named_set_is_found_under_its_published_names(tmp_path: Path, plac
     assert not missed
 
 
-@pytest.mark.xfail(strict=True, reason="mend 2")
 def test_the_identity_file_is_read_from_a_folder_under_its_published_name(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A small model."}]
     (tmp_path / "identity_conversations.jsonl").write_text(f"{json.dumps(talk)}\n" * 3, encoding="utf-8")

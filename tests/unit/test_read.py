@@ -79,6 +79,18 @@ def test_parquet_is_read_over_all_row_groups_and_null_counts_as_empty(tmp_path: 
     assert (tally.documents, tally.empty, tally.broken) == (len(TEXTS), 1, 0)
 
 
+def test_arrow_files_of_both_kinds_are_read(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": [*TEXTS[:3], None, *TEXTS[3:]]})
+    for name, begin in (("stream.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
+        with begin(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        tally = Tally()
+        assert list(file_documents(tmp_path / name, "text", tally)) == TEXTS
+        assert (tally.documents, tally.empty, tally.broken) == (len(TEXTS), 1, 0)
+        with pytest.raises(UserError, match=r"'words'.*choose from: text"):
+            list(file_documents(tmp_path / name, "words", Tally()))
+
+
 def test_a_zip_gives_the_documents_of_all_members_by_name(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("b/2.parquet", as_parquet(["two", "three"]))

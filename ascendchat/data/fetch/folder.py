@@ -1,6 +1,7 @@
 """A local folder as a source: `ascendchat data fetch gsm8k --source /mnt/usb/data`.
 
-The files of set NAME are looked for in DIR/NAME/, as DIR/NAME.* and, by the names they have on the hub, in DIR itself.
+The files of set NAME are looked for in DIR/NAME/, as DIR/NAME.* and, by the names under which they are published, in
+DIR/REPOSITORY/ and in DIR itself.
 They are copied, never linked: a change of the set must not change the folder it came from. Where that folder has a
 manifest, checksums are compared. A folder that already is $ASCENDCHAT_HOME/data/NAME is taken as it is.
 """
@@ -42,11 +43,16 @@ def find_set_files(root: Path, dataset: DataSet, files: str) -> tuple[Path, list
     ]
     if beside := [n for n in beside if matches(n, files or "*") and n != "manifest.json" and not n.endswith(".part")]:
         return root, beside
-    patterns = files or ",".join(dict.fromkeys(s.files for s in dataset.sources if s.hub != "http"))
-    if root.name.lower() in names:
-        patterns = files or "*"
-    if inside := _below(root, patterns):
-        return root, inside
+    sources = [source for source in dataset.sources if source.hub != "http"]
+    patterns = files or ",".join(dict.fromkeys(source.files for source in sources if source.files != "*"))
+    for source in sources:
+        repository = root / source.where.rpartition("/")[2]
+        if repository.is_dir() and (inside := _below(repository, patterns or "*")):
+            return repository, inside
+    whole = root.name.lower() in names or any(source.files == "*" for source in sources)
+    for wanted in (patterns, "*" if whole and not files else ""):
+        if inside := _below(root, wanted):
+            return root, inside
     raise UserError(
         f"{root} has no files of {dataset.name}: looked for a folder {dataset.name}/, for {dataset.name}.* and for "
         f"{patterns or 'nothing else'}; name the files with --files 'PATTERN'"

@@ -51,7 +51,13 @@ def read_sets(path: Path) -> dict[str, DataSet]:
 SETS = read_sets(Path(__file__).with_name("sets.yaml"))
 
 # Other names of a set: in folders that people share, and in older guides.
-ALSO = {"eval_bundle": "core", "smol-smoltalk": "smoltalk", "climbmix-400b-shuffle": "climbmix", "ai2_arc": "arc"}
+ALSO = {
+    "eval_bundle": "core",
+    "smol-smoltalk": "smoltalk",
+    "climbmix-400b-shuffle": "climbmix",
+    "ai2_arc": "arc",
+    "identity_conversations": "identity",
+}
 
 
 def find_set(word: str, source: str = "") -> DataSet:
