@@ -14,17 +14,28 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from stand_ins import write_stand_ins
+
 from ascendchat import cli, speedrun
 from ascendchat.chips import find
 from ascendchat.config import UserError, home, load_yaml, parse
 from ascendchat.config.commands import PlanConfig
 from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.config.train import PUBLISHED
+from ascendchat.data.chat import has_reply
+from ascendchat.data.fetch import fetch, folder_of
 from ascendchat.data.fetch.sources import SETS
+from ascendchat.data.mixture import parse_entry
+from ascendchat.data.read import read_documents
+from ascendchat.eval.bundle import load_bundle
+from ascendchat.eval.chat import chosen_tasks
 from ascendchat.plan.goals import train_plan
 from ascendchat.record import run_folder
 from ascendchat.speedrun.forecast import forecasts
-from ascendchat.speedrun.recipe import Recipe, recipe_files
+from ascendchat.speedrun.recipe import Recipe, place, recipe_files
 from ascendchat.speedrun.screen import Screen, seconds_left
+from ascendchat.tasks import load
 
 WANTED = """tiny-cpu d12-910b-8 d20-910b-8 d26-910b-8 d12-910b-4 d20-h100-8 d12-h200-1 zh-d12-h200-1 zh-d20-910b-8
     qwen-sft-910b-8 qwen-grpo-910b-8 310p-serve rl-npu""".split()
@@ -71,6 +82,35 @@ def test_every_recipe_is_planned_without_its_hardware(tmp_path: Path, capsys: py
                 assert 0 < (forecast.memory or 0) < chip.memory, (name, command)
                 assert forecast.seconds or command == "serve", (name, command)
     assert not list(home().rglob("*")), "a plan writes nothing"
+
+
+def test_the_data_of_every_recipe_is_read(tmp_path: Path) -> None:
+    """From stand-ins in the published layout: fetched from a folder, and each entry of each stage has what it needs.
+    The whole of each recipe: tests/invariant/test_recipe_chains.py."""
+    sets = str(write_stand_ins(tmp_path / "sets"))
+    recipes = [speedrun.read_recipe(path) for path in recipe_files().values()]
+    stages = [stage for recipe in recipes for stage in recipe.stages]
+    named = {name for command, settings in stages if command == "data fetch" for name in settings["names"]}
+    for name in sorted(name for name in named if not name.startswith("models/")):
+        fetch(name, source=sets)
+    read, asked, texts = set[tuple[str, str]](), set[tuple[str, str]](), set[str]()
+    for command, settings in stages:
+        source = place(settings.get("source") or "", sets) if command not in ("data prepare", "tokenizer train") else ""
+        entries = settings.get("data") or PUBLISHED.get(command) or (["gsm8k"] if command == "rl" else [])
+        names = [place(parse_entry(entry).name, sets) for entry in entries if "$HOME" not in entry]
+        if command in ("mid", "sft", "finetune"):
+            read |= {(name, source) for name in names if name != "toyworld"}
+        elif command in ("rl", "eval chat"):
+            asked |= {(name, source) for name in (names if command == "rl" else chosen_tasks(settings["tasks"]))}
+        elif command in ("data prepare", "tokenizer train"):
+            texts |= {place(text, sets) for text in settings.get("source", []) if text != "toyworld"}
+    for name, source in sorted(read):
+        assert any(map(has_reply, load(name, "train", source))), name
+    for name, source in sorted(asked):
+        assert load(name, source=source).prompt(0), name
+    for text in sorted(texts):
+        assert len(list(read_documents([text if Path(text).parent.name else folder_of(text)]))) > 50, text
+    assert len(load_bundle(folder_of("core"))) == len(load_bundle(tmp_path / "sets" / "eval" / "eval_bundle")) == 5
 
 
 def test_a_plan_agrees_with_the_planner() -> None:
