@@ -4,7 +4,8 @@
     python tests/mutation_run.py table LIST RESULTS...
 
 Every process that runs at the same time has a TREE of its own, a checkout in which it puts one mutant after the other.
-A mutant meets the tests that execute its line, fastest first, to the first failure or to SECONDS of processor time.
+A mutant meets the tests that execute its line, fastest first, to the first failure or to SECONDS of processor time
+(another limit: MUTANT_SECONDS in the environment, for those that are still alive).
 With --changed it meets those of them that `make test-fast CHANGED=1` would run, had somebody written it.
 COPY holds reached.txt (tests/mutants.py map) and seconds*.json (`pytest --seconds=FILE`). Under `python -m cannsim
 run --` these are the tests of tests/npu, for the mutants that RESULTS has as alive.
@@ -32,7 +33,7 @@ import pytest
 import suite
 from mutants import PLACES, Mutant, drawn
 
-SECONDS = 25
+SECONDS = float(os.environ.get("MUTANT_SECONDS", "8"))
 WARM = "setuptools torch torch._dynamo pyarrow.parquet httpx rich.progress tokenizers fastapi hypothesis"
 
 
@@ -88,6 +89,14 @@ def touched(path: str) -> tuple[set[str], set[str]]:
     return (near, far) if len(near) <= suite.MANY else (set(), near | far)
 
 
+def by_file(tests: list[str]) -> list[list[str]]:
+    """The tests of the first file, of the next three, and the rest: most mutants die before the rest is collected."""
+    groups = [[*group] for _, group in itertools.groupby(tests, lambda test: test.partition("::")[0])]
+    return [
+        part for part in map(list, map(itertools.chain.from_iterable, (groups[:1], groups[1:4], groups[4:]))) if part
+    ]
+
+
 def first_failure(tests: list[str], marks: str, tree: str, log: Path) -> str:
     """The first of the tests that fails, in a forked process; empty where none does."""
     result = log.with_suffix(".result")
@@ -129,6 +138,7 @@ def run(file: str, copy: str, tree: str, results: str, part: str, place: str, ch
                 ([test for test in tests if test.partition("::")[0] in files], marks)
                 for files, marks in zip(touched(mutant.path), ("", "not slow"))
             ]
+        groups = [(part, marks) for some, marks in groups for part in by_file(some)]
         path, began = Path(tree, mutant.path), time.time()
         whole = path.read_bytes()
         lines = whole.splitlines(keepends=True)
@@ -138,7 +148,7 @@ def run(file: str, copy: str, tree: str, results: str, part: str, place: str, ch
         os.utime(path, (began + int(mutant.number),) * 2)  # else an older compiled file may pass for this one
         try:
             log = Path(f"{results}.log")
-            killer = next(filter(None, (first_failure(some, marks, tree, log) for some, marks in groups if some)), "")
+            killer = next(filter(None, (first_failure(some, marks, tree, log) for some, marks in groups)), "")
         finally:
             path.write_bytes(whole)
         with open(results, "a") as rows:
