@@ -36,26 +36,42 @@ $(VENV)/.dev: pyproject.toml constraints.txt cannsim/pyproject.toml
 	$(COMPILE)
 	@touch $(VENV)/.core $@
 
-# A chat model from the embedded corpus. `make demo DEVICE=npu` trains it on two simulated NPUs instead, or DEVICES of them.
-DEVICE ?=
-DEVICES ?= 2
+# A chat model from the embedded corpus, on the NPUs of this machine if it has some, on one or on DEVICES of them; else on its
+# GPU or CPU. DEVICE={npu,cuda,mps,cpu} names another, DEVICE=cannsim two simulated NPUs, or DEVICES of them.
+CARDS := $(wildcard /dev/davinci[0-9]*)
+DEVICE ?= $(if $(CARDS),npu)
+DEVICES ?= $(if $(filter cannsim,$(DEVICE)),2)
 RECIPE ?= tiny-cpu
-ifeq ($(DEVICE),npu)
+SPEEDRUN = $(BIN)/ascendchat speedrun --recipe $(RECIPE)$(if $(TYPE), --device-type $(TYPE))$(if $(DEVICES), --devices $(DEVICES))
+TYPE = $(if $(filter cannsim,$(DEVICE)),npu,$(DEVICE))
+ifeq ($(DEVICE),cannsim)
 demo: cannsim
-	$(BIN)/python -m cannsim run --devices $(DEVICES) -- $(BIN)/ascendchat speedrun --recipe $(RECIPE) --device-type npu --devices $(DEVICES)
+	$(BIN)/python -m cannsim run --devices $(DEVICES) -- $(SPEEDRUN)
+else ifeq ($(DEVICE),npu)
+ifeq ($(CARDS),)
+$(if $(filter demo,$(MAKECMDGOALS)),$(error no NPU is here (no /dev/davinci*); on simulated ones: make demo DEVICE=cannsim))
+endif
+demo: $(VENV)/.npu
+	$(SPEEDRUN)
 else
 demo: $(VENV)/.core
-	$(BIN)/ascendchat speedrun --recipe $(RECIPE) $(if $(DEVICE),--device-type $(DEVICE))
+	$(SPEEDRUN)
 endif
+
+# torch and torch_npu that fit the CANN of this machine, which constraints.txt cannot know.
+$(VENV)/.npu: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m ascendchat setup --device-type npu --yes
+	@touch $@
 
 # The simulated CANN: needs a C++ compiler and the headers inside the torch and torch_npu wheels.
 cannsim: $(VENV)/.dev
 	@$(BIN)/python -m cannsim build --verbose
 
 # First what runs on any machine, three files at a time, then the NPU tests on the simulator (Linux only, like torch_npu),
-# each of the three processes on simulated NPUs of its own.
+# each of the three processes on simulated NPUs of its own. Where there are real ones, they are tested by `selftest` besides.
 test: $(VENV)/.dev $(if $(LINUX),cannsim)
-	@$(BIN)/python tests/suite.py $(TEST_FLAGS)
+	@$(BIN)/python tests/suite.py$(if $(CARDS), --cards) $(TEST_FLAGS)
 
 CHANGED ?=
 test-fast: $(VENV)/.dev $(if $(CHANGED),$(if $(LINUX),cannsim))

@@ -1,6 +1,6 @@
 """What `make test` runs: the parts of the suite in turn, and what each took.
 
-python tests/suite.py [FLAGS OF PYTEST...]               # make test
+python tests/suite.py [FLAGS OF PYTEST...]               # make test; --cards: also on the NPUs of this machine
 python tests/suite.py --long [FLAGS...]                  # the long tests, of make test-long
 python tests/suite.py --changed [REVISION] [FLAGS...]    # make test-fast CHANGED=1: tests of what changed since HEAD
 """
@@ -42,6 +42,11 @@ def run(part: str, words: list[str], simulated: bool, budget: int | None) -> tup
     if budget and seconds > 1.1 * budget:
         took += f"\nwarning: that is more than a tenth over its {budget} s in tests/budget.json"
     return status in (0, 5), took  # 5: the part has no such tests
+
+
+def on_cards() -> list[str]:
+    """The command that tests the NPUs of this machine; those of tests/npu are simulated everywhere."""
+    return [sys.executable, "-m", "ascendchat", "selftest", "--device-type", "npu", "--quick"]
 
 
 def module(path: Path) -> str:
@@ -96,16 +101,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--changed", nargs="?", const="HEAD", metavar="REVISION")
+    parser.add_argument("--cards", action="store_true")
     given, flags = parser.parse_known_args()
     marks = f"{'' if given.long else 'not '}long and not vllm and not exports and not docs"
-    parts = [("tests", [TESTS], marks, False), ("tests/npu", [NPU], marks, True)]
+    parts = [("tests", [TESTS], marks, False), ("tests/npu on cannsim", [NPU], marks, True)]
     if given.changed:
         near, far = touched(changed_files(given.changed))
         quick = f"{marks} and not slow"
         parts = [
             (name, [path for path in files if path.is_relative_to(NPU) == simulated], chosen, simulated)
             for files, what, chosen in ((near, "", quick if len(near) > MANY else marks), (far, " further away", quick))
-            for name, simulated in ((f"tests{what}", False), (f"tests/npu{what}", True))
+            for name, simulated in ((f"tests{what}", False), (f"tests/npu on cannsim{what}", True))
         ]
     whole = not (flags or given.long or given.changed)
     results = []
@@ -113,5 +119,8 @@ if __name__ == "__main__":
         if files and (SIMULATOR or not simulated):
             words = ["-m", chosen, *([] if simulated else [f"--ignore={NPU}"]), *map(str, files), *flags]
             results.append(run(part, words, simulated, BUDGET[part] if whole else None))
+    if given.cards:
+        passed = subprocess.run(on_cards(), cwd=ROOT).returncode == 0
+        results.append((passed, f"selftest on the NPUs of this machine: {'passed' if passed else 'FAILED'}"))
     print(*(took for _, took in results), sep="\n")
     sys.exit(not all(passed for passed, _ in results))

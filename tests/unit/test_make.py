@@ -28,7 +28,6 @@ def last(*words: str) -> str:
     return found.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 22")
 def test_the_demo_trains_on_the_npus_of_this_machine() -> None:
     for words in (["demo"], ["demo", "DEVICE=npu"]):
         assert last(*words, TWO) == ".venv/bin/ascendchat speedrun --recipe tiny-cpu --device-type npu"
@@ -43,7 +42,6 @@ def test_without_npus_the_demo_trains_on_what_is_here() -> None:
     assert last("demo", "CARDS=", "DEVICE=cuda").endswith("--recipe tiny-cpu --device-type cuda")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 22")
 @pytest.mark.parametrize("cards", ["CARDS=", TWO])
 def test_npus_are_simulated_for_who_says_so_and_for_nobody_else(cards: str) -> None:
     simulated = ".venv/bin/python -m cannsim run --devices {0} -- .venv/bin/ascendchat speedrun --recipe tiny-cpu "
@@ -52,7 +50,6 @@ def test_npus_are_simulated_for_who_says_so_and_for_nobody_else(cards: str) -> N
     assert last("demo", cards, "DEVICE=cannsim", "DEVICES=4") == simulated.format(4)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 22")
 def test_npus_that_were_asked_for_and_are_not_here_are_an_error_with_the_next_step() -> None:
     refused = dry("demo", "CARDS=", "DEVICE=npu")
     assert refused.returncode != 0
@@ -60,7 +57,6 @@ def test_npus_that_were_asked_for_and_are_not_here_are_an_error_with_the_next_st
     assert "speedrun" not in refused.stdout
 
 
-@pytest.mark.xfail(strict=True, reason="mend 22")
 @pytest.mark.skipif(sys.platform != "linux", reason="NPUs and the simulator are there on Linux only")
 def test_the_tests_use_the_npus_of_this_machine_besides_simulated_ones() -> None:
     assert last("test", TWO) == ".venv/bin/python tests/suite.py --cards"
