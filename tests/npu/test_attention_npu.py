@@ -191,6 +191,28 @@ def test_packed_sequences(mode: str) -> None:
         torch.testing.assert_close(f.grad.cpu().double(), e.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.xfail(strict=True, reason="mend 1")
+def test_statistics_of_packed_sequences_lie_head_by_head_in_each_sequence() -> None:
+    """In a tensor of shape (T, N, 8): sequence by sequence, of each its heads, of each its rows."""
+    g = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(t, n, D, generator=g) for t, n in ((10, N), (13, NKV), (13, NKV)))
+    ends = [torch.tensor(x).cumsum(0).tolist() for x in (LENGTHS_Q, LENGTHS_K)]
+    lengths = {"actual_seq_qlen": ends[0], "actual_seq_kvlen": ends[1]}
+    found = torch_npu.npu_fusion_attention(q.npu(), k.npu(), v.npu(), N, "TND", scale=SCALE, **lengths)[1:3]
+    largest, total, q0, k0 = [], [], 0, 0
+    for sq, sk in zip(LENGTHS_Q, LENGTHS_K):
+        for n in range(N):
+            scores = q[q0 : q0 + sq, n].double() @ k[k0 : k0 + sk, n * NKV // N].double().T * SCALE
+            if sq:
+                largest.append(scores.amax(-1))
+                total.append((scores - largest[-1][:, None]).exp().sum(-1))
+        q0, k0 = q0 + sq, k0 + sk
+    for statistic, rows in zip(found, (largest, total)):
+        assert statistic.shape == (10, N, 8)
+        expected = torch.cat(rows)[:, None].expand(-1, 8)
+        torch.testing.assert_close(statistic.cpu().double().view(-1, 8), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_dropout_keeps_the_mean_and_backward_uses_the_same_mask() -> None:
     """With v = identity the output is the dropped probabilities; the gradient of v must be their transpose."""
     torch.manual_seed(0)

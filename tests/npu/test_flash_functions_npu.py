@@ -38,6 +38,26 @@ def test_rows_and_sequences_run_the_fused_kernels_and_their_gradients(dtype: tor
     assert launched("Softmax") == 0
 
 
+@pytest.mark.parametrize("most", [1024, 2])
+def test_the_logsumexp_of_sequences_is_that_of_their_own_rows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition, sequence by sequence: one of a single token, one that is empty, 3 heads."""
+    monkeypatch.setattr("ascendchat.device.npu_attention.MOST_SEQUENCES", most)  # also in several calls
+    lengths, g = [3, 0, 5, 1, 4], torch.Generator().manual_seed(8)
+    q, k, v = (torch.randn(13, heads, 16, generator=g).half() for heads in (3, 1, 1))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    there = [x.npu() for x in (q, k, v)]
+    out, lse, _ = flash.flash_attn_varlen_func(
+        *there, bounds.npu(), bounds.npu(), 5, 5, causal=True, return_attn_probs=True
+    )
+    assert lse.shape == (3, 13)
+    for a, b in zip(bounds.tolist(), bounds[1:].tolist()):
+        expected, sums = definition(*(x[a:b].double() for x in (q, k, v)), causal=True)
+        torch.testing.assert_close(out[a:b].cpu().double(), expected, rtol=4e-3, atol=4e-3)
+        torch.testing.assert_close(lse[:, a:b].cpu().double(), sums, rtol=1e-3, atol=1e-3)
+    assert launched("FlashAttentionVarLenScore") == (1 if most == 1024 else 3)
+    assert launched("Softmax") == 0
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (0, -1), (0, 0), (2, 0), (0, 2), (-1, 2), (2, -1)], ids=str)
 def test_each_kind_of_window_equals_the_definition(window: tuple[int, int]) -> None:
     q, k, v = (torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
