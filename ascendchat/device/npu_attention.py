@@ -60,7 +60,16 @@ def packed(
     known = {"scale": scale, "keep_prob": 1 - dropout, **_band(mask, left, right, "pre_tockens", "next_tockens")}
     known |= {"actual_seq_qlen": q_ends, "actual_seq_kvlen": k_ends}
     out, most, total, *_ = torch_npu.npu_fusion_attention(q, k, v, q.size(1), "TND", **known)
-    return out, _lse(most, total).T if lse else None
+    return out, _by_head(_lse(most, total), q_ends) if lse else None
+
+
+def _by_head(found: Tensor, ends: list[int]) -> Tensor:
+    """(H, N) from what CANN calls (N, H) of packed sequences, and fills sequence after sequence with (H, S) of each. It
+    does so without `softmax_layout`, which only newer wheels have, and which only newer versions of CANN take."""
+    heads = found.size(1)
+    lengths = [end - begin for begin, end in zip([0, *ends], ends)]
+    parts = found.flatten().split([heads * length for length in lengths])
+    return torch.cat([part.view(heads, length) for part, length in zip(parts, lengths)], 1)
 
 
 def _lse(most: Tensor, total: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 # The environment of training, that of generation, and commands as a user types them.
 TRAINING = (
-    "versions", "norm", "rotary", "block", "attention", "documents", "head-loss", "optimizer", "memory", "queue",
+    "versions", "norm", "rotary", "block", "attention", "documents", "log-sum-exp", "head-loss", "optimizer", "memory",
+    "queue",
 )  # fmt: skip
 GENERATION = ("decode", "mask", "noise", "graph", "hot-path")
 RUNS = ("collectives", "training", "resume", "speed")

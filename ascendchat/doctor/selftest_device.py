@@ -294,6 +294,7 @@ ITEMS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "block": operators.block,
     "attention": operators.attention,
     "documents": operators.packed,
+    "log-sum-exp": operators.logsumexps,
     "head-loss": operators.losses,
     "optimizer": operators.optimizer,
     "memory": memory,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ascendchat.device import Device
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import Attention, choose
 from ascendchat.nn.documents import documents
+from ascendchat.nn.flash_attend import flash_attn_varlen_func
 from ascendchat.nn.gpt import Ops, PlainOps, rope_tables, shifted
 from ascendchat.nn.loss import SOFTCAP, head_loss
 from ascendchat.nn.masks import same, visible
@@ -204,6 +206,25 @@ def packed(bench: Bench) -> dict[str, Any]:
         lambda q, k, v: exact_attention(q, k, v, mask, scale),
         rows_of_heads(bench),
     )
+
+
+def logsumexps(bench: Bench) -> dict[str, Any]:
+    """Those of documents in one row, which CANN lays down in an order of its own."""
+    heads, dim = bench.shape.heads, bench.shape.head_dim
+    bounds = [0, 1, 3, 68, bench.length // 2, bench.length]
+    q, k, v = (x[0] for x in rows_of_heads(bench))
+    ends, longest = torch.tensor(bounds, dtype=torch.int32, device=bench.place), int(np.diff(bounds).max())
+    ask, key, value = (x.to(bench.place) for x in (q, k, v))
+    options: Any = {"causal": True, "return_attn_probs": True}
+    found = flash_attn_varlen_func(ask, key, value, ends, ends, longest, longest, **options)[1]
+    keys = k.double().repeat_interleave(heads // k.size(1), 1)
+    right = torch.empty(heads, bench.length, dtype=torch.float64)
+    for a, b in pairwise(bounds):
+        scores = torch.einsum("qhd,khd->hqk", q[a:b].double(), keys[a:b]) * dim**-0.5
+        hidden = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
+        right[:, a:b] = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    name = "log-sum-exp of documents"
+    return {name: round(error_of(name, found, right, LIMITS[bench.device.dtype]), 6)}
 
 
 def losses(bench: Bench) -> dict[str, Any]:

@@ -191,7 +191,6 @@ def test_packed_sequences(mode: str) -> None:
         torch.testing.assert_close(f.grad.cpu().double(), e.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 1")
 def test_statistics_of_packed_sequences_lie_head_by_head_in_each_sequence() -> None:
     """In a tensor of shape (T, N, 8): sequence by sequence, of each its heads, of each its rows."""
     g = torch.Generator().manual_seed(6)

@@ -1,4 +1,4 @@
-"""Whole recipes on simulated NPUs with HCCL: every stage, as `make demo DEVICE=cannsim` runs it, and RL beside a server."""
+"""Whole recipes on simulated NPUs with HCCL: every stage, as `make demo DEVICE=cannsim` runs it; RL beside a server."""
 
 from __future__ import annotations
 

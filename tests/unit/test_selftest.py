@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ascendchat.cli import main
+from ascendchat.device import pick
 from ascendchat.doctor import selftest, selftest_operators, selftest_runs
 from ascendchat.doctor.selftest import Settings, Verdict
+from ascendchat.doctor.selftest_device import perform
 from ascendchat.doctor.selftest_operators import Bench, Wrong
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,3 +203,18 @@ def test_a_training_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path
     assert (training.name, training.verdict) == ("training", "held"), training
     assert (resume.name, resume.verdict) == ("resume", "held"), resume
     assert "killed, and went on from step" in resume.said
+
+
+def test_logsumexps_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(pick("cpu"), torch.device("cpu"), quick=True)
+    assert perform(bench, "log-sum-exp").verdict == "held"
+    whole = selftest_operators.flash_attn_varlen_func
+
+    def by_token(*arguments: Any, **options: Any) -> Any:
+        """As if the order of CANN were that of the shape."""
+        out, lse, more = whole(*arguments, **options)
+        return out, lse.flatten().view(lse.size(1), lse.size(0)).T, more
+
+    monkeypatch.setattr(selftest_operators, "flash_attn_varlen_func", by_token)
+    found = perform(bench, "log-sum-exp")
+    assert (found.verdict, "log-sum-exp of documents: off by" in found.said) == ("failed", True)

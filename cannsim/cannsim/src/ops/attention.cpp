@@ -136,6 +136,9 @@ static void packed_lengths(const In& query, const In& key, const In& value, cons
     Cut q_part = [=](const at::Tensor& x) { return x.slice(0, q0, q1).transpose(0, 1).unsqueeze(0); };
     Cut kv_part = [=](const at::Tensor& x) { return x.slice(0, k0, k1).transpose(0, 1).unsqueeze(0); };
     int64_t sq = q1 - q0, sk = k1 - k0;
+    Cut statistics = [=, heads = a.heads](const at::Tensor& x) {
+      return x.view({-1, 8}).slice(0, q0 * heads, q1 * heads).view({1, heads, sq, 8});
+    };
     if (sq > 0 && sk > 0) {
       Block block{f(q_part(query)), f(kv_part(key)), f(kv_part(value)), {}, {}, {}};
       block.hidden = hidden_by(a, mask, sq, sk, b, b == 0, b + 1 == a.q_ends.size());
@@ -144,7 +147,7 @@ static void packed_lengths(const In& query, const In& key, const In& value, cons
         block.pse = f(pse.slice(0, row, row + 1)).slice(2, 0, sq).slice(3, 0, sk);
       }
       block.keep = dropped(drop, a, {1, a.heads, sq, sk}, bits);
-      use(block, q_part, kv_part, q_part);
+      use(block, q_part, kv_part, statistics);
     }
     bits += a.heads * sq * sk;
     q0 = q1;
@@ -158,7 +161,8 @@ static void blocks(const In& query, const In& key, const In& value, const OptIn&
   walk(query, key, value, pse, drop, mask, a, use);
 }
 
-// Statistics are (B, N, S, 8), packed (T, N, 8): the same value eight times.
+// Statistics are (B, N, S, 8), the same value eight times. Packed, the tensor has the shape (T, N, 8) and another order:
+// sequence after sequence, and of each (N, S, 8).
 static void forward(const In& query, const In& key, const In& value, const OptIn& pse, const OptIn& drop,
                     const OptIn& mask, const Attention& a, const OptOut& max, const OptOut& sum, const Out& out) {
   blocks(query, key, value, pse, drop, mask, a, [&](Block& block, const Cut& q_part, const Cut&, const Cut& rows) {
