@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import engine_models as make
@@ -12,7 +15,8 @@ import numpy as np
 import pytest
 
 from ascendchat.infer import grammar as module
-from ascendchat.infer.grammar import Grammars, Matcher, grammars, vocabulary
+from ascendchat.infer import trial
+from ascendchat.infer.grammar import Grammars, Matcher, compiled, grammars, vocabulary
 from ascendchat.infer.request import Grammar
 from ascendchat.infer.trial import TOO_MUCH
 
@@ -202,6 +206,59 @@ def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_
         with pytest.raises(ValueError, match=TOO_MUCH):
             rows.matcher(hostile)
     assert follow(rows.matcher(Grammar("regex", "next")), TEXT.encode("next")) == "stop"
+
+
+@pytest.mark.xfail(strict=True, reason="mend 17")
+@pytest.mark.slow
+def test_an_honest_grammar_is_answered_before_the_third_hostile_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hostile ones stand in a lane of their own as soon as they have taken longer than any honest one."""
+    monkeypatch.setattr(trial, "QUICK_SECONDS", 0.1)
+    monkeypatch.setattr(trial, "CPU_SECONDS", 0.4)
+    rows, over = Grammars(TEXT), queue.Queue[str]()
+    rows.check(Grammar("regex", "first"))  # its process has started
+
+    def ask(name: str, grammar: Grammar) -> None:
+        with contextlib.suppress(ValueError):
+            rows.check(grammar)
+            over.put(name)
+            return
+        over.put(f"{name} is refused")
+
+    asked = [("hostile", schema(type="integer", multipleOf=100_000_007 + number)) for number in range(6)]
+    asked.append(("honest", Grammar("regex", "honest")))
+    asking = [threading.Thread(target=ask, args=each) for each in asked]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    order = [over.get() for _ in asking]
+    assert order.index("honest") < 3
+    assert sorted(order) == ["honest", *["hostile is refused"] * 6]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 17")
+def test_a_new_grammar_is_tried_once_however_many_ask_and_once_for_each_who_must_not_know_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, tried, begin = Grammars(TEXT), [], threading.Event()
+
+    def reason(grammar: Grammar) -> str:
+        tried.append(grammar.text)
+        assert begin.wait(60)
+        return ""
+
+    monkeypatch.setattr(rows._trial, "reason", reason)
+    monkeypatch.setattr(
+        module, "compiled", lambda tokens, grammar: tried.append("compiled") or compiled(tokens, grammar)
+    )
+    asked = [("a", "x"), ("a", "y"), ("a", "x"), ("b", "x"), ("a", "x"), ("b", "x")]
+    asking = [threading.Thread(target=rows.matcher, args=(Grammar("regex", text), salt)) for salt, text in asked]
+    for thread in asking:
+        thread.start()
+    begin.set()
+    for thread in asking:
+        thread.join()
+    assert sorted(tried) == ["compiled"] * 3 + ["x", "x", "y"]
 
 
 def test_a_chain_of_references_that_is_not_hostile_is_compiled() -> None:
