@@ -39,7 +39,7 @@ from ascendchat.device import Device
 from ascendchat.infer.decode import Decoder
 from ascendchat.infer.gather import Gather
 from ascendchat.infer.generator import Weights, check_fit
-from ascendchat.infer.grammar import grammars
+from ascendchat.infer.grammar import Matcher, grammars
 from ascendchat.infer.inputs import padded_length
 from ascendchat.infer.job import Job, PendingPass, allowed_next, together
 from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Prefixes, rounds
@@ -179,13 +179,13 @@ class Engine:
 
     # ---- step by step --------------------------------------------------------------------------
 
-    def add(self, request: Request) -> Job:
-        """Queue a request; it enters when a slot is free."""
-        job = self._job(request)
+    def add(self, request: Request, matcher: Matcher | None = None) -> Job:
+        """Queue a request; it enters when a slot is free. `matcher`: of its grammar, where it is compiled already."""
+        job = self._job(request, matcher)
         self.waiting.append(job)
         return job
 
-    def _job(self, request: Request) -> Job:
+    def _job(self, request: Request, matcher: Matcher | None = None) -> Job:
         prompt, sampling = request.prompt, request.sampling
         if not prompt or min(prompt) < 0 or max(prompt) >= self.vocab:
             raise ValueError(f"a prompt needs at least one token, each between 0 and {self.vocab - 1}")
@@ -196,7 +196,8 @@ class Engine:
         if len(prompt) >= self.context:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for an answer in {self.context}")
         allowed = np.isin(np.arange(self.vocab), sampling.allowed_tokens) if sampling.allowed_tokens else None
-        matcher = grammars(self.tokenizer).matcher(sampling.grammar) if sampling.grammar else None
+        if matcher is None and sampling.grammar is not None:
+            matcher = grammars(self.tokenizer).matcher(sampling.grammar, request.salt)
         job = Job(request, self.tokenizer, self.context, self.version, allowed, matcher)
         if matcher is not None and not allowed_next([job], self.tokenizer, self.vocab).any():
             raise ValueError("allowed_tokens has none with which the grammar can begin")

@@ -5,8 +5,8 @@
     allowed = rows.allowed([matcher])                                       # (1, V) bool: what may be chosen now
     ending = matcher.take(token)                                            # "stop" when the answer is complete
 
-engine.py asks before every choice of a row whose Sampling has a grammar. A server calls `grammars(tokenizer).matcher`
-in its front, too: a bad grammar is then refused before it stands in a queue.
+engine.py asks before every choice of a row whose Sampling has a grammar. A server calls `grammars(tokenizer).check` in
+its front, too: a bad grammar is then refused before it stands in a queue.
 
 A grammar comes from a stranger, and llguidance can be killed by one (a chain of a few thousand references overflows the
 stack; "multipleOf": 100000007 runs for minutes). So each new text is compiled in a process of its own first (trial.py).
@@ -22,8 +22,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -52,6 +54,9 @@ JSON_OPTIONS: dict[str, Any] = {
     "json_allowed_escapes": 'nrbtf\\"',
     "json_allow_general_unicode_escapes": False,
 }
+
+
+Value = TypeVar("Value")
 
 
 def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
@@ -134,6 +139,14 @@ def unusable(grammar: Grammar, reason: str) -> str:
     return f"the grammar ({grammar.kind}) cannot be used: {reason}"
 
 
+def in_a_line(reason: str) -> str:
+    """llguidance's reason, short and in words."""
+    if reason.startswith("NoExtension"):
+        reason = "no answer fits it"
+    line = " ".join(reason.removesuffix("<non-verbose/>").split())
+    return line if len(line) <= MOST_REASON else line[:MOST_REASON] + "..."
+
+
 class Matcher:
     """How far one row has come in its grammar."""
 
@@ -150,43 +163,76 @@ class Matcher:
         return "stop" if self.inner.is_stopped() else None
 
 
-class Grammars:
-    """The grammars of one tokenizer, compiled once each."""
+class Memo(Generic[Value]):
+    """Values that are made once each, by the thread that asks first; others wait for it, and for nothing else. The
+    oldest are forgotten."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.vocab = tokenizer.vocab_size
-        self._tokens = vocabulary(tokenizer)
-        self._trial = Trial(tokenizer)
-        self._landing = Landing(tokenizer)
-        self._known: OrderedDict[Grammar, LLMatcher | str] = OrderedDict()  # or why it cannot be compiled
-        self._lock = threading.Lock()  # a server asks from several threads
+    def __init__(self) -> None:
+        self._known: OrderedDict[Any, Future[Value]] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """For a new row; a ValueError of one line where the grammar cannot be used."""
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: Any, make: Callable[[], Value]) -> Value:
         with self._lock:
-            if grammar not in self._known:
-                self._known[grammar] = self._compile(grammar)
+            known = self._known.get(key)
+            if first := known is None:
+                known = self._known[key] = Future()
                 if len(self._known) > MOST_KNOWN:
                     self._known.popitem(last=False)
-            self._known.move_to_end(grammar)
-            found = self._known[grammar]
-            if isinstance(found, str):
-                raise ValueError(unusable(grammar, found))
-            return Matcher(found.deep_copy())
+            self._known.move_to_end(key)
+        if first:
+            try:
+                known.set_result(make())
+            except BaseException as error:
+                with self._lock:
+                    self._known.pop(key, None)
+                known.set_exception(error)
+                raise
+        return known.result()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | str:
+
+class Grammars:
+    """The grammars of one tokenizer, compiled once each. From any thread; a new grammar holds up nobody but who asks
+    for the same. `salt`: whose it is, as that of a Request; how long it takes tells nobody what others have used."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.vocab = tokenizer, tokenizer.vocab_size
+        self._trial = Trial(tokenizer)
+        self._known: Memo[str] = Memo()  # why a grammar cannot be used, "" where it can
+        self._made: Memo[LLMatcher] = Memo()
+        self._lock = threading.Lock()  # of what is copied
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        return vocabulary(self.tokenizer)
+
+    @cached_property
+    def _landing(self) -> Landing:
+        return Landing(self.tokenizer)
+
+    def check(self, grammar: Grammar, salt: str = "") -> None:
+        """A ValueError of one line where the grammar cannot be used; nothing is compiled in this process."""
+        if reason := self._known.get((salt, grammar), lambda: self._reason(grammar)):
+            raise ValueError(unusable(grammar, reason))
+
+    def matcher(self, grammar: Grammar, salt: str = "", tried: bool = False) -> Matcher:
+        """For a new row; a ValueError of one line where the grammar cannot be used. `tried`: it was checked elsewhere,
+        with this tokenizer."""
+        if not tried:
+            self.check(grammar, salt)
+        try:
+            made = self._made.get((salt, grammar), lambda: compiled(self._tokens, grammar))
+        except ValueError as error:
+            raise ValueError(unusable(grammar, in_a_line(str(error)))) from None
+        with self._lock:
+            return Matcher(made.deep_copy())
+
+    def _reason(self, grammar: Grammar) -> str:
         if len(grammar.text) > MOST_CHARACTERS:
             return too_long(grammar)
-        reason = self._trial.reason(grammar)
-        if not reason:
-            try:
-                return compiled(self._tokens, grammar)
-            except ValueError as error:
-                reason = str(error)
-        if reason.startswith("NoExtension"):
-            reason = "no answer fits it"
-        line = " ".join(reason.removesuffix("<non-verbose/>").split())
-        return line if len(line) <= MOST_REASON else line[:MOST_REASON] + "..."
+        return in_a_line(self._trial.reason(grammar))
 
     def allowed(self, matchers: Sequence[Matcher | None], left: Sequence[int] = ()) -> np.ndarray:
         """(rows, V) bool: tokens that may come next; all in a row without a grammar, none where one is at a limit.

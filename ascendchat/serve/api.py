@@ -7,7 +7,6 @@ the engine of it, answers.py writes what comes back, reply.py sends it.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +20,6 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from ascendchat import __version__
 from ascendchat.config.serve import ServeConfig
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.infer.grammar import grammars
 from ascendchat.infer.request import Grammar
 from ascendchat.serve import errors, weights
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
@@ -37,6 +35,7 @@ from ascendchat.serve.reading import AskedResponse, read
 from ascendchat.serve.reply import Reply
 from ascendchat.serve.response_events import ResponseAnswers
 from ascendchat.serve.responses import ResponsesRequest
+from ascendchat.serve.schemas import Schemas
 
 WEB = Path(__file__).parent / "web"
 LARGE = 1 << 14  # bytes of a request that is read in another process
@@ -55,6 +54,7 @@ class Service:
     about: Ready = field(init=False)  # what the first worker said of the model, also while it is started anew
 
     def __post_init__(self) -> None:
+        self.schemas = Schemas(self.config, self.tokenizer)
         self.about = self.pool.ready[0]
 
     @property
@@ -106,7 +106,7 @@ class Service:
         """Queue all of a request, or none of it. `owner` of its API key: nobody finds out from the prefix cache what
         others have asked."""
         if (grammar := asked.requests[0].sampling.grammar) is not None:
-            await asyncio.to_thread(check_grammar, self.tokenizer, grammar, asked.calls)
+            await self.check(grammar, asked_by(asked.calls), owner)
         tickets: list[Ticket] = []
         try:
             for request in asked.requests:
@@ -117,6 +117,15 @@ class Service:
                 ticket.cancel()
             raise Problem.of(error) from None
         return tickets
+
+    async def check(self, grammar: Grammar, param: str, owner: str) -> None:
+        """A schema that cannot be used is refused here, and not in the queue."""
+        try:
+            await self.schemas.check(grammar, owner)
+        except ValueError as error:
+            raise bad_grammar(param, str(error)) from None
+        except Overloaded as error:
+            raise Problem.of(error) from None
 
     def answer_about(self, asked: Asked) -> About:
         """What every chunk of the answer says."""
@@ -135,14 +144,6 @@ class Service:
 def owner_of(request: Request) -> str:
     """Of the API key, as Guard has found it; "" where there are no keys."""
     return str(request.scope.get(OWNER, ""))
-
-
-def check_grammar(tokenizer: Tokenizer, grammar: Grammar, tools: bool) -> None:
-    """A schema that cannot be used is refused here, and not in the queue."""
-    try:
-        grammars(tokenizer).matcher(grammar)
-    except ValueError as error:
-        raise bad_grammar(asked_by(tools), str(error)) from None
 
 
 def application(service: Service) -> FastAPI:

@@ -36,9 +36,9 @@ class Link:
         """The next message; waits for it."""
         return pickle.loads(self._read(LENGTH.unpack(self._read(LENGTH.size))[0]))
 
-    def waiting(self) -> bool:
-        """Whether there is one."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+    def fileno(self) -> int:
+        """For select, which says when there is one."""
+        return self._socket.fileno()
 
     def _read(self, size: int) -> bytes:
         try:

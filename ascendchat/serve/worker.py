@@ -8,8 +8,10 @@ gone its end of the socket closes, and the worker ends at once, whatever it is d
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -27,8 +29,10 @@ from ascendchat.dist.context import Context
 from ascendchat.infer.cache import kept_dtype
 from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
+from ascendchat.infer.grammar import Matcher, grammars
 from ascendchat.infer.huggingface import HFSource
 from ascendchat.infer.load import open_model, tokenizer_folder
+from ascendchat.infer.trial import STACK
 from ascendchat.infer.verify import checksum
 from ascendchat.launch.world import World
 from ascendchat.nn.readout import Float32Readout
@@ -57,6 +61,7 @@ SIGN_OF_LIFE = 1.0  # seconds of work after which the front hears something, eve
 
 def main(fd: int) -> None:
     """Wait until the front names a device, open the model there, and answer until the front goes."""
+    threading.stack_size(2 * STACK)  # of threads that compile grammars
     link = Link(socket.socket(fileno=fd))
     link.stay_while_front_does()
     opening: Open = link.receive()
@@ -141,6 +146,9 @@ class Worker:
         self.link, self.engine = link, engine
         self.slots = len(engine.running)
         self.waiting: deque[Ask] = deque()
+        self.compiling: dict[int, Ask] = {}  # whose grammars are being compiled, each in a thread
+        self.matchers: dict[int, Matcher | str] = {}  # what came of it, or why nothing; until they enter the engine
+        self.compiled, self._tell = os.pipe()  # has a byte for each that is done
         self.answers: dict[int, Answer] = {}
         self.held = False  # nothing new enters
         self.frozen = False  # and what is under way stands still
@@ -151,8 +159,7 @@ class Worker:
     def run(self) -> None:
         """Until the front closes the socket."""
         while True:
-            while not self.stepping or self.link.waiting():
-                self.take(self.link.receive())
+            self.listen()
             self.admit()
             self.engine.step()
             self.send()
@@ -163,19 +170,47 @@ class Worker:
     def stepping(self) -> bool:
         return bool(self.answers or (self.waiting and not self.held)) and not self.frozen
 
+    def listen(self) -> None:
+        """Take all that has come; wait where there is nothing to do."""
+        ends: list[Any] = [self.link, self.compiled]
+        while ready := select.select(ends, [], [], 0 if self.stepping else None)[0]:
+            if self.compiled in ready:
+                os.read(self.compiled, 4096)
+                for key in [key for key in self.compiling if key in self.matchers]:
+                    self.waiting.append(self.compiling.pop(key))
+            if self.link in ready:
+                self.take(self.link.receive())
+
+    def compile(self, ask: Ask) -> None:
+        """A thread: a large grammar takes as long as hundreds of steps, and the compiler needs no lock of Python's."""
+        grammar = ask.request.sampling.grammar
+        assert grammar is not None
+        try:
+            known = grammars(self.engine.tokenizer)
+            self.matchers[ask.key] = known.matcher(grammar, ask.request.salt, tried=True)  # by the front
+        except ValueError as error:
+            self.matchers[ask.key] = str(error)
+        os.write(self._tell, b".")
+
     def admit(self) -> None:
         """Requests enter the engine when it has a slot for them, so that whatever is in it is under way."""
         while self.waiting and not self.held and len(self.answers) < self.slots:
             ask = self.waiting.popleft()
+            matcher = self.matchers.pop(ask.key, None)
             try:
-                self.answers[ask.key] = Answer(self.engine.add(ask.request), ask.streams)
+                if isinstance(matcher, str):
+                    raise ValueError(matcher)
+                self.answers[ask.key] = Answer(self.engine.add(ask.request, matcher), ask.streams)
             except ValueError as error:
                 self.link.send([Refused(ask.key, str(error))])
 
     # ---- what the front wants ------------------------------------------------------------------
 
     def take(self, message: Any) -> None:
-        if isinstance(message, Ask):
+        if isinstance(message, Ask) and message.request.sampling.grammar is not None:
+            self.compiling[message.key] = message
+            threading.Thread(target=self.compile, args=(message,), daemon=True).start()
+        elif isinstance(message, Ask):
             self.waiting.append(message)
         elif isinstance(message, Cancel):
             self.cancel(message.key)
@@ -186,8 +221,10 @@ class Worker:
         if answer := self.answers.get(key):
             self.engine.cancel(answer.job)
             self.send(now=True)
-        elif any(ask.key == key for ask in self.waiting):
+        elif key in self.compiling or any(ask.key == key for ask in self.waiting):
             self.waiting = deque(ask for ask in self.waiting if ask.key != key)
+            self.compiling.pop(key, None)
+            self.matchers.pop(key, None)
             self.link.send([Part(key, [], [], [], [], [], "cancelled")])
         if self.pausing is not None and not self.answers:
             self.paused()

@@ -13,13 +13,9 @@ from running_pool import run, until
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.grammar import Grammars
 from ascendchat.infer.request import Grammar
+from ascendchat.serve import schemas
+from ascendchat.serve.schemas import Schemas
 from ascendchat.serve.ticket import Overloaded
-
-try:
-    from ascendchat.serve import schemas
-    from ascendchat.serve.schemas import Schemas
-except ImportError:  # schemas are not checked in a place of their own yet
-    schemas = Schemas = None  # type: ignore[assignment,misc]
 
 TEXT = make.tokenizer()
 HOSTILE = [Grammar("regex", f"hostile {number}") for number in range(40)]
@@ -40,7 +36,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 def test_a_schema_does_not_wait_for_those_that_take_long(held: threading.Event) -> None:
     async def test() -> None:
         checks = Schemas(ServeConfig(), TEXT)
@@ -55,7 +50,6 @@ def test_a_schema_does_not_wait_for_those_that_take_long(held: threading.Event) 
     run(test)
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 def test_too_many_checks_are_turned_away_and_none_lasts_for_ever(
     held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,7 +208,6 @@ def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_
     assert follow(rows.matcher(Grammar("regex", "next")), TEXT.encode("next")) == "stop"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 @pytest.mark.slow
 def test_an_honest_grammar_is_answered_before_the_third_hostile_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hostile ones stand in a lane of their own as soon as they have taken longer than any honest one."""
@@ -236,7 +235,6 @@ def test_an_honest_grammar_is_answered_before_the_third_hostile_one(monkeypatch:
     assert sorted(order) == ["honest", *["hostile is refused"] * 6]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 def test_a_new_grammar_is_tried_once_however_many_ask_and_once_for_each_who_must_not_know_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -289,9 +287,9 @@ def test_the_trial_runs_without_torch_and_ends_with_its_parent() -> None:
         "from ascendchat.infer.request import Grammar\n"
         "trial = Trial(Tokenizer([(104, 101)]))\n"
         "assert trial.reason(Grammar('regex', 'a')) == ''\n"
-        "maps = open(f'/proc/{trial.process.pid}/maps').read()\n"
+        "maps = open(f'/proc/{trial.quick.process.pid}/maps').read()\n"
         "assert 'llguidance' in maps and 'libtorch' not in maps\n"
-        "print(trial.process.pid, flush=True)\n"
+        "print(trial.quick.process.pid, flush=True)\n"
         "import os; os._exit(0)\n"
     )
     found = subprocess.run(

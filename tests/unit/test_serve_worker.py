@@ -102,7 +102,6 @@ def until_told(front: Front, key: int) -> Any:
     raise AssertionError("nothing was said of it")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 @pytest.mark.slow
 def test_answers_go_on_while_a_large_grammar_is_compiled(front: Front) -> None:
     """Five thousand properties: twenty tokens of another answer come before a word of this one."""
@@ -118,7 +117,6 @@ def test_answers_go_on_while_a_large_grammar_is_compiled(front: Front) -> None:
     assert until_told(front, 2).ids
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(front: Front, stuck: threading.Event) -> None:
     front.ask(2, Grammar("regex", "never"))
     front.step()
@@ -130,7 +128,6 @@ def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(front: Front, 
     assert not front.worker.compiling
 
 
-@pytest.mark.xfail(strict=True, reason="mend 17")
 def test_a_grammar_that_the_worker_cannot_use_is_refused(front: Front, stuck: threading.Event) -> None:
     stuck.set()
     front.ask(2, Grammar("regex", "bad"))
