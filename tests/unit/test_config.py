@@ -193,6 +193,32 @@ def test_wrong_yaml_names_the_file_and_the_setting(tmp_path: Path, text: str, sa
     assert "\n" not in message
 
 
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\nlr: 1e-4\nname: b\n", "`name` stands twice, in line 1 and in line 3; leave one out"),
+        ("extra:\n  b: {c: 1,\n    c: 2}\n", "`c` stands twice, in line 2 and in line 3; leave one out"),
+        ("track: [{a: 1, a: 1}]", "`a` stands twice, in line 1 and in line 1; leave one out"),
+        ("device_batch_size: 1\nmicro-batch: 2\n", "device_batch_size and micro-batch say the same; leave one out"),
+        ("extra: " + "[" * 100_000, "it is nested too deep"),
+        ("extra: " + "{a: " * 100_000, "it is nested too deep"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_yaml_that_says_two_things_or_goes_too_deep_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    message = error(Sample, "--config", yaml_file(tmp_path, text))
+    assert said in message
+    assert "c.yaml" in message
+
+
+def test_yaml_may_say_the_same_thing_twice_in_two_places(tmp_path: Path) -> None:
+    text = "x: &x {a: 1, b: 2}\ny: {<<: *x, b: 3}\nz: [{a: 1}, {a: 1}]\n"
+    assert load_yaml(yaml_file(tmp_path, text)) == {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 3}, "z": [{"a": 1}] * 2}
+    same = yaml_file(tmp_path, "device_batch_size: 2\nmicro-batch: 2\n")
+    assert parse(Sample, ["--config", same]).device_batch_size == 2
+
+
 def test_missing_binary_and_empty_yaml(tmp_path: Path) -> None:
     assert "No such file" in error(Sample, "--config", str(tmp_path / "no.yaml"))
     assert "Is a directory" in error(Sample, "--config", str(tmp_path))

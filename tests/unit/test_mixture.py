@@ -24,6 +24,7 @@ from ascendchat.data.mixture import (
     parse_mixture,
     write_mixture,
 )
+from ascendchat.data.registry import listed_data
 
 
 def test_an_entry_is_a_name_with_or_without_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +45,16 @@ def test_an_entry_is_a_name_with_or_without_a_weight(tmp_path: Path, monkeypatch
     for weight in ("0", "-1", "inf", "nan"):
         with pytest.raises(UserError, match="greater than 0"):
             parse_entry(f"b={weight}")
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+def test_a_weight_is_written_back_as_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings of a run hold it, and its next commands read it there."""
+    monkeypatch.chdir(tmp_path)
+    for weight in ("0.1234567890123", "1234567.5", "1e-7", "0.30000000000000004", "3", "1e20"):
+        for written in (*absolute([f"a={weight}"]), *listed_data([f"a={weight}"], "", lambda name: True)):
+            assert parse_entry(written) == ("a", float(weight))
+    assert absolute(["a=0.50", "a=2", "a=1e-7"]) == ("a=0.5", "a=2", "a=1e-07")
 
 
 def test_all_entries_have_a_weight_or_none_has(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def test_an_absent_folder_names_the_command_that_makes_it(tmp_path: Path) -> Non
         Tokenizer.load(tmp_path / "nowhere")
 
 
+@pytest.mark.xfail(strict=True, reason="mend 23")
+def test_a_file_in_place_of_the_folder_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+    for path in (tmp_path / "rows.jsonl", folder / "bpe.json"):
+        with pytest.raises(UserError, match=f"{path} is a file; name the folder of a tokenizer, or train one: ascend"):
+            Tokenizer.load(path)
+
+
 def test_merges_changed_together_with_their_manifest_still_fail_their_own_checksum(folder: Path) -> None:
     content = json.loads((folder / "bpe.json").read_text(encoding="utf-8"))
     content["merges"].pop()
