@@ -30,6 +30,7 @@ from ascendchat.config.text import Range
 __all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "wants_help"]
 
 C = TypeVar("C")
+MOST_NAMED, MOST_SHOWN = 200, 20  # of more names than that only so many are shown: a sentence, not a screen
 
 
 class UserError(Exception):
@@ -71,7 +72,8 @@ def wants_help(argv: list[str]) -> bool:
 def nearest(word: str, choices: list[str]) -> str:
     """The sentence that names the nearest valid choice, and all of them when they are few or nothing is near."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    every = f"choose from: {', '.join(choices)}"
+    shown = [*choices[:MOST_SHOWN], "..."] if len(choices) > MOST_NAMED else choices
+    every = f"choose from: {', '.join(shown)}"
     if not close:
         return every
     return f"did you mean {close[0]}? ({every})" if len(choices) <= 6 else f"did you mean {close[0]}?"
@@ -161,9 +163,16 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if twice := doubled(node, set()):
+            key, first, second = twice
+            raise UserError(f"{path}: `{key}` stands twice, in line {first} and in line {second}; leave one out")
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise UserError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UserError(f"{path} is not valid YAML: it is nested too deep; write it flatter") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
@@ -171,6 +180,26 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold `name: value` lines, found {type(content).__name__}")
     return content
+
+
+def doubled(node: Any, seen: set[int]) -> tuple[str, int, int] | None:
+    """The first key that stands twice in a mapping of composed YAML, and its lines: YAML would take the last. `seen`:
+    the parts that were looked at, for an alias stands for its part again."""
+    parts = getattr(node, "value", None)
+    if not isinstance(parts, list) or id(node) in seen:
+        return None
+    seen.add(id(node))
+    lines: dict[tuple[str, str], int] = {}
+    for part in parts:
+        key, inner = part if isinstance(part, tuple) else (None, part)
+        if isinstance(getattr(key, "value", None), str):
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                return key.value, lines[name], line
+            lines[name] = line
+        if found := doubled(inner, seen):
+            return found
+    return None
 
 
 def _flags(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -240,6 +269,7 @@ def accept_all(cls: type, settings: dict[str, Any], where: str) -> dict[str, Any
     """The settings of a YAML file by the names of the fields, in their types and ranges; errors begin with `where`."""
     spellings, kinds = _flags(cls), _types(cls)
     values: dict[str, Any] = {}
+    said: dict[str, Any] = {}  # by which key each field was set
     for key, value in settings.items():
         field = spellings.get(_plain(str(key)))
         if field is None and _is_left_out(cls, _plain(str(key)), value, f"{where}: {key}"):
@@ -247,7 +277,10 @@ def accept_all(cls: type, settings: dict[str, Any], where: str) -> dict[str, Any
         if field is None:
             names = [f.name for f in dataclasses.fields(cls)]
             raise UserError(f"{where}: unknown setting {key}; {nearest(_plain(str(key)), names)}")
-        values[field.name] = accept(f"{where}: {key}", field, kinds[field.name], value)
+        accepted = accept(f"{where}: {key}", field, kinds[field.name], value)
+        if values.setdefault(field.name, accepted) != accepted:
+            raise UserError(f"{where}: {said[field.name]} and {key} say the same; leave one out")
+        said[field.name] = key
     return values
 
 

@@ -77,12 +77,20 @@ def write_mixture(folder: Path, corpora: Sequence[tuple[str, float]]) -> None:
     write_atomic(folder / MIXTURE, json.dumps({"corpora": listed}, indent=1))
 
 
+def entry_text(name: str, weight: float | None) -> str:
+    """An entry of --data; its weight is read back as it was."""
+    if weight is None:
+        return name
+    short = f"{weight:g}"
+    return f"{name}={short if float(short) == weight else repr(weight)}"
+
+
 def absolute(data: Sequence[str]) -> tuple[str, ...]:
     """The same entries, with files and folders that are found from any directory; other names stay as they are."""
     entries = []
     for name, weight in map(parse_entry, data):
         name = str(Path(name).absolute()) if Path(name).exists() else name
-        entries.append(name if weight is None else f"{name}={weight:g}")
+        entries.append(entry_text(name, weight))
     return tuple(entries)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ascendchat.config import UserError, nearest
 from ascendchat.data.fetch import SETS, folder_of
-from ascendchat.data.mixture import parse_entry
+from ascendchat.data.mixture import entry_text, parse_entry
 from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
 from ascendchat.data.turns import CALLS
@@ -138,7 +138,7 @@ def _is_chat_set(name: str) -> bool:
 def _entry(name: str, weight: float | None, path: Path) -> str:
     """An entry of --data, with the path if that is there or listed."""
     name = str(path.absolute()) if path.exists() or is_listed(path) else name
-    return name if weight is None else f"{name}={weight:g}"
+    return entry_text(name, weight)
 
 
 def find_listed(path: Path, *, ranking: bool = False) -> list[Listed] | None:

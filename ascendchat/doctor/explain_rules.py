@@ -138,6 +138,8 @@ def _read(path: Path) -> Any:
         return yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         _refuse(str(path), " ".join(str(error).split()))
+    except RecursionError:
+        _refuse(str(path), "it is nested too deep")
 
 
 def _is(value: Any, form: str) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from ascendchat.config import UserError, home
+from ascendchat.config import MOST_NAMED, UserError, home, nearest
 from ascendchat.config.stages import STAGES
 from ascendchat.files import begin_sha256
 from ascendchat.record import run_folder
@@ -52,6 +52,8 @@ def last_stage(run: str) -> str:
     if not there:
         saved = [path.parent for path in (home() / "runs").glob("*/*/latest")]
         known = sorted({folder.parent.name for folder in saved if folder.name in STAGES})  # not base.old
+        if len(known) > MOST_NAMED:
+            raise UserError(f"the run {run!r} has no checkpoint; of those that have, {nearest(run, known)}")
         raise UserError(f"the run {run!r} has no checkpoint; runs that have: {', '.join(known) or 'none'}")
     return there[-1]
 

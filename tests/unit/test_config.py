@@ -193,7 +193,6 @@ def test_wrong_yaml_names_the_file_and_the_setting(tmp_path: Path, text: str, sa
     assert "\n" not in message
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 @pytest.mark.parametrize(
     ("text", "said"),
     [

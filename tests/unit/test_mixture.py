@@ -47,7 +47,6 @@ def test_an_entry_is_a_name_with_or_without_a_weight(tmp_path: Path, monkeypatch
             parse_entry(f"b={weight}")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 def test_a_weight_is_written_back_as_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings of a run hold it, and its next commands read it there."""
     monkeypatch.chdir(tmp_path)

@@ -78,7 +78,6 @@ def test_an_absent_folder_names_the_command_that_makes_it(tmp_path: Path) -> Non
         Tokenizer.load(tmp_path / "nowhere")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 def test_a_file_in_place_of_the_folder_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
     for path in (tmp_path / "rows.jsonl", folder / "bpe.json"):

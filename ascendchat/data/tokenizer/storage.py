@@ -188,8 +188,13 @@ def read_folder(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+    except NotADirectoryError:
+        train = _train(folder.with_name("tokenizer"))
+        raise UserError(f"{folder} is a file; name the folder of a tokenizer, or train one: {train}") from None
     except FileNotFoundError:
         raise UserError(f"there is no tokenizer in {folder}; train one: {_train(folder)}") from None
+    except OSError as error:
+        raise UserError(damaged(folder, MANIFEST, f"it cannot be read ({error.strerror})")) from None
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UserError(damaged(folder, MANIFEST, f"it cannot be read ({type(error).__name__})")) from None
     if OWN not in entries:
@@ -199,6 +204,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
             raise UserError(damaged(folder, name, "it is missing")) from None
+        except OSError as error:
+            raise UserError(damaged(folder, name, f"it cannot be read ({error.strerror})")) from None
         if len(data) != size:
             raise UserError(damaged(folder, name, f"it has {len(data)} bytes instead of {size}"))
         if hashlib.sha256(data).hexdigest() != checksum:
