@@ -31,7 +31,7 @@ _WEIGHTS = "safetensors are written, which every reader takes"
 _NF4 = "--bits 4 is the nf4 of bitsandbytes with double quantization, and computes in the dtype of the run"
 
 NOT_USED: Mapping[str, str] = {
-    **dict.fromkeys(("template", "default_system", "enable_thinking", "chat_template"), _OWN),
+    **dict.fromkeys(("template", "default_system", "chat_template"), _OWN),
     **dict.fromkeys(("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "cache_dir"), _BEFORE),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "tokenized_path"), _BEFORE),
     **dict.fromkeys(("group_by_length", "neat_packing"), _SEEN),
@@ -129,6 +129,8 @@ class FinetuneConfig(PreferenceOptions, ChatTrainConfig):
         None, also=("cutoff_len", "max_length", "max_seq_length", "model_max_length"), least=16, most=1e6
     )
     "tokens per row; by default 2048, at most what the model knows"
+    enable_thinking: bool | None = None
+    "for a chat template that knows it (Qwen3); false leaves empty thoughts to prompts: they are not learned"
     packing: bool = True
     "several conversations in a row, which do not see each other; --no-packing: one in each row"
     device_batch_size: int | None = option(

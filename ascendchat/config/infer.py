@@ -49,6 +49,8 @@ class ChatConfig(ModelConfig):
     "answer this and end"
     system: str = ""
     "system message that opens the conversation"
+    enable_thinking: bool | None = None
+    "for a chat template that knows it (Qwen3): whether answers begin by thinking"
     temperature: float = option(0.6, also=("t",), least=0, most=10)
     "0 always takes the likeliest token"
     top_k: int = option(50, also=("k",), least=0, most=1e7)

@@ -27,6 +27,8 @@ class ServeConfig(ModelConfig):
     "keys and values of the answers under way in the model's own dtype (auto), or in 8 bits (fp8): half the memory"
     model_name: str = option("", also=("served_model_name",))
     "name of the model in the API; by default run/stage"
+    enable_thinking: bool | None = None
+    "for a chat template that knows it (Qwen3): whether answers begin by thinking"
     temperature: float = option(0.6, also=("t",), least=0, most=10)
     "temperature where a request names none; 0 always takes the likeliest token"
     top_k: int = option(50, also=("k",), least=0, most=1e7)

@@ -76,7 +76,7 @@ def joined(parts: Iterable[Rendered]) -> Rendered:
 
 @dataclass
 class Counts:
-    """What became of the conversations: every one is in `whole`, `split` or `unsupervised`."""
+    """What became of the conversations: every one is in `whole`, `split`, `unsupervised` or `unwritten`."""
 
     whole: int = 0  # fitted as they were
     split: int = 0  # too long: cut between exchanges into several pieces, or shortened
@@ -86,13 +86,15 @@ class Counts:
     cut_replies: int = 0  # pieces whose reply was too long: its end went
     tokens: int = 0  # handed on
     lost_tokens: int = 0  # of cut prompts and replies
+    unwritten: int = 0  # call tools, for which the model's chat template has no form: left out
 
     def line(self) -> str:
         """One line for the log."""
+        unwritten = f", {self.unwritten} that call tools, for which the model's chat template has no form"
         return (
             f"{self.whole} conversations whole, {self.split} too long (made {self.cut_prompts} shortened prompts and "
             f"{self.cut_replies} shortened replies, {self.lost_tokens} tokens lost), {self.unsupervised} without a "
-            f"reply; {self.pieces} pieces, {self.tokens} tokens"
+            f"reply{unwritten if self.unwritten else ''}; {self.pieces} pieces, {self.tokens} tokens"
         )
 
 

@@ -15,7 +15,9 @@ it knows them (hf/tool_messages.py); else they stand in the texts.
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +40,7 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITTEN = {"text": "{}", "tool": "<<{}=", "output": "{}>>"}
 SHORT = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 NEXT = {"role": "user", "content": CALLED}
+OPENING, THOUGHT = "<think>", "</think>"  # around what an answer thinks
 BREAK = "\u200b"  # a zero-width space: put into what only looks like a special token
 
 
@@ -53,11 +56,13 @@ class ChatTemplate:
 
     def __init__(self, inner: Any, marked: Any, stops: Sequence[int], names: Mapping[int, str]) -> None:
         self.inner, self._marked, self._names = inner, marked, names
+        self.options: dict[str, Any] = {}  # further variables of the template, such as enable_thinking
         self.generation = bool(MARKED.search(str(inner.chat_template)))
         self.calls = self._knows(PROBE_CALL, CALLED, ARGUMENT, RESULT)
         self.offers = self._knows(PROBE_OFFER, CALLED, ARGUMENT)
         self.end = self._turn_end()
-        found = [self.end] if self.end is not None else []
+        self.follows = self._next_opening() if self.end is None else None
+        found = [number for number in (self.end, self.follows) if number is not None]
         self.stops = tuple(dict.fromkeys([*found, *stops]))
         self._special = re.compile("|".join(map(re.escape, sorted(names.values(), key=len, reverse=True))) or r"(?!)")
 
@@ -86,6 +91,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """A whole conversation; where earlier turns are written otherwise than the last, only that is in the mask."""
+        if self._cannot_write(messages):
+            raise UserError("the model's chat template has no form for calls of tools, which this conversation holds")
         talk = self._plain(messages)
         if self.generation:
             return self._by_generation(talk)
@@ -93,6 +100,9 @@ class ChatTemplate:
 
     def pieces(self, messages: Sequence[Message], limit: int, counts: Counts) -> list[Rendered]:
         """Pieces of at most `limit` tokens, each with something to learn; what was done is added to `counts`."""
+        if self._cannot_write(messages):
+            counts.unwritten += 1
+            return []
         system, groups = exchanges(messages)
         talk = self._plain([*system, *flat(groups)])
         found = self._whole(talk) if self._size(talk) <= limit else []
@@ -107,6 +117,18 @@ class ChatTemplate:
         counts.pieces += len(found)
         counts.tokens += sum(len(piece.ids) for piece in found)
         return found
+
+    def with_options(self, **options: Any) -> ChatTemplate:
+        """The same template with these variables."""
+        made = copy.copy(self)
+        made.options = {**self.options, **options}
+        return made
+
+    def around_thoughts(self) -> tuple[str, str]:
+        """(what an answer without thoughts learns before its words, what only prompts open the assistant's turn by)."""
+        talk = [SHORT[0], {"role": "assistant", "content": CALLED}]
+        before, (through, span) = self._text(talk[:1], opened=True), self._turn(talk, 1)
+        return through[span.begin : through.rindex(CALLED)], before[span.begin :]
 
     # ---- rendering -----------------------------------------------------------------------------
 
@@ -123,6 +145,13 @@ class ChatTemplate:
                 talk.append({"role": message["role"], "content": text})
         return offered(talk) if self.offers else talk
 
+    def _cannot_write(self, messages: Sequence[Message]) -> bool:
+        """Whether functions are called here though the template knows none. In a text, as GSM8K's calculator, the model
+        would learn to make up their results."""
+        if self.calls:
+            return False
+        return any(called(content_parts(message["content"])) for message in canonical(messages))
+
     def _safe(self, text: str) -> str:
         return self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
@@ -133,7 +162,7 @@ class ChatTemplate:
     def _apply(self, talk: Sequence[Message], **how: Any) -> Any:
         bare, tools = map(without_halves, split_offers(talk))
         try:
-            return self.inner.apply_chat_template(bare, **({"tools": tools} if tools else {}), **how)
+            return self.inner.apply_chat_template(bare, **({"tools": tools} if tools else {}), **self.options, **how)
         except Exception as error:  # noqa: BLE001 (a template is a program of the model's author)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"the model's chat template refuses this conversation: {reason}") from None
@@ -165,12 +194,23 @@ class ChatTemplate:
     def _turn(self, talk: Sequence[Message], at: int) -> tuple[str, Span]:
         """The text up to the end of a turn of the assistant, and the turn in it."""
         before, through = self._text(talk[:at], opened=True), self._text(talk[: at + 1], opened=False)
-        if not through.startswith(before):
-            raise UserError(
-                "the model's chat template opens a turn of the assistant otherwise than it writes one, so it "
-                "cannot be told what the model should learn; mark it in the template by generation blocks"
-            )
-        return through, Span(len(before), len(through))
+        begin = len(os.path.commonprefix([before, through]))  # noqa: RUF071 (letters are meant)
+        if begin < len(before):  # prompts may open thoughts that this turn has not
+            earlier = self._text(talk[:at], opened=False)
+            if THOUGHT in talk[at]["content"] and THOUGHT not in through[begin:]:
+                raise UserError(
+                    "the model's chat template leaves out what an answer thinks, so it cannot be learned; take the "
+                    f"thoughts (all up to {THOUGHT}) out of the data, or mark the assistant's turns in the template by "
+                    "generation blocks"
+                )
+            if OPENING not in before[len(earlier) :] or begin <= len(earlier) or not through.startswith(earlier):
+                raise UserError(
+                    "the model's chat template opens a turn of the assistant otherwise than it writes one, so it "
+                    "cannot be told what the model should learn; mark it in the template by generation blocks"
+                )
+            opened = before.index(OPENING, len(earlier))
+            begin = begin if begin >= opened + len(OPENING) else min(begin, opened)  # the answer may begin by a < too
+        return through, Span(begin, len(through))
 
     def _spans_by_exchange(self, talk: Sequence[Message], text: str) -> list[Span] | None:
         """The same in time that grows with the conversation, not with its square: each exchange is written behind a
@@ -208,6 +248,12 @@ class ChatTemplate:
             last = max((at for at in inside if ids[at] in self.stops), default=None)
             for at in inside:
                 mask[at] = int(last is None or at <= last)  # the newline behind the end of a turn is nobody's
+            behind = bisect.bisect_left(begins, span.end)
+            if self.follows is not None and behind == len(ids):
+                ids.append(self.follows)
+                mask.append(1)
+            elif self.follows is not None and ids[behind] in self._names:
+                mask[behind] = 1
         return Rendered(ids, mask)
 
     def _whole(self, talk: Sequence[Message]) -> list[Rendered]:
@@ -262,6 +308,16 @@ class ChatTemplate:
             return None
         behind = self._marked.encode(text.rpartition("qqzq")[2], add_special_tokens=False).ids
         return next((number for number in behind if number in self._names), None)
+
+    def _next_opening(self) -> int | None:
+        """Where no token closes a turn: the special one that opens the user's next turn, by which the model ends its
+        own (GLM)."""
+        try:
+            through, text = (self._text(talk, opened=False) for talk in (SHORT, [*SHORT, NEXT]))
+        except UserError:
+            return None
+        behind = self._marked.encode(text[len(through) :], add_special_tokens=False).ids
+        return behind[0] if text.startswith(through) and behind and behind[0] in self._names else None
 
 
 def turns_in(talk: Sequence[Message]) -> list[int]:

@@ -77,6 +77,14 @@ class HFTokenizer(Tokenizer):
         told = json.dumps([self.vocab_size, inner.chat_template, self.stops], ensure_ascii=False, default=str)
         self.fingerprint = hashlib.sha256((self.json + told).encode()).hexdigest()
 
+    def thinking(self, enable: bool | None) -> HFTokenizer:
+        """The same for answers that begin by thinking or do not, where the chat template knows that; None: as it is."""
+        if self.template is None or enable is None:
+            return self
+        made = object.__new__(HFTokenizer)
+        made.__dict__ |= self.__dict__ | {"template": self.template.with_options(enable_thinking=enable)}
+        return made
+
     def encode(self, text: str) -> list[int]:
         return self._plain.encode(without_halves(text), add_special_tokens=False).ids  # type: ignore[no-any-return]
 
@@ -100,7 +108,8 @@ class HFTokenizer(Tokenizer):
         add_old_tokenizer_names(Path(folder) / "tokenizer_config.json")
 
     def __reduce__(self) -> Any:
-        return HFTokenizer, self._made  # to worker processes; never to disk
+        options = self.template.options if self.template else {}
+        return _made, (self._made, options)  # to worker processes; never to disk
 
     @property
     def for_grammars(self) -> GrammarTokens:
@@ -113,6 +122,10 @@ class GrammarTokens:
 
     def __init__(self, json: str, vocab_size: int, specials: dict[str, int]) -> None:
         self.json, self.vocab_size, self.specials = json, vocab_size, specials
+
+
+def _made(given: tuple[Any, ...], options: dict[str, Any]) -> HFTokenizer:
+    return HFTokenizer(*given).thinking(options.get("enable_thinking"))
 
 
 def _opening(inner: Any) -> tuple[int, ...]:

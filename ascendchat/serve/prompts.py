@@ -28,6 +28,7 @@ from ascendchat.serve.protocol import (
     Message,
     RefusalPart,
     SamplingFields,
+    TemplateOptions,
     ToolMessage,
 )
 from ascendchat.serve.tools import Tools, call_text, text_grammar
@@ -105,7 +106,7 @@ def chat_prompts(model: Model, body: ChatRequest) -> Asked:
         grammar = tools.grammar(model.tokenizer, grammar)
     if grammar is not None and len(grammar.text) > MOST_CHARACTERS:
         raise bad_grammar(asked_by(tools is not None), unusable(grammar, too_long(grammar)))
-    prompt = rendered(model, body.messages, tools)
+    prompt = rendered(model, body.messages, tools, body.chat_template_kwargs)
     check_room(model, prompt, "messages")
     most = body.max_completion_tokens or body.max_tokens or model.config.max_tokens
     tops = (body.top_logprobs or 0) if body.logprobs else None
@@ -208,8 +209,16 @@ def bad_grammar(param: str, reason: str) -> Problem:
 # ---- messages ----------------------------------------------------------------------------------
 
 
-def rendered(model: Model, messages: Sequence[Message], tools: Tools | None, opened: bool = True) -> list[int]:
+def rendered(
+    model: Model,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    options: TemplateOptions | None,
+    opened: bool = True,
+) -> list[int]:
     """The tokens of a conversation, open for the assistant; behind a tool's result its turn goes on."""
+    asked = options.enable_thinking if options else None
+    tokenizer = model.tokenizer.thinking(model.config.enable_thinking if asked is None else asked)
     talk = conversation(messages)
     if tools is not None and (words := tools.described()):
         model.check_characters(len(words), "tools")
@@ -217,8 +226,8 @@ def rendered(model: Model, messages: Sequence[Message], tools: Tools | None, ope
         text = f"{first['content']}\n{words}" if first and first["content"] else words
         talk = [{"role": "system", "content": text}, *(talk[1:] if first else talk)]
     if not opened:
-        return chat.render(model.tokenizer, talk).ids
-    ids = chat.render_prompt(model.tokenizer, talk)
+        return chat.render(tokenizer, talk).ids
+    ids = chat.render_prompt(tokenizer, talk)
     goes_on = model.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
     return ids[:-2] if goes_on else ids  # <|assistant_end|> <|assistant_start|>
 

@@ -265,9 +265,16 @@ class SamplingFields(Model):
         return self
 
 
+class TemplateOptions(Model):
+    """Variables of a Hugging Face model's chat template."""
+
+    enable_thinking: bool | None = None
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions"""
 
+    chat_template_kwargs: TemplateOptions | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
@@ -340,6 +347,7 @@ class TokenizeRequest(Model):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateOptions | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

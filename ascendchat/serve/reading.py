@@ -126,7 +126,8 @@ def read_tokens(content: bytes, model: Model) -> list[bytes]:
     tokenizer = model.tokenizer
     if body.messages is not None:
         model.check_chats()
-        ids = rendered(model, body.messages, Tools.of(body.tools, None, None), body.add_generation_prompt)
+        tools, options = Tools.of(body.tools, None, None), body.chat_template_kwargs
+        ids = rendered(model, body.messages, tools, options, body.add_generation_prompt)
     else:
         ids = [*tokenizer.opening] * body.add_special_tokens + tokenizer.encode(body.prompt or "")
     found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context, "tokens": ids}

@@ -205,8 +205,9 @@ def talk(config: ChatConfig, here: Context) -> int:
         here.say(f"{opened.why_kernel}\n{folder}")
     if not opened.chats:
         here.say(BASE_NOTICE)
+    tokenizer = opened.tokenizer.thinking(config.enable_thinking)
     typed = not config.prompt and sys.stdin.isatty()
-    chat = Chat(opened.engine(1), opened.tokenizer, config, opened.chats, sys.stdout, colour=sys.stdout.isatty())
+    chat = Chat(opened.engine(1), tokenizer, config, opened.chats, sys.stdout, colour=sys.stdout.isatty())
     if config.prompt:
         return 0 if chat.answer(config.prompt) else 130
     if typed:

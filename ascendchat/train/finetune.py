@@ -34,6 +34,7 @@ from ascendchat.hf.export import export, export_adapter
 from ascendchat.hf.lora import LoraSettings, adapter_weights
 from ascendchat.hf.quantize import check_packing
 from ascendchat.hf.shape import HFShape
+from ascendchat.hf.template import ChatTemplate
 from ascendchat.infer.huggingface import BESIDE
 from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
@@ -314,9 +315,28 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
             "its Instruct version, or put a chat_template.jinja into its folder"
         )
     here.say(f"starting from {theirs.origin.folder}")
+    theirs = replace(theirs, tokenizer=theirs.tokenizer.thinking(config.enable_thinking))
+    say_thoughts(theirs.tokenizer.template, here.say)
     if config.max_seq_len and (most := theirs.model.shape.seq_len) < config.max_seq_len:
         here.say(f"rows of {most} tokens instead of {config.max_seq_len}: the model reads no more")
     return theirs
+
+
+def say_thoughts(template: ChatTemplate | None, say: Callable[[str], None]) -> None:
+    """What is learned from answers without thoughts, where the template writes something for them."""
+    if template is None or template.generation:
+        return
+    learned, asked = template.around_thoughts()
+    if learned.strip():
+        say(
+            f"an answer without thoughts is learned with the {learned.strip()!r} that the chat template writes before "
+            "it, so the model learns not to think; --no-enable-thinking leaves that to prompts, if it can"
+        )
+    if asked:
+        say(
+            f"prompts open an answer by {asked!r}, which answers without thoughts lack: the model learns to answer "
+            "without, and may do otherwise behind such a prompt"
+        )
 
 
 def learner_of(theirs: Theirs, config: FinetuneConfig, here: Context) -> Learner:

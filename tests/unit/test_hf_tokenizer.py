@@ -18,6 +18,9 @@ from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import storage
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.text import TextStream
+from ascendchat.serve.prompts import rendered
+from ascendchat.serve.protocol import ChatRequest
+from ascendchat.train.finetune import say_thoughts
 
 HALF, WHOLE = "half \ud83d of an emoji", "half \ufffd of an emoji"
 TALK = [
@@ -184,7 +187,113 @@ def test_turns_that_are_written_otherwise_later_become_pieces_of_their_own() -> 
 
 def test_a_template_that_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(UserError, match=r"generation"):
-        render(tokenizer(OTHERWISE), TALK)
+        render(tokenizer(OTHERWISE.replace("assistant\n<think>", "model\n")), TALK)
+
+
+def test_thoughts_that_only_prompts_open_are_not_learned() -> None:
+    """As in the templates of DeepSeek R1."""
+    made = tokenizer(OTHERWISE)
+    assert written(render(made, TALK), made) == ["<<thought>>世界<|im_end|>"]
+    assert made.template is not None
+    assert made.template.around_thoughts() == ("<<thought>>", "<think>\n")
+
+
+def test_thoughts_that_such_a_template_leaves_out_are_refused() -> None:
+    opens = WITHOUT_THOUGHTS.replace(" and not loop.last", "")
+    opens = opens.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    with pytest.raises(UserError, match=r"leaves out what an answer thinks"):
+        render(tokenizer(opens), [TALK[1], {"role": "assistant", "content": "<think>plus</think>42"}])
+
+
+BARE = "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"  # as GLM: no end of a turn
+
+
+def bare() -> HFTokenizer:
+    """With a template whose turns have no end of their own."""
+    inner = inner_of(BARE + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    inner.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"]})
+    return HFTokenizer(inner, hf_models.texts().vocab_size + 5)
+
+
+def test_where_a_turn_has_no_end_what_opens_the_next_one_is_learned_and_ends_answers() -> None:
+    made = bare()
+    assert made.template is not None
+    user = made.inner.convert_tokens_to_ids("<|user|>")
+    assert (made.template.end, made.template.follows, made.stops[0]) == (None, user, user)
+    found = render(made, TALK)
+    assert written(found, made) == ["\nThe answer is forty-two.<|user|>", "\n世界<|user|>"]
+    assert found.ids[:-1] == made.inner.apply_chat_template(TALK)["input_ids"]
+    assert render(made, TALK[:4]).ids == made.inner.apply_chat_template(TALK[:4])["input_ids"]
+
+
+QWEN3 = (  # in its prompts empty thoughts where they are not wanted, in its last turn empty thoughts where it has none
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last and "
+    "'</think>' not in m['content'] %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("enable", "empty", "prompt"),
+    [
+        (None, "<think>\n\n</think>\n\n", ""),
+        (True, "<think>\n\n</think>\n\n", ""),
+        (False, "", "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_empty_thoughts_belong_to_the_answer_or_to_the_prompt(enable: bool | None, empty: str, prompt: str) -> None:
+    made = pickle.loads(pickle.dumps(tokenizer(QWEN3).thinking(enable)))
+    pieces = render_pieces(made, TALK[1:], 256, Counts())
+    assert [written(piece, made) for piece in pieces] == [
+        [f"{empty}The answer is forty-two.<|im_end|>"],
+        [f"{empty}世界<|im_end|>"],
+    ]
+    assert made.decode(render_prompt(made, TALK[1:2])).endswith(f"<|im_start|>assistant\n{prompt}")
+    thought = [TALK[1], {"role": "assistant", "content": "<think>\nplus\n</think>\n\n42"}]
+    (found,) = written(render(made, thought), made)
+    assert found.endswith("plus\n</think>\n\n42<|im_end|>")
+    assert made.template.around_thoughts() == (empty, "")
+    assert tokenizer(None).thinking(enable).template is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "asked", "empty"),
+    [(None, None, False), (None, False, True), (False, None, True), (False, True, False), (True, False, True)],
+)
+def test_a_request_says_whether_answers_begin_by_thinking(flag: bool | None, asked: bool | None, empty: bool) -> None:
+    body = ChatRequest.model_validate(
+        {"messages": TALK[1:2], "chat_template_kwargs": None if asked is None else {"enable_thinking": asked}}
+    )
+    model = SimpleNamespace(tokenizer=tokenizer(QWEN3), config=SimpleNamespace(enable_thinking=flag))
+    ids = rendered(model, body.messages, None, body.chat_template_kwargs)  # type: ignore[arg-type]
+    assert model.tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is empty
+
+
+def test_what_the_model_learns_of_thoughts_is_said() -> None:
+    said: list[str] = []
+    for template, sentences in ((QWEN3, 1), (OTHERWISE, 2), (hf_models.CHATML, 0), (GENERATION, 0)):
+        said.clear()
+        say_thoughts(tokenizer(template).template, said.append)
+        assert len(said) == sentences
+    say_thoughts(tokenizer(QWEN3).template, said.append)
+    assert "'<think>\\n\\n</think>'" in said[0]
+    assert "--no-enable-thinking" in said[0]
+    say_thoughts(tokenizer(QWEN3).thinking(False).template, said.append)
+    assert len(said) == 1
+
+
+def test_calls_of_functions_are_not_learned_as_text_where_the_template_has_no_form_for_them() -> None:
+    made, counts = tokenizer(), Counts()
+    talk = [TALK[1], {"role": "assistant", "content": [*CALLS, {"type": "text", "text": "four"}]}]
+    assert render_pieces(made, talk, 256, counts) == []
+    assert counts.unwritten == 1
+    assert "1 that call tools" in counts.line()
+    with pytest.raises(UserError, match=r"no form for calls of tools"):
+        render(made, talk)
+    assert render_pieces(tokenizer(WITH_TOOLS), talk, 256, counts)
+    assert "call tools" not in Counts(whole=1).line()
+    assert made.decode(render_prompt(made, talk)), "nothing is learned from a prompt"
 
 
 def test_a_long_conversation_is_cut_between_exchanges_and_then_in_its_prompt() -> None:
@@ -281,7 +390,7 @@ def test_a_template_that_knows_tools_writes_calls_results_and_offers_itself() ->
     assert words[:2] == [words[0], "system\nBe brief.<|im_end|>\n"]
     assert words[0].startswith("tools\n")
     other = tokenizer()
-    assert "You can call these tools" in other.decode(render(other, talk).ids)
+    assert "You can call these tools" in other.decode(render_prompt(other, talk[:2]))
 
 
 @pytest.mark.parametrize("marked", ["", "{% generation %}{% endgeneration %}"])
@@ -391,6 +500,8 @@ def test_what_is_learned_is_what_each_turn_adds_to_the_text_before_it(template: 
     made, messages = tokenizer(TEMPLATES[template]), TALKS[talk]
     forms = made.template
     assert forms is not None
+    if talk == "tools" and template != "tools":
+        pytest.skip("has no form for them")
     plain = forms._plain(messages)
     text = forms._text(plain, opened=False)
     wanted = []

@@ -81,6 +81,10 @@ class Tokenizer:
             explicit_n_vocab=self.vocab_size,  # two ids with the same bytes would be an error here
         )
 
+    def thinking(self, enable: bool | None) -> Tokenizer:
+        """The one that writes conversations for answers that begin by thinking, or do not. Our own models do not."""
+        return self
+
     def encode(self, text: str) -> list[int]:
         """Plain text to ids; what looks like a special token is ordinary text."""
         if len(text) <= LONGEST_RUN:
