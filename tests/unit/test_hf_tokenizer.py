@@ -18,7 +18,7 @@ from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import storage
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.text import TextStream
-from ascendchat.serve.prompts import rendered
+from ascendchat.serve import prompts
 from ascendchat.serve.protocol import ChatRequest
 from ascendchat.train.finetune import say_thoughts
 
@@ -266,7 +266,7 @@ def test_a_request_says_whether_answers_begin_by_thinking(flag: bool | None, ask
         {"messages": TALK[1:2], "chat_template_kwargs": None if asked is None else {"enable_thinking": asked}}
     )
     model = SimpleNamespace(tokenizer=tokenizer(QWEN3), config=SimpleNamespace(enable_thinking=flag))
-    ids = rendered(model, body.messages, None, body.chat_template_kwargs)  # type: ignore[arg-type]
+    ids = prompts.rendered(model, body.messages, None, body.chat_template_kwargs)  # type: ignore[arg-type]
     assert model.tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is empty
 
 
