@@ -29,6 +29,10 @@ class SampleConfig:
     words: tuple[str, ...] = option((), words="each")
     depth: int = 1
 
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    save_every: int = 1
+
 def fails(config): raise RuntimeError("the tensor is upside down")
 def refuses(config): raise UserError("no such tokenizer; type: ascendchat tokenizer train")
 def reports(config): return 1
@@ -38,14 +42,21 @@ def waits(config):
 def prints(config):
     for n in range(100_000): print("line", n)
 def echoes(config): print(config)
+def trains(config):
+    for n in range(100): print("step", n, flush=True)
+def opens(config):
+    with open("opened", "w") as file:
+        os.write(1, b"printed by a library")
+        file.write("mine")
 def leaves(config): sys.exit(7)
 
 module = types.ModuleType("ascendchat.sample")
 module.__dict__.update({k: v for k, v in globals().items() if callable(v)})
 sys.modules["ascendchat.sample"] = sys.modules["ascendchat.config.sample"] = module
-names = ("fails", "refuses", "reports", "waits", "prints", "echoes", "leaves")
+names = ("fails", "refuses", "reports", "waits", "prints", "echoes", "leaves", "opens")
 cli.COMMANDS.clear()
 cli.COMMANDS.update({n: ("sample:SampleConfig", f"sample:{n}", n) for n in names})
+cli.COMMANDS["trains"] = ("sample:TrainConfig", "sample:trains", "trains")
 cli.COMMANDS.update({f"data {n}": ("sample:SampleConfig", "sample:echoes", n) for n in ("fetch", "verify")})
 sys.exit(cli.main())
 """
@@ -177,6 +188,113 @@ def test_a_closed_pipe_is_silent(command: str, status: int) -> None:
     assert child.returncode == status
     assert "BrokenPipe" not in err
     assert "Traceback" not in err
+
+
+full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@full
+def test_output_that_finds_no_room_is_one_sentence() -> None:
+    with open("/dev/full", "w") as target:
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, "prints"],
+            stdout=target,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "ascendchat: what is printed is lost from here on (No space left on device); make room there, or send it "
+        "elsewhere\n"
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@full
+def test_a_command_that_keeps_its_result_elsewhere_goes_on_without_its_output() -> None:
+    with open("/dev/full", "w") as target:
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, "trains"],
+            stdout=target,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@full
+def test_an_error_is_an_error_though_nobody_can_be_told() -> None:
+    with open("/dev/full", "w") as target:
+        for command, status in (("refuses", 2), ("fails", 1)):
+            done = subprocess.run(
+                [sys.executable, "-c", DRIVER, command], stdout=target, stderr=target, env=environment()
+            )
+            assert done.returncode == status
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_files_of_ours(closed: str, tmp_path: Path) -> None:
+    """The next file that is opened would have their number, and get what is printed."""
+    for command, status in (("prints", 0), ("refuses", 2), ("fails", 1), ("opens", 0)):
+        line = f'cd {tmp_path} && {sys.executable} -c "$DRIVER" {command} {closed}'
+        done = subprocess.run(
+            ["sh", "-c", line], capture_output=True, text=True, env=environment() | {"DRIVER": DRIVER}
+        )
+        assert (done.returncode, "AttributeError" in done.stderr) == (status, False), (command, done.stderr)
+    assert (tmp_path / "opened").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "yaml"])
+@pytest.mark.xfail(strict=True, reason="mend 23")
+def test_a_package_that_is_missing_is_named_with_what_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = cli._load
+
+    def load(prefix: str, target: str) -> object:
+        if prefix == "":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=f"{name}.inner")
+        return whole(prefix, target)
+
+    monkeypatch.setattr(cli, "_load", load)
+    for clone, how in ((True, "pip install -e . in your clone of ascendchat"), (False, "pip install ascendchat")):
+        monkeypatch.setattr("ascendchat.config.in_clone", lambda clone=clone: clone, raising=False)
+        assert cli.main(["plan"]) == 2
+        assert capsys.readouterr().err == f"ascendchat plan: {name} is not installed; type: {how}\n"
+
+
+def test_a_module_of_ours_or_of_the_user_that_is_missing_is_shown_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ascendchat.absent", "my_rewards"):
+
+        def run(config: object, name: str = name) -> int:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(
+            cli,
+            "_load",
+            lambda prefix, target: (
+                cli.importlib.import_module("ascendchat.config.commands").PlanConfig if prefix else run
+            ),
+        )
+        assert cli.main(["plan"]) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+def test_an_extra_is_named_as_it_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascendchat.config import install_line
+
+    monkeypatch.setattr("ascendchat.config.in_clone", lambda: True)
+    assert install_line("hf") == "pip install -e '.[hf]' in your clone of ascendchat"
+    monkeypatch.setattr("ascendchat.config.in_clone", lambda: False)
+    assert (install_line("hf"), install_line()) == ("pip install 'ascendchat[hf]'", "pip install ascendchat")
 
 
 def test_options_are_those_written_down() -> None:
