@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -12,7 +13,7 @@ import traceback
 from typing import Any
 
 from ascendchat import __version__
-from ascendchat.config import UserError, nearest, parse, wants_help
+from ascendchat.config import UserError, install_command, nearest, parse, wants_help
 from ascendchat.config.language import language, translate
 from ascendchat.config.text import help_page
 
@@ -66,6 +67,70 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
+# Modules of the packages in pyproject.toml, one of which may be missing where the wheel was installed alone.
+NEEDED = set(
+    "torch numpy yaml rich safetensors httpx pyarrow zstandard regex tiktoken tokenizers fastapi uvicorn httptools "
+    "prometheus_client llguidance matplotlib".split()
+)
+
+
+class _Printed(io.RawIOBase):
+    """Standard output or error: what finds no room is lost, which is said once, so that a full disk below a log does
+    not end days of training."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.lost = number, False
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self.number, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            if not self.lost and self.number == 1:
+                text = f"what is printed is lost from here on ({error.strerror}); make room there, or send it elsewhere"
+                with contextlib.suppress(OSError):
+                    os.write(2, f"ascendchat: {translate(text)}\n".encode(errors="replace"))
+            self.lost = True
+            return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.number
+
+    def isatty(self) -> bool:
+        return os.isatty(self.number)
+
+
+def _settle_streams() -> list[_Printed]:
+    """Closed streams lead nowhere, or the next file that is opened would get their numbers and what is printed; and a
+    stream that finds no room is no error. Streams that a program has replaced are left alone."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (as long as the process)
+    found = []
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__") and old.fileno() == number:
+            old.flush()
+            printed, direct = _Printed(number), old.write_through
+            buffer: Any = printed if direct else io.BufferedWriter(printed)
+            ways: dict[str, Any] = {
+                "encoding": old.encoding,
+                "errors": old.errors,
+                "line_buffering": old.line_buffering,
+            }
+            setattr(sys, name, io.TextIOWrapper(buffer, write_through=direct, **ways))
+            found.append(printed)
+    return found
+
+
 def _load(prefix: str, target: str) -> Any:
     module, name = target.split(":")
     return getattr(importlib.import_module(f"ascendchat.{prefix}{module}"), name)
@@ -101,6 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C,
     71 where a device's memory ran out and only a new process can go on, 75 for what could not be saved."""
     argv = sys.argv[1:] if argv is None else argv
+    streams = _settle_streams()
     if language() == "zh" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may not know every character
     code = 0
@@ -109,7 +175,21 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can be handled, not when Python ends
     except BrokenPipeError:  # `ascendchat plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
+    kept = _trains(argv)  # what it did is in its run folder
+    return code or int(not kept and any(stream.lost and stream.number == 1 for stream in streams))
+
+
+def _trains(argv: list[str]) -> bool:
+    with contextlib.suppress(UserError, IndexError):
+        name, _ = split_command(argv)
+        return hasattr(_load("config.", COMMANDS[name][0]), "save_every")
+    return False
+
+
+def _missing(error: ModuleNotFoundError) -> UserError | None:
+    """The sentence for a package of ours that is not installed."""
+    name = (error.name or "").partition(".")[0]
+    return UserError(f"{name} is not installed; type: {install_command()}") if name in NEEDED else None
 
 
 def _main(argv: list[str]) -> int:
@@ -136,7 +216,10 @@ def _main(argv: list[str]) -> int:
         return execute(
             _load("", function) if not hasattr(config, "npu_debug") else _computing(config, function), config
         )
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as raised:
+        error = raised if isinstance(raised, UserError) else _missing(raised)
+        if error is None:
+            raise
         print(f"ascendchat {name}: {translate(str(error))}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
@@ -192,6 +275,8 @@ def execute(function: Any, config: Any) -> int:
             raise UserError(
                 f"{str(error.filename)[:60]}...: no file can have so long a name; give a shorter one"
             ) from None
+        if isinstance(error, ModuleNotFoundError) and (missing := _missing(error)):
+            raise missing from None
         text = traceback.format_exc()
         sys.stderr.write(text)
         from ascendchat.doctor.explain import print_findings

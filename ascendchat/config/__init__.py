@@ -19,6 +19,7 @@ import difflib
 import functools
 import math
 import os
+import shlex
 import sys
 import types
 import typing
@@ -54,6 +55,19 @@ class NotSaved(UserError):
 def home() -> Path:
     """Where data, tokenizers and runs live: $ASCENDCHAT_HOME, by default ~/.cache/ascendchat."""
     return Path(os.environ.get("ASCENDCHAT_HOME") or "~/.cache/ascendchat").expanduser().absolute()
+
+
+def in_clone() -> bool:
+    """Whether this package runs from a clone, and not as it was installed from a wheel."""
+    return (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+
+
+def install_command(extra: str = "") -> str:
+    """What installs all that this package needs, or an extra of it."""
+    brackets = f"[{extra}]" if extra else ""
+    if in_clone():
+        return f"pip install -e {shlex.quote('.' + brackets)} in your clone of ascendchat"
+    return f"pip install {shlex.quote('ascendchat' + brackets)}"
 
 
 def option(default: Any = dataclasses.MISSING, *, also: tuple[str, ...] = (), words: str = "", **bounds: Any) -> Any:

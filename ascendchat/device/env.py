@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TextIO
 
 from ascendchat.chips import KINDS
-from ascendchat.config import UserError, nearest
+from ascendchat.config import UserError, install_command, nearest
 from ascendchat.device.harmful_env import harmful_settings
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # "0": `import torch` leaves torch_npu alone
-INSTALL_NPU = "pip install -e '.[npu]' in your clone of ascendchat"
+INSTALL_NPU = install_command("npu")
 SOURCE_CANN = "source /usr/local/Ascend/cann/set_env.sh (or /usr/local/Ascend/ascend-toolkit/set_env.sh)"
 
 NPU_TRAINING = {

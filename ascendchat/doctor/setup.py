@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ascendchat.config import UserError, home
+from ascendchat.config import UserError, home, in_clone
 from ascendchat.config.commands import SetupConfig
 from ascendchat.config.data import HUGGING_FACE, MIRROR
 from ascendchat.config.language import language
@@ -87,8 +87,9 @@ def steps(m: Machine, config: SetupConfig) -> list[Step]:
     kind = kind_of(m, config)
     found = system_steps(m) if kind == "npu" else []
     pair = torch_step(m, kind)
-    extras = ".[npu]" if kind == "npu" else "."
-    own = "pip install " + ("-c constraints.txt " * (kind == "cpu")) + f"-e {shlex.quote(extras)}"
+    here, extra = in_clone(), "[npu]" if kind == "npu" else ""
+    own = "pip install " + "-c constraints.txt " * (here and kind == "cpu") + "-e " * here
+    own += shlex.quote(("." if here else "ascendchat") + extra)
     packages = [*pair, Step(m.say("this package and what it needs", "本项目及其依赖"), own)]
     where = " ".join(
         f"{flag} {shlex.quote(url)}"

@@ -15,7 +15,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ascendchat.config import UserError
+from ascendchat.config import UserError, install_command
 
 
 def library() -> ModuleType:
@@ -27,7 +27,7 @@ def library() -> ModuleType:
         from transformers.utils import import_utils
     except ImportError as error:
         raise UserError(
-            f"Hugging Face models need transformers ({error}); install it: pip install -e '.[hf]'"
+            f"Hugging Face models need transformers ({error}); install it: {install_command('hf')}"
         ) from None
     transformers.utils.logging.disable_progress_bar()
     if "torch_npu" not in sys.modules:  # transformers would import it wherever it is installed

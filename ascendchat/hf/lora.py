@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.checkpoint import write_tensors
-from ascendchat.config import UserError, nearest
+from ascendchat.config import UserError, install_command, nearest
 from ascendchat.hf import library
 from ascendchat.hf.model import CausalLM
 
@@ -55,7 +55,7 @@ def peft_library() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise UserError(f"LoRA needs peft ({error}); install it: pip install -e '.[hf]'") from None
+        raise UserError(f"LoRA needs peft ({error}); install it: {install_command('hf')}") from None
     return peft
 
 

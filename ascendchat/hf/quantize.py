@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascendchat.config import UserError
+from ascendchat.config import UserError, install_command
 from ascendchat.hf import library
 from ascendchat.hf.model import CausalLM
 from ascendchat.plan.show import bytes_text
@@ -33,7 +33,7 @@ def bits_library() -> ModuleType:
         import bitsandbytes
     except (ImportError, *TROUBLE) as error:
         raise UserError(
-            f"--bits 4 needs bitsandbytes ({first_line(error)}); install it: pip install -e '.[qlora]', or leave "
+            f"--bits 4 needs bitsandbytes ({first_line(error)}); install it: {install_command('qlora')}, or leave "
             "--bits out: LoRA keeps the base in the dtype of the run"
         ) from None
     return bitsandbytes

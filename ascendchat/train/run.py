@@ -20,7 +20,8 @@ from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.device import pick
 from ascendchat.dist.context import Context, joined
 from ascendchat.infer.load import settings_of
-from ascendchat.record import open_run, read_metrics
+from ascendchat.record import open_run, read_metrics, run_folder
+from ascendchat.record.sinks import check_track
 from ascendchat.train.loop import Options, fit
 from ascendchat.train.stage import Stage
 
@@ -30,7 +31,10 @@ _Config = TypeVar("_Config", bound=TrainConfig)
 @contextmanager
 def training_context(config: StepConfig, dtype: str | None = None) -> Iterator[Context]:
     """The context of a training command; a chip that is made for inference is refused. `dtype` wins over that of the
-    device."""
+    device. A name and trackers that cannot be had are refused before anything is prepared."""
+    if name := getattr(config, "run", ""):
+        run_folder(name, "")
+    check_track(getattr(config, "track", ()))
     device = pick(config.device_type, dtype=dtype, compiled=config.compile)
     if not device.chip.trains:
         raise UserError(

@@ -186,3 +186,11 @@ def test_it_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert OWN_NPU in done.stdout
     assert "然后：ascendchat doctor" in done.stdout
+
+
+def test_what_was_installed_from_a_wheel_is_completed_as_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "in_clone", lambda: False)
+    assert commands(bare(tmp_path))[-1] == "pip install 'ascendchat[npu]'"
+    assert commands(bare(tmp_path), device_type="cpu")[-1] == "pip install ascendchat"
