@@ -76,18 +76,19 @@ NEEDED = set(
 
 class _Printed(io.RawIOBase):
     """Standard output or error: what finds no room is lost, which is said once, so that a full disk below a log does
-    not end days of training."""
+    not end days of training; nor does a reader who is gone, if `trains`."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, trains: bool) -> None:
         self.number, self.lost = number, False
+        self.endured = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, *([errno.EPIPE] if trains else [])}
 
     def write(self, data: Any) -> int:
         try:
             return os.write(self.number, data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            if error.errno not in self.endured:
                 raise
-            if not self.lost and self.number == 1:
+            if not self.lost and self.number == 1 and error.errno != errno.EPIPE:
                 text = f"what is printed is lost from here on ({error.strerror}); make room there, or send it elsewhere"
                 with contextlib.suppress(OSError):
                     os.write(2, f"ascendchat: {translate(text)}\n".encode(errors="replace"))
@@ -104,7 +105,7 @@ class _Printed(io.RawIOBase):
         return os.isatty(self.number)
 
 
-def _settle_streams() -> list[_Printed]:
+def _settle_streams(trains: bool) -> list[_Printed]:
     """Closed streams lead nowhere, or the next file that is opened would get their numbers and what is printed; and a
     stream that finds no room is no error. Streams that a program has replaced are left alone."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -119,7 +120,7 @@ def _settle_streams() -> list[_Printed]:
         old = getattr(sys, name)
         if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__") and old.fileno() == number:
             old.flush()
-            printed, direct = _Printed(number), old.write_through
+            printed, direct = _Printed(number, trains), old.write_through
             buffer: Any = printed if direct else io.BufferedWriter(printed)
             ways: dict[str, Any] = {
                 "encoding": old.encoding,
@@ -166,7 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 1 for a failure that was reported, 2 for wrong input, 130 for Ctrl-C,
     71 where a device's memory ran out and only a new process can go on, 75 for what could not be saved."""
     argv = sys.argv[1:] if argv is None else argv
-    streams = _settle_streams()
+    trains = _trains(argv)  # what it did is in its run folder
+    streams = _settle_streams(trains)
     if language() == "zh" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may not know every character
     code = 0
@@ -175,8 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can be handled, not when Python ends
     except BrokenPipeError:  # `ascendchat plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    kept = _trains(argv)  # what it did is in its run folder
-    return code or int(not kept and any(stream.lost and stream.number == 1 for stream in streams))
+    return code or int(not trains and any(stream.lost and stream.number == 1 for stream in streams))
 
 
 def _trains(argv: list[str]) -> bool:

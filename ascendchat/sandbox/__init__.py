@@ -58,6 +58,8 @@ with contextlib.suppress(OSError):
 """
 
 
+# A socket between a virtual machine and its host, which namespaces do not hold. Few kernels have none.
+VSOCK = "socket.socket(40, socket.SOCK_STREAM)"
 # What a program does to get out, by danger. Each line is one attack; {ear} is a datagram socket of somebody else.
 ATTACKS: dict[str, tuple[str, ...]] = {
     "memory": ("bytearray(1 << 30)", "for _ in range(24): os.posix_fallocate(os.memfd_create('x'), 0, 12 << 20)"),
@@ -68,6 +70,7 @@ ATTACKS: dict[str, tuple[str, ...]] = {
         "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', {ear})",
         "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {ear})",
         "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].connect({ear})",
+        VSOCK,
     ),
     "writing": (
         "open({written}, 'w').close()",

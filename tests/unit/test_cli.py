@@ -293,7 +293,6 @@ def test_an_extra_is_named_as_it_is_installed_here(monkeypatch: pytest.MonkeyPat
     assert (install_command("hf"), install_command()) == ("pip install 'ascendchat[hf]'", "pip install ascendchat")
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 def test_training_ends_when_it_is_done_and_not_when_nobody_reads_on() -> None:
     """`ascendchat base ... | tee log`, and tee is gone: the status was 0, and the model not trained."""
     reader, pipe = os.pipe()

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -156,7 +157,24 @@ def test_every_attack_of_the_self_test_succeeds_where_nothing_holds_it(monkeypat
     found = sandbox.capabilities()
     assert not any(held is True for held in found.values())
     refusals = {danger: result.stdout.count("refused") for danger, result in zip(sandbox.ATTACKS, said)}
-    assert refusals == {**dict.fromkeys(sandbox.ATTACKS, 0), "memory": 1}, "a single process has its limit"
+    try:
+        socket.socket(40, socket.SOCK_STREAM).close()
+        without = 0
+    except OSError:  # this kernel has no such family
+        without = 1
+    expected = {**dict.fromkeys(sandbox.ATTACKS, 0), "memory": 1, "network": without}
+    assert refusals == expected, "a single process has its limit of memory"
+
+
+@pytest.mark.skipif("namespaces" not in LAYERS, reason="this machine has no namespaces")
+def test_namespaces_alone_do_not_claim_the_network_where_they_do_not_hold_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = tuple(name for name in LAYERS if name != "seccomp")
+    monkeypatch.setattr(sandbox, "_tried", sandbox._Available(layers, {}, ""))
+    vsock = sandbox.run("import socket\nsocket.socket(40, 1)", layers=layers).ok
+    found = sandbox.capabilities()
+    assert (found["network"], found["writing"], found["reading"], found["signals"]) == (not vsock, True, True, True)
 
 
 @needs_seccomp
