@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
@@ -131,6 +131,7 @@ OUTSIDES = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # judged by the clock of a busy machine
 @given(
     st.dictionaries(st.sampled_from(OURS), st.sampled_from(["0", "1", "2", "7200", "expandable_segments:False", ""])),
     OUTSIDES,
