@@ -16,7 +16,9 @@ import pytest
 from ascendchat.config import UserError
 from ascendchat.data.chat import canonical, text_of
 from ascendchat.data.conversations import conversations
+from ascendchat.data.read import Tally, file_documents
 from ascendchat.data.turns import message
+from ascendchat.tasks import load
 
 
 def write(folder: Path, rows: list[Any], name: str = "data.jsonl") -> Path:
@@ -317,6 +319,43 @@ def test_a_broken_list_among_lines_is_counted_and_named(tmp_path: Path) -> None:
     assert len(list(conversations(tmp_path / "talk.jsonl", say=said.append))) == 298
     assert "2 of 300 rows cannot be read: line 201: Unterminated string" in said[0]
     assert "; line 251: the column 'content' is missing" in said[0]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+def test_a_first_line_that_is_cut_is_one_bad_row(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "talk.jsonl").write_text(
+        "\n".join([json.dumps(TALK)[:40], *[json.dumps(TALK)] * 200]), encoding="utf-8"
+    )
+    assert len(list(conversations(tmp_path / "talk.jsonl", say=said.append))) == 200
+    assert "1 of 201 rows cannot be read: line 1: Unterminated string" in said[0]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+def test_notes_beside_conversations_are_none(tmp_path: Path) -> None:
+    """Text, csv and arrow files of a folder are read where nothing else is there."""
+    (tmp_path / "LICENSE.txt").write_text("Do what you like.\n", encoding="utf-8")
+    (tmp_path / "columns.csv").write_text("prompt,completion\nhi,hello\n", encoding="utf-8")
+    write(tmp_path, [{"messages": TALK}] * 2)
+    assert list(load(str(tmp_path))) == [TALK] * 2
+    (tmp_path / "data.jsonl").unlink()
+    assert [talk[-1]["content"] for talk in load(str(tmp_path))] == ["hello"]
+    (tmp_path / "columns.csv").unlink()
+    assert [talk[-1]["content"] for talk in load(str(tmp_path))] == ["Do what you like."]
+
+
+@pytest.mark.xfail(strict=True, reason="mend 2")
+def test_a_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:
+    """Parquet does not look at what it is given: half a character in its bytes, say."""
+    replies = pyarrow.array([b"fine", b"half \xed\xa0\xbd", b"fine", b"fine"], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"query": ["a", "b", "c", "d"], "response": replies})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    said: list[str] = []
+    assert len(list(conversations(tmp_path / "a.parquet", say=said.append))) == 3
+    assert "1 of 4 rows cannot be read: row 2: 'utf-8' codec can't decode" in said[0]
+    tally = Tally()
+    assert list(file_documents(tmp_path / "a.parquet", "response", tally)) == ["fine"] * 3
+    assert (tally.broken, tally.example.partition(":")[0]) == (1, "row 2 of a.parquet")
 
 
 def test_tables_of_llama_factory_without_json(tmp_path: Path) -> None:
