@@ -104,6 +104,8 @@ def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) ->
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
             inside = [p for p in inside if p.name != "manifest.json"]  # what `data fetch` knows of the folder
             matches = [p for p in inside if format_of(p.name)[0]]
+            if any(format_of(p.name)[0] != ".arrow" for p in matches):  # else they are copies that `datasets` keeps
+                matches = [p for p in matches if format_of(p.name)[0] != ".arrow"]
             missing = f"the folder {path} holds no file of a known format"
         elif path.exists():
             matches = [path]
@@ -175,6 +177,8 @@ def _checked(values: Iterator[tuple[str, Any]], name: str, tally: Tally) -> Iter
     for where, text in values:
         if text is None or text == "":
             tally.empty += 1
+        elif isinstance(text, ValueError):
+            tally.fail(where, reason(text))
         elif not isinstance(text, str):
             tally.fail(where, f"{type(text).__name__} instead of text")
         elif has_half(text):
@@ -384,11 +388,19 @@ def record_batches(file: Any, name: str, columns: Sequence[str] | None = None) -
     yield from batches
 
 
+def cells(part: Any) -> list[Any]:
+    """The values of a column, or the rows of a batch; in place of one whose text is not UTF-8 the error."""
+    try:
+        return list(part.to_pylist())
+    except UnicodeDecodeError as error:
+        return [error] if len(part) == 1 else [cells(part.slice(at, 1))[0] for at in range(len(part))]
+
+
 def _columns(file: IO[bytes], name: str, field: str) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         for batch in record_batches(file, name, [field]):
-            for value in batch.column(field).to_pylist():
+            for value in cells(batch.column(field)):
                 number += 1
                 yield f"row {number} of {name}", value
     except need("pyarrow", name).ArrowException as error:

@@ -21,7 +21,7 @@ from typing import IO, Any, TypeVar, cast
 
 from ascendchat.config import UserError
 from ascendchat.data import read
-from ascendchat.data.read import BETWEEN, BINARY, LINES, format_of, record_batches, table_lines, unpack
+from ascendchat.data.read import BETWEEN, BINARY, LINES, cells, format_of, record_batches, table_lines, unpack
 from ascendchat.record.console import inert
 
 TableRow = dict[str, Any]
@@ -44,7 +44,7 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
     kind, packing = format_of(path.name)
     if kind in BINARY:
         with path.open("rb") as table:
-            every = (row for batch in record_batches(table, path.name) for row in batch.to_pylist())
+            every = (row for batch in record_batches(table, path.name) for row in cells(batch))
             yield from ((f"row {number}", row) for number, row in enumerate(every, 1))
         return
     with path.open("rb") as packed, closing(unpack(packed, packing)) as file:
@@ -88,14 +88,14 @@ def _csv(text: IO[str], name: str) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     table = csv.reader(text, strict=True)
     header: list[str] = []
-    for cells in (cells for cells in table_lines(table, name) if cells):
+    for row in filter(None, table_lines(table, name)):
         where = f"line {table.line_num}"
         if not header:
-            header = cells
-        elif len(cells) == len(header):
-            yield where, dict(zip(header, cells))
+            header = row
+        elif len(row) == len(header):
+            yield where, dict(zip(header, row))
         else:
-            yield where, ValueError(f"{len(cells)} columns instead of {len(header)}")
+            yield where, ValueError(f"{len(row)} columns instead of {len(header)}")
 
 
 def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
@@ -103,11 +103,15 @@ def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
     a list are rows of the file; a list of messages is one row, a conversation, as nanochat writes them."""
     lines, first = _lines(file), True
     for where, line in lines:
-        row = decoded(line, json.loads)
-        begins = line.strip()[:1] if isinstance(row, Exception) or line.strip() == b"{" else b""
-        if first and (begins == b"[" or line.strip() in (b"{", b"[")):
-            yield from values((line + file.read()).decode())
-            return
+        row, bare = decoded(line, json.loads), line.strip()
+        if first and isinstance(row, Exception) and (bare == b"{" or bare[:1] == b"["):
+            behind, more = next(lines, ("", b""))
+            after = decoded(more, json.loads) if kind in LINES and bare != b"[" else None
+            if not isinstance(after, (list, dict)):
+                yield from values((line + more + file.read()).decode())
+                return
+            yield where, row  # a row of its own that is cut: the next line is whole
+            where, row = behind, after
         if not isinstance(row, list) or is_talk(row) or (not row and kind != ".json"):
             yield where, as_row(row)
         else:

@@ -20,12 +20,14 @@ from ascendchat.data.chat import Conversation
 from ascendchat.data.conversations import conversations
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
-from ascendchat.data.read import format_of
+from ascendchat.data.read import LINES, format_of
 from ascendchat.data.registry import INFO, Listed, find_listed
 from ascendchat.data.tables import TABLE_TYPES, Allowance
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
 
+# Of a folder; arrow, csv and txt files are read where none of these is there: they may be copies, or notes.
+USUAL = (".parquet", *LINES, ".json", ".tsv")
 # Sets, by the name of their file, whose texts have places to be filled, and the words: identity.json of LLaMA-Factory.
 # Everywhere else {{name}} is text, like the {{user}} of a template and the \frac{{1}}{{2}} of a formula.
 SLOTS = {"identity": {"name": toyworld.ASSISTANT_NAME, "author": toyworld.ASSISTANT_NAME}}
@@ -54,7 +56,9 @@ def files_of(where: Path, split: str) -> list[Path]:
     if where.is_file():
         return [where]
     every = [p for p in sorted(where.rglob("*")) if p.is_file() and p.name not in ("manifest.json", INFO)]
-    tables = [p for p in every if format_of(p.name)[0] in TABLE_TYPES]
+    kinds = {p: format_of(p.name)[0] for p in every}
+    groups = ([p for p in every if kinds[p] in group] for group in (USUAL, (".arrow",), (".csv",), (".txt",)))
+    tables = next((group for group in groups if group), [])
 
     def of(path: Path, name: str) -> bool:
         return re.search(SPLIT[name], f"/{path.relative_to(where).as_posix().lower()}") is not None

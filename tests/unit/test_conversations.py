@@ -321,7 +321,6 @@ def test_a_broken_list_among_lines_is_counted_and_named(tmp_path: Path) -> None:
     assert "; line 251: the column 'content' is missing" in said[0]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 2")
 def test_a_first_line_that_is_cut_is_one_bad_row(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "talk.jsonl").write_text(
@@ -331,7 +330,6 @@ def test_a_first_line_that_is_cut_is_one_bad_row(tmp_path: Path) -> None:
     assert "1 of 201 rows cannot be read: line 1: Unterminated string" in said[0]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 2")
 def test_notes_beside_conversations_are_none(tmp_path: Path) -> None:
     """Text, csv and arrow files of a folder are read where nothing else is there."""
     (tmp_path / "LICENSE.txt").write_text("Do what you like.\n", encoding="utf-8")
@@ -344,7 +342,6 @@ def test_notes_beside_conversations_are_none(tmp_path: Path) -> None:
     assert [talk[-1]["content"] for talk in load(str(tmp_path))] == ["Do what you like."]
 
 
-@pytest.mark.xfail(strict=True, reason="mend 2")
 def test_a_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:
     """Parquet does not look at what it is given: half a character in its bytes, say."""
     replies = pyarrow.array([b"fine", b"half \xed\xa0\xbd", b"fine", b"fine"], pyarrow.binary()).view(pyarrow.string())

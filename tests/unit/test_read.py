@@ -91,7 +91,6 @@ def test_arrow_files_of_both_kinds_are_read(tmp_path: Path) -> None:
             list(file_documents(tmp_path / name, "words", Tally()))
 
 
-@pytest.mark.xfail(strict=True, reason="mend 2")
 def test_arrow_files_beside_others_are_their_copies(tmp_path: Path) -> None:
     """As `datasets` keeps them."""
     for name in ("a.jsonl", "cache.arrow"):
