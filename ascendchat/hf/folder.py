@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 
 from ascendchat.config import UserError
 from ascendchat.hf import library
-from ascendchat.hf.model import ATTENTION, CausalLM, check, register
+from ascendchat.hf.model import ATTENTION, CausalLM, register
 from ascendchat.hf.tokenizer import HFTokenizer
+from ascendchat.hf.trial import check
 
 HUB_ID = re.compile(r"(models/)?(?P<id>\w[\w.-]*/[\w.-]+)")
 BLOCKS, BLOCK = 64, 1 << 16  # of each file that make its fingerprint

@@ -13,20 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ascendchat.config import UserError
 from ascendchat.hf import library
 from ascendchat.hf.compiled import CompiledLayers
 from ascendchat.hf.shape import HFShape
-from ascendchat.nn.attention import Reference
 from ascendchat.nn.documents import Documents
-from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
+from ascendchat.nn.model import Attend, LanguageModel, Shift
 from ascendchat.nn.uncapped import uncapped_score
 
 ATTENTION = "ascendchat"
-PROVEN = {"llama", "mistral", "qwen2", "qwen3"}  # the tests compare these with transformers; others are tried at once
-REFUSED = "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"  # done by nobody here
 
 
 def attention(
@@ -48,8 +45,13 @@ def attention(
         raise RuntimeError("a model opened by ascendchat is called through CausalLM, not by itself")
     if scaling is not None and scaling != scale:
         query = query * (scaling / scale)
+    width = value.size(-1)
+    if width > query.size(-1):
+        raise RuntimeError(f"its values have {width} channels and its queries {query.size(-1)}")
+    if width < query.size(-1):  # as DeepSeek's: kernels and cache have one width
+        value = F.pad(value, (0, query.size(-1) - width))
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return attend(module.first_alike if alike else module.layer_idx, q, k, v), None
+    return attend(module.first_alike if alike else module.layer_idx, q, k, v)[..., :width], None
 
 
 class CausalLM(LanguageModel):
@@ -155,48 +157,3 @@ def register() -> None:
 def scale_of(inner: Any) -> float | None:
     """What the first attention layer multiplies its scores with."""
     return next((float(module.scaling) for module in inner.modules() if hasattr(module, "scaling")), None)
-
-
-def check(model: CausalLM) -> None:
-    """A model that our attention or our head does not fit is a UserError, and never a model that is a little wrong."""
-    inner, shape = model.inner, model.shape
-    kind, config = shape.model_type, inner.config.get_text_config()
-    for name in REFUSED:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UserError(f"model type {kind!r} has {name}, which this engine does not compute; choose another model")
-    head = inner.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise UserError(f"model type {kind!r} has no head of one plain matrix; choose another model")
-    if kind not in PROVEN:
-        compare(model)
-
-
-@torch.no_grad()
-def compare(model: CausalLM) -> None:
-    """Run a few tokens through transformers alone and through our attention: both must give the same logits."""
-    inner, shape = model.inner, model.shape
-    row = torch.arange(3, 11, device=model.head.device)[None] % shape.vocab
-    layers: set[int] = set()
-    plain = dense(model, Reference(), row.size(1))
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layers.add(layer)
-        return plain(layer, q, k, v)
-
-    try:
-        ours = model(row, attend) @ model.head.t()
-        inner.set_attn_implementation("eager")
-        theirs = inner(row, use_cache=False).logits
-    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"model type {shape.model_type!r} does not run with our attention ({reason}); choose another model"
-        ) from None
-    finally:
-        inner.set_attn_implementation(ATTENTION)
-    far = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6))
-    if len(layers) != shape.depth or far > (1e-4 if model.dtype == torch.float32 else 0.1):
-        raise UserError(
-            f"model type {shape.model_type!r} computes something that our attention does not ({len(layers)} of "
-            f"{shape.depth} layers use it, logits differ by {far:.2g}); choose another model"
-        )

@@ -32,7 +32,7 @@ def add_old_names(config: Any, path: Path) -> None:
 def with_old_names(config: Any, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a config.json and what they are called in version 4; parts of a multimodal one too."""
     found = {
-        name: with_old_names(getattr(config, name), value) if hasattr(getattr(config, name, None), "to_dict") else value
+        name: with_old_names(part, value) if hasattr(part := vars(config).get(name), "to_dict") else value
         for name, value in values.items()
     }
     for alias, name in config.attribute_map.items():  # version 4 may have written the alias: num_experts of qwen3_moe

@@ -38,6 +38,11 @@ class HFShape:
     @classmethod
     def of(cls, config: Any, total_parameters: int, seq_len: int | None) -> HFShape:
         text = config.get_text_config()
+        if getattr(text, "is_heterogeneous", False):
+            raise UserError(
+                f"model type {config.model_type!r} has layers that differ in their sizes, which this engine does not "
+                "run; choose another model"
+            )
         depth, dim, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
         longest = getattr(text, "max_position_embeddings", None) or USUAL_CONTEXT
         values = {**text.to_dict(), "hidden_size": dim, "num_hidden_layers": depth, "num_attention_heads": heads}
@@ -80,6 +85,9 @@ class HFShape:
 def windows_of(config: Any, depth: int) -> tuple[int, ...]:
     """Tokens that each layer sees, 0 for all; a layer that keeps anything but keys and values is a UserError."""
     window = getattr(config, "sliding_window", None) or 0
+    family = FAMILIES.get(config.model_type)
+    if family and not family.windows and not getattr(config, "use_sliding_window", False):
+        return (0,) * depth  # one in the config.json of a Llama is read by nobody
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * depth
     odd = set(kinds) - {"full_attention", "sliding_attention"}
     if odd:

@@ -351,8 +351,13 @@ def look(
     if due.examine:
         evaluate(stage, stage.examine, run, console, result.step, signals)
     if due.sample:
-        with signals.interruptible():
-            texts = stage.sample(result.step)
+        try:
+            with signals.interruptible():
+                texts = stage.sample(result.step)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model is trained and will be written
+            line = next(iter(str(error).splitlines()), "")
+            console.print(f"no samples of step {result.step}: {type(error).__name__}: {line}")
+            texts = []
         for text in texts:
             console.print(f"  > {text}")
         run.log(result.step, samples=texts)

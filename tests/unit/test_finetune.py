@@ -127,7 +127,6 @@ def test_a_model_is_in_training_mode_from_the_first_step_and_compiled_unless_it_
     assert main([*words(place, "modes"), "--val-size", "0"]) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="mend 20")
 def test_samples_that_fail_cost_no_trained_model(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
