@@ -204,6 +204,30 @@ DAMAGED = ["", "{", "null", '{"id": "x", "nodes": [null, 7, {"id": "a", "parent"
 STORE = "([key, text]) => localStorage.setItem(key, text)"
 
 
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@pytest.mark.parametrize("name", ["__proto__", "toString"])
+def test_stored_names_that_every_object_knows_are_words_like_others(chat: Visit, server: StandIn, name: str) -> None:
+    """In what was edited by hand: how an answer ended, a call, the language, times beyond the calendar."""
+    nodes: list[Any] = [{"id": "q", "parent": None, "role": "user", "text": "Hi", "tools": []}]
+    tools = [{"call": {"toString": 1}, "result": {"toString": 1}}, {"call": name, "result": name}]
+    nodes.append({"id": "a", "parent": "q", "role": "assistant", "text": "fine", "tools": tools, "ended": name})
+    nodes.append({"id": name, "parent": "a", "role": "user", "text": "And?", "usage": name, "speed": name})
+    talk = {"id": name, "title": name, "created": 1e300, "changed": -1e300, "leaf": name, "nodes": nodes}
+    chat.page.evaluate(STORE, [f"ascendchat.conversation.{name}", json.dumps(talk)])
+    chat.page.evaluate(STORE, ["ascendchat.language", name])
+    chat.page.evaluate(STORE, ["ascendchat.theme", name])
+    chat.page.reload()
+    chat.page.get_by_role("navigation").get_by_role("button", name=name).click()
+    assert (chat.questions(), chat.answers()) == (["Hi", "And?"], ["fine"])
+    chat.page.get_by_role("button", name="Conversation menu").click()
+    with chat.page.expect_download():
+        chat.page.get_by_role("menuitem", name="Save as JSON").click()
+    server.say("yes")
+    chat.send("Go on")
+    chat.page.locator(".assistant", has_text="yes").wait_for()
+    chat.finished()
+
+
 def test_damaged_storage_is_passed_over(chat: Visit, server: StandIn) -> None:
     server.say("kept")
     chat.exchange("A good one")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser_visit import Visit, visit
+from browser_visit import Visit, visit, visiting
 from stand_in import WAIT, StandIn, tool
 
 pytestmark = pytest.mark.slow
@@ -340,3 +342,76 @@ def test_reading_further_up_is_not_disturbed_by_the_stream(chat: Visit, server: 
     server.go()
     chat.finished()
     chat.until("(s => s.scrollTop + s.clientHeight > s.scrollHeight - 60)(document.getElementById('scroll'))")
+
+
+@contextlib.contextmanager
+def second_tab(chat: Visit) -> Iterator[Visit]:
+    """The same conversation in another tab of the same browser."""
+    page = chat.page.context.new_page()
+    with visiting(page, chat.page.url) as seen:
+        yield seen
+    page.close()
+
+
+def kept(page: Any) -> list[str]:
+    """The texts of all messages of all stored conversations."""
+    entries = page.evaluate("Object.entries(localStorage).filter(([k]) => k.startsWith('ascendchat.conversation.'))")
+    return sorted(node["text"] for _, entry in entries for node in json.loads(entry)["nodes"])
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_two_tabs_that_ask_in_one_conversation_at_once_lose_nothing(chat: Visit, server: StandIn, first: str) -> None:
+    """Whichever asks first, and is answered first."""
+    server.say("begun")
+    chat.exchange("Begin")
+    with second_tab(chat) as other:
+        order = (chat, other) if first == "here" else (other, chat)
+        for tab in order:
+            server.say("well ", WAIT, "then")
+            tab.send("What?")
+            tab.until("document.querySelector('.running .content')?.textContent.includes('well')")
+        for tab in order:
+            server.go()
+            tab.finished()
+        texts = sorted(["Begin", "begun", *["What?", "well then"] * 2])
+        assert kept(chat.page) == texts
+        for tab in order:
+            tab.page.reload()
+            tab.page.locator(".assistant", has_text="then").last.wait_for()
+        assert kept(chat.page) == texts
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+def test_a_conversation_that_is_deleted_in_another_tab_stays_deleted(chat: Visit, server: StandIn) -> None:
+    server.say("one ", WAIT, *["two "] * 200_000)
+    chat.send("Count")
+    chat.page.locator(".assistant", has_text="one").wait_for()
+    with second_tab(chat) as other:
+        other.page.get_by_role("button", name="Conversation menu").click()
+        other.page.get_by_role("menuitem", name="Delete").click()
+        other.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        other.page.locator(".greeting").wait_for()
+    chat.page.locator(".greeting").wait_for()
+    server.go()
+    assert server.left.wait(60), "the answer is still being written"
+    assert kept(chat.page) == []
+
+
+@pytest.mark.xfail(strict=True, reason="mend 23")
+def test_a_name_that_is_given_in_another_tab_stays(chat: Visit, server: StandIn) -> None:
+    server.say("one ", WAIT, "two")
+    chat.send("Count")
+    chat.page.locator(".assistant", has_text="one").wait_for()
+    with second_tab(chat) as other:
+        other.page.get_by_role("button", name="Conversation menu").click()
+        other.page.get_by_role("menuitem", name="Rename").click()
+        other.page.get_by_label("Name", exact=True).fill("Renamed")
+        other.page.keyboard.press("Enter")
+        other.page.get_by_role("navigation").get_by_role("button", name="Renamed").wait_for()
+    server.go()
+    chat.finished()
+    assert chat.page.locator("#title").text_content() == "Renamed"
+    chat.page.reload()
+    chat.page.locator(".assistant", has_text="one two").wait_for()
+    assert chat.page.locator("#title").text_content() == "Renamed"
