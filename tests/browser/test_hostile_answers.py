@@ -204,7 +204,6 @@ DAMAGED = ["", "{", "null", '{"id": "x", "nodes": [null, 7, {"id": "a", "parent"
 STORE = "([key, text]) => localStorage.setItem(key, text)"
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 @pytest.mark.parametrize("name", ["__proto__", "toString"])
 def test_stored_names_that_every_object_knows_are_words_like_others(chat: Visit, server: StandIn, name: str) -> None:
     """In what was edited by hand: how an answer ended, a call, the language, times beyond the calendar."""

@@ -359,7 +359,6 @@ def kept(page: Any) -> list[str]:
     return sorted(node["text"] for _, entry in entries for node in json.loads(entry)["nodes"])
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 @pytest.mark.parametrize("first", ["here", "there"])
 def test_two_tabs_that_ask_in_one_conversation_at_once_lose_nothing(chat: Visit, server: StandIn, first: str) -> None:
     """Whichever asks first, and is answered first."""
@@ -382,7 +381,6 @@ def test_two_tabs_that_ask_in_one_conversation_at_once_lose_nothing(chat: Visit,
         assert kept(chat.page) == texts
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 def test_a_conversation_that_is_deleted_in_another_tab_stays_deleted(chat: Visit, server: StandIn) -> None:
     server.say("one ", WAIT, *["two "] * 200_000)
     chat.send("Count")
@@ -398,7 +396,6 @@ def test_a_conversation_that_is_deleted_in_another_tab_stays_deleted(chat: Visit
     assert kept(chat.page) == []
 
 
-@pytest.mark.xfail(strict=True, reason="mend 23")
 def test_a_name_that_is_given_in_another_tab_stays(chat: Visit, server: StandIn) -> None:
     server.say("one ", WAIT, "two")
     chat.send("Count")

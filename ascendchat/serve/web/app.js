@@ -6,7 +6,7 @@ import { openSettings, question, wireDrawer, wireMenu } from "./dialogs.js";
 import { download, find, icon, make, withoutBidi } from "./dom.js";
 import { fittingMessages } from "./fit.js";
 import { copied, MessageView } from "./message.js";
-import { loadAll, loadSettings, onOtherTab, remove, removeAll, save, saveSettings } from "./store.js";
+import { loadAll, loadSettings, onOtherTab, remove, removeAll, retitle, save, saveSettings } from "./store.js";
 import { chooseLanguage, label, number, say, switchLanguage, words } from "./strings.js";
 import * as tree from "./tree.js";
 
@@ -124,8 +124,11 @@ scroll.addEventListener("scroll", () => {
 function keep(conversation) {
   if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
   state.conversations.sort((a, b) => b.changed - a.changed);
-  if (!save(conversation)) banner("full");
+  if (!save(conversation, writing(conversation))) banner("full");
 }
+
+/** The answer that this tab is writing there. */
+const writing = (conversation) => state.running.get(conversation.id)?.node;
 
 function openConversation(conversation) {
   state.current = conversation;
@@ -353,14 +356,32 @@ async function connect() {
   showStatus();
 }
 
+/** Another tab has saved this conversation, or removed it; null: removed all. */
 function otherTab(id) {
-  state.conversations = loadAll().map((loaded) => {
-    const here = state.conversations.find((conversation) => conversation.id === loaded.id);
-    return here && (here.id !== id || state.running.has(id)) ? here : loaded;
-  });
-  if (id !== state.current.id || state.running.has(id)) return showFrame();
-  state.current = state.conversations.find((conversation) => conversation.id === id) ?? tree.newConversation();
-  return show();
+  const loaded = loadAll();
+  const here = state.conversations;
+  const gone = here.filter((one) => (id === null || one.id === id) && !loaded.some((stored) => stored.id === one.id));
+  for (const conversation of gone) stop(conversation);
+  const unsaved = here.filter((one) => !gone.includes(one) && !loaded.some((stored) => stored.id === one.id));
+  const both = loaded.map((stored) => here.find((one) => one.id === stored.id) ?? stored);
+  state.conversations = [...both, ...unsaved].sort((a, b) => b.changed - a.changed);
+  const stored = loaded.find((conversation) => conversation.id === id);
+  const mine = here.find((conversation) => conversation.id === id);
+  if (stored && mine) catchUp(mine, stored);
+  if (gone.includes(state.current)) openConversation(tree.newConversation());
+  else if (mine && mine === state.current) show();
+  else showFrame();
+}
+
+/** Our copy of a conversation after another tab has stored its own. */
+function catchUp(mine, stored) {
+  const own = writing(mine);
+  tree.takeOver(mine, stored, own);
+  tree.dropMissing(mine, stored, own);
+  retitle(mine, stored.title);
+  mine.changed = Math.max(mine.changed, stored.changed);
+  if (!own) Object.assign(mine, { leaf: stored.leaf, start: stored.start });
+  if (tree.isAhead(mine, stored, own)) keep(mine); // both have stored at the same moment
 }
 
 const closeDrawer = wireDrawer(find("drawer-button"), find("sidebar"), find("scrim"));
@@ -384,7 +405,7 @@ find("messages").addEventListener("click", (event) => {
   if (button) copied(button, button.closest(".code").querySelector("code").source);
 });
 window.addEventListener("pagehide", () => {
-  for (const conversation of state.conversations) if (state.running.has(conversation.id)) save(conversation);
+  for (const conversation of state.conversations.filter(writing)) save(conversation, writing(conversation));
 });
 window.addEventListener("hashchange", () => {
   const asked = state.conversations.find(({ id }) => id === location.hash.slice(1));

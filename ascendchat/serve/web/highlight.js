@@ -56,7 +56,7 @@ const NAMES = {
 export function fillCode(code, source, name) {
   const text = source.replace(/\ue000\d*\ue001?/g, ""); // places of tool calls
   code.source = text;
-  const language = NAMES[name] ?? name;
+  const language = Object.hasOwn(NAMES, name) ? NAMES[name] : name;
   const lexer = Object.hasOwn(PATTERNS, language) && text.length <= MOST_CHARACTERS ? PATTERNS[language] : null;
   const out = document.createDocumentFragment();
   let at = 0;

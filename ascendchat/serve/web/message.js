@@ -6,6 +6,10 @@ import { plainText } from "./tree.js";
 
 const FREE = 8; // ms that a drawing may take and be followed by another in the next frame
 
+const ENDINGS = new Map(
+  Object.entries({ stopped: "stopped", length: "cutLength", context: "cutContext", long: "tooLong" }),
+);
+
 export class MessageView {
   /** place: { number, count } among its siblings. actions: edit, regenerate, retry, enterKey, step, drawn. */
   constructor(node, place, actions) {
@@ -64,7 +68,7 @@ export class MessageView {
     const lost = role === "assistant" && !text && !ended;
     const error = this.node.error ?? (lost ? { kind: "network", message: "", wait: null } : null);
     if (error) return [this.makeError(error)];
-    const name = { stopped: "stopped", length: "cutLength", context: "cutContext", long: "tooLong" }[ended];
+    const name = ENDINGS.get(ended);
     return name ? [say(make("p", { class: "note" }), name)] : [];
   }
 

@@ -1,10 +1,14 @@
 // Conversations and settings in the browser's localStorage: one entry per conversation, so that one damaged entry costs
-// nothing else and two tabs do not overwrite each other's. A full storage loses nothing either: save() says so.
+// nothing else. What two tabs add to one conversation is put together. A full storage loses nothing: save() says so.
+import { takeOver } from "./tree.js";
 
 const PREFIX = "ascendchat.conversation.";
 const SETTINGS = "ascendchat.settings";
 const MOST_CONVERSATIONS = 500;
 const MOST_NODES = 2000;
+
+const LAST_TIME = 8.64e15; // ms: of a Date
+const titles = new WeakMap(); // conversation -> its title as it was last stored, or read
 
 const isText = (value) => typeof value === "string";
 
@@ -18,17 +22,22 @@ export function checked(value) {
     if (!whole || !["user", "assistant"].includes(node.role)) continue;
     const tools = Array.isArray(node.tools) ? node.tools : [];
     nodes.push({
-      ...pick(node, ["id", "parent", "role", "text", "usage", "speed", "ended"]),
-      tools: tools.filter(Boolean).map(({ call, result }) => ({ call: String(call), result: String(result ?? "") })),
+      ...pick(node, ["id", "parent", "role", "text", "usage", "speed"]),
+      ...(isText(node.ended) ? { ended: node.ended } : {}),
+      tools: tools.filter(Boolean).map(({ call, result }) => ({ call: textOf(call), result: textOf(result) })),
     });
     known.add(node.id);
   }
-  const time = (number) => (Number.isFinite(number) ? number : 0);
+  const time = (number) => (Math.abs(number) <= LAST_TIME ? Number(number) : 0);
   const leaf = known.has(value.leaf) ? value.leaf : nodes.at(-1)?.id ?? null;
   const title = isText(value.title) ? value.title : "";
   const start = known.has(value.start) ? value.start : null;
-  return { id: value.id, title, created: time(value.created), changed: time(value.changed), leaf, start, nodes };
+  const found = { id: value.id, title, created: time(value.created), changed: time(value.changed), leaf, start, nodes };
+  titles.set(found, title);
+  return found;
 }
+
+const textOf = (value) => (isText(value) ? value : value === undefined ? "" : JSON.stringify(value));
 
 const pick = (from, names) => Object.fromEntries(names.flatMap((name) => (name in from ? [[name, from[name]]] : [])));
 
@@ -56,12 +65,19 @@ export function loadOne(id) {
   }
 }
 
-/** False when the browser has no room, or there are too many conversations already: the page then says so. */
-export function save(conversation) {
+/** With what other tabs have stored meanwhile; `own`: the answer that this tab is writing. False when the browser has
+ * no room, or there are too many conversations already: the page then says so. */
+export function save(conversation, own) {
   try {
     const name = PREFIX + conversation.id;
     if (localStorage.getItem(name) === null && count() >= MOST_CONVERSATIONS) return false;
+    const stored = loadOne(conversation.id);
+    if (stored) {
+      takeOver(conversation, stored, own);
+      if (conversation.title === titles.get(conversation)) conversation.title = stored.title;
+    }
     localStorage.setItem(name, JSON.stringify(conversation));
+    titles.set(conversation, conversation.title);
     return true;
   } catch {
     return false;
@@ -85,6 +101,12 @@ export function removeAll() {
   } catch {
     // Nothing was stored.
   }
+}
+
+/** Take the title that another tab has stored. */
+export function retitle(conversation, title) {
+  conversation.title = title;
+  titles.set(conversation, title);
 }
 
 /** Another tab saved or removed a conversation: heard(id). */

@@ -96,7 +96,7 @@ export function chooseLanguage() {
   } catch {
     // Storage is switched off.
   }
-  language = chosen in WORDS ? chosen : (navigator.language ?? "en").toLowerCase().startsWith("zh") ? "zh" : "en";
+  language = chosen !== null && Object.hasOwn(WORDS, chosen) ? chosen : (navigator.language ?? "en").toLowerCase().startsWith("zh") ? "zh" : "en";
   translate();
 }
 

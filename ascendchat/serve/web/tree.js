@@ -46,10 +46,45 @@ function newestChild(conversation, id) {
   return conversation.nodes.findLast((node) => node.parent === id)?.id ?? id;
 }
 
+const dropped = new Set(); // ids of nodes that were taken out here
+
 /** Take out a node that has no children (an answer that failed before its first word). */
 export function dropNode(conversation, node) {
+  dropped.add(node.id);
   conversation.nodes = conversation.nodes.filter((other) => other !== node);
   if (conversation.leaf === node.id) conversation.leaf = node.parent;
+}
+
+/** How far a node has come: answers only grow, and then they end. */
+const progress = (node) => (node ? 2 * node.text.length + Number(Boolean(node.ended)) : 0);
+
+/** Take over what another tab has added to the same conversation; true where there was something. `own`: the answer
+ * that this tab is writing. */
+export function takeOver(conversation, stored, own) {
+  const known = new Map(conversation.nodes.map((node) => [node.id, node]));
+  let changed = false;
+  for (const node of stored.nodes) {
+    const here = known.get(node.id);
+    const fits = !dropped.has(node.id) && (node.parent === null || known.has(node.parent));
+    if (here ? here === own || progress(node) <= progress(here) : !fits) continue;
+    if (here) Object.assign(here, node);
+    else conversation.nodes.push(node);
+    known.set(node.id, here ?? node);
+    changed = true;
+  }
+  return changed;
+}
+
+/** Whether something is here that another tab has overwritten. */
+export function isAhead(conversation, stored, own) {
+  const there = new Map(stored.nodes.map((node) => [node.id, node]));
+  return conversation.nodes.some((node) => node !== own && progress(node) > progress(there.get(node.id)));
+}
+
+/** Forget empty answers that another tab has taken out. */
+export function dropMissing(conversation, stored, own) {
+  const stay = new Set([...stored.nodes.map(({ id }) => id), ...conversation.nodes.map(({ parent }) => parent)]);
+  conversation.nodes = conversation.nodes.filter((node) => node === own || node.text || stay.has(node.id));
 }
 
 /** The text without the places of tool calls: what is sent back to the model and copied. */
