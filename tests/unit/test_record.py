@@ -307,3 +307,12 @@ def test_rows_that_a_later_resume_replaced_do_not_count(
     rows = [{"resumed_at": int(row)} if isinstance(row, str) else {"step": row} for row in stored]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert steps(tmp_path) == left
+
+
+@pytest.mark.xfail(strict=True, reason="mend 16")
+@pytest.mark.parametrize("value", ['"7"', "null", "true", "[1]", "{}", '"NaN"', "1e999"])
+@pytest.mark.parametrize("name", ["step", "resumed_at"])
+def test_a_row_whose_step_is_no_number_is_named(name: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"{name}": {value}, "loss": 1.0}}\n')
+    with pytest.raises(UserError, match=r"line 2 is not one of its rows; delete that line"):
+        read_metrics(tmp_path)
