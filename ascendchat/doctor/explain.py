@@ -40,6 +40,7 @@ from ascendchat.doctor.explain_rules import (
 from ascendchat.doctor.explain_symptoms import alike
 
 BLOCK_BYTES = 1 << 20  # bytes read at a time
+LONGEST_LINE = 4 << 20  # bytes of one line that are looked at, and its end; a dump of data may have no line breaks
 REACH = 1000  # characters of a line looked at on either side of the plain text; a line may be megabytes long
 SHOWN_CHARS = 300  # characters of a line that are shown
 MOST_CODES = 50  # different codes that are kept; a damaged log may hold thousands
@@ -105,14 +106,18 @@ class _Scan:
         folder = ATTEMPT.search(name)
         self.files, self.name, self.lines, self.clock = self.files + 1, name, 0, b""
         self.attempt = (int(folder[1]) if folder else 0, 0)
-        rest = b""
+        rest, looked = b"", 0  # of a line without an end so far; a progress bar writes many texts on one line
         for data in _blocks(stream, name):
-            whole, newline, tail = (rest + data).rpartition(b"\n")
-            if newline:
-                self._block(whole + newline)
-            rest = tail
+            held = rest + data
+            end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
+            if end:
+                self._block(held[:end])
+                looked = 0
+            rest = held[end:]
             if len(rest) > BLOCK_BYTES:  # a line longer than a block: keep only its end
-                self._block(rest[:-REACH])
+                if looked < LONGEST_LINE:
+                    self._block(rest[:-REACH])
+                    looked += len(rest)
                 rest = rest[-REACH:]
         self._block(rest)
 

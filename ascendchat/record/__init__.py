@@ -169,7 +169,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and ("step" in row or "resumed_at" in row) else None
+    if not isinstance(row, dict) or not row.keys() & {"step", "resumed_at"}:
+        return None
+    at = row.get("resumed_at", row.get("step"))
+    return row if isinstance(at, (int, float)) and not isinstance(at, bool) and math.isfinite(at) else None
 
 
 def whole_size(path: Path) -> int:

@@ -309,7 +309,6 @@ def test_rows_that_a_later_resume_replaced_do_not_count(
     assert steps(tmp_path) == left
 
 
-@pytest.mark.xfail(strict=True, reason="mend 16")
 @pytest.mark.parametrize("value", ['"7"', "null", "true", "[1]", "{}", '"NaN"', "1e999"])
 @pytest.mark.parametrize("name", ["step", "resumed_at"])
 def test_a_row_whose_step_is_no_number_is_named(name: str, value: str, tmp_path: Path) -> None:
