@@ -179,6 +179,8 @@ def conversations(
         nonlocal reader
         row = arrange(row) if arrange else row
         reader = reader or detect(row, path)
+        if reader not in (dpo, text) and str(row.get("label")).lower() == "false":  # as KTO's rows are marked
+            raise ValueError("a reply of the label false would be learnt; leave out what is not to be learnt")
         return [checked(one) for one in reader(filled(row, slots) if slots else row)]
 
     for of_row in read_rows(path, read_row, limit=limit, say=say):

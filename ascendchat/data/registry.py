@@ -26,7 +26,7 @@ from ascendchat.data.fetch import SETS, folder_of
 from ascendchat.data.mixture import entry_text, parse_entry
 from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
-from ascendchat.data.turns import CALLS
+from ascendchat.data.turns import CALLS, LEARNT
 
 INFO = "dataset_info.json"
 USUAL_DIR = "data"  # where LLaMA-Factory looks for it
@@ -219,7 +219,8 @@ def of_alpaca(columns: Mapping[str, str], tags: Mapping[str, str], ranking: bool
     wanted = {"instruction": columns.get("prompt", "instruction"), "input": columns.get("query")}
     wanted |= {name: columns.get(name) for name in ("system", "tools", "history")}
     replies = ("chosen", "rejected") if ranking else ()
-    wanted |= {name: columns.get(name, name) for name in replies} or {"output": columns.get("response", "output")}
+    usual = {"output": columns.get("response", "output"), "label": "label"}
+    wanted |= {name: columns.get(name, name) for name in replies} or usual
     return lambda row: renamed(row, wanted, ("instruction", *replies))
 
 
@@ -230,14 +231,15 @@ def of_turns(own: tuple[str, str, str], columns: Mapping[str, str], tags: Mappin
     speakers = {tags.get(tag, usual): ours for tag, (usual, ours) in TAGS.items()}
     wanted: dict[str, str | None] = {column: columns.get("messages", column)}
     wanted |= {name: columns.get(name) for name in ("system", "tools")}
-    wanted |= {name: columns.get(name, name) for name in (("chosen", "rejected") if ranking else ())}
+    wanted |= {name: columns.get(name, name) for name in (("chosen", "rejected") if ranking else ("label",))}
 
     def turn(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
         calls = {name: entry[name] for name in CALLS if entry.get(name)}
         said = {} if calls and content not in entry else {text: entry[content]}
-        return {speaker: speakers.get(entry[role], entry[role]), **said, **calls}
+        marks = {name: entry[name] for name in LEARNT if name in entry}
+        return {speaker: speakers.get(entry[role], entry[role]), **said, **calls, **marks}
 
     def arrange(row: TableRow) -> TableRow:
         found = renamed(row, wanted, (column,))

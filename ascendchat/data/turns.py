@@ -25,15 +25,22 @@ ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assi
 }
 SPEAKERS = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
 TOOLS_OFFERED = "You can call these tools:\n"
+LEARNT = "weight", "loss", "train", "training"  # of a message: 0 or false where it is not to be learnt
+NO = (0, "0", "false", "False")  # as the columns of a csv have it, too
 
 
 def message(role: str, content: str | Sequence[Part]) -> Message:
     return {"role": role, "content": content if isinstance(content, str) else list(content)}
 
 
+def role_of(speaker: Any) -> str | None:
+    """The role of a speaker of any tradition, if it is known."""
+    return SPEAKERS.get(str(speaker).strip().lower())
+
+
 def spoken(speaker: Any, content: Any) -> Message:
     """A message from a speaker of any tradition; a function call is a part of the assistant's turn."""
-    role = SPEAKERS.get(str(speaker).strip().lower())
+    role = role_of(speaker)
     if role is None:
         raise ValueError(f"the speaker {speaker!r} is unknown (known: {', '.join(SPEAKERS)})")
     if isinstance(content, list):  # parts: ours, or those of the OpenAI interface
@@ -46,10 +53,14 @@ def spoken(speaker: Any, content: Any) -> Message:
 
 def turn(entry: TableRow) -> Message:
     """ShareGPT's from and value; or role and content, where a message that calls tools needs no content."""
+    speaker = entry["from" if "from" in entry else "role"]
+    mark = next((name for name in LEARNT if entry.get(name) in NO), "")
+    if mark and role_of(speaker) in ("assistant", "call"):
+        raise ValueError(
+            f"a reply of {mark} {entry[mark]} would be learnt like the others; leave out what is not to be learnt"
+        )
     if "from" in entry:
-        return spoken(entry["from"], entry["value"])
-    if entry.get("weight") == 0 and entry["role"] == "assistant":
-        raise ValueError("a reply of weight 0 would be learnt like the others; leave out what is not to be learnt")
+        return spoken(speaker, entry["value"])
     calls = entry.get(CALLS[0]) or ([entry[CALLS[1]]] if entry.get(CALLS[1]) else [])
     if not calls:
         return spoken(entry["role"], or_empty(entry["content"]))

@@ -198,13 +198,46 @@ def test_a_part_the_renderer_does_not_know_is_refused_where_it_is_read(
         assert words in str(caught.value)
 
 
-def test_a_reply_that_is_not_to_be_learnt_is_not_learnt_in_silence(tmp_path: Path) -> None:
-    """As OpenAI's fine-tuning marks it."""
-    talk = [USER, {"role": "assistant", "content": "2", "weight": 1}, {**USER, "weight": 0}]
-    rows = [{"messages": [*talk, {"role": "assistant", "content": "3", "weight": weight}]} for weight in (1, 0)]
-    assert len(list(conversations(write(tmp_path, rows[:1])))) == 1
-    with pytest.raises(UserError, match=r"data\.jsonl: 1 of 2 rows cannot be read: line 2: a reply of weight 0"):
-        list(conversations(write(tmp_path, rows)))
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ({"role": "assistant", "content": "3", "weight": 0}, "a reply of weight 0 would"),
+        ({"role": "model", "content": "3", "weight": 0.0}, "a reply of weight 0.0 would"),
+        ({"from": "gpt", "value": "3", "weight": 0}, "a reply of weight 0 would"),
+        ({"role": "assistant", "content": "3", "loss": False}, "a reply of loss False would"),
+        ({"role": "assistant", "content": "3", "train": "false"}, "a reply of train false would"),
+        ({"from": "gpt", "value": "3", "training": False}, "a reply of training False would"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], "loss": False}, "a reply of loss False"),
+    ],
+)
+def test_a_reply_that_is_not_to_be_learnt_is_not_learnt_in_silence(
+    tmp_path: Path, reply: dict[str, Any], words: str
+) -> None:
+    """As OpenAI's fine-tuning, ms-swift and axolotl mark it; what others say needs no mark, and null is none."""
+    marks = dict.fromkeys(("weight", "loss", "train", "training"))
+    talk = [{**USER, "weight": 0, "loss": False}, {**REPLY, **marks}, USER]
+    fine = {**reply, **{name: 1 for name in marks if name in reply}}
+    assert len(list(conversations(write(tmp_path, [{"messages": [*talk, fine]}])))) == 1
+    with pytest.raises(UserError, match=rf"data\.jsonl: 1 of 2 rows cannot be read: line 2: {words}"):
+        list(conversations(write(tmp_path, [{"messages": [*talk, fine]}, {"messages": [*talk, reply]}])))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "p", "completion": "worse"},
+        {"messages": [USER, REPLY]},
+        {"conversations": [USER, REPLY]},
+        {"instruction": "p", "output": "worse"},
+        {"question": "p", "answer": "worse"},
+    ],
+)
+def test_a_reply_of_the_label_false_is_not_learnt(tmp_path: Path, row: dict[str, Any]) -> None:
+    """As TRL's and ms-swift's KTO mark it; a number is the class of something."""
+    rows = [{**row, "label": label} for label in (True, None, 0, 1, False)]
+    said: list[str] = []
+    assert len(list(conversations(write(tmp_path, rows), say=said.append))) == 4
+    assert said[0].startswith("data.jsonl: 1 of 5 rows cannot be read: line 5: a reply of the label false")
 
 
 @pytest.mark.parametrize(
