@@ -5,10 +5,12 @@ HumanEval(source="DIR").correct(0, "```python\\ndef has_close_elements(...): ...
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import textwrap
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from ascendchat import sandbox
@@ -43,13 +45,39 @@ def code_of(reply: str, name: str) -> str:
 
 def program(reply: str, test: str | Sequence[str], starter: str = "", entry_point: str = "") -> tuple[str, str]:
     """The answer behind what the question gives (`starter`: imports, other functions, the head of the function), and
-    the tests: one text or several, run behind the answer. HumanEval's define check(f), and `entry_point` names f."""
+    the tests: one text or several, run behind the answer. HumanEval's define check(f), and `entry_point` names f. A
+    ValueError where they would run nothing of the answer, since then every answer would be right."""
     tests = test if isinstance(test, str) else "\n".join(test)
-    call = f"\n\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", tests, re.M) else "\n"
+    call = f"\n\ncheck({entry_point})\n" if entry_point and defines(tests, "check") else "\n"
+    if idle := runs_nothing(f"{tests}{call}"):
+        raise ValueError(idle)
     code, given = code_of(reply, entry_point), starter
     if entry_point and defines(code, entry_point) and f"def {entry_point}" in starter:  # else only the body
         given = starter[: starter.rindex(f"def {entry_point}")]
     return f"{given}{code}\n", f"{tests}{call}"
+
+
+@lru_cache(maxsize=1024)  # many answers have the same tests
+def runs_nothing(tests: str) -> str:
+    """What tests lack that only define functions, or have no statement at all; "" of others."""
+    try:
+        tree = ast.parse(tests)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""  # the sandbox says so: no answer is right
+    if defines(tests, "check") and not any(_is_call(node, "check") for node in ast.walk(tree)):
+        return "its test defines check(), which nothing calls: the column entry_point must name the function to check"
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.Call, ast.Assert, ast.Raise)):
+            return ""
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            left += ast.iter_child_nodes(node)
+    return "its column test runs nothing: it needs an assert, or a call of the functions that it defines"
+
+
+def _is_call(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
 def judged(answer: str, tests: str) -> sandbox.Result:

@@ -55,6 +55,53 @@ def test_code_runs_in_the_sandbox() -> None:
     assert terms.code("q", "def f():\n    return 1", test=["assert f() == 1", "assert f() > 2"]) == 0.0
 
 
+CHECK = "def check(f):\n    assert f(2) == 4\n"
+CLASS = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(sq(2), 4)\n"
+
+
+@pytest.mark.parametrize("test", [CHECK, "METADATA = dict(author='a')\n" + CHECK, ["", CHECK]])
+def test_tests_in_a_function_need_the_name_of_what_they_check(test: object) -> None:
+    for term in (terms.code, terms.answer):
+        with pytest.raises(ValueError, match="the column entry_point must name the function"):
+            term("q", "def sq(x):\n    return 0", test=test)
+
+
+@pytest.mark.parametrize(
+    ("test", "entry_point"),
+    [
+        ("  \n", ""),
+        ("# todo", ""),
+        ([""], ""),
+        ("pass", "sq"),
+        ('"""sq(2) is 4"""', ""),
+        ("import math\nWANTED = 4", ""),
+        ("def test_sq():\n    assert sq(2) == 4", ""),
+        ("def test_sq():\n    assert sq(2) == 4", "sq"),
+        ("async def check(f):\n    assert f(2) == 4", "sq"),
+        ("check = lambda f: f(2) == 4 or 1 / 0", "sq"),
+        (CLASS, ""),
+    ],
+)
+def test_tests_that_run_nothing_make_no_answer_right(test: object, entry_point: str) -> None:
+    with pytest.raises(ValueError, match="its column test runs nothing"):
+        terms.code("q", "def sq(x):\n    return 0", test=test, entry_point=entry_point)
+
+
+@pytest.mark.parametrize(
+    ("test", "entry_point"),
+    [
+        (CHECK + "check(sq)", ""),
+        (CHECK + "def main():\n    check(sq)\nmain()", ""),
+        (CHECK.replace("check", "check "), "sq"),
+        (CLASS + "if __name__ == '__main__':\n    unittest.main(exit=False).result.wasSuccessful() or 1 / 0", ""),
+        ("if sq(2) != 4:\n    raise SystemExit(1)", ""),
+        ("assert sq(2 == 4", ""),  # no Python: no answer is right, as any test that fails
+    ],
+)
+def test_tests_that_call_what_they_define_judge(test: str, entry_point: str) -> None:
+    assert terms.code("q", "def sq(x):\n    return 0", test=test, entry_point=entry_point) == 0.0
+
+
 def test_toyworld_judges_as_the_task_does() -> None:
     for name in ("toy_problems", "toy_arithmetic_en", "toy_fact_zh", "toy_choice_en"):
         task = load(name, "train")
