@@ -54,7 +54,8 @@ JSON_OPTIONS: dict[str, Any] = {
     "json_allowed_escapes": 'nrbtf\\"',
     "json_allow_general_unicode_escapes": False,
 }
-
+DATA = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by any name
 
 Value = TypeVar("Value")
 
@@ -84,7 +85,7 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     elif grammar.kind == "regex":
         source = LLMatcher.grammar_from_regex(grammar.text)
     else:
-        schema = '{"type": "object"}' if grammar.kind == "json" else _with_moved_borders(grammar.text)
+        schema = '{"type": "object"}' if grammar.kind == "json" else with_moved_borders(grammar.text)
         source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
     made = LLMatcher(tokens, source, log_level=0, limits=limits)
@@ -95,38 +96,53 @@ def compiled(tokens: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return made
 
 
-def _with_moved_borders(text: str) -> str:
+def with_moved_borders(text: str) -> str:
     """A schema in which certain exclusive borders are inclusive ones a thousand-millionth further on: llguidance 1.9
-    allows 5 where a number must be above 5 and at most 5.5, as with any whole border less than 1 away from the other.
-    """
+    allows 5 where a number must be above 5 and at most 5.5, as with any whole border less than 1 away from another one
+    that is further from 0. The other one may stand in another part of the schema (`allOf`, `$ref`)."""
     if '"exclusiveM' not in text:
         return text
     try:
-        return json.dumps(_moved(json.loads(text)))
+        whole = json.loads(text)
     except (ValueError, RecursionError):
         return text  # the compiler says what is wrong with it
-
-
-def _moved(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_moved(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    data = ("const", "enum", "default", "examples")  # not schemas, whatever they look like
-    made = {name: content if name in data else _moved(content) for name, content in schema.items()}
-    numbers = {name: content for name, content in made.items() if type(content) in (int, float)}
+    parts = _schemas(whole)
     for exclusive, inclusive, sign, others in (
         ("exclusiveMinimum", "minimum", 1, ("maximum", "exclusiveMaximum")),
         ("exclusiveMaximum", "maximum", -1, ("minimum", "exclusiveMinimum")),
     ):
-        border = numbers.get(exclusive)
-        near = any(abs(numbers[name] - border) < 1 for name in others if name in numbers and border is not None)
-        if border is not None and near and border % 1 == 0:
-            moved = border + sign * 1e-9
-            given = numbers.get(inclusive, moved)
-            made[inclusive] = max(moved, given) if sign > 0 else min(moved, given)
-            del made[exclusive]
-    return made
+        ends = [abs(end) for part in parts for end in _borders(part, *others) if end * sign > 0]
+        near = {end // 1 for end in ends if end % 1}
+        for part in parts:
+            for border in _borders(part, exclusive):
+                size = border * sign
+                if size >= 0 and size in near:
+                    moved = size + max(1e-9, size * 1e-15)  # it compares 15 digits
+                    part[inclusive] = sign * max([moved, *(sign * given for given in _borders(part, inclusive))])
+                    del part[exclusive]
+    return json.dumps(whole)
+
+
+def _schemas(whole: Any) -> list[dict[str, Any]]:
+    """Every schema in one, itself too; not by recursion, since a stranger says how deep it is."""
+    found, left = [], [whole]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        elif isinstance(each, dict):
+            found.append(each)
+            for name, content in each.items():
+                if name in NAMED and isinstance(content, dict):
+                    left += content.values()
+                elif name not in DATA:
+                    left.append(content)
+    return found
+
+
+def _borders(part: dict[str, Any], *names: str) -> list[float]:
+    """The numbers under these names; beyond 1e14 floats have hardly anything behind the point."""
+    return [part[name] for name in names if type(part.get(name)) in (int, float) and abs(part[name]) < 1e14]
 
 
 def too_long(grammar: Grammar) -> str:

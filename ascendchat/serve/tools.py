@@ -21,7 +21,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.infer.grammar import JSON_OPTIONS
+from ascendchat.infer.grammar import JSON_OPTIONS, with_moved_borders
 from ascendchat.infer.request import Grammar
 from ascendchat.serve.protocol import ChosenTool, Function, ResponseFormat, Tool, ToolCall, ToolChoice
 
@@ -97,7 +97,7 @@ class Tools:
 
 def inline(schema: dict[str, Any]) -> str:
     """A schema inside a Lark grammar, read as one that stands alone is."""
-    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+    return with_moved_borders(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
 
 
 def signature(function: Function) -> str:

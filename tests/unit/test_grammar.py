@@ -16,7 +16,7 @@ import pytest
 
 from ascendchat.infer import grammar as module
 from ascendchat.infer import trial
-from ascendchat.infer.grammar import Grammars, Matcher, compiled, grammars, vocabulary
+from ascendchat.infer.grammar import Grammars, Matcher, compiled, grammars, vocabulary, with_moved_borders
 from ascendchat.infer.request import Grammar
 from ascendchat.infer.trial import TOO_MUCH
 
@@ -125,11 +125,30 @@ def test_a_key_cannot_be_written_a_second_time_by_escapes() -> None:
         ({"exclusiveMinimum": 0, "minimum": -3, "exclusiveMaximum": 0.5}, ["0.25"], ["0", "-0", "-1"]),
         ({"exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}, ["0.25", "0.375"], ["0", "0.0", "0.125"]),
         ({"exclusiveMinimum": 5, "maximum": 8}, ["6", "7", "8"], ["5", "9"]),
+        ({"minimum": 5.5, "exclusiveMaximum": 6}, ["5.5", "5.99"], ["6", "6.0", "5"]),
+        ({"allOf": [{"exclusiveMinimum": 5}, {"maximum": 5.5}]}, ["5.25", "5.5"], ["5", "6"]),
+        ({"$defs": {"default": {"exclusiveMinimum": 5}}, "$ref": "#/$defs/default", "maximum": 5.5}, ["5.5"], ["5"]),
+        ({"exclusiveMinimum": 10**10, "maximum": 10**10 + 0.5}, ["10000000000.25"], ["10000000000"]),
+        ({"exclusiveMinimum": 0}, ["0.0000000001", "7"], ["0", "-1"]),
     ],
 )
 def test_exclusive_borders_are_outside(borders: Any, inside: list[str], outside: list[str]) -> None:
     grammar = schema(type="number", **borders)
     assert [text for text in [*inside, *outside] if may_be_whole(grammar, text)] == inside
+
+
+@pytest.mark.parametrize("name", ["const", "enum", "default", "examples", "properties"])
+def test_exclusive_borders_of_a_property_are_outside_whatever_its_name(name: str) -> None:
+    inner = {"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}
+    grammar = schema(type="object", properties={name: inner}, required=[name], additionalProperties=False)
+    assert [text for text in ("5", "5.25") if may_be_whole(grammar, f'{{"{name}":{text}}}')] == ["5.25"]
+
+
+def test_a_schema_with_borders_may_be_deep_or_no_json() -> None:
+    deep = '{"exclusiveMinimum": 1, "not": ' * 200 + '{"maximum": 1.5}' + "}" * 200
+    assert with_moved_borders(deep).count("1.000000001") == 200
+    for text in ('{"exclusiveMinimum": 1', '{"exclusiveMinimum": 1e999, "maximum": NaN}', "[" * 10**5 + '"exclusiveM'):
+        assert with_moved_borders(text)
 
 
 def test_exclusive_borders_of_whole_numbers_are_outside() -> None:

@@ -9,13 +9,14 @@ import engine_models as make
 import pytest
 from pydantic import ValidationError
 
-from ascendchat.infer.request import Piece
+from ascendchat.infer.grammar import compiled, vocabulary
+from ascendchat.infer.request import Grammar, Piece
 from ascendchat.infer.text import TextStream
 from ascendchat.serve.errors import explained
 from ascendchat.serve.messages import Part
-from ascendchat.serve.protocol import ChatRequest, Function
+from ascendchat.serve.protocol import ChatRequest, Function, Tool
 from ascendchat.serve.tokens import TokenReport, chat_logprobs, text_logprobs
-from ascendchat.serve.tools import CallReader, native, whole_calls
+from ascendchat.serve.tools import CallReader, Tools, native, whole_calls
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials
@@ -66,6 +67,26 @@ def test_a_calculator_with_rules_of_its_own_is_not_the_models() -> None:
     assert not native(tool(type="string", pattern="^1"))
     assert not native(tool(type="number"))
     assert not native(Function(name="calculator"))
+
+
+@pytest.mark.parametrize("where", ["arguments", "an answer beside tools"])
+def test_exclusive_borders_are_outside_where_tools_are(where: str) -> None:
+    """They go into another kind of grammar than an answer alone."""
+    number = {"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}
+    schema = {"type": "object", "properties": {"v": number}, "required": ["v"], "additionalProperties": False}
+    called = where == "arguments"
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema if called else {}}}
+    tools = Tools.of([Tool.model_validate(tool)], "auto", None)
+    assert tools is not None
+    grammar = tools.grammar(TEXT, None if called else Grammar("json_schema", json.dumps(schema)))
+    start = compiled(vocabulary(TEXT), grammar)
+
+    def fits(value: str) -> bool:
+        matcher, text = start.deep_copy(), f'{{"v":{value}}}'
+        ids = call(f'{{"name":"f","arguments":{text}}}') if called else TEXT.encode(text)
+        return all(matcher.consume_token(token) for token in ids) and matcher.is_accepting()
+
+    assert [value for value in ("5", "5.25", "5.5", "6") if fits(value)] == ["5.25", "5.5"]
 
 
 def parts_of(ids: list[int], stop: tuple[str, ...], size: int) -> Iterator[Part]:
