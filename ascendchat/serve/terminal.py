@@ -156,6 +156,8 @@ class Chat:
             write_atomic(Path(value).expanduser(), json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             return say(f"cannot write {value}: {error.strerror}")
+        except (ValueError, RuntimeError):  # "." or a NUL, the home of nobody
+            return say(f"cannot write {value}: it names no file")
         return say(f"saved {len(self.messages)} messages to {value}")
 
 

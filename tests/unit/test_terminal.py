@@ -115,6 +115,14 @@ def test_a_pipe_is_answered_line_by_line_and_commands_work(chat: Ask, tmp_path: 
     assert len(json.loads((tmp_path / "short.json").read_text())["messages"]) == 3, "reset keeps the system message"
 
 
+@pytest.mark.parametrize("name", [".", "/", "..", "~nobody-of-this-name/x", "a\0b", "a" * 300])
+def test_a_name_that_is_no_file_ends_no_conversation(chat: Ask, name: str) -> None:
+    save()
+    out, err = chat(f"hi\n/save {name}\nand?\n")
+    assert out == "你好!\n" * 2
+    assert f"cannot write {name}: " in err
+
+
 @pytest.mark.parametrize("flags", [("-p", "hi"), ()])
 def test_control_characters_of_the_model_are_shown_and_not_obeyed(
     chat: Ask, flags: tuple[str, ...], tmp_path: Path
