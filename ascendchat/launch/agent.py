@@ -11,10 +11,14 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ascendchat.launch.rank import die_with_parent
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def report(path: Path, result: dict[str, Any]) -> None:
@@ -25,6 +29,14 @@ def report(path: Path, result: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
+
+
+def killed(failures: Mapping[int, ProcessFailure]) -> list[int]:
+    """Ranks that torchrun had to kill, which is the last that it does: a second at least after the first failure."""
+    first = min(failure.timestamp for failure in failures.values())
+    return [
+        rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGKILL and failure.timestamp > first
+    ]
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +51,7 @@ def main(argv: list[str]) -> int:
         run(parse_args(argv[1:]))
     except ChildFailedError as error:
         failed = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
-        report(result, {"failed": failed})
+        report(result, {"failed": failed, "killed": killed(error.failures)})
         return 1
     except SignalException as error:
         report(result, {"signal": int(error.sigval)})

@@ -220,14 +220,17 @@ def attempt_result(
         return AttemptResult(128 + stopped, log_file(folder, 0), stopped=stopped)
     failed = {int(rank): status for rank, status in result.get("failed", {}).items()}
     if failed:
-        # A rank that torchrun stopped (SIGTERM) is not the cause. Of the others, the one whose log ended first is.
+        # A rank that torchrun stopped (SIGTERM, then SIGKILL) is not the cause. Of the others, the one whose log ended
+        # first is.
+        victims = {rank for rank, status in failed.items() if status in STOPPED} | set(result.get("killed", ()))
+
         def order(rank: int) -> tuple[bool, float, int]:
             log = log_file(folder, rank)
-            return failed[rank] in STOPPED, log.stat().st_mtime if log.exists() else 0.0, rank
+            return rank in victims, log.stat().st_mtime if log.exists() else 0.0, rank
 
         first = min(failed, key=order)
         status = failed[first] if failed[first] >= 0 else 128 - failed[first]
-        others = tuple(sorted(rank for rank in failed if rank != first and failed[rank] not in STOPPED))
+        others = tuple(sorted(rank for rank in failed if rank != first and rank not in victims))
         return AttemptResult(status, log_file(folder, first), first, others, shown and first == 0)
     if "error" in result:
         return AttemptResult(1, agent_log, port_taken=bool(result.get("port_taken")), detail=str(result["error"]))

@@ -181,6 +181,19 @@ def test_the_rank_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
     assert str(tmp_path / "rank_1.log") in text
 
 
+@pytest.mark.parametrize(("status", "ended"), [(3, 3), (2, 2), (-9, 137)])
+def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path: Path, status: int, ended: int) -> None:
+    """It did not heed SIGTERM and had waited for the rank that failed: its log is older."""
+    for rank, when in ((0, 100), (1, 200), (2, 300)):
+        log = tmp_path / f"rank_{rank}.log"
+        log.write_text(f"last words of {rank}\n")
+        os.utime(log, (when, when))
+    result = {"failed": {"0": -9, "1": status, "2": -15}, "killed": [0]}
+    outcome = supervise.attempt_result(result, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
+    assert (outcome.rank, outcome.status, outcome.others, outcome.shown) == (1, ended, (), False)
+    assert "last words of 1" in launch.failure_text(outcome)
+
+
 @pytest.mark.parametrize(
     ("result", "code", "stopped", "status", "said"),
     [
@@ -212,10 +225,15 @@ def test_torchrun_tells_how_it_ended(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     failure = ProcessFailure(local_rank=1, pid=2, exitcode=7, error_file="<none>")
+    endings = {}
+    for rank, exitcode, when in ((0, -9, 40), (1, 7, 10), (2, -9, 10), (3, 1, 11)):
+        endings[rank] = ProcessFailure(local_rank=rank, pid=2, exitcode=exitcode, error_file="<none>")
+        endings[rank].timestamp = when
     busy = {"error": "RuntimeError: EADDRINUSE at 29500", "port_taken": True}
     for error, status, told in (
         (None, 0, {}),
-        (ChildFailedError("x", {1: failure}), 1, {"failed": {"1": 7}}),
+        (ChildFailedError("x", {1: failure}), 1, {"failed": {"1": 7}, "killed": []}),
+        (ChildFailedError("x", endings), 1, {"failed": {"0": -9, "1": 7, "2": -9, "3": 1}, "killed": [0]}),
         (SignalException("x", signal.SIGTERM), 128 + signal.SIGTERM, {"signal": 15}),
         (RuntimeError("EADDRINUSE at 29500"), 1, busy),
         (ValueError("odd"), 1, {"error": "ValueError: odd", "port_taken": False}),
