@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import resource
 import signal
 import socket
@@ -69,6 +70,22 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def settings(guard: Guard, config: ServeConfig) -> uvicorn.Config:
+    """Of the server. A client is who has connected, whatever its headers say, unless $FORWARDED_ALLOW_IPS (uvicorn's
+    own) names the proxies that are believed."""
+    return uvicorn.Config(
+        guard,
+        http=protocol(Limits(config.client_timeout, config.max_connections)),
+        ws="none",
+        log_config=None,
+        log_level="critical",  # Guard logs what matters; a client that sends nonsense is not worth a line
+        server_header=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        proxy_headers=bool(os.environ.get("FORWARDED_ALLOW_IPS")),
+    )
+
+
 async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: AccessLog) -> int:
     """Start the workers, answer, and end in order: no new requests, answers finish, workers go. A second signal ends
     at once."""
@@ -85,17 +102,7 @@ async def serve(config: ServeConfig, listener: socket.socket, keys: Keys, log: A
         reader = Reader(config, folder)
         app = application(Service(config, pool, open_tokenizer(folder), reader))
         app.include_router(metrics.routes(pool))
-        settings = uvicorn.Config(
-            Guard(app, config, keys, log),
-            http=protocol(Limits(config.client_timeout, config.max_connections)),
-            ws="none",
-            log_config=None,
-            log_level="critical",  # Guard logs what matters; a client that sends nonsense is not worth a line
-            server_header=False,
-            lifespan="off",
-            backlog=BACKLOG,
-        )
-        server = Server(settings)
+        server = Server(settings(Guard(app, config, keys, log), config))
         host, port = listener.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"

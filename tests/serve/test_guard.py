@@ -20,7 +20,7 @@ from running_server import CHAT
 from ascendchat.config import parse
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Piece
-from ascendchat.serve import metrics
+from ascendchat.serve import command, metrics
 from ascendchat.serve.guard import AccessLog, Guard, replay
 from ascendchat.serve.keys import Keys
 from ascendchat.serve.messages import Part
@@ -97,8 +97,9 @@ class Guarded:
             self.reached += 1
             await app(scope, receive, send)
 
-        config = parse(ServeConfig, ["--max-body", str(MOST), *flags])
-        self.guard = Guard(counted, config, Keys([*keys]), AccessLog(str(self.log)))
+        self.config = parse(ServeConfig, ["--max-body", str(MOST), *flags])
+        self.guard = Guard(counted, self.config, Keys([*keys]), AccessLog(str(self.log)))
+        self.server: Any = self.guard
 
     def ask(
         self,
@@ -128,7 +129,7 @@ class Guarded:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        asyncio.run(asyncio.wait_for(self.guard(scope, receive, send), 60))
+        asyncio.run(asyncio.wait_for(self.server(scope, receive, send), 60))
         return Reply(sent, json.loads(self.log.read_text().splitlines()[-1]))
 
 
@@ -256,6 +257,22 @@ def test_a_key_that_is_too_busy_waits_and_the_others_do_not(keyed: Guarded) -> N
     assert (busy.refused, keyed.reached) == ((429, "rate_limit_exceeded"), 2)
     assert 1 <= int(busy.headers["retry-after"]) <= 30
     assert [keyed.ask(MODELS, client=("10.0.0.9", 1)).status for _ in range(3)] == [401, 401, 429], "guesses, too"
+
+
+@pytest.mark.parametrize("proxy", ["", "127.0.0.1"])
+def test_who_a_client_is_says_no_header_but_that_of_a_proxy_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", proxy)
+    guarded = Guarded(tmp_path, "--rate-limit=2")
+    whole = command.settings(guarded.guard, guarded.config)
+    whole.load()
+    guarded.server = whole.loaded_app
+    answers = [guarded.ask(MODELS, ("X-Forwarded-For", f"10.0.0.{i}")) for i in range(3)]
+    assert [answer.status for answer in answers] == ([200] * 3 if proxy else [200, 200, 429])
+    assert answers[2].line["client"] == ("10.0.0.2" if proxy else "127.0.0.1")
+    stranger = guarded.ask(MODELS, ("X-Forwarded-For", "10.0.0.7"), client=("10.9.9.9", 1))
+    assert stranger.line["client"] == "10.9.9.9"
 
 
 # ---- what is asked ----------------------------------------------------------------------------------
