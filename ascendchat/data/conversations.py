@@ -10,14 +10,17 @@
 | openai    | messages (role, content, tool_calls); system, tools     | tools are listed in the system message         |
 | sharegpt  | conversations (from, value); system, tools              | the same                                       |
 | dpo       | chosen, rejected beside a prompt: see pairs.py          | the conversation up to the chosen reply        |
-| alpaca    | instruction, input, output or response; system, history | input (Dolly: context) follows the instruction |
+| alpaca    | instruction, input, output or response                  | input (Dolly: context) follows the instruction |
 | bilingual | en_instruction, en_output, zh_instruction, ...          | one conversation per language                  |
-| choice    | question, choices, gold, answer or answerKey            | `chat.render_choice` and the letter            |
+| choice    | question; choices, options or A, B ...; answer, gold... | `chat.render_choice` and the letter            |
 | question  | question, answer                                        | <<48/2=24>> becomes a call of the calculator   |
 | pair      | query, prompt, question or input with response,         | one exchange behind the history; lists of      |
-|           | completion, output or answer; system, history           | messages stay as they are                      |
+|           | completion, output or answer                            | messages stay as they are                      |
 | text      | text                                                    | turns at `### Human:`; else one reply          |
 | reasoned  | tsv of three columns: question, answer, explanation     | the explanation, then the answer               |
+
+`system` (or `system_prompt`), `tools`, `history`, `input`, `context` and `passage` beside any prompt belong to it. The
+columns that were not used are named, once for a file.
 
 Rows that cannot be read are counted and left out, and the first of them are named. More than 1 % of them in a file is
 an error, as for `ascendchat data prepare`; but a single one is not, unless it is half of the file.
@@ -33,12 +36,25 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, Part, render_choice
 from ascendchat.data.pairs import PAIR_COLUMNS, talk_of
-from ascendchat.data.tables import Allowance, TableRow, check_table, read_rows
-from ascendchat.data.turns import asked, cell, checked, history, message, opened, opening, said, spoken, turns
+from ascendchat.data.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
+from ascendchat.data.turns import (
+    ABOUT,
+    asked,
+    cell,
+    checked,
+    column,
+    history,
+    message,
+    opened,
+    opening,
+    said,
+    spoken,
+    turns,
+)
 from ascendchat.record.console import inert
 
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
-CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
+CALCULATION = re.compile(r"<<([^<>=]*\d[^<>=]*)=([^<>]*)>>")  # with a number: a << b = c >> d is a program
 PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
 
 
@@ -59,26 +75,37 @@ def alpaca(row: TableRow) -> Iterator[Conversation]:
 
 
 def pair(row: TableRow) -> Iterator[Conversation]:
-    yield opening(row) + history(row) + said(cell(row, PROMPT), "user") + said(cell(row, REPLY), "assistant")
+    ask = said(asked(row, column(row, PROMPT)), "user")
+    yield opened(row, history(row) + ask) + said(cell(row, REPLY), "assistant")
 
 
 def bilingual(row: TableRow) -> Iterator[Conversation]:
     for language in ("en", "zh"):
-        own = {key[3:]: value for key, value in row.items() if key.startswith(f"{language}_")}
+        own = {key[3:]: row[key] for key in row if key.startswith(f"{language}_")}
         yield from alpaca(own)
 
 
 def parse_choice(row: TableRow) -> tuple[str, list[str], int]:
     """Question, choices, and which of them is right, of a multiple-choice row as anybody publishes it: the choices are
-    a list, texts with labels (ARC: {"text": [...], "label": ["A", ...] or ["1", ...]}) or columns A, B, C ...; the
-    right one is named by its number, letter or label."""
-    asked, gold = cell(row, "question|Question|query"), cell(row, "gold|answer|Answer|answerKey")
-    choices, labels = row.get("choices"), list(LETTERS)
+    a list, texts with labels (ARC: {"text": [...], "label": ["A", ...] or ["1", ...]}; MedQA: {"A": ..., "B": ...}) or
+    columns A, B, C ...; the right one is named by its number, letter, label or text. A passage stands before the
+    question."""
+    asked, gold = cell(row, "question|Question|query"), cell(row, "gold|answer_idx|answer|Answer|answerKey")
+    if about := [row[name] for name in ABOUT if row.get(name)]:
+        asked = "\n".join([*about, asked])
+    choices, labels = row.get("choices") or row.get("options"), list(LETTERS)
     if choices is None:
-        choices = [row[letter] for letter in LETTERS[:10] if row.get(letter) not in (None, "")]
-    elif isinstance(choices, Mapping):
-        choices, labels = choices["text"], [str(label) for label in choices["label"]]
-    right = gold if isinstance(gold, int) else labels.index(str(gold).strip()) if str(gold).strip() in labels else -1
+        choices = {letter: row[letter] for letter in LETTERS[:10] if letter in row}
+    if isinstance(choices, Mapping):
+        named = {"text", "label"} <= choices.keys()
+        pairs = zip(choices["label"], choices["text"]) if named else choices.items()
+        filled_in = [(str(label), choice) for label, choice in pairs if choice not in (None, "")]
+        gold = labels[gold] if isinstance(gold, int) and not named and 0 <= gold < len(labels) else gold
+        labels, choices = [label for label, _ in filled_in], [choice for _, choice in filled_in]
+    if isinstance(choices, str):
+        raise ValueError("its choices are not a list but text")
+    named_by, words = [*labels[: len(choices)], *choices], str(gold).strip()
+    right = gold if isinstance(gold, int) else named_by.index(words) % len(choices) if words in named_by else -1
     if not 0 <= right < len(choices):
         raise ValueError(f"the answer {gold!r} is none of the {len(choices)} choices of {str(asked)[:60]!r}")
     return asked, list(choices), right
@@ -86,11 +113,15 @@ def parse_choice(row: TableRow) -> tuple[str, list[str], int]:
 
 def choice(row: TableRow) -> Iterator[Conversation]:
     asked, choices, right = parse_choice(row)
-    yield [message("user", render_choice(asked, choices)), message("assistant", LETTERS[right])]
+    ask = [message("user", render_choice(asked, choices)), message("assistant", LETTERS[right])]
+    yield opening(row) + history(row) + ask
 
 
 def question(row: TableRow) -> Iterator[Conversation]:
-    yield [message("user", row["question"]), message("assistant", calculations(row["answer"]))]
+    answer = row["answer"]
+    reply = calculations(answer) if isinstance(answer, str) else answer
+    worked = [message("assistant", reply)] if isinstance(answer, str) else said(reply, "assistant")
+    yield opened(row, history(row) + said(asked(row, "question"), "user")) + worked
 
 
 def calculations(answer: str) -> str | list[Part]:
@@ -111,7 +142,9 @@ def text(row: TableRow) -> Iterator[Conversation]:
     if not marks:
         yield [message("assistant", row["text"])]
     else:
-        yield [spoken(mark[1], row["text"][mark.end() : end].strip()) for mark, end in zip(marks, ends)]
+        first = row["text"][: marks[0].start()].strip()
+        talk = [spoken(mark[1], row["text"][mark.end() : end].strip()) for mark, end in zip(marks, ends)]
+        yield [message("system", first), *talk] if first else talk
 
 
 def reasoned(row: TableRow) -> Iterator[Conversation]:
@@ -128,7 +161,8 @@ READERS: tuple[tuple[Callable[[TableRow], Iterator[Conversation]], tuple[str, ..
     (sharegpt, ("conversations",)),
     (bilingual, ("en_instruction", "en_output", "zh_instruction", "zh_output")),
     (alpaca, ("instruction", "output|response")),
-    (choice, ("question", "choices", "gold|answer|answerKey")),
+    (choice, ("question", "choices|options", "gold|answer|answerKey|answer_idx")),
+    (choice, ("question|Question", "A", "B", "answer|Answer")),
     (question, ("question", "answer")),
     (pair, (PROMPT, REPLY)),
     (text, ("text",)),
@@ -168,20 +202,28 @@ def conversations(
     arrange: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Conversation]:
-    """Every conversation of a file, in order; `say` gets a line about rows that were left out, if there are any.
+    """Every conversation of a file, in order; `say` gets a line about rows that were left out, and one that names the
+    columns that were not used, if there are any.
 
     `slots` are words for places like {{name}}, `limit` stops after so many rows, `arrange` gives a row the columns
     above (registry.py)."""
     path = check_table(path)
+    unused: dict[str, None] = {}  # in the order in which they were seen
     reader: Callable[[TableRow], Iterator[Conversation]] | None = None
 
     def read_row(row: TableRow) -> list[Conversation]:
         nonlocal reader
-        row = arrange(row) if arrange else row
+        row = watched = Watched(filled(row, slots) if slots else row)
+        if arrange:
+            row = arrange(row)
         reader = reader or detect(row, path)
         if reader not in (dpo, text) and str(row.get("label")).lower() == "false":  # as KTO's rows are marked
             raise ValueError("a reply of the label false would be learnt; leave out what is not to be learnt")
-        return [checked(one) for one in reader(filled(row, slots) if slots else row)]
+        found = [checked(one) for one in reader(row)]
+        unused.update(dict.fromkeys(watched.unused()))
+        return found
 
     for of_row in read_rows(path, read_row, limit=limit, say=say):
         yield from of_row
+    if unused:
+        say(unused_line(path.name, unused))

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
-from ascendchat.data.tables import Allowance, TableRow, check_table, read_rows
+from ascendchat.data.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
 from ascendchat.data.turns import asked, checked, history, message, opened, opening, said, spoken, turns
 from ascendchat.record.console import inert
 
-PROMPTS = "conversations", "prompt", "instruction", "messages", "question", "query"  # the first that a row has
+PROMPTS = "conversations", "prompt", "instruction", "messages", "question", "query", "input"  # the first that a row has
 PAIR_COLUMNS = ("|".join(PROMPTS), "chosen", "rejected")  # of a row whose chosen reply can be learnt by SFT
 REJECTED = "rejected_response", "rejected_messages"  # as ms-swift calls them
 SPOKEN = re.compile(r"\n\n(Human|Assistant):")
@@ -87,9 +87,7 @@ def prompt_of(row: TableRow) -> Conversation:
     name = next((name for name in PROMPTS if name in row), "")
     if not name:
         return []
-    if name == "instruction":
-        return said(asked(row), "user")
-    return turns(row[name]) if name == "messages" else said(row[name], "user")
+    return turns(row[name]) if name == "messages" else said(asked(row, name), "user")
 
 
 def whole(head: Conversation, reply: Any) -> Conversation:
@@ -121,7 +119,7 @@ def of_swift(row: TableRow) -> tuple[Conversation, Conversation]:
 
 
 def query(row: TableRow) -> Conversation:
-    return said(row["query"], "user") + said(row["response"], "assistant")
+    return said(asked(row, "query"), "user") + said(row["response"], "assistant")
 
 
 def pairs(
@@ -131,17 +129,23 @@ def pairs(
     arrange: Callable[[TableRow], TableRow] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Pair]:
-    """Every pair of a file, in order; `say` gets a line about rows that were left out, if there are any. `arrange`
-    gives a row the columns above (registry.py)."""
+    """Every pair of a file, in order; `say` gets a line about rows that were left out, and one that names the columns
+    that were not used, if there are any. `arrange` gives a row the columns above (registry.py)."""
     path, same = check_table(path), 0
+    unused: dict[str, None] = {}  # in the order in which they were seen
 
     def read_row(row: TableRow) -> Pair:
-        return parse_pair(arrange(row) if arrange else row)
+        watched = Watched(row)
+        found = parse_pair(arrange(watched) if arrange else watched)
+        unused.update(dict.fromkeys(watched.unused()))
+        return found
 
     for found in read_rows(path, read_row, limit=limit, say=say):
         if found.chosen == found.rejected:
             same += 1
         else:
             yield found
+    if unused:
+        say(unused_line(path.name, unused))
     if same:
         say(f"{path.name}: {same} pairs whose replies are the same; left out, for there is nothing to prefer")

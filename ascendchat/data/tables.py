@@ -13,7 +13,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ from ascendchat.record.console import inert
 TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv", ".csv", ".txt", ".arrow")  # those of text may be packed: .gz ...
 CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
+# What is read of a message, or says which call a result belongs to
+OF_MESSAGE = {"from", "value", "role", "content", *CALLS, "weight", "loss", "train", "training", "name", "tool_call_id"}
 # A bracket of JSON, or a text, since one in a text is none; a text without an end goes on to that of the file
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 SHOWN_UNREAD = 3  # rows that could not be read, named
@@ -198,6 +200,39 @@ class Allowance:
         while self.left > 0 and (row := next(rows, None)):
             self.left -= 1
             yield row
+
+
+class Watched(TableRow):
+    """A row that knows which of its columns were read."""
+
+    def __init__(self, row: TableRow) -> None:
+        super().__init__(row)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of every dict."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def unused(self) -> Iterator[str]:
+        """The columns that hold something and were not read, and so of the messages in the others."""
+        for name, value in self.items():
+            if value in (None, "", [], {}):
+                continue
+            if name not in self.read:
+                yield str(name)
+            elif is_talk(value):
+                parts = (part for entry in value if isinstance(entry, dict) for part in entry.items())
+                yield from (f"{name}.{key}" for key, held in parts if key not in OF_MESSAGE and held)
+
+
+def unused_line(name: str, unused: Iterable[str]) -> str:
+    """One line for the log."""
+    return f"{name}: columns that are not used: {inert(', '.join(unused))}"
 
 
 @dataclass

@@ -25,6 +25,8 @@ ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assi
 }
 SPEAKERS = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
 TOOLS_OFFERED = "You can call these tools:\n"
+SYSTEM, OFFERS = ("system", "system_prompt"), ("tools", "functions")  # columns: the first that says something
+ABOUT = "input", "context", "passage"  # columns with what a question is about
 LEARNT = "weight", "loss", "train", "training"  # of a message: 0 or false where it is not to be learnt
 NO = (0, "0", "false", "False")  # as the columns of a csv have it, too
 
@@ -83,12 +85,13 @@ def called(call: TableRow) -> str:
     return json.dumps({"name": function["name"], "arguments": arguments or {}}, ensure_ascii=False)
 
 
-def opening(row: TableRow) -> Conversation:
-    """The system message of a row, with the tools it offers."""
-    system, tools = row.get("system") or "", row.get("tools") or ""
+def opening(row: TableRow, more: str = "") -> Conversation:
+    """The system message of a row, `more` that belongs to it, and the tools that the row offers."""
+    first = next((row[name] for name in SYSTEM if row.get(name)), "")
+    tools = next((row[name] for name in OFFERS if row.get(name)), "")
     if tools and tools != "[]":
-        tools = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
-        system = "\n".join(part for part in (system, TOOLS_OFFERED + tools) if part)
+        tools = TOOLS_OFFERED + (tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False))
+    system = "\n".join(part for part in (first, more, tools) if part and part != "[]")
     return [message("system", system)] if system else []
 
 
@@ -101,14 +104,18 @@ def opened(row: TableRow, talk: Conversation) -> Conversation:
     """The conversation of a row behind its system message; one that it begins with becomes a part of that."""
     first = talk[0] if talk else {}
     if first.get("role") == "system" and isinstance(first["content"], str):
-        said = [text for text in (row.get("system"), first["content"]) if text]
-        row, talk = {**row, "system": "\n".join(said)}, talk[1:]
+        return opening(row, first["content"]) + talk[1:]
     return opening(row) + talk
 
 
-def cell(row: TableRow, names: str) -> Any:
+def column(row: TableRow, names: str) -> str:
     """The first of these columns that the row has."""
-    return row[next((name for name in names.split("|") if name in row), names.replace("|", " or "))]
+    return next((name for name in names.split("|") if name in row), names.replace("|", " or "))
+
+
+def cell(row: TableRow, names: str) -> Any:
+    """What stands in it."""
+    return row[column(row, names)]
 
 
 def said(content: Any, role: str) -> Conversation:
@@ -119,14 +126,27 @@ def said(content: Any, role: str) -> Conversation:
 
 
 def history(row: TableRow) -> Conversation:
-    """The earlier exchanges of a row."""
-    return [m for u, a in row.get("history") or [] for m in (message("user", u), message("assistant", a))]
+    """The earlier exchanges of a row: pairs of texts, or messages."""
+    earlier = row.get("history") or []
+    if isinstance(earlier, list) and all(isinstance(entry, dict) for entry in earlier):
+        return turns(earlier)
+    for pair in earlier:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError("its history holds neither pairs of texts nor messages")
+    return [m for user, reply in earlier for m in (message("user", user), message("assistant", reply))]
 
 
-def asked(row: TableRow) -> str:
-    """The instruction of an Alpaca row, and what it is about."""
-    about = next((row[name] for name in ("input", "context") if row.get(name) not in (None, "")), None)
-    return "\n".join(part for part in (row["instruction"], about) if part not in (None, ""))
+def asked(row: TableRow, name: str = "instruction") -> Any:
+    """What a row asks in this column, with what it is about; a list of messages stays as it is."""
+    ask = row[name]
+    if isinstance(ask, list):
+        return ask
+    parts = [(name, ask), *((about, row[about]) for about in ABOUT if about != name and about in row)]
+    parts = [(of, part) for of, part in parts if part not in (None, "")]
+    for of, part in parts:
+        if not isinstance(part, str):
+            raise ValueError(f"the column {of} holds not text but {type(part).__name__}")
+    return "\n".join(part for _, part in parts) if parts else ask
 
 
 def checked(conversation: Conversation) -> Conversation:

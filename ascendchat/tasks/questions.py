@@ -25,7 +25,8 @@ from ascendchat.data.halves import HALF, has_half
 from ascendchat.data.mixture import is_held_out
 from ascendchat.data.read import format_of
 from ascendchat.data.tables import TABLE_TYPES, TableRow, read_rows
-from ascendchat.data.turns import checked, said, turns
+from ascendchat.data.turns import ABOUT, checked, history, opened, said, turns
+from ascendchat.data.turns import asked as about
 from ascendchat.tasks import load, terms
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.humaneval import ASK
@@ -43,13 +44,16 @@ def read_question(row: TableRow) -> Asked:
         raise ValueError(HALF)
     if "answer" not in row and (replies := [row[name] for name in REPLY.split("|") if row.get(name) is not None]):
         columns["answer"] = replies[0]
-    asked = next((row[name] for name in PROMPT.split("|") if row.get(name) and str(row[name]).strip()), None)
-    if row.get("choices") or (asked and all(row.get(letter) not in (None, "") for letter in "AB")):
+    name = next((name for name in PROMPT.split("|") if row.get(name) and str(row[name]).strip()), "")
+    asked = row[name] if name else None
+    row = {of: value for of, value in row.items() if of == name or of not in ABOUT or isinstance(value, str)}
+    offers = row.get("choices") or isinstance(row.get("options"), (list, dict))
+    if offers or (asked and all(row.get(letter) not in (None, "") for letter in "AB")):
         question, choices, right = parse_choice(row)
         columns |= {"letters": list(LETTERS[: len(choices)]), "choices": choices, "answer": LETTERS[right]}
         return checked([{"role": "user", "content": render_choice(question, choices)}]), columns
     if row.get("messages"):
-        prompt = turns(row["messages"])
+        prompt = opened(row, turns(row["messages"]))
         if prompt[-1]["role"] == "assistant":
             columns.setdefault("answer", text_of(prompt.pop()["content"]))
     elif asked is None:
@@ -63,7 +67,7 @@ def read_question(row: TableRow) -> Asked:
         columns.setdefault("starter", asked)
         prompt = said(ASK.format(prompt=asked.rstrip()), "user")
     else:
-        prompt = turns(asked) if isinstance(asked, list) else said(asked, "user")
+        prompt = opened(row, history(row) + said(about(row, name), "user"))
     if not prompt or prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError("its messages do not end where the assistant must speak")
     return checked(prompt), columns

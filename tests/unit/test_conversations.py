@@ -54,6 +54,10 @@ SYSTEM = {"role": "system", "content": "be brief"}
         {"input": "hi", "output": "hello", "system": "be brief"},
         {"question": "hi", "response": "hello", "system": "be brief"},
         {"text": "### System: be brief ### Human: hi ### Assistant: hello"},
+        {"text": "be brief\n### Human: hi\n### Assistant: hello"},
+        {"system_prompt": "be brief", "question": "hi", "response": "hello"},
+        {"system_prompt": "be brief", "question": "hi", "answer": "hello"},
+        {"system": "be brief", "question": "hi", "answer": "hello", "context": ""},
         {
             "conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"}],
             "chosen": {"from": "gpt", "value": "hello"},
@@ -78,6 +82,69 @@ def test_earlier_exchanges_and_the_input_of_alpaca_rows_come_before_the_reply(tm
     assert read(tmp_path, slots, slots={"name": "Ada", "author": "us"})[1]["content"] == "I am Ada by us."
     dolly = {"instruction": "who?", "context": "Ada wrote it.", "response": "Ada", "category": "closed_qa"}
     assert [m["content"] for m in read(tmp_path, dolly)] == ["who?\nAda wrote it.", "Ada"]
+
+
+@pytest.mark.parametrize(
+    ("row", "ask"),
+    [
+        ({"context": "c", "question": "q", "answer": "a"}, "q\nc"),
+        ({"question": "q", "input": "i", "output": "a"}, "q\ni"),
+        ({"prompt": "q", "input": "i", "output": "a"}, "q\ni"),
+        ({"query": "q", "input": "i", "response": "a"}, "q\ni"),
+        ({"input": "q", "context": "c", "completion": "a"}, "q\nc"),
+        ({"instruction": "q", "input": "i", "context": "c", "output": "a"}, "q\ni\nc"),
+        ({"passage": "c", "question": "q", "choices": ["x", "y"], "answer": 1}, "c\nq\n- x=A"),
+        ({"prompt": "q", "input": "i", "chosen": "a", "rejected": "b"}, "q\ni"),
+        ({"input": "q", "chosen": "a", "rejected": "b"}, "q"),
+    ],
+    ids=lambda row: "+".join(row) if isinstance(row, dict) else "",
+)
+def test_what_a_question_is_about_belongs_to_it(tmp_path: Path, row: dict[str, Any], ask: str) -> None:
+    before, system, *earlier, user, _ = [None, *read(tmp_path, {**row, "system": "s", "history": [["u", "r"]]})]
+    assert (before, system) == (None, {"role": "system", "content": "s"})
+    assert [m["content"] for m in earlier] == ["u", "r"]
+    assert user["role"] == "user"
+    assert user["content"].startswith(ask)
+
+
+def test_a_history_is_pairs_of_texts_or_messages_and_nothing_else(tmp_path: Path) -> None:
+    row = {"instruction": "I", "input": "", "output": "O"}
+    expected = read(tmp_path, {**row, "history": [["u", "r"]]})
+    assert [m["content"] for m in expected] == ["u", "r", "I", "O"]
+    asked = {"role": "user", "content": "u"}
+    assert read(tmp_path, {**row, "history": [asked, {"role": "assistant", "content": "r"}]}) == expected
+    for wrong in (["ua", "bc"], [["u", 1]], [["u", "r", "x"]], [["u", None]], "ua", {"u": "r"}):
+        with pytest.raises(UserError, match="neither pairs of texts nor messages"):
+            read(tmp_path, {**row, "history": wrong})
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"messages": [USER, REPLY], "tools": "[]"}, ""),
+        ({"messages": [USER, {**REPLY, "notes": "n", "audio": None}], "id": 7}, "messages.notes, id"),
+        ({"question": "q", "answer": "a", "level": "", "tags": [], "why": "w"}, "why"),
+        ({"text": "Write f", "code": "def f(): pass"}, "code"),
+        ({"question": "q", "prompt": "p", "output": "a"}, "question"),
+        ({"en_instruction": "a", "en_output": "b", "zh_instruction": "c", "zh_output": "d", "id": 1}, "id"),
+    ],
+)
+def test_columns_that_are_not_used_are_named_once_for_a_file(tmp_path: Path, row: dict[str, Any], unused: str) -> None:
+    said: list[str] = []
+    assert list(conversations(write(tmp_path, [row] * 3), say=said.append))
+    assert said == ([f"data.jsonl: columns that are not used: {unused}"] if unused else [])
+
+
+def test_functions_are_tools_by_their_older_name(tmp_path: Path) -> None:
+    row = {"messages": [USER, REPLY], "functions": [{"name": "weather"}]}
+    offer = 'You can call these tools:\n[{"name": "weather"}]'
+    assert read(tmp_path, row) == [{"role": "system", "content": offer}, USER, REPLY]
+
+
+def test_a_program_with_shifts_is_no_calculation(tmp_path: Path) -> None:
+    assert read(tmp_path, {"question": "q", "answer": "int a<<b=c>>d"})[1]["content"] == "int a<<b=c>>d"
+    with pytest.raises(UserError, match="what the assistant says is not text but bool"):
+        read(tmp_path, {"question": "q", "answer": True})
 
 
 def test_a_function_call_is_a_tool_part_of_the_assistants_turn_and_its_result_an_output_part(tmp_path: Path) -> None:
@@ -141,6 +208,11 @@ def test_the_real_conversations_are_read_whole(real_data: Path) -> None:
         {"choices": ["x", "y"], "answer": 1},
         {"choices": ["x", "y"], "answer": "B"},
         {"choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
+        {"options": ["x", "y"], "answer": "B", "answer_index": 1},
+        {"options": {"A": "x", "B": "y", "C": None}, "answer_idx": "B", "answer": "y"},
+        {"options": ["x", "y"], "answer": "y"},
+        {"A": "x", "B": "y", "answer": "B"},
+        {"A": "x", "B": "", "C": "y", "D": None, "answer": "C"},
     ],
 )
 def test_multiple_choice_answers_with_the_letter_however_the_answer_is_written(

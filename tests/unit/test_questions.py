@@ -38,6 +38,16 @@ USER = {"role": "user", "content": "What is 6 * 7?"}
         ({"messages": [USER, {"role": "assistant", "content": "42"}]}, [USER], {"answer": "42"}),
         ({"query": "What is 6 * 7?"}, [USER], {}),
         (
+            {"system_prompt": "Be brief.", "question": "How old?", "context": "Bob is 7.", "answer": "7"},
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How old?\nBob is 7."}],
+            {"answer": "7", "context": "Bob is 7."},
+        ),
+        (
+            {"question": "Red?", "options": {"A": "sky", "B": "rose"}, "answer": "B"},
+            [{"role": "user", "content": render_choice("Red?", ["sky", "rose"])}],
+            {"answer": "B", "letters": ["A", "B"], "choices": ["sky", "rose"]},
+        ),
+        (
             {"question": "Red?", "choices": ["sky", "rose"], "answer": 1},
             [{"role": "user", "content": render_choice("Red?", ["sky", "rose"])}],
             {"answer": "B", "letters": ["A", "B"], "choices": ["sky", "rose"]},
