@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from ascendchat.config import UserError
+from ascendchat.data.read import too_many
+
 Message = dict[str, Any]
 Conversation = list[Message]
 Part = dict[str, str]
@@ -76,7 +79,7 @@ def joined(parts: Iterable[Rendered]) -> Rendered:
 
 @dataclass
 class Counts:
-    """What became of the conversations: every one is in `whole`, `split`, `unsupervised` or `unwritten`."""
+    """What became of the conversations: each is in `whole`, `split`, `unsupervised`, `unwritten` or `refused`."""
 
     whole: int = 0  # fitted as they were
     split: int = 0  # too long: cut between exchanges into several pieces, or shortened
@@ -87,14 +90,32 @@ class Counts:
     tokens: int = 0  # handed on
     lost_tokens: int = 0  # of cut prompts and replies
     unwritten: int = 0  # call tools, for which the model's chat template has no form: left out
+    refused: int = 0  # by the model's chat template: left out
+    why: str = ""  # the first of them: what it begins with, and what is wrong
+
+    def refuse(self, messages: Sequence[Message], error: UserError) -> None:
+        """Count one that is refused. A template that refuses more than a few is not made for such data."""
+        self.refused += 1
+        begin = next((text for message in messages if (text := text_of(message["content"]).strip())), "")
+        self.why = self.why or f"the one that begins {begin[:60]!r}: {error}"
+
+    def check(self) -> None:
+        """More refused ones than a file may have of rows that cannot be read are an error."""
+        every = self.whole + self.split + self.unsupervised + self.unwritten + self.refused
+        if self.refused and too_many(self.refused, every):
+            raise UserError(
+                f"{self.refused} of {every} conversations are refused, first {self.why}; mend them, or take them out "
+                "of --data"
+            )
 
     def line(self) -> str:
         """One line for the log."""
         unwritten = f", {self.unwritten} that call tools, for which the model's chat template has no form"
+        refused = f", {self.refused} refused by the chat template (first {self.why})" if self.refused else ""
         return (
             f"{self.whole} conversations whole, {self.split} too long (made {self.cut_prompts} shortened prompts and "
             f"{self.cut_replies} shortened replies, {self.lost_tokens} tokens lost), {self.unsupervised} without a "
-            f"reply{unwritten if self.unwritten else ''}; {self.pieces} pieces, {self.tokens} tokens"
+            f"reply{unwritten if self.unwritten else ''}{refused}; {self.pieces} pieces, {self.tokens} tokens"
         )
 
 

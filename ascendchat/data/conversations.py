@@ -54,7 +54,7 @@ from ascendchat.data.turns import (
 from ascendchat.record.console import inert
 
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
-CALCULATION = re.compile(r"<<([^<>=]*\d[^<>=]*)=([^<>]*)>>")  # with a number: a << b = c >> d is a program
+CALCULATION = re.compile(r"<<([^<>=\d]*\d[^<>=]*)=([^<>]*)>>")  # with a number: a << b = c >> d is a program
 PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
 
 

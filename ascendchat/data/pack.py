@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +85,20 @@ class ChatRows:
         counts: Counts,
         packing: bool = True,
     ) -> ChatRows:
-        """Render, split what is too long, pack."""
-        pieces = (piece for talk in conversations for piece in render_pieces(tokenizer, talk, seq_len + 1, counts))
+        """Render, split what is too long, pack. What the model's chat template refuses is counted and left out."""
+
+        def rendered() -> Iterator[Rendered]:
+            for talk in conversations:
+                try:
+                    yield from render_pieces(tokenizer, talk, seq_len + 1, counts)
+                except UserError as error:
+                    counts.refuse(talk, error)
+                if counts.refused > 1000:
+                    counts.check()  # no need to read the wrong thing to its end
+            counts.check()
+
         special = tokenizer.specials
-        return cls(pieces, seq_len, seed, special.get("<|pad|>", special["<|bos|>"]), packing)
+        return cls(rendered(), seq_len, seed, special.get("<|pad|>", special["<|bos|>"]), packing)
 
     @property
     def filled(self) -> float:

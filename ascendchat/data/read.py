@@ -93,6 +93,20 @@ def format_of(name: str) -> tuple[str, str]:
     return (kind, packing) if kind in SUFFIXES and not (kind in BINARY and packing) else ("", "")
 
 
+def files_in(folder: Path) -> list[Path]:
+    """The files below a folder, in a fixed order: those of linked folders too, but nothing hidden. A folder that links
+    reach again is read once."""
+    found, seen = list[Path](), set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += (Path(place, name) for name in names if not name.startswith("."))
+    return sorted(path for path in found if path.is_file())
+
+
 def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
     """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once. Folders in
     `leave_out` are not searched: the output of a command is not one of its sources."""
@@ -101,8 +115,7 @@ def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) ->
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-            inside = [p for p in inside if p.name != "manifest.json"]  # what `data fetch` knows of the folder
+            inside = [p for p in files_in(path) if p.name != "manifest.json"]  # what `data fetch` knows of the folder
             matches = [p for p in inside if format_of(p.name)[0]]
             if any(format_of(p.name)[0] != ".arrow" for p in matches):  # else they are copies that `datasets` keeps
                 matches = [p for p in matches if format_of(p.name)[0] != ".arrow"]

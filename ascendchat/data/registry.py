@@ -127,7 +127,8 @@ def listed_data(
 def is_registry(folder: Path) -> bool:
     """Whether the folder has a registry, and not the file of that name which the package `datasets` writes."""
     path = folder / INFO
-    return path.is_file() and not {"features", "splits", "builder_name"} <= read_json(path).keys()
+    written = {"features", "splits", "builder_name"}, {"features", "citation"}  # by older and newer versions
+    return path.is_file() and not any(keys <= read_json(path).keys() for keys in written)
 
 
 def _is_chat_set(name: str) -> bool:
@@ -144,7 +145,7 @@ def _entry(name: str, weight: float | None, path: Path) -> str:
 def find_listed(path: Path, *, ranking: bool = False) -> list[Listed] | None:
     """The sets that a path stands for: DIR/NAME, or all in a folder that hold what is wanted (pairs, or conversations)
     and whose files are there; None where no registry has to do with it."""
-    if path.is_dir() and (path / INFO).is_file():
+    if path.is_dir() and is_registry(path):
         entries = read_registry(path)
         wanted = [name for name, entry in entries.items() if bool(entry.get("ranking")) == ranking]
         here = [name for name in wanted if local_file(path, entries[name]) is not None and is_text(entries[name])]

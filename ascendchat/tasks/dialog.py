@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ascendchat.config import UserError
@@ -20,14 +20,17 @@ from ascendchat.data.chat import Conversation
 from ascendchat.data.conversations import conversations
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
-from ascendchat.data.read import LINES, format_of
+from ascendchat.data.read import LINES, files_in, format_of
 from ascendchat.data.registry import INFO, Listed, find_listed
 from ascendchat.data.tables import TABLE_TYPES, Allowance
+from ascendchat.record.console import inert
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
 
 # Of a folder; arrow, csv and txt files are read where none of these is there: they may be copies, or notes.
 USUAL = (".parquet", *LINES, ".json", ".tsv")
+NO_ROWS = "manifest.json", INFO, "state.json", "dataset_dict.json"  # of `data fetch`, LLaMA-Factory and `datasets`
+SHOWN_FILES = 5  # that are left out, by their names
 # Sets, by the name of their file, whose texts have places to be filled, and the words: identity.json of LLaMA-Factory.
 # Everywhere else {{name}} is text, like the {{user}} of a template and the \frac{{1}}{{2}} of a formula.
 SLOTS = {"identity": {"name": toyworld.ASSISTANT_NAME, "author": toyworld.ASSISTANT_NAME}}
@@ -51,20 +54,25 @@ class Stored:
         return conversation
 
 
-def files_of(where: Path, split: str) -> list[Path]:
-    """A file, or those of a folder; where the names tell splits, only the files of this one."""
+def split_of(name: str) -> str:
+    """The split that the path of a file in its folder tells, its own name before the folders; train if nothing does."""
+    folders, _, own = f"/{name.lower()}".rpartition("/")
+    told = (split for part in (f"/{own}", f"{folders}/") for split in SPLIT if re.search(SPLIT[split], part))
+    return next(told, "train")
+
+
+def files_of(where: Path, split: str) -> tuple[list[Path], list[Path]]:
+    """A file, or those of a folder that are of this split; and the files of conversations that are left out."""
     if where.is_file():
-        return [where]
-    every = [p for p in sorted(where.rglob("*")) if p.is_file() and p.name not in ("manifest.json", INFO)]
-    kinds = {p: format_of(p.name)[0] for p in every}
+        return [where], []
+    every = [p for p in files_in(where) if p.name not in NO_ROWS]
+    kinds = {p: format_of(p.name)[0] for p in every if format_of(p.name)[0] in TABLE_TYPES}
+    every = list(kinds)
     groups = ([p for p in every if kinds[p] in group] for group in (USUAL, (".arrow",), (".csv",), (".txt",)))
     tables = next((group for group in groups if group), [])
 
-    def of(path: Path, name: str) -> bool:
-        return re.search(SPLIT[name], f"/{path.relative_to(where).as_posix().lower()}") is not None
-
-    named = [p for p in tables if any(of(p, name) for name in ("train", "test"))]
-    return [p for p in named if of(p, split)] if named else (tables if split == "train" else [])
+    taken = [p for p in tables if split_of(p.relative_to(where).as_posix()) == split]
+    return taken, [p for p in every if p not in set(taken)]
 
 
 def sets_at(path: Path, *, ranking: bool = False) -> list[Listed]:
@@ -75,9 +83,14 @@ def sets_at(path: Path, *, ranking: bool = False) -> list[Listed]:
     return listed or [Listed(path.name.split(".")[0], path, ranking, None, None)]
 
 
-def tables_of(listed: Listed, split: str) -> Iterator[tuple[Path, Allowance | None]]:
-    """The files of a data set, with what may be read of each: `limit` rows of all together; none is an error."""
-    files = files_of(listed.path, split)
+def tables_of(listed: Listed, split: str, say: Callable[[str], None]) -> Iterator[tuple[Path, Allowance | None]]:
+    """The files of a data set, with what may be read of each: `limit` rows of all together; none is an error. Those
+    that are not trained on are named."""
+    files, others = files_of(listed.path, split)
+    if files and others and split == "train":
+        names = ", ".join(path.relative_to(listed.path).as_posix() for path in others[:SHOWN_FILES])
+        more = f" and {len(others) - SHOWN_FILES} more" if len(others) > SHOWN_FILES else ""
+        say(f"{listed.path.name}: files that are not trained on: {inert(names)}{more}")
     if not files:
         raise UserError(
             f"{listed.path} holds no conversations of the split {split!r}; they are read from "
@@ -111,7 +124,7 @@ class Dialog(Task):
 
     def _read(self, listed: Listed) -> Iterator[Conversation]:
         slots = SLOTS.get(listed.path.name.split(".")[0])
-        for file, limit in tables_of(listed, self.split):
+        for file, limit in tables_of(listed, self.split, self.notices.append):
             yield from conversations(file, limit=limit, slots=slots, arrange=listed.arrange, say=self.notices.append)
 
     def __len__(self) -> int:

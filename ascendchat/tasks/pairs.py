@@ -60,7 +60,7 @@ class PairMixture:
 def read_pairs(name: str, say: Say) -> Iterator[Pair]:
     """All pairs that an entry of --data stands for."""
     for listed in sets_at(Path(name).expanduser(), ranking=True):
-        for file, limit in tables_of(listed, "train"):
+        for file, limit in tables_of(listed, "train", say):
             yield from pairs(file, limit=limit, arrange=listed.arrange, say=say)
 
 

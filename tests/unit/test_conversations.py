@@ -16,7 +16,7 @@ import pytest
 from ascendchat.config import UserError
 from ascendchat.data.chat import canonical, text_of
 from ascendchat.data.conversations import conversations
-from ascendchat.data.read import Tally, file_documents
+from ascendchat.data.read import Tally, file_documents, source_files
 from ascendchat.data.turns import message
 from ascendchat.tasks import load
 
@@ -445,6 +445,59 @@ def test_notes_beside_conversations_are_none(tmp_path: Path) -> None:
     assert [talk[-1]["content"] for talk in load(str(tmp_path))] == ["hello"]
     (tmp_path / "columns.csv").unlink()
     assert [talk[-1]["content"] for talk in load(str(tmp_path))] == ["Do what you like."]
+
+
+@pytest.mark.parametrize(
+    ("files", "read", "left"),
+    [
+        ("math code_train", "code_train math", ""),
+        ("chats validation dev test/more val/train", "chats val/train", "dev, test/more, validation"),
+        ("math unit_test_questions", "math", "unit_test_questions"),
+        ("train .ipynb_checkpoints/train-checkpoint .hidden", "train", ""),
+        ("train/a valid_answers", "train/a valid_answers", ""),
+        ("test/a dev/b c d e f h-test h-val h-dev val i-test", "c d e f", "dev/b, h-dev, h-test, h-val, i-test"),
+    ],
+)
+def test_files_of_a_folder_are_trained_on_or_named(tmp_path: Path, files: str, read: str, left: str) -> None:
+    """Those of another split are left out; what is hidden is no data."""
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, [{"prompt": "p", "completion": name}], f"{name}.jsonl")
+    task = load(str(tmp_path))
+    assert [talk[-1]["content"] for talk in task] == read.split()
+    names = ", ".join(f"{name}.jsonl" for name in left.split(", "))
+    more = " and 2 more" if "i-test" in left else ""
+    assert task.notices == ([f"{tmp_path.name}: files that are not trained on: {names}{more}"] if left else [])
+
+
+def test_files_of_another_format_are_named_when_they_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, [{"messages": TALK}], "a.jsonl")
+    (tmp_path / "b.csv").write_text("prompt,completion\nhi,hello\n", encoding="utf-8")
+    (tmp_path / "README.md").write_text("no table", encoding="utf-8")
+    assert load(str(tmp_path)).notices == [f"{tmp_path.name}: files that are not trained on: b.csv"]
+
+
+def test_folders_that_links_reach_are_read_once(tmp_path: Path) -> None:
+    folder, other = tmp_path / "data", tmp_path / "other"
+    folder.mkdir()
+    other.mkdir()
+    write(folder, [{"prompt": "p", "completion": "here"}], "here.jsonl")
+    write(other, [{"prompt": "p", "completion": "there"}], "there.jsonl")
+    (folder / "more").symlink_to(other)
+    (folder / "round").symlink_to(folder)
+    assert [talk[-1]["content"] for talk in load(str(folder))] == ["here", "there"]
+    assert [path.name for path in source_files([folder])] == ["here.jsonl", "there.jsonl"]
+
+
+def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
+    """Beside its arrow files it has two of json: dataset_info.json is none of LLaMA-Factory."""
+    table = pyarrow.Table.from_pylist([{"query": "hi", "response": "hello"}])
+    with pyarrow.ipc.new_stream(str(tmp_path / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    info = {"citation": "", "description": "", "features": {"query": {}}, "homepage": "", "license": ""}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    (tmp_path / "state.json").write_text('{"_data_files": []}', encoding="utf-8")
+    assert list(load(str(tmp_path))) == [[USER, REPLY]]
 
 
 def test_a_cell_that_is_no_text_is_one_bad_row(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import tokenizers
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
+from ascendchat.data.pack import ChatRows
 from ascendchat.data.tokenizer import storage
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.text import TextStream
@@ -399,6 +400,20 @@ def test_what_a_template_refuses_is_one_sentence(marked: str) -> None:
     for rendered in (render_prompt, render):
         with pytest.raises(UserError, match=r"refuses this conversation: roles must alternate"):
             rendered(made, TALK)
+
+
+ALTERNATE = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
+
+
+def test_a_few_conversations_that_a_template_refuses_are_counted_and_left_out() -> None:
+    made, fine = tokenizer(ALTERNATE + hf_models.CHATML), TALK[1:]
+    odd = [{"role": "assistant", "content": "Me first."}, *fine]
+    counts = Counts()
+    rows = ChatRows.build(made, [*[fine] * 150, odd, *[fine] * 149], 64, 0, counts)
+    assert (counts.whole, counts.refused, len(rows.starts)) == (299, 1, 300)
+    assert "1 refused by the chat template (first the one that begins 'Me first.': the model's" in counts.line()
+    with pytest.raises(UserError, match=r"4 of 300 conversations are refused, first the one .* begin with the user;"):
+        ChatRows.build(made, [*[fine] * 296, *[odd] * 4], 64, 0, Counts())
 
 
 def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
