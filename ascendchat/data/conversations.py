@@ -9,7 +9,7 @@
 |-----------|---------------------------------------------------------|------------------------------------------------|
 | openai    | messages (role, content, tool_calls); system, tools     | tools are listed in the system message         |
 | sharegpt  | conversations (from, value); system, tools              | the same                                       |
-| dpo       | chosen, rejected beside a prompt: see pairs.py          | the conversation up to the chosen reply        |
+| dpo       | chosen, rejected, with or without a prompt: pairs.py    | the conversation up to the chosen reply        |
 | alpaca    | instruction, input, output or response                  | input (Dolly: context) follows the instruction |
 | bilingual | en_instruction, en_output, zh_instruction, ...          | one conversation per language                  |
 | choice    | question; choices, options or A, B ...; answer, gold... | `chat.render_choice` and the letter            |
@@ -35,7 +35,7 @@ from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import LETTERS, Conversation, Part, render_choice
-from ascendchat.data.pairs import PAIR_COLUMNS, talk_of
+from ascendchat.data.pairs import talk_of
 from ascendchat.data.tables import Allowance, TableRow, Watched, check_table, read_rows, unused_line
 from ascendchat.data.turns import (
     ABOUT,
@@ -156,7 +156,7 @@ def reasoned(row: TableRow) -> Iterator[Conversation]:
 
 # In this order: the first whose columns are all there (one of each bar-separated group) reads the file.
 READERS: tuple[tuple[Callable[[TableRow], Iterator[Conversation]], tuple[str, ...]], ...] = (
-    (dpo, PAIR_COLUMNS),
+    (dpo, ("chosen", "rejected")),
     (openai, ("messages",)),
     (sharegpt, ("conversations",)),
     (bilingual, ("en_instruction", "en_output", "zh_instruction", "zh_output")),

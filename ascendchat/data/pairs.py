@@ -32,7 +32,6 @@ from ascendchat.data.turns import asked, checked, history, message, opened, open
 from ascendchat.record.console import inert
 
 PROMPTS = "conversations", "prompt", "instruction", "messages", "question", "query", "input"  # the first that a row has
-PAIR_COLUMNS = ("|".join(PROMPTS), "chosen", "rejected")  # of a row whose chosen reply can be learnt by SFT
 REJECTED = "rejected_response", "rejected_messages"  # as ms-swift calls them
 SPOKEN = re.compile(r"\n\n(Human|Assistant):")
 
@@ -93,6 +92,9 @@ def prompt_of(row: TableRow) -> Conversation:
 def whole(head: Conversation, reply: Any) -> Conversation:
     """Prompt and reply. Some sets repeat the prompt in the reply."""
     if isinstance(reply, str):
+        asked = head[-1]["content"] if head else ""
+        if isinstance(asked, str) and SPOKEN.match(asked) and reply.startswith(asked):
+            return [*head[:-1], *marked_turns(reply)]  # hh-rlhf with its prompt in a column, too
         return [*head, message("assistant", reply)] if head else marked_turns(reply)
     entries = turns([reply] if isinstance(reply, dict) else reply)
     bare = [said for said in head if said["role"] != "system"]
@@ -100,6 +102,10 @@ def whole(head: Conversation, reply: Any) -> Conversation:
     lead = next((at for at, said in enumerate(entries) if said["role"] != "system"), 0)
     if not bare or entries[lead : lead + len(bare)] == bare:
         return [*(system or entries[:lead]), *entries[lead:]]
+    if lead < len(entries) and entries[lead]["role"] == bare[-1]["role"] == "user":
+        if len(bare) > 1:
+            raise ValueError("its reply begins with a user's message that is not that of the prompt")
+        return [*(system or entries[:lead]), *entries[lead:]]  # the whole conversation; the prompt is its last question
     return [*head, *entries]
 
 

@@ -239,7 +239,7 @@ def of_turns(own: tuple[str, str, str], columns: Mapping[str, str], tags: Mappin
             return entry
         calls = {name: entry[name] for name in CALLS if entry.get(name)}
         said = {} if calls and content not in entry else {text: entry[content]}
-        marks = {name: entry[name] for name in LEARNT if name in entry}
+        marks = {name: entry[name] for name in (*LEARNT, "tool_call_id") if name in entry}
         return {speaker: speakers.get(entry[role], entry[role]), **said, **calls, **marks}
 
     def arrange(row: TableRow) -> TableRow:

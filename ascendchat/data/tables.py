@@ -27,6 +27,7 @@ from ascendchat.record.console import inert
 TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv", ".csv", ".txt", ".arrow")  # those of text may be packed: .gz ...
 CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
+NAMES = frozenset("prompt completion query response question answer instruction input output chosen rejected".split())
 # What is read of a message, or says which call a result belongs to
 OF_MESSAGE = {"from", "value", "role", "content", *CALLS, "weight", "loss", "train", "training", "name", "tool_call_id"}
 # A bracket of JSON, or a text, since one in a text is none; a text without an end goes on to that of the file
@@ -52,9 +53,10 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as packed, closing(unpack(packed, packing)) as file:
         if kind == ".csv":
             yield from _csv(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), path.name)
-        elif kind in (".tsv", ".txt"):
-            make = _cells if kind == ".tsv" else _text
-            yield from ((where, decoded(line, make)) for where, line in _lines(file))
+        elif kind == ".tsv":
+            yield from _tsv(file)
+        elif kind == ".txt":
+            yield from ((where, decoded(line, _text)) for where, line in _lines(file))
         else:
             yield from _json(file, kind)
 
@@ -79,6 +81,21 @@ def decoded(line: bytes, make: Callable[[str], Any]) -> Any:
 
 def _cells(text: str) -> TableRow:
     return {"cells": text.split("\t")}
+
+
+def _tsv(file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    """Rows under the names in the first line, if two of them are those of columns; else cells without a name."""
+    header: list[str] = []
+    for number, (where, line) in enumerate(_lines(file)):
+        row = decoded(line, _cells)
+        if number == 0 and isinstance(row, dict) and len(NAMES.intersection(row["cells"])) > 1:
+            header = row["cells"]
+        elif not header or isinstance(row, Exception):
+            yield where, row
+        elif len(row["cells"]) == len(header):
+            yield where, dict(zip(header, row["cells"]))
+        else:
+            yield where, ValueError(f"{len(row['cells'])} columns instead of {len(header)}")
 
 
 def _text(text: str) -> TableRow:

@@ -97,7 +97,21 @@ def opening(row: TableRow, more: str = "") -> Conversation:
 
 def turns(entries: Any) -> Conversation:
     """Messages of either tradition."""
-    return [turn(entry) for entry in entries]
+    return [turn(entry) for entry in in_order(list(entries))]
+
+
+def in_order(entries: list[Any]) -> list[Any]:
+    """The same messages, with the results of tools in the order of the calls that they name: from here on it is their
+    order that tells whose they are."""
+    for at, entry in enumerate(entries):
+        named = [call.get("id") for call in entry.get(CALLS[0]) or []]
+        end = at + 1
+        while end < len(entries) and entries[end].get("tool_call_id") is not None:
+            end += 1
+        results = entries[at + 1 : end]
+        if len(named) > 1 and all(result["tool_call_id"] in named for result in results):
+            entries[at + 1 : end] = sorted(results, key=lambda result: named.index(result["tool_call_id"]))
+    return entries
 
 
 def opened(row: TableRow, talk: Conversation) -> Conversation:

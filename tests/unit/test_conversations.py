@@ -135,6 +135,21 @@ def test_columns_that_are_not_used_are_named_once_for_a_file(tmp_path: Path, row
     assert said == ([f"data.jsonl: columns that are not used: {unused}"] if unused else [])
 
 
+def test_results_of_tools_go_to_the_calls_that_they_name(tmp_path: Path) -> None:
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": f"result {name}"} for name in "ba"]
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": calls}, *results, REPLY]}
+    assert [m["content"] for m in read(tmp_path, row)[2:4]] == ["result a", "result b"]
+
+
+def test_a_tsv_with_names_in_its_first_line_is_a_table(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("id\tprompt\tresponse\n1\thi\thello\n2\thi\thello\n", encoding="utf-8")
+    assert list(conversations(tmp_path / "a.tsv")) == [[USER, REPLY]] * 2
+    (tmp_path / "b.tsv").write_text("prompt\tcompletion\nhi\thello\nhi\n", encoding="utf-8")
+    with pytest.raises(UserError, match="1 of 2 rows cannot be read: line 3: 1 columns instead of 2"):
+        list(conversations(tmp_path / "b.tsv"))
+
+
 def test_functions_are_tools_by_their_older_name(tmp_path: Path) -> None:
     row = {"messages": [USER, REPLY], "functions": [{"name": "weather"}]}
     offer = 'You can call these tools:\n[{"name": "weather"}]'

@@ -39,6 +39,11 @@ FORMS: dict[str, dict[str, Any]] = {
         "messages": [SYSTEM, USER, GOOD],
         "score_chosen": 8.0,
     },
+    "trl, prompt repeated with a blank": {
+        "prompt": "What is 2 + 2? ",
+        "chosen": [SYSTEM, USER, GOOD],
+        "rejected": [SYSTEM, USER, BAD],
+    },
     "trl, implicit prompt": {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
     "swift": {"messages": [SYSTEM, USER, GOOD], "rejected_response": "Five, I think."},
     "swift, messages": {"messages": [SYSTEM, USER, GOOD], "rejected_messages": [SYSTEM, USER, BAD]},
@@ -65,15 +70,18 @@ def read(tmp_path: Path, row: dict[str, Any]) -> Pair:
 def test_the_same_pair_in_every_form_is_the_same(tmp_path: Path, name: str) -> None:
     row = FORMS[name]
     assert read(tmp_path, row) == WANTED
-    if name != "trl, implicit prompt":
-        (talk,) = conversations(write(tmp_path / "talk.jsonl", [row]))
-        assert talk == [*WANTED.prompt, *WANTED.chosen], "SFT learns the chosen reply to the whole prompt"
+    (talk,) = conversations(write(tmp_path / "talk.jsonl", [row]))
+    assert talk == [*WANTED.prompt, *WANTED.chosen], "SFT learns the chosen reply to the whole prompt"
 
 
 def test_earlier_turns_belong_to_the_prompt(tmp_path: Path) -> None:
     more = [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "And 3 + 3?"}]
     row = {"chosen": [USER, *more, GOOD], "rejected": [USER, *more, BAD]}
     assert read(tmp_path, row) == Pair([USER, *more], [GOOD], [BAD])
+    (last,) = [{**row, "prompt": "And 3 + 3?"}]
+    assert read(tmp_path, last) == Pair([USER, *more], [GOOD], [BAD])
+    with pytest.raises(UserError, match="its reply begins with a user's message that is not that of the prompt"):
+        read(tmp_path, {**last, "history": [["a", "b"]]})
     alpaca = {"instruction": "And?", "input": "Now?", "history": [["a", "b"]], "chosen": "x", "rejected": "y"}
     assert [m["content"] for m in read(tmp_path, alpaca).prompt] == ["a", "b", "And?\nNow?"]
 
@@ -83,6 +91,10 @@ def test_texts_of_human_and_assistant_turns_are_split_where_they_part(tmp_path: 
     found = read(tmp_path, {"chosen": same + " No.", "rejected": same + " Yes, a man.\nTruly."})
     assert [m["content"] for m in found.prompt] == ["Who are you?", "A model.", "The Human: is it you?"]
     assert (found.chosen[0]["content"], found.rejected[0]["content"]) == ("No.", "Yes, a man.\nTruly.")
+    row = {"prompt": same, "chosen": same + " No.", "rejected": same + " Yes, a man.\nTruly."}
+    assert read(tmp_path, row) == found
+    (talk,) = conversations(write(tmp_path / "talk.jsonl", [{"chosen": same + " No.", "rejected": same + " Yes."}]))
+    assert talk == [*found.prompt, *found.chosen]
 
 
 def test_rows_that_cannot_be_read_are_named_with_their_line_and_the_others_are_read(tmp_path: Path) -> None:
