@@ -300,9 +300,12 @@ class Worker:
         else:
             weights = read_file(path)
         self.engine.fits(weights)
-        for name, tensor in weights.items():
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"these weights hold numbers that are not finite, in {name}")
+        for name, own in model.state_dict().items():
+            tensor = weights[name]
+            if tensor.is_floating_point() != own.is_floating_point():
+                raise ValueError(f"these weights do not fit the model: {name} is {tensor.dtype} instead of {own.dtype}")
+            if not torch.isfinite(tensor.to(own.dtype)).all():  # a large number is not, in 16 bits
+                raise ValueError(f"these weights hold numbers that are not finite, in {name} as {own.dtype}")
         return weights, facts
 
     # ---- what came out -------------------------------------------------------------------------

@@ -176,6 +176,10 @@ def broken(home: Path) -> Iterator[tuple[str, str]]:
     yield str(home / "missing"), "smear is missing"
     save_file({**weights, "smear": torch.full_like(weights["smear"], float("nan"))}, home / "nan")
     yield str(home / "nan"), "not finite, in smear"
+    save_file({**weights, "smear": torch.full_like(weights["smear"], 1e200, dtype=torch.float64)}, home / "large")
+    yield str(home / "large"), "not finite, in smear as torch.float32"
+    save_file({**weights, "smear": torch.zeros_like(weights["smear"], dtype=torch.int64)}, home / "whole")
+    yield str(home / "whole"), "smear is torch.int64"
     (home / "cut").write_bytes(save(weights)[:-100])
     yield str(home / "cut"), "not a whole safetensors file"
     yield str(served.save(home, served.make.model(1, seq_len=64), run="short")), "a model of another shape"
