@@ -54,6 +54,7 @@ from ascendchat.data.turns import (
 from ascendchat.record.console import inert
 
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
+WRITTEN = re.compile(r"### (?:Instruction|Response):|<\|im_start\|>|\[/INST\]|<start_of_turn>")  # Alpaca, ChatML ...
 CALCULATION = re.compile(r"<<([^<>=\d]*\d[^<>=]*)=([^<>]*)>>")  # with a number: a << b = c >> d is a program
 PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
 
@@ -140,6 +141,10 @@ def text(row: TableRow) -> Iterator[Conversation]:
     marks = list(TURN.finditer(row["text"]))
     ends = [mark.start() for mark in marks[1:]] + [len(row["text"])]
     if not marks:
+        if found := WRITTEN.search(row["text"]):
+            raise ValueError(
+                f"its text holds turns as another template writes them ({found[0]}); give messages instead"
+            )
         yield [message("assistant", row["text"])]
     else:
         first = row["text"][: marks[0].start()].strip()

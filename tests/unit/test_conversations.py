@@ -150,6 +150,15 @@ def test_a_tsv_with_names_in_its_first_line_is_a_table(tmp_path: Path) -> None:
         list(conversations(tmp_path / "b.tsv"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["Below.\n### Instruction:\nHi\n### Response:\nhi", "<|im_start|>user\nhi<|im_end|>", "<s>[INST] hi [/INST] a"],
+)
+def test_a_text_in_the_form_of_another_template_is_no_reply(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match=r"line 1: its text holds turns as another template writes them \("):
+        read(tmp_path, {"text": text})
+
+
 def test_functions_are_tools_by_their_older_name(tmp_path: Path) -> None:
     row = {"messages": [USER, REPLY], "functions": [{"name": "weather"}]}
     offer = 'You can call these tools:\n[{"name": "weather"}]'

@@ -333,6 +333,7 @@ FILLINGS = " ", "\n", "#", "`", "~", "9", ",", "1,", "a", "$", " $", "<<", '\\"'
         (terms.BOXED, "\\boxed{}x"),
         (terms.WORD, "\\{}"),
         (conversations.TURN, "###{}x"),
+        (conversations.WRITTEN, "### {}x"),
         (conversations.CALCULATION, "<<{}=1>"),
         (tables.BRACKET, '"{}'),
         (read.BETWEEN, "{}x"),
