@@ -276,6 +276,8 @@ def execute(function: Any, config: Any) -> int:
             raise UserError(
                 f"{str(error.filename)[:60]}...: no file can have so long a name; give a shorter one"
             ) from None
+        if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home"):  # of expanduser()
+            raise UserError("a name begins with ~ and a user whom this machine does not know; write the path") from None
         if isinstance(error, ModuleNotFoundError) and (missing := _missing(error)):
             raise missing from None
         text = traceback.format_exc()

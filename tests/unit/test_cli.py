@@ -265,6 +265,11 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
         assert capsys.readouterr().err == f"ascendchat plan: {name} is not installed; type: {how}\n"
 
 
+def test_the_home_of_nobody_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--api-key-file", "~nobody-of-this-name/keys"]) == 2
+    assert capsys.readouterr().err.endswith("with ~ and a user whom this machine does not know; write the path\n")
+
+
 def test_a_module_of_ours_or_of_the_user_that_is_missing_is_shown_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
