@@ -43,7 +43,7 @@ time.sleep(0 if os.environ.get("ASCENDCHAT_RESTART") else 60)
 TOO_LARGE = """
 import os, sys
 print("smaller by", os.environ.get("ASCENDCHAT_SMALLER"), flush=True)
-sys.exit(0 if "ASCENDCHAT_SMALLER" in os.environ else 75)
+sys.exit(0 if "ASCENDCHAT_SMALLER" in os.environ else 71)
 """
 STOP = """
 import os, signal, subprocess, sys, time

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ascendchat.config import UserError, home
-from ascendchat.data.fetch.folder import validation_files
 from ascendchat.data.read import format_of, read_documents, source_files, unpack
 from ascendchat.data.tokenizer.learn import ENOUGH_BYTES, MOST_VOCAB, vocab_for
 from ascendchat.files import check_folder
@@ -89,6 +88,8 @@ def texts_of(sources: Sequence[str], mix: Sequence[float], max_chars: int | None
 
 def to_learn(sources: Sequence[str], out: Path) -> list[Path]:
     """The files to learn from: not what lies in `out`, nor the validation file of a set that was fetched."""
+    from ascendchat.data.fetch.folder import validation_files  # nobody who only opens a tokenizer needs it
+
     files = source_files(sources, [out])
     held = validation_files(files) - {Path(source) for source in sources}
     return [file for file in files if file not in held]
