@@ -260,10 +260,10 @@ def test_too_many_bytes_that_wait_are_turned_away(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_nobody_else_waits_while_a_large_request_is_read(server: Server) -> None:
     """The process that reads is stopped: whatever it does, and however long, the others are answered."""
-    before = set(children(server.process.pid))
     large = {"prompt": "a" * 20_000}
     assert server.post("/tokenize", large).json()["count"] == 20_001
-    (other,) = set(children(server.process.pid)) - before
+    alive = filter(running, children(server.process.pid))
+    other = max(alive, key=lambda pid: os.getpriority(os.PRIO_PROCESS, pid))  # it lets answers under way come first
     os.kill(other, signal.SIGSTOP)
     try:
         with contextlib.closing(server.link()) as waits:
@@ -284,5 +284,4 @@ def test_nobody_else_waits_while_a_large_request_is_read(server: Server) -> None
     for path, body in bodies.items():
         assert error_of(server.post(path, body), 400)["code"] == "context_length_exceeded"
     os.kill(other, signal.SIGKILL)
-    wait_until(lambda: not running(other))
-    assert server.post("/tokenize", large).json()["count"] == 20_001
+    wait_until(lambda: server.post("/tokenize", large).status_code == 200)  # 503 until its end is noticed

@@ -160,10 +160,11 @@ def test_names_keep_their_weights_and_other_data_stays_as_it_is(folder: Path, mo
     assert listed_data(["plain"], "", knows) == ("plain",)
 
 
-def test_finetune_looks_in_the_data_folder_of_llama_factory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune_looks_in_the_data_folder_of_llama_factory(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where there is one; its names win over ours, and that is said."""
-    work, said = folder.parent / "work", list[str]()
-    work.mkdir()
+    work, said = tmp_path_factory.mktemp("llama_factory"), list[str]()
     shutil.copytree(folder, work / "data")
     info = json.loads((folder / INFO).read_text(encoding="utf-8"))
     (work / "data" / INFO).write_text(json.dumps({**info, "identity": info["plain"]}), encoding="utf-8")
