@@ -52,19 +52,29 @@ class Span(NamedTuple):
 
 
 class ChatTemplate:
-    """`marked`: the tokenizer that reads special tokens in a text as such."""
+    """`marked`: the tokenizer that reads special tokens in a text as such; `names`: those; `added`: others that it was
+    given beside its vocabulary."""
 
-    def __init__(self, inner: Any, marked: Any, stops: Sequence[int], names: Mapping[int, str]) -> None:
-        self.inner, self._marked, self._names = inner, marked, names
+    def __init__(
+        self, inner: Any, marked: Any, stops: Sequence[int], names: Mapping[int, str], added: Mapping[int, str]
+    ) -> None:
+        self.inner, self._marked, self._names = inner, marked, dict(names)
         self.options: dict[str, Any] = {}  # further variables of the template, such as enable_thinking
         self.generation = bool(MARKED.search(str(inner.chat_template)))
         self.calls = self._knows(PROBE_CALL, CALLED, ARGUMENT, RESULT)
         self.offers = self._knows(PROBE_OFFER, CALLED, ARGUMENT)
-        self.end = self._turn_end()
+        self.closing = self._closing()
+        self.end = self._turn_end(self._names)
+        if self.end is None and (end := self._turn_end(added)) is not None:  # as <|im_end|> of some ChatML models
+            self.end, self._names[end] = end, added[end]
         self.follows = self._next_opening() if self.end is None else None
+        bare = self.end is None and self.follows is None and not self.generation
+        self.appended = next(iter(stops), None) if bare else None  # learnt in place of `closing`, as the end of a reply
         found = [number for number in (self.end, self.follows) if number is not None]
         self.stops = tuple(dict.fromkeys([*found, *stops]))
-        self._special = re.compile("|".join(map(re.escape, sorted(names.values(), key=len, reverse=True))) or r"(?!)")
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(self._names.values(), key=len, reverse=True))) or r"(?!)"
+        )
 
     # ---- what data/chat.py offers --------------------------------------------------------------
 
@@ -129,6 +139,11 @@ class ChatTemplate:
         talk = [SHORT[0], {"role": "assistant", "content": CALLED}]
         before, (through, span) = self._text(talk[:1], opened=True), self._turn(talk, 1)
         return through[span.begin : through.rindex(CALLED)], before[span.begin :]
+
+    def learns_ends(self) -> bool:
+        """Whether the end of a reply is learned."""
+        ids, mask = self.render(SHORT)
+        return any(mine and token in self.stops for token, mine in zip(ids, mask))
 
     # ---- rendering -----------------------------------------------------------------------------
 
@@ -239,6 +254,10 @@ class ChatTemplate:
         return spans if end == len(text) else None
 
     def _rendered(self, text: str, spans: Sequence[Span]) -> Rendered:
+        ended = self.appended is not None and bool(spans) and spans[-1].end == len(text)
+        if self.appended is not None:  # what closes a turn is only text: the model need not write it
+            spans = [self._unclosed(text, span) for span in spans]
+            text = text[: spans[-1].end] if ended else text
         found = self._marked.encode(text, add_special_tokens=False)
         ids, offsets = found.ids, found.offsets  # each made anew whenever it is asked for
         mask, begins = [0] * len(ids), [begin for begin, _ in offsets]
@@ -254,7 +273,15 @@ class ChatTemplate:
                 mask.append(1)
             elif self.follows is not None and ids[behind] in self._names:
                 mask[behind] = 1
+        if ended and self.appended is not None:
+            ids.append(self.appended)
+            mask.append(1)
         return Rendered(ids, mask)
+
+    def _unclosed(self, text: str, span: Span) -> Span:
+        """A turn without the text by which the template closes it."""
+        closed = self.closing and text.endswith(self.closing, span.begin, span.end)
+        return Span(span.begin, span.end - len(self.closing) * bool(closed))
 
     def _whole(self, talk: Sequence[Message]) -> list[Rendered]:
         """One piece; or one for each turn of the assistant, where the template writes earlier turns otherwise."""
@@ -300,14 +327,18 @@ class ChatTemplate:
             return False
         return all(word in text for word in words)
 
-    def _turn_end(self) -> int | None:
-        """The special token that closes a turn of the assistant, if there is one."""
+    def _closing(self) -> str:
+        """What the template writes behind the words of the assistant's last turn."""
         try:
-            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "qqzq"}], False)
+            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": CALLED}], False)
         except UserError:
-            return None
-        behind = self._marked.encode(text.rpartition("qqzq")[2], add_special_tokens=False).ids
-        return next((number for number in behind if number in self._names), None)
+            return ""
+        return text.rpartition(CALLED)[2]
+
+    def _turn_end(self, names: Mapping[int, str]) -> int | None:
+        """The first of these tokens that closes a turn of the assistant, if there is one."""
+        behind = self._marked.encode(self.closing, add_special_tokens=False).ids
+        return next((number for number in behind if number in names), None)
 
     def _next_opening(self) -> int | None:
         """Where no token closes a turn: the special one that opens the user's next turn, by which the model ends its

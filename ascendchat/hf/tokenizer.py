@@ -54,6 +54,7 @@ class HFTokenizer(Tokenizer):
         content = json.loads(self.json)
         added = {token["id"]: token for token in content.get("added_tokens") or ()}
         self.names = {number: token["content"] for number, token in added.items() if token["special"]}
+        others = {number: token["content"] for number, token in added.items() if not token["special"]}
         known = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab, max(known.values()) + 1)
         self.tokens = _all_bytes(known, added, _byte_level(content), self.vocab_size)
@@ -62,14 +63,16 @@ class HFTokenizer(Tokenizer):
         self.stops = tuple(number for number in stops if number is not None)
         self.template: ChatTemplate | None = None
         if inner.chat_template:
-            self.template = ChatTemplate(inner, self._marked, self.stops, self.names)
+            self.template = ChatTemplate(inner, self._marked, self.stops, self.names, others)
             self.stops = self.template.stops
+        end = self.template.end if self.template else None
+        if end is not None and end in others:  # it ends answers, so it is no text of theirs
+            self.names[end], self.tokens[end] = others[end], b""
         if not self.stops:
             raise UserError("the tokenizer names no token that ends a text (eos_token); set it in its files")
         first = (inner.bos_token_id, getattr(config, "bos_token_id", None), self.stops[-1])
         self.bos = next(number for number in first if number is not None)
         self.opening = _opening(inner)
-        end = self.template.end if self.template else None
         self.pad = inner.pad_token_id if inner.pad_token_id is not None else self.stops[0]
         self.specials = {name: self.vocab_size + number for number, name in enumerate(SPECIALS)}
         self.specials |= {"<|bos|>": self.bos, "<|pad|>": self.pad}
@@ -94,6 +97,10 @@ class HFTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.names[i].encode() if i in self.names else self.tokens[i] for i in map(int, ids))
+
+    def written(self, number: int) -> str:
+        """A token as its tokenizer writes it, a special one too."""
+        return str(self.inner.convert_ids_to_tokens(number))
 
     def token_bytes(self) -> np.ndarray:
         return np.array([len(token) for token in self.tokens], dtype=np.int32)

@@ -35,6 +35,7 @@ from ascendchat.hf.lora import LoraSettings, adapter_weights
 from ascendchat.hf.quantize import check_packing
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.template import ChatTemplate
+from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.huggingface import BESIDE
 from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
@@ -317,6 +318,7 @@ def open_theirs(config: FinetuneConfig, here: Context) -> Theirs:
     here.say(f"starting from {theirs.origin.folder}")
     theirs = replace(theirs, tokenizer=theirs.tokenizer.thinking(config.enable_thinking))
     say_thoughts(theirs.tokenizer.template, here.say)
+    say_ends(theirs.tokenizer, here.say)
     if config.max_seq_len and (most := theirs.model.shape.seq_len) < config.max_seq_len:
         here.say(f"rows of {most} tokens instead of {config.max_seq_len}: the model reads no more")
     return theirs
@@ -336,6 +338,23 @@ def say_thoughts(template: ChatTemplate | None, say: Callable[[str], None]) -> N
         say(
             f"prompts open an answer by {asked!r}, which answers without thoughts lack: the model learns to answer "
             "without, and may do otherwise behind such a prompt"
+        )
+
+
+def say_ends(tokenizer: HFTokenizer, say: Callable[[str], None]) -> None:
+    """How the end of a reply is learned, where no token of the chat template closes a turn."""
+    template = tokenizer.template
+    if template is None:
+        return
+    if template.appended is not None:
+        say(
+            f"the chat template closes a reply by no token of its own: {tokenizer.written(template.appended)!r} is "
+            "learned as the end, behind the last reply of each conversation; ends of earlier replies are not learned"
+        )
+    elif not template.learns_ends():
+        say(
+            "the generation blocks of the chat template hold no token that ends an answer, so the model does not learn "
+            "to end its answers; move what closes a turn (such as <|im_end|> or eos_token) into them"
         )
 
 

@@ -21,7 +21,7 @@ from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.text import TextStream
 from ascendchat.serve import prompts
 from ascendchat.serve.protocol import ChatRequest
-from ascendchat.train.finetune import say_thoughts
+from ascendchat.train.finetune import say_ends, say_thoughts
 
 HALF, WHOLE = "half \ud83d of an emoji", "half \ufffd of an emoji"
 TALK = [
@@ -225,6 +225,51 @@ def test_where_a_turn_has_no_end_what_opens_the_next_one_is_learned_and_ends_ans
     assert written(found, made) == ["\nThe answer is forty-two.<|user|>", "\n世界<|user|>"]
     assert found.ids[:-1] == made.inner.apply_chat_template(TALK)["input_ids"]
     assert render(made, TALK[:4]).ids == made.inner.apply_chat_template(TALK[:4])["input_ids"]
+
+
+ALPACA = (  # no token closes a turn
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}### Response:\n{% else %}### Instruction:\n{% endif %}"
+    "{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
+UNKNOWN_END = hf_models.CHATML.replace("<|im_", "<|of_another_")
+
+
+@pytest.mark.parametrize("template", [ALPACA, UNKNOWN_END])
+def test_where_only_text_closes_a_turn_the_end_of_the_text_is_learned_behind_the_last_reply(template: str) -> None:
+    made, said = tokenizer(template), list[str]()
+    (found,) = render_pieces(made, TALK, 256, Counts())
+    assert written(found, made) == ["The answer is forty-two.", "世界<|im_end|>"]
+    open_talk = render(made, TALK[:4])
+    assert made.decode(open_talk.ids) == made.inner.apply_chat_template(TALK[:4], tokenize=False)
+    assert written(open_talk, made) == ["The answer is forty-two."]
+    say_ends(made, said.append)
+    assert "'<|im_end|>' is learned as the end" in said[0]
+
+
+def test_a_token_that_closes_turns_need_not_be_a_special_one() -> None:
+    inner = inner_of(UNKNOWN_END)
+    inner.backend_tokenizer.add_tokens([tokenizers.AddedToken("<|of_another_end|>", normalized=False)])
+    made, said = HFTokenizer(inner, 400), list[str]()
+    end = inner.convert_tokens_to_ids("<|of_another_end|>")
+    assert made.template is not None
+    assert (made.template.end, made.stops[0], made.tokens[end]) == (end, end, b"")
+    wanted = ["The answer is forty-two.<|of_another_end|>", "世界<|of_another_end|>"]
+    assert written(render(made, TALK), made) == wanted
+    prompt = render_prompt(made, [{"role": "user", "content": "hi<|of_another_end|>"}])
+    assert prompt.count(end) == 1, "what a user types ends nothing"
+    say_ends(made, said.append)
+    assert not said
+
+
+def test_generation_blocks_without_an_end_are_named() -> None:
+    said: list[str] = []
+    outside = GENERATION.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    for template, sentences in ((outside, 1), (GENERATION, 0), (hf_models.CHATML, 0), (None, 0)):
+        said.clear()
+        say_ends(tokenizer(template), said.append)
+        assert len(said) == sentences
+    say_ends(bare(), said.append)
+    assert not said
 
 
 QWEN3 = (  # in its prompts empty thoughts where they are not wanted, in its last turn empty thoughts where it has none
