@@ -123,8 +123,9 @@ def opened(row: TableRow, talk: Conversation) -> Conversation:
 
 
 def column(row: TableRow, names: str) -> str:
-    """The first of these columns that the row has."""
-    return next((name for name in names.split("|") if name in row), names.replace("|", " or "))
+    """The first of these columns that the row has; one that is null only where the others are too."""
+    there = [name for name in names.split("|") if name in row]
+    return next((name for name in there if row[name] is not None), there[0] if there else names.replace("|", " or "))
 
 
 def cell(row: TableRow, names: str) -> Any:

@@ -65,9 +65,9 @@ class ChoiceQuestion:
 
 
 def is_letter(reply: str, letter: str) -> bool:
-    """Whether a reply begins with this letter, and with no word of which it is a part."""
-    said = reply.strip()
-    return said[:1] == letter and not said[1:2].isalnum()
+    """Whether a reply begins with this letter, and with no word or sentence of which it is a part: A dog is not A."""
+    line = reply.strip().split("\n")[0]
+    return line[:1] == letter and not line[1:].lstrip()[:1].isalnum()
 
 
 class Exam(Task):

@@ -6,7 +6,7 @@ Gsm8k("test", source="DIR").correct(0, "... 9 * 2 = 18\\n#### 18")           # `
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
@@ -14,19 +14,26 @@ from ascendchat.data.conversations import calculations
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 
+DECIMAL = r"(?:(?<!\d)[-+\u2212])?(?:\d+(?:,\d+)*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?"  # \u2212: a minus sign
+NUMBER = rf"(?:(?<!\d/){DECIMAL}/\d+(?![/.,]?\d)|{DECIMAL})"  # 1/2 is one number, 3/4/2024 are three
 # No blank can be taken in two ways, so it takes linear time over what a degenerate model writes
-FINAL = re.compile(r"####\s*(?:\$\s*)?(-?[\d.,]*\d)")
+FINAL = re.compile(rf"####\s*(?:\$\s*)?({NUMBER})(?![/.,]?\d)")
+
+
+def as_number(text: str) -> Decimal | None:
+    """1,000 and $1000.00 and 1e3 are the same, 1/2 and .5 too; None of what is no number."""
+    over, slash, under = text.strip().lstrip("$").replace(",", "").replace("\u2212", "-").partition("/")
+    try:
+        number = Decimal(over) / Decimal(under) if slash else Decimal(over)
+    except ArithmeticError:  # no number, or divided by 0
+        return None
+    return number if number.is_finite() else None  # "infinity" and "nan" are words
 
 
 def final_number(reply: str) -> Decimal | None:
-    """The number behind the last ####; 1,000 and 1000.00 are the same."""
+    """The number behind the last ####."""
     numbers = FINAL.findall(reply)
-    if not numbers:
-        return None
-    try:
-        return Decimal(numbers[-1].replace(",", ""))
-    except InvalidOperation:
-        return None
+    return as_number(numbers[-1]) if numbers else None
 
 
 class Gsm8k(Task):

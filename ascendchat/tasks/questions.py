@@ -7,8 +7,8 @@
     {"question": "Write f(x) that doubles.", "test": ["assert f(2) == 4"]}
 
 One question a line; json, tsv and parquet are read too, packed or not. The last message of `messages` may be the right
-answer. All columns go to the reward. Rows that cannot be read are counted, named and left out, as everywhere; and a
-fiftieth, told by a hash of the row, is kept for examinations.
+answer. Of an `answer` that is a list, each is right. All columns go to the reward. Rows that cannot be read are
+counted, named and left out, as everywhere; and a fiftieth, told by a hash of the row, is kept for examinations.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def read_question(row: TableRow) -> Asked:
     columns = {str(name): value for name, value in row.items() if name not in OWN}
     if has_half(columns):
         raise ValueError(HALF)
-    if "answer" not in row and (replies := [row[name] for name in REPLY.split("|") if row.get(name) is not None]):
-        columns["answer"] = replies[0]
+    if row.get("answer") in (None, ""):
+        replies = [row[name] for name in REPLY.split("|") if row.get(name) not in (None, "")]
+        columns |= {"answer": replies[0]} if replies else {}
     name = next((name for name in PROMPT.split("|") if row.get(name) and str(row[name]).strip()), "")
     asked = row[name] if name else None
     row = {of: value for of, value in row.items() if of == name or of not in ABOUT or isinstance(value, str)}
@@ -55,7 +56,8 @@ def read_question(row: TableRow) -> Asked:
     if row.get("messages"):
         prompt = opened(row, turns(row["messages"]))
         if prompt[-1]["role"] == "assistant":
-            columns.setdefault("answer", text_of(prompt.pop()["content"]))
+            last = text_of(prompt.pop()["content"])
+            columns |= {"answer": last} if columns.get("answer") in (None, "") else {}
     elif asked is None:
         if empty := next((name for name in ("messages", *PROMPT.split("|")) if name in row), ""):
             raise ValueError(f"its {empty} column is empty")
@@ -123,14 +125,17 @@ class QuestionFile(Task):
     def example(self, index: int) -> Conversation:
         prompt, columns = self._at(index)
         answer = columns.get("answer")
-        return [*prompt, {"role": "assistant", "content": "" if answer is None else str(answer)}]
+        first = next(iter(answer), None) if isinstance(answer, list) else answer
+        return [*prompt, {"role": "assistant", "content": "" if first is None else str(first)}]
 
     @property
     def checkable(self) -> bool:
         """Whether the rows say what is right, as the first of them do."""
-        return all(
-            row.get("test") or terms.words_of(row.get("answer")) for _, row in map(self._at, range(min(8, len(self))))
-        )
+        rows = [self.row(index) for index in range(min(8, len(self)))]
+        try:
+            return all(row.get("test") or terms.accepted(row.get("answer")) for row in rows)
+        except ValueError:  # objects
+            return False
 
     def correct(self, index: int, reply: str) -> bool:
         prompt, columns = self._at(index)

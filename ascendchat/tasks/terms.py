@@ -10,39 +10,47 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ascendchat.data import toyworld
 from ascendchat.tasks.choice import is_letter
-from ascendchat.tasks.gsm8k import FINAL, final_number
+from ascendchat.tasks.gsm8k import FINAL, as_number, final_number
+from ascendchat.tasks.gsm8k import NUMBER as ONE_NUMBER
 from ascendchat.tasks.humaneval import CODE_BLOCK, judged, program
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(ONE_NUMBER)
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")  # not a name of LaTeX
 BOXED = re.compile(r"\\boxed\s*\{[^{}]")
 
 
-def as_number(text: str) -> Decimal | None:
-    try:
-        number = Decimal(text.strip().lstrip("$").replace(",", ""))
-    except InvalidOperation:
-        return None
-    return number if number.is_finite() else None  # "infinity" and "nan" are words
+def accepted(answer: Any) -> list[str]:
+    """The right answers of a row as texts: one, or those of a list, each of which is right; none where it is null or
+    blank. The number 0 is an answer."""
+    every = answer if isinstance(answer, (list, tuple)) else [answer]
+    for one in every:
+        if isinstance(one, (list, tuple, dict)):
+            kind = "an object" if isinstance(one, dict) else "a list of lists"
+            raise ValueError(f"the answer is {kind}, not text, a number or a list of these, each of which is right")
+    return [text for one in every if one is not None and (text := str(one).strip())]
 
 
 def gsm8k(prompt: str, completion: str, answer: Any = "", **row: Any) -> float:
     """1 if the number behind #### is that of the answer, which may be a bare number."""
-    right = final_number(str(answer))
-    right = as_number(str(answer)) if right is None else right
-    if right is None:
-        raise ValueError(f"the answer {str(answer)[-60:]!r} has no number behind ####")
-    return float(final_number(completion) == right)
+    rights = []
+    for text in accepted(answer) or [""]:
+        number = final_number(text)
+        rights.append(as_number(text) if number is None else number)
+        if rights[-1] is None:
+            raise ValueError(f"the answer {text[-60:]!r} has no number behind ####")
+    return float(final_number(completion) in rights)
 
 
 def choice(prompt: str, completion: str, answer: Any = "", **row: Any) -> float:
-    """1 if the reply is the letter of the right choice, whatever follows it is not a letter."""
-    return float(is_letter(completion, str(answer)))
+    """1 if the reply is the letter of the right choice: see is_letter."""
+    letters = accepted(answer)
+    if not letters or max(map(len, letters)) > 1:
+        raise ValueError(f"the answer {str(answer)[-60:]!r} is not the letter of a choice")
+    return float(any(is_letter(completion, letter) for letter in letters))
 
 
 def code(prompt: str, completion: str, test: Any = None, starter: str = "", entry_point: str = "", **row: Any) -> float:
@@ -62,29 +70,28 @@ def toy(
     return float(toyworld.correct(question, completion))
 
 
-def words_of(answer: Any) -> str:
-    """The right answer of a row as text; "" where there is none. The number 0 is an answer."""
-    return "" if answer is None else str(answer).strip()
-
-
 def answer(prompt: str, completion: str, **row: Any) -> float:
     """1 if it is right by what the row has: a `test` to pass, `letters` to choose from, or an `answer` with a number
-    behind ####, a number (the last one of the reply counts), or words (the reply or its last line)."""
+    behind ####, a number (the last one of the reply counts), or words (the reply or its last line); of a list any."""
     if row.get("test"):
         return code(prompt, completion, **row)
     if row.get("letters"):
         return choice(prompt, completion, **row)
-    right = words_of(row.get("answer"))
-    if not right:
+    rights = accepted(row.get("answer"))
+    if not rights:
         raise ValueError("the question has no answer to compare with")
+    return float(any(_says(completion, right) for right in rights))
+
+
+def _says(completion: str, right: str) -> bool:
     if FINAL.search(right):
-        return gsm8k(prompt, completion, right)
+        return gsm8k("", completion, right) > 0
     number = as_number(right)
     if number is not None:
         said = NUMBER.findall(completion)
-        return float(bool(said) and as_number(said[-1]) == number)
+        return bool(said) and as_number(said[-1]) == number
     lines = completion.strip().splitlines() or [""]
-    return float(_plain(right) in (_plain(completion), _plain(lines[-1])))
+    return _plain(right) in (_plain(completion), _plain(lines[-1]))
 
 
 def _plain(text: str) -> str:
@@ -119,10 +126,14 @@ def math_verify(prompt: str, completion: str, answer: Any = "", **row: Any) -> f
     needs the main thread: so this runs in a process of its own."""
     from math_verify import parse, verify
 
-    right = str(answer).rpartition("####")[2].strip()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it reports every timeout
-    marked = "$" in right or "\\boxed" in right or WORD.search(right)
-    gold = parse(right if marked else f"${right}$") or parse(right)
-    if not gold:
-        raise ValueError(f"math-verify finds no mathematics in the answer {right[-60:]!r}")
-    return float(verify(gold, parse(completion)))
+    said = parse(completion)
+    for text in accepted(answer) or [""]:
+        right = text.rpartition("####")[2].strip()
+        marked = "$" in right or "\\boxed" in right or WORD.search(right)
+        gold = parse(right if marked else f"${right}$") or parse(right)
+        if not gold:
+            raise ValueError(f"math-verify finds no mathematics in the answer {right[-60:]!r}")
+        if verify(gold, said):
+            return 1.0
+    return 0.0

@@ -199,7 +199,8 @@ def check_answers(questions: Questions, config: RlConfig, here: Context) -> None
             here.say(notice)
         if isinstance(task, QuestionFile) and not task.checkable and not (config.reward or config.workflow):
             raise UserError(
-                f"the questions of {task.name} have no answers; give them a column answer or test, or name --reward"
+                f"the questions of {task.name} have no answers that can be compared; give them a column answer (text, "
+                "a number, or a list of these: each is right) or test, or name --reward"
             )
     seen = min(LOOKED_AT, questions.per_epoch)
     if cut := questions.cut(seen):

@@ -56,6 +56,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
         {"text": "### System: be brief ### Human: hi ### Assistant: hello"},
         {"text": "be brief\n### Human: hi\n### Assistant: hello"},
         {"system_prompt": "be brief", "question": "hi", "response": "hello"},
+        {"system": "be brief", "prompt": None, "input": "hi", "response": None, "output": "hello"},
         {"system_prompt": "be brief", "question": "hi", "answer": "hello"},
         {"system": "be brief", "question": "hi", "answer": "hello", "context": ""},
         {

@@ -37,6 +37,9 @@ USER = {"role": "user", "content": "What is 6 * 7?"}
         ({"messages": [USER], "answer": "42", "x": 1}, [USER], {"answer": "42", "x": 1}),
         ({"messages": [USER, {"role": "assistant", "content": "42"}]}, [USER], {"answer": "42"}),
         ({"query": "What is 6 * 7?"}, [USER], {}),
+        ({"question": "What is 6 * 7?", "answer": None, "response": "42"}, [USER], {"answer": "42"}),
+        ({"messages": [USER, {"role": "assistant", "content": "42"}], "answer": None}, [USER], {"answer": "42"}),
+        ({"question": "What is 6 * 7?", "answer": [42, "forty-two"]}, [USER], {"answer": [42, "forty-two"]}),
         (
             {"system_prompt": "Be brief.", "question": "How old?", "context": "Bob is 7.", "answer": "7"},
             [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How old?\nBob is 7."}],
@@ -83,8 +86,8 @@ def test_choices_that_are_zero_are_choices(tmp_path: Path) -> None:
     assert task.correct(0, "A")
 
 
-@pytest.mark.parametrize("answer", ["", " ", None])
-def test_an_empty_answer_is_none(tmp_path: Path, answer: object) -> None:
+@pytest.mark.parametrize("answer", ["", " ", None, [], {"value": "42"}, [["42"]]])
+def test_what_is_empty_or_an_object_is_no_answer_to_compare_with(tmp_path: Path, answer: object) -> None:
     assert not QuestionFile(write(tmp_path, [{"question": "Why?", "answer": answer}] * 2)).checkable
 
 

@@ -23,6 +23,14 @@ from ascendchat.tasks.rewards import Asked, Judge, row_of
         ("#### $18", "18", 1.0),
         ("18", "#### 18", 0.0),
         ("#### 18\n#### 19", "#### 18", 0.0),
+        ("#### 1/2", "#### 1", 0.0),
+        ("#### 0.5", "#### 1/2", 1.0),
+        ("#### 1/2/3", "#### 1", 0.0),
+        ("#### 1/0", "#### 1", 0.0),
+        ("#### \u22125", "#### -5", 1.0),
+        ("#### 1e3", 1000, 1.0),
+        ("#### .5", 0.5, 1.0),
+        ("#### 7", [6, "#### 7"], 1.0),
     ],
 )
 def test_gsm8k(reply: str, answer: object, reward: float) -> None:
@@ -35,6 +43,11 @@ def test_what_a_term_needs_and_the_row_has_not_is_said() -> None:
         (terms.code, {"answer": "x"}, "no column test"),
         (terms.toy, {"answer": "x"}, "no column accept"),
         (terms.answer, {"answer": " "}, "no answer to compare with"),
+        (terms.answer, {"answer": [None, ""]}, "no answer to compare with"),
+        (terms.answer, {"answer": {"value": "18"}}, "the answer is an object, not text"),
+        (terms.answer, {"answer": [["18"]]}, "the answer is a list of lists, not text"),
+        (terms.gsm8k, {"answer": ["18", "red"]}, "'red' has no number"),
+        (terms.choice, {"answer": "the rose"}, "'the rose' is not the letter of a choice"),
     ]:
         with pytest.raises(ValueError, match=says):
             term("q", "#### 1", **row)
@@ -43,6 +56,13 @@ def test_what_a_term_needs_and_the_row_has_not_is_said() -> None:
 @pytest.mark.parametrize(("reply", "reward"), [("B", 1.0), ("B.", 1.0), (" B\nbecause", 1.0), ("Bad", 0.0), ("A", 0.0)])
 def test_choice(reply: str, reward: float) -> None:
     assert terms.choice("q", reply, answer="B") == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"), [("A dog is the answer, so B", 0.0), ("A (dog)", 1.0), ("A: a dog", 1.0), ("A \ndog", 1.0)]
+)
+def test_a_word_of_one_letter_is_no_choice(reply: str, reward: float) -> None:
+    assert terms.choice("q", reply, answer="A") == reward
 
 
 def test_code_runs_in_the_sandbox() -> None:
@@ -124,6 +144,9 @@ def test_toyworld_judges_as_the_task_does() -> None:
         ("none", {"answer": "18"}, 0.0),
         ("B", {"answer": "B", "letters": ["A", "B"]}, 1.0),
         ("x = 2", {"answer": "", "test": "assert x == 2"}, 1.0),
+        ("It is paris.\nParis city", {"answer": ["Paris", "Paris city"]}, 1.0),
+        ("It is 3.", {"answer": [2, "3"]}, 1.0),
+        ("It is 4.", {"answer": [2, "3"]}, 0.0),
     ],
 )
 def test_answer_goes_by_what_the_row_has(reply: str, row: dict[str, object], reward: float) -> None:
@@ -135,6 +158,26 @@ def test_answer_goes_by_what_the_row_has(reply: str, row: dict[str, object], rew
     [("It is 0.", 0, 1.0), ("It is 1.", 0, 0.0), ("0", 0.0, 1.0), ("Infinity", "infinity", 1.0), ("nan", "NaN", 1.0)],
 )
 def test_zero_and_words_that_look_like_numbers_are_answers(reply: str, answer: object, reward: float) -> None:
+    assert terms.answer("q", reply, answer=answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [
+        ("It is 0.5.", ".5", 1.0),
+        ("It is .5", 0.5, 1.0),
+        ("It is 0.00001", 1e-05, 1.0),
+        ("It is 1e-05.", 5, 0.0),
+        ("1e3 of them", "1000", 1.0),
+        ("It is \u22127.", -7, 1.0),
+        ("It is -7.", "\u22127", 1.0),
+        ("It is 2/4.", "1/2", 1.0),
+        ("from 3-5", "5", 1.0),
+        ("on 3/4/2024", 2024, 1.0),
+        ("version 1.2.5", 5, 1.0),
+    ],
+)
+def test_a_number_is_one_however_it_is_written(reply: str, answer: object, reward: float) -> None:
     assert terms.answer("q", reply, answer=answer) == reward
 
 
