@@ -27,6 +27,7 @@ from ascendchat.record.console import inert
 TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv", ".csv", ".txt", ".arrow")  # those of text may be packed: .gz ...
 CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
+TEXTS = "content", "value"  # of a message: null there is no text
 NAMES = frozenset("prompt completion query response question answer instruction input output chosen rejected".split())
 # What is read of a message, or says which call a result belongs to
 OF_MESSAGE = {"from", "value", "role", "content", *CALLS, "weight", "loss", "train", "training", "name", "tool_call_id"}
@@ -48,7 +49,7 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
     if kind in BINARY:
         with path.open("rb") as table:
             every = (row for batch in record_batches(table, path.name) for row in cells(batch))
-            yield from ((f"row {number}", row) for number, row in enumerate(every, 1))
+            yield from ((f"row {number}", without_union(row)) for number, row in enumerate(every, 1))
         return
     with path.open("rb") as packed, closing(unpack(packed, packing)) as file:
         if kind == ".csv":
@@ -59,6 +60,23 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
             yield from ((where, decoded(line, _text)) for where, line in _lines(file))
         else:
             yield from _json(file, kind)
+
+
+def without_union(row: Any) -> Any:
+    """The row of a table without the nulls that stand in its structs only since those of other rows have such a field:
+    in one column all structs have the same. A null of the author's own cannot be told from them."""
+    if not isinstance(row, dict):
+        return row
+    return {name: _without_nulls(value) if isinstance(value, (dict, list)) else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    held = ((name, inner) for name, inner in value.items() if inner is not None or name in TEXTS)
+    return {name: _without_nulls(inner) for name, inner in held}
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:

@@ -143,6 +143,27 @@ def test_results_of_tools_go_to_the_calls_that_they_name(tmp_path: Path) -> None
     assert [m["content"] for m in read(tmp_path, row)[2:4]] == ["result a", "result b"]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_fields_that_only_other_rows_have_are_no_arguments(tmp_path: Path, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = []
+    for arguments in ({"city": "A"}, {"zone": {"name": "B"}}, {"zone": {"hour": 0}, "cities": ["C", None]}):
+        call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+        talk = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        rows.append({"messages": talk, "tools": [{"name": "f", "parameters": arguments}]})
+    table, path = pyarrow.Table.from_pylist(rows), tmp_path / f"calls.{kind}"
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    lines = tmp_path / "calls.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert list(conversations(path)) == list(conversations(lines))
+
+
 def test_a_tsv_with_names_in_its_first_line_is_a_table(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("id\tprompt\tresponse\n1\thi\thello\n2\thi\thello\n", encoding="utf-8")
     assert list(conversations(tmp_path / "a.tsv")) == [[USER, REPLY]] * 2
