@@ -31,7 +31,8 @@ from ascendchat.config.text import Range
 __all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "wants_help"]
 
 C = TypeVar("C")
-MOST_NAMED, MOST_SHOWN = 200, 20  # of more names than that only so many are shown: a sentence, not a screen
+MOST_NAMED = 200  # of more names than that only the first are shown: a sentence, not a screen
+MOST_SHOWN = 20
 
 
 class UserError(Exception):

@@ -25,7 +25,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import ascendchat
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.infer.request import Grammar
 
@@ -76,7 +75,7 @@ class Lane:
             return None if answer == SLOW else answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        path = [str(Path(ascendchat.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         one = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", "ascendchat.infer.trial"],

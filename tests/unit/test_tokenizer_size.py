@@ -12,8 +12,8 @@ import pytest
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.data import TokenizerTrainConfig
-from ascendchat.data.tokenizer import Tokenizer, commands, train_command, vocab_for
-from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of
+from ascendchat.data.tokenizer import Tokenizer, commands, vocab_for
+from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of, train_command
 
 OUT = Path("nowhere")  # nothing lies in the folder to write
 BORDER = 2**21  # bytes from which 2,048 ids are nearer than 1,024

@@ -27,11 +27,10 @@ import tiktoken
 
 from ascendchat.config import UserError
 from ascendchat.data.tokenizer import storage
-from ascendchat.data.tokenizer.commands import eval_command, train_command
 from ascendchat.data.tokenizer.learn import MOST_VOCAB, learn, vocab_for
 from ascendchat.data.tokenizer.pattern import LONGEST_RUN, PATTERN, segments
 
-__all__ = ["PATTERN", "SPECIALS", "Tokenizer", "eval_command", "train_command", "train_tokenizer", "vocab_for"]
+__all__ = ["PATTERN", "SPECIALS", "Tokenizer", "train_tokenizer", "vocab_for"]
 
 SPECIALS = (
     "<|bos|>",
