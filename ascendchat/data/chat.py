@@ -79,11 +79,13 @@ def joined(parts: Iterable[Rendered]) -> Rendered:
 
 @dataclass
 class Counts:
-    """What became of the conversations: each is in `whole`, `split`, `unsupervised`, `unwritten` or `refused`."""
+    """What became of the conversations: each is in `whole`, `split`, `unsupervised`, `empty`, `unwritten` or
+    `refused`."""
 
     whole: int = 0  # fitted as they were
     split: int = 0  # too long: cut between exchanges into several pieces, or shortened
     unsupervised: int = 0  # hold no reply of the assistant, so there is nothing to learn from them
+    empty: int = 0  # hold a reply without a word, from which a model learns to end at once: left out
     pieces: int = 0  # rendered pieces handed on
     cut_prompts: int = 0  # pieces whose prompt alone was too long: its beginning went
     cut_replies: int = 0  # pieces whose reply was too long: its end went
@@ -101,7 +103,7 @@ class Counts:
 
     def check(self) -> None:
         """More refused ones than a file may have of rows that cannot be read are an error."""
-        every = self.whole + self.split + self.unsupervised + self.unwritten + self.refused
+        every = self.whole + self.split + self.unsupervised + self.empty + self.unwritten + self.refused
         if self.refused and too_many(self.refused, every):
             raise UserError(
                 f"{self.refused} of {every} conversations are refused, first {self.why}; mend them, or take them out "
@@ -110,12 +112,13 @@ class Counts:
 
     def line(self) -> str:
         """One line for the log."""
+        empty = f", {self.empty} with an empty reply (left out)" if self.empty else ""
         unwritten = f", {self.unwritten} that call tools, for which the model's chat template has no form"
         refused = f", {self.refused} refused by the chat template (first {self.why})" if self.refused else ""
         return (
             f"{self.whole} conversations whole, {self.split} too long (made {self.cut_prompts} shortened prompts and "
             f"{self.cut_replies} shortened replies, {self.lost_tokens} tokens lost), {self.unsupervised} without a "
-            f"reply{unwritten if self.unwritten else ''}{refused}; {self.pieces} pieces, {self.tokens} tokens"
+            f"reply{empty}{unwritten if self.unwritten else ''}{refused}; {self.pieces} pieces, {self.tokens} tokens"
         )
 
 
@@ -210,8 +213,14 @@ def render_message(tokenizer: Encoder, message: Message) -> Rendered:
 
 
 def has_reply(messages: Sequence[Message]) -> bool:
-    """Whether there is something to learn: a turn of the assistant, even an empty one, since it has an end."""
-    return any(message["role"] in ("assistant", "tool") for message in messages)
+    """Whether there is something to learn: turns of the assistant, none of them empty."""
+    return any(message["role"] in ("assistant", "tool") for message in messages) and not has_empty_reply(messages)
+
+
+def has_empty_reply(messages: Sequence[Message]) -> bool:
+    """Whether the assistant says and calls nothing in one of its turns."""
+    replies = (message["content"] for message in canonical(messages) if message["role"] == "assistant")
+    return any(not content.strip() if isinstance(content, str) else not content for content in replies)
 
 
 def template_of(tokenizer: Encoder) -> Template | None:
@@ -311,6 +320,9 @@ def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, c
     """
     if limit < 8:
         raise ValueError(f"rows of {limit} tokens are too short for a conversation")
+    if has_empty_reply(messages):
+        counts.empty += 1
+        return []
     if template := template_of(tokenizer):
         return template.pieces(messages, limit, counts)
     whole = render(tokenizer, messages)

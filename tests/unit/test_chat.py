@@ -14,6 +14,7 @@ from ascendchat.data.chat import (
     Counts,
     Rendered,
     canonical,
+    has_reply,
     parse_content,
     parse_messages,
     render,
@@ -220,7 +221,7 @@ def test_no_piece_is_too_long_or_without_a_target_and_all_conversations_are_coun
     counts = Counts()
     pieces = render_pieces(TOKENIZER, messages, limit, counts)
     assert all(len(piece.ids) == len(piece.mask) <= limit and any(piece.mask[1:]) for piece in pieces)
-    assert counts.whole + counts.split + counts.unsupervised == 1
+    assert counts.whole + counts.split + counts.unsupervised + counts.empty == 1
     assert str(counts.lost_tokens) in counts.line()
     assert bool(pieces) == any(render(TOKENIZER, messages).mask)
     assert len(pieces) == counts.pieces
@@ -269,3 +270,17 @@ def test_the_time_of_a_conversation_grows_with_its_length_and_not_with_its_squar
         return time.process_time() - began
 
     assert seconds(24_000) / seconds(3_000) < 24  # 8 where it is linear, 64 where a message copies those before it
+
+
+@pytest.mark.parametrize("empty", ["", " \n", []])
+def test_a_conversation_with_an_empty_reply_is_counted_and_left_out(empty: Any) -> None:
+    ask, told = message("user", "a"), message("assistant", "b")
+    for talk in ([ask, message("assistant", empty)], [ask, message("assistant", empty), ask, told]):
+        counts = Counts()
+        assert render_pieces(TOKENIZER, talk, 64, counts) == []
+        assert not has_reply(talk)
+        assert "1 with an empty reply (left out)" in counts.line()
+    called = [message("assistant", [{"type": "tool", "text": "1+1"}]), message("tool", "2"), message("assistant", "")]
+    assert render_pieces(TOKENIZER, [ask, *called], 64, Counts())
+    assert has_reply([ask, *called])
+    assert "empty" not in Counts(whole=1).line()
