@@ -120,10 +120,13 @@ class _Warm(subprocess.Popen):  # type: ignore[type-arg]
         return (0, 0) if status is None else (self.pid, status)
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None:
-            pid, status = self._try_wait(os.WNOHANG)
-            if pid:
-                self._handle_exitstatus(status)
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # else another thread waits for it
+            try:
+                pid, status = self._try_wait(os.WNOHANG) if self.returncode is None else (0, 0)
+                if pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
         return self.returncode
 
 

@@ -78,7 +78,13 @@ class Pool:
     def _begin(self, coroutine: Any) -> None:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """An error of ours ends the start; afterwards it stands in the log, as asyncio writes it."""
+        self._tasks.discard(task)
+        if not self.started.done() and not task.cancelled() and (error := task.exception()):
+            self.started.set_exception(error)
 
     @property
     def failed(self) -> bool:
