@@ -3,6 +3,7 @@
     python lab/move_house.py MAP move      # every file to its new folder, one by one: `git mv` and imports
     python lab/move_house.py MAP merge     # files that become one
     python lab/move_house.py MAP names     # names that move to another file, imports that are cut
+    python lab/move_house.py MAP wrap      # lines of prose that longer names have made too long
     python lab/move_house.py MAP conflicts # names that two files to be merged would both bind
 
 The map: `NEW: OLD [OLD ...]`; `OLD name -> NEW` moves one name; `OLD name => other` renames one before a merge;
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+WIDTH = 120
 HISTORY = ("CHANGELOG.md", "docs/log.md", "lab/", "cannsim/CHANGELOG.md")  # what was true when it was written
 Key = tuple[str, str]
 
@@ -633,9 +635,62 @@ def names(given: Map) -> list[str]:
     return report
 
 
+def wrap(given: Map) -> list[str]:
+    """Break comments and docstrings of more than WIDTH characters, and carry their last words into the next line."""
+    report: list[str] = []
+    for path in [*(ROOT / "ascendchat").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        lines, number = path.read_text().splitlines(), -1
+        prose = prose_lines(path.read_text())
+        while (number := number + 1) < len(lines):
+            line = lines[number]
+            if len(line) <= WIDTH or "# type: ignore" in line or "# noqa" in line:
+                continue
+            if shorter := re.search(r"\S( {2,})# ", line):  # an example with a comment behind it
+                lines[number] = (
+                    line[: shorter.start(1)]
+                    + " " * max(1, len(shorter[1]) - len(line) + WIDTH)
+                    + (line[shorter.end(1) :])
+                )
+                continue
+            if number + 1 not in prose:
+                report.append(f"{path.relative_to(ROOT)}:{number + 1} is too long")
+                continue
+            lead = re.match(r" *(# )?", line)[0]  # type: ignore[index]
+            cut = line.rindex(" ", 0, WIDTH + 1)
+            lines[number], rest = line[:cut], line[cut + 1 :]
+            after = lines[number + 1] if number + 1 < len(lines) else ""
+            text = after[len(lead) :]
+            if (
+                after.startswith(lead)
+                and text[:1] not in ("", " ")
+                and not text.startswith(('"""', "#"))
+                and (number + 2 in prose)
+            ):
+                lines[number + 1] = f"{lead}{rest} {text}"
+            else:
+                lines.insert(number + 1, lead + rest)
+                prose = {at + (at > number + 1) for at in prose} | {number + 2}
+        if (text := "\n".join(lines) + "\n") != path.read_text():
+            path.write_text(text)
+    return report
+
+
+def prose_lines(text: str) -> set[int]:
+    """The numbers of lines that are comments or parts of docstrings."""
+    comments = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            comments |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    return comments
+
+
 if __name__ == "__main__":
     plan = read_map(sys.argv[1])
     if sys.argv[2] == "conflicts":
         conflicts(plan)
     else:
-        print("\n".join({"move": move, "merge": merge, "names": names}[sys.argv[2]](plan)))
+        print("\n".join({"move": move, "merge": merge, "names": names, "wrap": wrap}[sys.argv[2]](plan)))

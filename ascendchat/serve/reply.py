@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from starlette.responses import Response
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ascendchat.serve.errors import Problem, error_event

@@ -15,7 +15,7 @@ from warm_process import warm_workers
 
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Request, Sampling
-from ascendchat.serve import child
+from ascendchat.serve import child as children
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Pool, Process, Ticket, joined
 
@@ -70,7 +70,7 @@ async def pool(home: Path, **settings: Any) -> AsyncIterator[Pool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCENDCHAT_HOME", str(home))
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(child, "subprocess", warm_workers())
+        patch.setattr(children, "subprocess", warm_workers())
         try:
             await made.start()
             yield made
