@@ -38,28 +38,28 @@ OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, Recursion
 Row = TypeVar("Row")
 
 
-def open_text(path: Path) -> IO[str]:
-    """The file as text, unpacked by its last suffix, without a byte-order mark at its beginning."""
-    return io.TextIOWrapper(unpack(path.open("rb"), format_of(path.name)[1]), encoding="utf-8-sig", newline="\n")
-
-
 def entries(path: Path) -> Iterator[tuple[str, Any]]:
     """(where, row) of a file; in place of a row that is not UTF-8 or not JSON, the ValueError that says so."""
-    kind, packing = format_of(path.name)
+    with path.open("rb") as file:
+        yield from entries_in(file, path.name)
+
+
+def entries_in(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
+    """The same of an open file, whose name tells its format."""
+    kind, packing = format_of(name)
     if kind in BINARY:
-        with path.open("rb") as table:
-            every = (row for batch in record_batches(table, path.name) for row in cells(batch))
-            yield from ((f"row {number}", without_union(row)) for number, row in enumerate(every, 1))
+        every = (row for batch in record_batches(file, name) for row in cells(batch))
+        yield from ((f"row {number}", without_union(row)) for number, row in enumerate(every, 1))
         return
-    with path.open("rb") as packed, closing(unpack(packed, packing)) as file:
+    with closing(unpack(file, packing)) as raw:
         if kind == ".csv":
-            yield from _csv(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), path.name)
+            yield from _csv(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), name)
         elif kind == ".tsv":
-            yield from _tsv(file)
+            yield from _tsv(raw)
         elif kind == ".txt":
-            yield from ((where, decoded(line, _text)) for where, line in _lines(file))
+            yield from ((where, decoded(line, _text)) for where, line in _lines(raw))
         else:
-            yield from _json(file, kind)
+            yield from _json(raw, kind)
 
 
 def without_union(row: Any) -> Any:
@@ -207,14 +207,6 @@ def end_of(text: str, at: int) -> int:
         if not depth:
             return bracket.end()
     raise ValueError("the file ends in the middle of a row")
-
-
-def table_rows(path: Path) -> Iterator[TableRow]:
-    """The rows of a file, as they are; the first that cannot be read is an error."""
-    for where, row in entries(path):
-        if isinstance(row, Exception):
-            raise ValueError(f"{where}: {why_unread(row)}")
-        yield row
 
 
 def why_unread(error: Exception) -> str:

@@ -60,6 +60,8 @@ class ChoiceQuestion:
     def of(cls, row: TableRow) -> ChoiceQuestion:
         """From a row of any of the published tables."""
         question, choices, answer = parse_choice(row)
+        if question is None:
+            raise ValueError("its question is null")
         stem = str(question).strip().removeprefix("Question: ")
         return cls(stem, tuple(str(choice).strip() for choice in choices), answer)
 
@@ -81,11 +83,7 @@ class Exam(Task):
         self.language, self.baseline = facts.language, facts.baseline
         if self.split not in facts.splits:
             raise UserError(f"{name} has the splits {', '.join(facts.splits)}, not {self.split!r}")
-        try:
-            rows = set_rows(facts.set, facts.pattern, facts.splits[self.split], source)
-            self.items = [ChoiceQuestion.of(row) for row in rows]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{name} {self.split} holds a row that is no question: {error!r}; fetch it again") from None
+        self.items = list(set_rows(facts.set, facts.pattern, facts.splits[self.split], source, ChoiceQuestion.of))
 
     def __len__(self) -> int:
         return len(self.items)

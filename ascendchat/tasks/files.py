@@ -1,27 +1,28 @@
 """Rows of evaluation sets, wherever they are: fetched from a hub or a mirror, or in a folder of yours, packed or not.
 
-    set_rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="")         # what `ascendchat data fetch mmlu` stored
-    set_rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], source="DIR")      # `ascendchat eval chat --source DIR`
+    set_rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], "", make)          # what `ascendchat data fetch mmlu` stored
+    set_rows("mmlu", r"(^|/)mmlu[^/]*/", SPLIT["test"], "DIR", make)       # `ascendchat eval chat --source DIR`
 
 Files are told by their names: below the folder, and inside its .zip archives, those that match the set's pattern and
-the split's. Tables are csv (with or without a header), json, jsonl or parquet.
+the split's. Tables are csv (with or without a header), json, jsonl or parquet. A row that `make` cannot read is an
+error that names it: without it the score would be another one.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ascendchat.config import UserError
 from ascendchat.data.fetch import fetch
-from ascendchat.data.read import UNREADABLE, table_lines, unreadable
-from ascendchat.data.tables import TableRow, open_text, table_rows
+from ascendchat.data.read import UNREADABLE, files_in, format_of, table_lines, unpack, unreadable
+from ascendchat.data.tables import OF_ANOTHER_FORM, Row, TableRow, entries_in, why_unread
+from ascendchat.record.console import inert
 
 # A word of a path: test/x.csv, x_test.csv, test-00000-of-00001.parquet, test.jsonl.xz
 SPLIT = {
@@ -42,11 +43,9 @@ class Table(NamedTuple):
 
 
 def files_below(root: Path) -> Iterator[Table]:
-    """Every file below a folder, and every member of its archives."""
-    for path in sorted(root.rglob("*")):
+    """Every file below a folder, those of linked folders too, and every member of its archives; but nothing hidden."""
+    for path in files_in(root):
         name = f"{root.name}/{path.relative_to(root).as_posix()}".lower()
-        if not path.is_file():
-            continue
         if path.suffix.lower() != ".zip":
             yield Table(name, path)
             continue
@@ -55,7 +54,9 @@ def files_below(root: Path) -> Iterator[Table]:
                 members = sorted(archive.namelist())
         except UNREADABLE as error:
             raise unreadable(path, error, "fetch or copy it again") from None
-        yield from (Table(f"{name}/{member.lower()}", path, member) for member in members if not member.endswith("/"))
+        for member in members:
+            if not member.endswith("/") and not re.search(r"(^|/)(\.|__MACOSX/)", member):
+                yield Table(f"{name}/{member.lower()}", path, member)
 
 
 def kind_of(name: str) -> int | None:
@@ -92,46 +93,63 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Table]:
     return next((whole for whole in below.values() if whole), groups[first])
 
 
-def set_rows(set_name: str, pattern: str, split: str, source: str = "") -> Iterator[TableRow]:
-    """All rows of a split, file after file in the order of their names."""
+def set_rows(set_name: str, pattern: str, split: str, source: str, make: Callable[[TableRow], Row]) -> Iterator[Row]:
+    """What `make` makes of all rows of a split, file after file in the order of their names."""
+    empty = True
     for table in tables(set_name, pattern, split, source):
         try:
-            yield from _read(table)
-        except (*UNREADABLE, ValueError, KeyError) as error:
+            for where, row in _entries(table):
+                empty = False
+                yield _made(row, make, f"{table.path.name}{table.member and ':'}{table.member}, {where}", set_name)
+        except (*UNREADABLE, ValueError) as error:
             raise unreadable(table.path, error, f"fetch it again: ascendchat data fetch {set_name}") from None
+    if empty:
+        raise UserError(f"the files of {set_name} hold no rows; fetch them again: ascendchat data fetch {set_name}")
 
 
-def _read(table: Table) -> Iterator[TableRow]:
-    if ".csv" in table.name[-8:]:
-        text = io.StringIO(_text(table), newline="")
-        yield from _csv(text, table.name)
-    elif not table.member:
-        yield from table_rows(table.path)
-    else:
-        for line in _text(table).split("\n"):
-            if line.strip():
-                yield json.loads(line)
+def _made(row: Any, make: Callable[[TableRow], Row], where: str, set_name: str) -> Row:
+    try:
+        if isinstance(row, Exception):
+            raise row
+        if not isinstance(row, dict):
+            raise ValueError(f"it is {type(row).__name__}, not an object with named columns")
+        return make(row)
+    except OF_ANOTHER_FORM as error:
+        raise UserError(
+            f"{set_name}: {inert(where)} is no question: {why_unread(error)}; mend or remove this row, or fetch the "
+            f"set again: ascendchat data fetch {set_name}"
+        ) from None
 
 
-def _text(table: Table) -> str:
-    if table.member:
-        with zipfile.ZipFile(table.path) as archive:
-            return archive.read(table.member).decode("utf-8-sig")
-    with open_text(table.path) as file:
-        return file.read()
+def _entries(table: Table) -> Iterator[tuple[str, Any]]:
+    """(where, row) of a table."""
+    name = table.member or table.path.name
+    with _opened(table) as file:
+        kind, packing = format_of(name)
+        if kind == ".csv":
+            yield from _csv(io.TextIOWrapper(unpack(file, packing), encoding="utf-8-sig", newline=""), name)
+        else:
+            yield from entries_in(file, name)
 
 
-def _csv(text: io.StringIO, name: str) -> Iterator[TableRow]:
+def _opened(table: Table) -> IO[bytes]:
+    if not table.member:
+        return table.path.open("rb")
+    with zipfile.ZipFile(table.path) as archive:
+        return io.BytesIO(archive.read(table.member))
+
+
+def _csv(text: IO[str], name: str) -> Iterator[tuple[str, Any]]:
     """With a header, if one of its cells is A; else question, A, B, C, D, answer."""
-    table = table_lines(csv.reader(text, strict=True), name)
-    first = next(table, None)
-    if first is None:
-        return
-    if "A" in first and "B" in first:
-        header = first
-    else:
-        header = ["question", *"ABCDEFGHIJ"[: len(first) - 2], "answer"]
-        yield dict(zip(header, first))
-    for cells in table:
-        if cells:
-            yield dict(zip(header, cells))
+    lines = csv.reader(text, strict=True)
+    header: list[str] = []
+    for cells in filter(None, table_lines(lines, name)):
+        where = f"line {lines.line_num}"
+        if not header and "A" in cells and "B" in cells:
+            header = cells
+            continue
+        header = header or ["question", *"ABCDEFGHIJ"[: len(cells) - 2], "answer"]
+        if len(cells) == len(header):
+            yield where, dict(zip(header, cells))
+        else:
+            yield where, ValueError(f"{len(cells)} columns instead of {len(header)}")

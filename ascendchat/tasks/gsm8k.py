@@ -11,6 +11,7 @@ from decimal import Decimal
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
 from ascendchat.data.conversations import calculations
+from ascendchat.data.tables import TableRow
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 
@@ -45,10 +46,19 @@ class Gsm8k(Task):
         if split not in ("train", "test"):
             raise UserError(f"gsm8k has the splits train and test, not {split!r}")
         self.split = split
-        self.rows = [
-            (str(row["question"]).strip(), str(row["answer"]).strip())
-            for row in set_rows("gsm8k", r"(^|/)gsm8k[^/]*/", SPLIT[split], source)
-        ]
+        self.rows = list(set_rows("gsm8k", r"(^|/)gsm8k[^/]*/", SPLIT[split], source, self._row))
+
+    @staticmethod
+    def _row(row: TableRow) -> tuple[str, str]:
+        """Question and answer; one that is a bare number is given the form that is asked of replies."""
+        asked, answer = row["question"], str(row["answer"]).strip()
+        if not isinstance(asked, str):
+            raise ValueError("its question is not text")
+        if final_number(answer) is None:
+            if as_number(answer) is None:
+                raise ValueError(f"its answer {answer[-60:]!r} is no number and has none behind ####")
+            answer = f"#### {answer}"
+        return asked.strip(), answer
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,5 +68,4 @@ class Gsm8k(Task):
         return [{"role": "user", "content": question}, {"role": "assistant", "content": calculations(answer)}]
 
     def correct(self, index: int, reply: str) -> bool:
-        right = final_number(self.rows[index][1])
-        return right is not None and final_number(reply) == right
+        return final_number(reply) == final_number(self.rows[index][1])

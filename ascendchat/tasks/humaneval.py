@@ -16,6 +16,7 @@ from typing import Any
 from ascendchat import sandbox
 from ascendchat.config import UserError
 from ascendchat.data.chat import Conversation
+from ascendchat.data.tables import TableRow
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import set_rows
 
@@ -23,6 +24,7 @@ from ascendchat.tasks.files import set_rows
 CODE_BLOCK = re.compile(r"^[^`\n]*?(`|(?<!~)~)\1\1+([^`~\n]*)\n(.*?)(?:\1{3,}|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"\W*(?:py|$)", re.IGNORECASE)  # python3, py, {.python}, or nothing
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}\n```"
+COLUMNS = "prompt", "test", "entry_point", "canonical_solution"
 SECONDS = 5.0
 MEMORY = 256 << 20  # bytes
 
@@ -101,10 +103,14 @@ class HumanEval(Task):
     def __init__(self, split: str = "test", source: str = "") -> None:
         if split != "test":
             raise UserError(f"humaneval has only the split test, not {split!r}")
-        self.rows = list(set_rows("humaneval", r"human[-_]?eval", r"", source))
-        if not self.rows or {"prompt", "test", "entry_point", "canonical_solution"} - set(self.rows[0]):
-            raise UserError("the file of humaneval has other columns than it should; fetch it again")
+        self.rows = list(set_rows("humaneval", r"human[-_]?eval", r"", source, self._row))
         self.sandbox_failed: list[int] = []  # rows whose program ended because the sandbox failed, or pretended so
+
+    @staticmethod
+    def _row(row: TableRow) -> dict[str, str]:
+        if wrong := next((name for name in COLUMNS if not isinstance(row[name], str)), ""):
+            raise ValueError(f"its column {wrong} is not text")
+        return {name: row[name] for name in COLUMNS}
 
     def __len__(self) -> int:
         return len(self.rows)

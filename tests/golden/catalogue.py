@@ -32,7 +32,7 @@ PARTS = {
     "TooLarge": ["plan.goals"],
     "ValueError": [f"data.{name}" for name in ("conversations", "turns", "pairs", "tables", "chat", "read")],
 }
-PARTS["ValueError"] += ["tasks.choice"]
+PARTS["ValueError"] += ["tasks.choice", "tasks.files", "tasks.gsm8k"]
 TEXT = ("str", "str | None")  # what a function that gives text is annotated with
 
 

@@ -73,7 +73,7 @@ def said(read: Callable[[], Iterable[object]]) -> str:
 
 def rows_of(path: Path) -> Iterator[object]:
     """As the examinations read them."""
-    return set_rows("set", PATTERN, SPLIT["test"], str(path.parent))
+    return set_rows("set", PATTERN, SPLIT["test"], str(path.parent), dict)
 
 
 @pytest.fixture
@@ -92,7 +92,8 @@ def test_a_damaged_file_is_named(folder: Path, kind: str) -> None:
     for name, damage in DAMAGES.items():
         path.write_bytes(damage(whole))
         for words in (said(lambda: read_documents([path])), said(lambda: rows_of(path))):
-            assert path.name in words or (name == "empty" and words == "0 rows")  # some formats allow an empty file
+            empty = name == "empty" and (words == "0 rows" or "hold no rows" in words)  # some formats allow that
+            assert path.name in words or empty
         if kind != "zip":
             with pytest.raises(UserError, match=path.name):
                 list(conversations(path))

@@ -104,7 +104,7 @@ def test_tables_of_the_hub_are_read_from_parquet(tmp_path: Path) -> None:
         mmlu = tasks.load("mmlu", source=str(source))
         assert [(mmlu.question(i), mmlu.answer(i)) for i in range(len(mmlu))] == [("q", 3)]
     assert tasks.load("arc_easy", source=str(tmp_path)).answer(0) == 1
-    with pytest.raises(UserError, match="arc_challenge test holds a row that is no question"):
+    with pytest.raises(UserError, match=r"arc: test-0.*\.parquet, row 1 is no question: the answer 'D' is none"):
         tasks.load("arc_challenge", source=str(tmp_path))
 
 
@@ -143,6 +143,81 @@ def test_absent_sets_names_splits_and_damaged_archives_are_refused_with_a_hint(f
     (folder / "mmlu.zip").write_bytes(b"no archive")
     with pytest.raises(UserError, match="damaged"):
         tasks.load("mmlu", source=str(folder))
+
+
+def write_set(folder: Path, name: str, rows: list[object]) -> str:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(folder)
+
+
+CHOICE = {"question": "Red?", "A": "sky", "B": "rose", "C": "sea", "D": "ash", "answer": "B"}
+SUM = {"question": "1+1?", "answer": "#### 2"}
+DOUBLE = {"prompt": "def f(x):\n", "test": "assert f(1) == 2", "entry_point": "f", "canonical_solution": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "rows", "says"),
+    [
+        ("ceval", "ceval/val/law.jsonl", [CHOICE, {**CHOICE, "answer": ""}], "line 2 is no question: the answer ''"),
+        ("ceval", "ceval/val/law.jsonl", [CHOICE, {**CHOICE, "answer": None}], "line 2 is no question: the answer"),
+        ("mmlu", "mmlu/test.jsonl", [{**CHOICE, "question": None}], "line 1 is no question: its question is null"),
+        ("gsm8k", "gsm8k/test.jsonl", [SUM, {"question": "2+2?"}], "line 2 is no question: the column 'answer' is mis"),
+        ("gsm8k", "gsm8k/test.jsonl", [SUM, {**SUM, "answer": "two"}], "line 2 is no question: its answer 'two' is no"),
+        ("gsm8k", "gsm8k/test.jsonl", [{**SUM, "question": None}], "line 1 is no question: its question is not text"),
+        ("gsm8k", "gsm8k/test.jsonl", [SUM, 7], "line 2 is no question: it is int, not an object"),
+        ("gsm8k", "gsm8k/test.jsonl", [], "the files of gsm8k hold no rows"),
+        ("humaneval", "HumanEval.jsonl", [DOUBLE, {"prompt": "x"}], "line 2 is no question: the column 'test' is miss"),
+        ("humaneval", "HumanEval.jsonl", [{**DOUBLE, "test": ["x"]}], "line 1 is no question: its column test is not"),
+    ],
+)
+def test_a_row_that_is_no_question_is_named(
+    tmp_path: Path, name: str, file: str, rows: list[object], says: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        tasks.load(name, source=write_set(tmp_path, file, rows))
+
+
+def test_bare_numbers_are_answers_of_gsm8k(tmp_path: Path) -> None:
+    bare = [{"question": "1+1?", "answer": 2}, {"question": "a?", "answer": "$1,800"}]
+    gsm8k = tasks.load("gsm8k", source=write_set(tmp_path, "gsm8k/test.jsonl", bare))
+    assert gsm8k.correct(0, "#### 2")
+    assert gsm8k.correct(1, "#### 1800")
+    assert not gsm8k.correct(0, "#### 3")
+    assert not gsm8k.correct(0, "2")
+    assert gsm8k.correct(0, text_of(gsm8k.example(0)[-1]["content"])), "what is trained on is right in examinations"
+
+
+def test_tables_in_an_archive_are_read_as_beside_it(tmp_path: Path) -> None:
+    line = json.dumps(SUM)
+    for content in (f"[{line},\n{line}]", f"[{line}, {line}]\n", f"{line}\n{line}\n", json.dumps([SUM, SUM], indent=1)):
+        with zipfile.ZipFile(tmp_path / "gsm8k.zip", "w") as archive:
+            archive.writestr("test.json", content)
+            archive.writestr("__MACOSX/._test.json", "no json")
+        assert len(tasks.load("gsm8k", source=str(tmp_path))) == 2
+    with zipfile.ZipFile(tmp_path / "gsm8k.zip", "w") as archive:
+        archive.writestr("test.jsonl", '[["1+1?", "2"]]\n')
+    with pytest.raises(UserError, match=r"gsm8k\.zip:test\.jsonl, row 1 is no question"):
+        tasks.load("gsm8k", source=str(tmp_path))
+    with zipfile.ZipFile(tmp_path / "gsm8k.zip", "w") as archive:
+        archive.writestr("test.jsonl.xz", lzma.compress(line.encode()))
+    assert len(tasks.load("gsm8k", source=str(tmp_path))) == 1
+
+
+def test_a_csv_row_with_another_number_of_cells_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mmlu").mkdir()
+    (tmp_path / "mmlu" / "test.csv").write_text("Why?,a,b,c,d,D\nWhen?,now,then,1,2,never,C\n", encoding="utf-8")
+    with pytest.raises(UserError, match="line 2 is no question: 7 columns instead of 6"):
+        tasks.load("mmlu", source=str(tmp_path))
+
+
+def test_linked_folders_of_evaluation_sets_are_read_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    write_set(tmp_path / "there", "test.jsonl", [SUM])
+    write_set(tmp_path, "here/.old/gsm8k/test.jsonl", [SUM] * 5)
+    (tmp_path / "here" / "gsm8k").symlink_to(tmp_path / "there")
+    assert len(tasks.load("gsm8k", source=str(tmp_path / "here"))) == 1
+    (tmp_path / "here" / "gsm8k" / "round").symlink_to(tmp_path / "here")
+    assert len(tasks.load("gsm8k", source=str(tmp_path / "here"))) == 1
 
 
 def test_a_letter_in_words_is_judged_by_the_letter(folder: Path) -> None:
