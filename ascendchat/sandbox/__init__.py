@@ -13,7 +13,8 @@ file sizes, open files and processes. On Linux three layers come on top, each tr
     user         when we are root, the program is a user that owns nothing
 
 `ok` means that the program reached its last line: `sys.exit(0)` in the middle is not ok, because the tests after it did
-not run. A hostile program can still pretend to have reached its end, but it cannot get out. inside.py shows how.
+not run. An answer that runs before them is kept from the word that tells the end, from tracing, and from memory; it
+shares their interpreter all the same, so modules that it patches stay patched. inside.py shows how.
 """
 
 from __future__ import annotations

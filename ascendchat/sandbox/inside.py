@@ -48,26 +48,50 @@ CODE_FD, DONE_FD = 3, 4
 
 # The program runs as __main__ of a fresh interpreter, behind what was ordered to run first, whose exit is ignored.
 # After its last line a secret word is written, which the program was not given. So leaving early, with any exit code,
-# does not count as reaching the end.
+# does not count as reaching the end. An answer may look for that word, or for a way around its tests, so
+# - the steps stand in an iterator that no frame names, and what runs them is C or has nothing to find;
+# - tests are compiled before the answer runs, and have a copy of the builtins as they were;
+# - what would show that iterator or the memory, or lets a function skip lines of its caller, is refused to answers by
+#   an audit hook, which nobody can take away and no name leads to.
 BOOT = f"""
 def start():
-    import builtins, os, sys, types
+    import builtins, functools, os, sys, types
     os.environ.pop("LD_LIBRARY_PATH", None)
     with open({CODE_FD}, encoding="utf-8", newline="") as file:
         word, letters = file.readline().split()
-        word, first, code = word.encode(), file.read(int(letters)), file.read()
-    main, write = types.ModuleType("answer"), os.write
-    main.__dict__["__builtins__"] = builtins
+        first, code = file.read(int(letters)), file.read()
+    main = types.ModuleType("answer")
+    names, partial = main.__dict__, functools.partial
+    names["__builtins__"] = builtins
     sys.modules["__main__"] = sys.modules["answer"] = main
     sys.argv[:] = ["program"]
+    steps = [
+        partial(until_exit, partial(exec, compile(first, "<program>", "exec"), names)),
+        partial(names.update, __name__="__main__", __builtins__=dict(vars(builtins)) if first else builtins),
+        partial(exec, compile(code, "<program>", "exec"), names),
+        partial(os.write, {DONE_FD}, word.encode()),
+    ]
+    def settrace(function):
+        if function is not None:  # doctest switches it off
+            raise PermissionError("sys.settrace is refused to an answer")
+    def refuse(event, arguments, split=str.rpartition, begins=str.startswith):
+        if (
+            event in {{"gc.get_objects", "gc.get_referents", "gc.get_referrers", "sys.settrace"}}
+            or begins(event, ("ctypes.", "cpython.PyInterpreterState_New"))
+            or event == "import" and begins(split(arguments[0], ".")[2], ("_ctypes", "_test"))
+        ):
+            raise PermissionError(event + " is refused to an answer")
+    if first:
+        sys.settrace = settrace
+        sys.addaudithook(refuse)
+    return iter(steps)
+def until_exit(run):
     try:
-        exec(compile(first, "<program>", "exec"), main.__dict__)
+        run()
     except SystemExit:
         pass
-    main.__dict__["__name__"] = "__main__"
-    exec(compile(code, "<program>", "exec"), main.__dict__)
-    write({DONE_FD}, word)
-start()
+for step in start():
+    step()
 """
 
 

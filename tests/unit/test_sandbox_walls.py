@@ -24,6 +24,74 @@ LAYERS = sandbox.capabilities()["layers"] if sys.platform == "linux" else []
 needs_seccomp = pytest.mark.skipif("seccomp" not in LAYERS, reason="this machine has no seccomp")
 
 
+# Answers that are wrong, each with a way to pass its tests all the same. `f` shall add one.
+CHEATS = {
+    "exec": "import builtins\nbuiltins.exec = print",
+    "compile": "import builtins\nbuiltins.compile = lambda *a: (lambda: None).__code__",
+    "builtins of the tests": "import builtins\ndef f(x):\n    builtins.abs = lambda x: 0\n    return 2",
+    "the word in a frame": """
+import os, sys
+frame = sys._getframe()
+while frame:
+    for value in list(frame.f_locals.values()):
+        isinstance(value, (str, bytes)) and len(value) == 32 and os.write(4, os.fsencode(value)) and os._exit(0)
+    frame = frame.f_back
+f = abs""",
+    "the word among all objects": """
+import gc, os
+for found in gc.get_objects():
+    type(found).__name__ == "partial" and found.func is os.write and (found(), os._exit(0))
+f = abs""",
+    "a jump over the second assert": """
+import sys
+del sys.modules["sys"]
+from sys import settrace
+def jump(frame, event, argument):
+    if event == "line" and frame.f_lineno == 3:
+        frame.f_lineno = 4
+    return jump
+def f(x):
+    sys._getframe(1).f_trace = jump
+    settrace(jump)
+    return 2""",
+    "the memory": """
+import importlib.machinery, importlib.util
+class Name(str):
+    rpartition, startswith = lambda *a: ("", "", ""), lambda *a: False
+try:
+    path = importlib.util.find_spec("_ctypes").origin
+    loader = importlib.machinery.ExtensionFileLoader(Name("_ctypes"), path)
+    importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    f = lambda x: x + 1
+except PermissionError:
+    f = abs""",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_wrong_answer_passes_its_tests_by_no_trick_of_python(cheat: str) -> None:
+    tests = "def check(f):\n    assert abs(f(1) - 2) < 1e-6\n    assert abs(f(3) - 4) < 1e-6\n    return\ncheck(f)"
+    result = sandbox.run(tests, first=CHEATS[cheat], layers=())
+    assert (result.ok, result.reason) == (False, "error"), result
+
+
+def test_an_answer_may_use_what_python_itself_uses() -> None:
+    answer = """
+import collections, dataclasses, doctest, enum, functools, gc, pickle, traceback, typing
+P = collections.namedtuple("P", "x")
+def f(x):
+    \"\"\"
+    >>> f(1)
+    2
+    \"\"\"
+    gc.collect()
+    return pickle.loads(pickle.dumps(P(x + 1))).x
+doctest.testmod()"""
+    assert (
+        sandbox.run("assert f(3) == 4 and f.__doc__\nprint(__name__, abs(-1))", first=answer).stdout == "__main__ 1\n"
+    )
+
+
 @needs_seccomp
 def test_seccomp_alone_lets_no_signal_out_by_the_owner_of_a_socket() -> None:
     path = Path(__file__).parent / "hostile" / "signal_by_owner.py"
