@@ -48,6 +48,27 @@ DIED = -1  # as the version in what a worker says last
 MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up, or be killed before they are ready
 
 
+class Clock:
+    """Seconds in which requests can be answered: it stands still while the pool is held."""
+
+    def __init__(self) -> None:
+        self._stood = 0.0  # seconds
+        self._stopped: float | None = None  # since then
+
+    def now(self) -> float:
+        return (time.monotonic() if self._stopped is None else self._stopped) - self._stood
+
+    def stop(self) -> None:
+        """Nothing happens if it stands already."""
+        if self._stopped is None:
+            self._stopped = time.monotonic()
+
+    def start(self) -> None:
+        if self._stopped is not None:
+            self._stood += time.monotonic() - self._stopped
+            self._stopped = None
+
+
 class Pool:
     """All workers. Everything is called from the event loop. `patience`: seconds, see PATIENCE."""
 
@@ -61,6 +82,7 @@ class Pool:
         self.loading = False  # weights are being replaced
         self.last: Load | None = None  # the weights loaded last, for a worker that starts anew
         self.facts: dict[str, Any] = {}  # of them: stage, step, chats, as far as they are known
+        self._clock = Clock()  # of the time limits
         self._idle = asyncio.Event()
         self._load = asyncio.Lock()
         self._spare: Child | None = None
@@ -102,6 +124,11 @@ class Pool:
         return self.loading or self.paused is not None
 
     @property
+    def tickets(self) -> list[Ticket]:
+        """Of all requests, waiting and under way."""
+        return [*self.waiting, *(ticket for process in self.processes for ticket in process.tickets.values())]
+
+    @property
     def version(self) -> int:
         """Of the weights that answer the next request."""
         return self.last.version if self.last else 0
@@ -115,7 +142,8 @@ class Pool:
         if len(self.waiting) >= self.config.max_queue + sum(max(0, process.room) for process in self.processes):
             raise Overloaded(self.retry_after())
         ticket = Ticket(next(self.keys), request, streams, self.cancel)
-        self._time(ticket, min(self.config.queue_timeout, self.config.request_timeout))
+        ticket.end = self._clock.now() + self.config.request_timeout
+        self._limit(ticket, min(self.config.queue_timeout, self.config.request_timeout))
         self.waiting.append(ticket)
         self.feed()
         return ticket
@@ -161,16 +189,21 @@ class Pool:
             self.waiting.remove(ticket)
             self.feed()
 
-    def _time(self, ticket: Ticket, seconds: float) -> None:
-        """Wake up when the time of a request is over."""
+    def _limit(self, ticket: Ticket, seconds: float) -> None:
+        """Give a request so many seconds for what comes next."""
+        ticket.until = self._clock.now() + seconds
+        self._wake(ticket)
+
+    def _wake(self, ticket: Ticket) -> None:
+        """Look at a request again when its time is over."""
         if ticket.timer is not None:
             ticket.timer.cancel()
-        ticket.timer = self.loop.call_later(max(0.0, seconds), self._timeout, ticket)
+        ticket.timer = self.loop.call_later(max(0.0, ticket.until - self._clock.now()), self._timeout, ticket)
 
     def _timeout(self, ticket: Ticket) -> None:
-        if self.held:  # the time of a pause is not the request's
-            self._time(ticket, self.config.queue_timeout)
-        elif ticket.first_token is not None:
+        if self.held:
+            return  # resume() looks after it
+        if ticket.first_token is not None:
             reason = f"the answer took longer than {self.config.request_timeout:g} s and was ended"
             self.fail(ticket, Failure(reason, retry_after=self.retry_after()))
         else:
@@ -205,7 +238,7 @@ class Pool:
         if ticket.first_token is None and not isinstance(part, Refused):
             ticket.first_token = time.monotonic()
             if not ticket.closed:
-                self._time(ticket, self.config.request_timeout - (ticket.first_token - ticket.since))
+                self._limit(ticket, ticket.end - self._clock.now())
         if isinstance(part, Begun):
             return
         if isinstance(part, Refused) or part.finish_reason:
@@ -270,7 +303,7 @@ class Pool:
         for ticket in reversed(tickets):
             if ticket.attempts < MOST_ATTEMPTS and not self.closing and ticket.restart():
                 self.waiting.appendleft(ticket)
-                self._time(ticket, self.config.queue_timeout)
+                self._limit(ticket, self.config.queue_timeout)
             else:
                 ticket.worker = None
                 ticket.give(Failure("the worker that wrote this answer has died; please ask again"))
@@ -292,6 +325,7 @@ class Pool:
     async def pause(self, mode: PauseMode) -> None:
         """Stop all workers; requests that come wait."""
         self.paused = mode
+        self._clock.stop()
         await self._change(Pause(mode))
 
     async def resume(self) -> None:
@@ -299,7 +333,16 @@ class Pool:
         self.paused = None
         if not self.loading:
             await self._change(Resume())
-            self.feed()
+            if not self.held:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """Requests are answered again: the time of a pause was not theirs."""
+        self._clock.start()
+        for ticket in self.tickets:
+            if not ticket.closed:
+                self._wake(ticket)
+        self.feed()
 
     async def load(self, source: str, version: int) -> None:
         """Weights of a checkpoint folder or a safetensors file, for all workers or for none: with a UserError when they
@@ -313,6 +356,7 @@ class Pool:
                 died, problem = problems[0] if problems else (True, "no worker is there to take them; try again")
                 raise Failure(problem) if died else UserError(problem)
             self.loading = True
+            self._clock.stop()
             try:
                 if not self.paused:
                     await self._change(Pause("wait"))
@@ -345,7 +389,7 @@ class Pool:
         self.feed()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain)
-        for ticket in [*self.waiting, *(ticket for process in self.processes for ticket in process.tickets.values())]:
+        for ticket in self.tickets:
             self.fail(ticket, Failure("the server was stopped before the answer was finished"))
         children = [child for child in (self._spare, *(process.child for process in self.processes)) if child]
         for child in children:

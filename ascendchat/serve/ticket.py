@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ class Ticket:
         self.since = time.monotonic()
         self.meter = metrics.Meter(len(request.prompt))
         self.first_token: float | None = None  # when it was there, by the same clock
+        self.end = self.until = math.inf  # of the answer, and of what comes next, by the clock of the pool
         self.timer: asyncio.TimerHandle | None = None  # of the pool
         self._cancel = cancel
         self._parts: deque[Part | Failure] = deque()

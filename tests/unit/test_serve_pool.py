@@ -3,12 +3,72 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.serve.pool import Pool
+from ascendchat.infer.request import Piece, Request
+from ascendchat.serve.messages import Begun, Change, Done, Part, Ready, Resume
+from ascendchat.serve.pool import Failure, Pool, Ticket
+
+SLOTS = 2
+
+
+class Worker:
+    """The process of a worker: what it is sent, and Done after each change."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.sent = pool, list[Any]()
+        self.gone = asyncio.Event()
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+        if isinstance(message, Change):
+            self.pool.loop.call_soon(self.say, Done(message.number, 0))
+
+    def say(self, message: Any) -> None:
+        self.pool.processes[0].take(message)
+
+
+@asynccontextmanager
+async def answering(**settings: Any) -> AsyncIterator[tuple[Pool, Worker]]:
+    """A pool with one such worker."""
+    pool = Pool(ServeConfig(device_type="cpu", **settings))
+    pool.loop = asyncio.get_running_loop()
+    pool.started = pool.loop.create_future()
+    pool.started.set_result(None)
+    worker = Worker(pool)
+    (process,) = pool.processes
+    process.child = worker  # type: ignore[assignment]
+    process.ready = Ready("CPU", SLOTS, 64, 256, {}, "")
+    yield pool, worker
+    for ticket in pool.tickets:
+        ticket.close()
+    if process.timer is not None:
+        process.timer.cancel()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def written(key: int, text: str, reason: str = "") -> Part:
+    return Part(key, [Piece("text", text)], [1] * len(text), [], [], [0] * len(text), reason)
+
+
+async def outcome(ticket: Ticket) -> list[tuple[str, str]] | str:
+    """Texts with finish reasons, or why there is no more."""
+    found = []
+    try:
+        async for part in ticket:
+            found.append(("".join(piece.text for piece in part.pieces), part.finish_reason))
+    except Failure as failure:
+        return str(failure)
+    return found
 
 
 def test_a_fault_of_ours_ends_the_start_instead_of_keeping_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,4 +81,36 @@ def test_a_fault_of_ours_ends_the_start_instead_of_keeping_it_waiting(monkeypatc
         with pytest.raises(RuntimeError, match="new thread"):
             await asyncio.wait_for(Pool(ServeConfig(device_type="cpu")).start(), 60)
 
-    asyncio.run(test())
+    run(test)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the pool takes for the time."""
+    made = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("ascendchat.serve.pool.time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_time_of_a_pause_is_not_that_of_the_requests(clock: SimpleNamespace, begun: bool) -> None:
+    """Ten seconds have passed, then a pause of an hour: what is left to each is what was left before."""
+
+    async def test() -> None:
+        async with answering(queue_timeout=60.0, request_timeout=600.0) as (pool, worker):
+            ticket = pool.submit(Request([1]), streams=False)
+            if begun:
+                worker.say([Begun(ticket.key)])
+            clock.now += 10
+            await pool.pause("keep")
+            clock.now += 3600
+            pool._timeout(ticket)
+            late = pool.submit(Request([2]), streams=False)
+            assert (ticket.closed, late.worker) == (False, None)
+            await pool.resume()
+            assert isinstance(worker.sent[-2].what, Resume)
+            left = [one.until - pool._clock.now() for one in (ticket, late)]
+            assert left == [590.0 if begun else 50.0, 60.0]
+            assert [one.timer.when() - pool.loop.time() for one in (ticket, late)] == pytest.approx(left, abs=5)
+
+    run(test)
