@@ -8,9 +8,10 @@
 `ascendchat mid`, `ascendchat sft`, `ascendchat eval chat` and `ascendchat chat` all go through here.
 
 A conversation is a list of messages {"role": "system" | "user" | "assistant" | "tool", "content": ...}. Content is a
-string, or a list of parts {"type": "text" | "tool" | "output", "text": ...}: text, a call of the calculator, and its
-result. A "tool" message is the same as an output part of the assistant's turn, and neighbouring assistant and tool
-messages are one turn. On the wire:
+string, or a list of parts {"type": "text" | "tool" | "output" | "thought", "text": ...}: text, a call of the
+calculator, its result, and what the assistant thinks, which only chat templates with a place for it write. A "tool"
+message is the same as an output part of the assistant's turn, and neighbouring assistant and tool messages are one
+turn. On the wire:
 
     <|bos|> <|system_start|>...<|system_end|> <|user_start|>...<|user_end|>
     <|assistant_start|> text <|tool_start|>17+25<|tool_end|> <|output_start|>42<|output_end|> text <|assistant_end|>
@@ -32,12 +33,15 @@ Conversation = list[Message]
 Part = dict[str, str]
 
 ROLES = ("system", "user", "assistant", "tool")
-SPAN_OF = {"text": None, "tool": "tool", "output": "output"}  # the pair of special tokens around each kind of part
+# The pair of special tokens around each kind of part; thoughts have none, since our own models do not write them
+SPAN_OF = {"text": None, "tool": "tool", "output": "output", "thought": None}
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Template(Protocol):
-    """How another model writes conversations: hf/template.py."""
+    """How another model writes conversations: hf/template.py. `thoughts`: what it calls them, if it has a place."""
+
+    thoughts: str | None
 
     def prompt(
         self, messages: Sequence[Message], limit: int | None = None, counts: Counts | None = None
@@ -77,6 +81,11 @@ def joined(parts: Iterable[Rendered]) -> Rendered:
     return whole
 
 
+def thoughtless_line(count: int) -> str:
+    """What a log says of conversations, or pairs of them, that lost what the assistant thinks."""
+    return f"; in {count} the reasoning_content is left out, for which the model has no place" if count else ""
+
+
 @dataclass
 class Counts:
     """What became of the conversations: each is in `whole`, `split`, `unsupervised`, `empty`, `unwritten` or
@@ -86,6 +95,7 @@ class Counts:
     split: int = 0  # too long: cut between exchanges into several pieces, or shortened
     unsupervised: int = 0  # hold no reply of the assistant, so there is nothing to learn from them
     empty: int = 0  # hold a reply without a word, from which a model learns to end at once: left out
+    thoughtless: int = 0  # of all these: lost what the assistant thinks, for which there is no place
     pieces: int = 0  # rendered pieces handed on
     cut_prompts: int = 0  # pieces whose prompt alone was too long: its beginning went
     cut_replies: int = 0  # pieces whose reply was too long: its end went
@@ -119,6 +129,7 @@ class Counts:
             f"{self.whole} conversations whole, {self.split} too long (made {self.cut_prompts} shortened prompts and "
             f"{self.cut_replies} shortened replies, {self.lost_tokens} tokens lost), {self.unsupervised} without a "
             f"reply{empty}{unwritten if self.unwritten else ''}{refused}; {self.pieces} pieces, {self.tokens} tokens"
+            f"{thoughtless_line(self.thoughtless)}"
         )
 
 
@@ -170,6 +181,24 @@ def canonical(messages: Sequence[Message]) -> Conversation:
     return [{"role": role, "content": content_of(parts)} for role, parts in turns]
 
 
+def writable(tokenizer: Encoder, messages: Sequence[Message]) -> Sequence[Message]:
+    """The conversation without what the assistant thinks, unless the model's chat template has a place for it."""
+    template = template_of(tokenizer)
+    return messages if (template and template.thoughts) or not has_thoughts(messages) else without_thoughts(messages)
+
+
+def has_thoughts(messages: Sequence[Message]) -> bool:
+    """Whether some part is of that type."""
+    lists = (message["content"] for message in messages if isinstance(message.get("content"), list))
+    return any(part.get("type") == "thought" for content in lists for part in content)
+
+
+def without_thoughts(messages: Sequence[Message]) -> Conversation:
+    """The same without parts of that type."""
+    every = ((message, content_parts(message.get("content") or "")) for message in messages)
+    return [{**message, "content": [part for part in parts if part["type"] != "thought"]} for message, parts in every]
+
+
 def spoken(tokenizer: Encoder, turns: Sequence[Message]) -> Conversation:
     """Canonical messages as the tokenizer can write them: without tokens for the system (nanochat's has none), what it
     says stands before the words of the next user, with a blank line between."""
@@ -219,8 +248,13 @@ def has_reply(messages: Sequence[Message]) -> bool:
 
 def has_empty_reply(messages: Sequence[Message]) -> bool:
     """Whether the assistant says and calls nothing in one of its turns."""
-    replies = (message["content"] for message in canonical(messages) if message["role"] == "assistant")
-    return any(not content.strip() if isinstance(content, str) else not content for content in replies)
+    replies = (turn["content"] for turn in canonical(messages) if turn["role"] == "assistant")
+    return any(not text_of(reply).strip() and not calls(reply) for reply in replies)
+
+
+def calls(content: str | Sequence[Part]) -> bool:
+    """Whether a turn holds a call or its result."""
+    return any(part["type"] in ("tool", "output") for part in content_parts(content))
 
 
 def template_of(tokenizer: Encoder) -> Template | None:
@@ -229,6 +263,7 @@ def template_of(tokenizer: Encoder) -> Template | None:
 
 def render(tokenizer: Encoder, messages: Sequence[Message]) -> Rendered:
     """A whole conversation, of any length."""
+    messages = writable(tokenizer, messages)
     if template := template_of(tokenizer):
         return template.render(messages)
     return Rendered([tokenizer.specials["<|bos|>"]], [0]) + render_turns(tokenizer, canonical(messages))
@@ -272,6 +307,7 @@ def render_prompt(
     Longer than `limit` tokens: the oldest exchanges go first, system message and last exchange stay; if that is still
     too long, the system message goes, then the beginning of what remains.
     """
+    messages = writable(tokenizer, messages)
     if template := template_of(tokenizer):
         return template.prompt(messages, limit, counts)
     special = tokenizer.specials
@@ -323,6 +359,8 @@ def render_pieces(tokenizer: Encoder, messages: Sequence[Message], limit: int, c
     if has_empty_reply(messages):
         counts.empty += 1
         return []
+    given, messages = messages, writable(tokenizer, messages)
+    counts.thoughtless += messages is not given
     if template := template_of(tokenizer):
         return template.pieces(messages, limit, counts)
     whole = render(tokenizer, messages)

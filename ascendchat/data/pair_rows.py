@@ -23,7 +23,17 @@ from numpy.typing import NDArray
 
 from ascendchat.config import UserError
 from ascendchat.data.arrange import shuffled
-from ascendchat.data.chat import Encoder, Rendered, exchanges, flat, most_that_fit, render, template_of
+from ascendchat.data.chat import (
+    Encoder,
+    Rendered,
+    exchanges,
+    flat,
+    most_that_fit,
+    render,
+    template_of,
+    thoughtless_line,
+    writable,
+)
 from ascendchat.data.mixture import Batch, Batches
 from ascendchat.data.pack import EPOCHS, ORDER, WINDOW
 from ascendchat.data.pairs import Pair
@@ -42,6 +52,7 @@ class PairCounts:
     cut: int = 0  # too long: earlier exchanges, the beginning of the prompt or the end of a reply went
     lost_tokens: int = 0  # by that
     unsupervised: int = 0  # a reply has no token to learn, or both are the same after the cut
+    thoughtless: int = 0  # of all these: lost what the assistant thinks, for which there is no place
     refused: int = 0  # by the model's chat template
     why: str = ""  # what it said first
 
@@ -50,7 +61,7 @@ class PairCounts:
         refused = f", {self.refused} refused by the chat template ({self.why})" if self.refused else ""
         return (
             f"{self.whole} pairs whole, {self.cut} too long and cut ({self.lost_tokens} tokens lost), "
-            f"{self.unsupervised} without a difference{refused}"
+            f"{self.unsupervised} without a difference{refused}{thoughtless_line(self.thoughtless)}"
         )
 
     def check(self) -> None:
@@ -85,6 +96,8 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
         sides = (render_reply(tokenizer, prompt, render(tokenizer, [*prompt, *reply])) for reply in pair[1:])
         return RenderedPair(*sides)
 
+    talk = [*pair.prompt, *pair.chosen, *pair.rejected]
+    counts.thoughtless += writable(tokenizer, talk) is not talk
     try:
         found = whole = rendered(pair.prompt)
         if found.longest > limit:

@@ -26,7 +26,7 @@ from ascendchat.data.fetch import SETS, folder_of
 from ascendchat.data.mixture import entry_text, parse_entry
 from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
-from ascendchat.data.turns import CALLS, LEARNT
+from ascendchat.data.turns import CALLS, LEARNT, THOUGHTS
 
 INFO = "dataset_info.json"
 USUAL_DIR = "data"  # where LLaMA-Factory looks for it
@@ -239,7 +239,7 @@ def of_turns(own: tuple[str, str, str], columns: Mapping[str, str], tags: Mappin
             return entry
         calls = {name: entry[name] for name in CALLS if entry.get(name)}
         said = {} if calls and content not in entry else {text: entry[content]}
-        marks = {name: entry[name] for name in (*LEARNT, "tool_call_id") if name in entry}
+        marks = {name: entry[name] for name in (*LEARNT, *THOUGHTS, "tool_call_id") if name in entry}
         return {speaker: speakers.get(entry[role], entry[role]), **said, **calls, **marks}
 
     def arrange(row: TableRow) -> TableRow:

@@ -28,9 +28,23 @@ TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv", ".csv", ".txt", ".arrow")  # those of text may be packed: .gz ...
 CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
 TEXTS = "content", "value"  # of a message: null there is no text
+THOUGHTS = "reasoning_content", "reasoning", "thinking"  # of a message: what the assistant thinks before it speaks
 NAMES = frozenset("prompt completion query response question answer instruction input output chosen rejected".split())
 # What is read of a message, or says which call a result belongs to
-OF_MESSAGE = {"from", "value", "role", "content", *CALLS, "weight", "loss", "train", "training", "name", "tool_call_id"}
+OF_MESSAGE = {
+    "from",
+    "value",
+    "role",
+    "content",
+    *CALLS,
+    *THOUGHTS,
+    "weight",
+    "loss",
+    "train",
+    "training",
+    "name",
+    "tool_call_id",
+}
 # A bracket of JSON, or a text, since one in a text is none; a text without an end goes on to that of the file
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 SHOWN_UNREAD = 3  # rows that could not be read, named

@@ -12,9 +12,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
-from ascendchat.data.chat import ROLES, SPAN_OF, Conversation, Message, Part
+from ascendchat.data.chat import ROLES, SPAN_OF, Conversation, Message, Part, content_parts, text_of
 from ascendchat.data.halves import HALF, has_half
-from ascendchat.data.tables import CALLS, TableRow
+from ascendchat.data.tables import CALLS, THOUGHTS, TableRow
 
 ROLE_NAMES = {  # what publishers call each role; a "call" is a part of the assistant's turn
     "system": "system developer",
@@ -54,13 +54,23 @@ def spoken(speaker: Any, content: Any) -> Message:
 
 
 def turn(entry: TableRow) -> Message:
-    """ShareGPT's from and value; or role and content, where a message that calls tools needs no content."""
+    """ShareGPT's from and value; or role and content, where a message that calls tools needs no content. What the
+    assistant thinks stands before its words, unless they hold it, too."""
     speaker = entry["from" if "from" in entry else "role"]
     mark = next((name for name in LEARNT if entry.get(name) in NO), "")
     if mark and role_of(speaker) in ("assistant", "call"):
         raise ValueError(
             f"a reply of {mark} {entry[mark]} would be learnt like the others; leave out what is not to be learnt"
         )
+    thought = next((held for name in THOUGHTS if isinstance(held := entry.get(name), str) and held.strip()), "")
+    made = words_of(entry, speaker)
+    if not thought or made["role"] != "assistant" or "</think>" in text_of(made["content"]):
+        return made
+    return message("assistant", [{"type": "thought", "text": thought}, *content_parts(made["content"])])
+
+
+def words_of(entry: TableRow, speaker: Any) -> Message:
+    """What a message says and calls."""
     if "from" in entry:
         return spoken(speaker, entry["value"])
     calls = entry.get(CALLS[0]) or ([entry[CALLS[1]]] if entry.get(CALLS[1]) else [])

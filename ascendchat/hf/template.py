@@ -9,7 +9,8 @@ A template without them is rendered up to each turn of the assistant, before and
 writes, provided that the one text begins with the other. Some templates write earlier turns otherwise than the last one
 (Qwen3 leaves out its thoughts): then each turn becomes a piece of its own, with all before it as the model will see it.
 Calls of tools, their results and the tools that a system message offers are written as the template writes such, where
-it knows them (hf/tool_messages.py); else they stand in the texts.
+it knows them (hf/tool_messages.py); else they stand in the texts. What the assistant thinks reaches a template that
+takes it beside the words, as `reasoning_content` or by another name.
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ from ascendchat.data.chat import (
     most_that_fit,
 )
 from ascendchat.data.halves import without_halves
-from ascendchat.hf.tool_messages import ARGUMENT, CALLED, PROBE_CALL, PROBE_OFFER, RESULT, called, offered, split_offers
+from ascendchat.data.tables import THOUGHTS
+from ascendchat.hf.tool_messages import (
+    ARGUMENT,
+    CALLED,
+    PROBE_CALL,
+    PROBE_OFFER,
+    RESULT,
+    called,
+    offered,
+    probe_thought,
+    split_offers,
+)
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WRITTEN = {"text": "{}", "tool": "<<{}=", "output": "{}>>"}
@@ -63,6 +75,9 @@ class ChatTemplate:
         self.generation = bool(MARKED.search(str(inner.chat_template)))
         self.calls = self._knows(PROBE_CALL, CALLED, ARGUMENT, RESULT)
         self.offers = self._knows(PROBE_OFFER, CALLED, ARGUMENT)
+        source = str(inner.chat_template)
+        named = (name for name in THOUGHTS if name in source and self._knows(probe_thought(name), CALLED, ARGUMENT))
+        self.thoughts = next(named, None)
         self.closing = self._closing()
         self.end = self._turn_end(self._names)
         if self.end is None and (end := self._turn_end(added)) is not None:  # as <|im_end|> of some ChatML models
@@ -153,10 +168,10 @@ class ChatTemplate:
         talk: list[Message] = []
         for message in canonical(messages):
             parts = [{**part, "text": self._safe(part["text"])} for part in content_parts(message["content"])]
-            if self.calls and (written := called(parts)):
+            if (self.calls or self.thoughts) and (written := called(parts, self.thoughts or "")):
                 talk += written
             else:
-                text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts)
+                text = "".join(WRITTEN[part["type"]].format(part["text"]) for part in parts if part["type"] in WRITTEN)
                 talk.append({"role": message["role"], "content": text})
         return offered(talk) if self.offers else talk
 
@@ -165,7 +180,8 @@ class ChatTemplate:
         would learn to make up their results."""
         if self.calls:
             return False
-        return any(called(content_parts(message["content"])) for message in canonical(messages))
+        every = (called(content_parts(message["content"])) for message in canonical(messages))
+        return any("tool_calls" in message for written in every for message in written)
 
     def _safe(self, text: str) -> str:
         return self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)

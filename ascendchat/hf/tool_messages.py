@@ -34,6 +34,11 @@ TOOL = {"name": CALLED, "description": ARGUMENT, "parameters": {"type": "object"
 PROBE_OFFER: Sequence[Message] = ({"role": "user", "content": "a", OFFERED: [{"type": "function", "function": TOOL}]},)
 
 
+def probe_thought(name: str) -> Sequence[Message]:
+    """What a template that knows thoughts by this name writes."""
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": ARGUMENT, name: CALLED}]
+
+
 def read_calls(text: str) -> list[dict[str, Any]]:
     """The calls in a part; none where it is one of the calculator, or no JSON."""
     try:
@@ -44,13 +49,20 @@ def read_calls(text: str) -> list[dict[str, Any]]:
     return calls if all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls) else []
 
 
-def called(parts: Sequence[Part]) -> list[Message]:
-    """A turn of the assistant as messages; none where nothing is called, or something that is no function."""
+def called(parts: Sequence[Part], thoughts: str = "thought") -> list[Message]:
+    """A turn of the assistant as messages, with what it thinks under the name `thoughts`; none where nothing is called
+    or thought, or something is called that is no function."""
     messages: list[Message] = []
     number, waiting = 0, list[tuple[str, str]]()  # calls without a result: id and name
-    for part in parts:
+    for at, part in enumerate(parts):
+        fresh = at > 0 and parts[at - 1]["type"] == "thought"  # the message of the thought has no words yet
         if part["type"] == "text":
-            messages.append({"role": "assistant", "content": part["text"]})
+            if fresh:
+                messages[-1]["content"] = part["text"]
+            else:
+                messages.append({"role": "assistant", "content": part["text"]})
+        elif part["type"] == "thought":
+            messages.append({"role": "assistant", "content": "", thoughts: part["text"]})
         elif part["type"] == "tool":
             found = read_calls(part["text"])
             if not found:
@@ -67,7 +79,7 @@ def called(parts: Sequence[Part]) -> list[Message]:
         else:
             identity, name = waiting.pop(0)
             messages.append({"role": "tool", "content": part["text"], "name": name, "tool_call_id": identity})
-    return messages if number else []
+    return messages if number or any(thoughts in message for message in messages) else []
 
 
 def offered(talk: list[Message]) -> list[Message]:

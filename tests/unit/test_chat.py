@@ -284,3 +284,11 @@ def test_a_conversation_with_an_empty_reply_is_counted_and_left_out(empty: Any) 
     assert render_pieces(TOKENIZER, [ask, *called], 64, Counts())
     assert has_reply([ask, *called])
     assert "empty" not in Counts(whole=1).line()
+
+
+def test_what_the_assistant_thinks_is_not_written_by_our_models_and_counted() -> None:
+    ask, bare, counts = message("user", "a"), message("assistant", "b"), Counts()
+    thinks = message("assistant", [{"type": "thought", "text": "c"}, {"type": "text", "text": "b"}])
+    assert render_pieces(TOKENIZER, [ask, thinks, thinks], 64, counts) == [render(TOKENIZER, [ask, bare, bare])]
+    assert render_prompt(TOKENIZER, [ask, thinks, ask]) == render_prompt(TOKENIZER, [ask, bare, ask])
+    assert "in 1 the reasoning_content is left out" in counts.line()

@@ -164,6 +164,23 @@ def test_fields_that_only_other_rows_have_are_no_arguments(tmp_path: Path, kind:
     assert list(conversations(path)) == list(conversations(lines))
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_what_the_assistant_thinks_is_a_part_before_its_words(tmp_path: Path, name: str) -> None:
+    thought, text = {"type": "thought", "text": "1+1"}, {"type": "text", "text": "2"}
+    call = {"function": {"name": "f", "arguments": {}}}
+    talk = [USER, {"role": "assistant", name: "1+1", "content": "2"}, USER, {"role": "assistant", "content": "3"}]
+    calls = [USER, {"role": "assistant", name: "1+1", "content": None, "tool_calls": [call]}]
+    twice = [USER, {"role": "assistant", name: "1+1", "content": "<think>1+1</think>2"}]
+    said: list[str] = []
+    rows = [{"messages": each} for each in (talk, calls, twice, [{**USER, name: "?"}, talk[1]])]
+    found = list(conversations(write(tmp_path, rows), say=said.append))
+    assert found[0] == [USER, {"role": "assistant", "content": [thought, text]}, USER, talk[3]]
+    assert found[1][1]["content"][0] == thought
+    assert found[2][1]["content"] == "<think>1+1</think>2"
+    assert found[3] == found[0][:2]
+    assert not said
+
+
 def test_a_tsv_with_names_in_its_first_line_is_a_table(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("id\tprompt\tresponse\n1\thi\thello\n2\thi\thello\n", encoding="utf-8")
     assert list(conversations(tmp_path / "a.tsv")) == [[USER, REPLY]] * 2
@@ -300,7 +317,11 @@ def test_containers_and_line_breaks_inside_texts(tmp_path: Path) -> None:
     ("role", "part", "words"),
     [
         ("user", {"type": "image_url", "image_url": {"url": "x.png"}}, "the unknown type 'image_url'"),
-        ("user", {"type": "input_text", "text": "hi"}, "the unknown type 'input_text' (known: text, tool, output)"),
+        (
+            "user",
+            {"type": "input_text", "text": "hi"},
+            "the unknown type 'input_text' (known: text, tool, output, thought)",
+        ),
         ("assistant", {"text": "hi"}, "the unknown type None"),
         ("user", {"type": "tool", "text": "1+1"}, "'tool' belongs to the assistant, not to the role 'user'"),
     ],

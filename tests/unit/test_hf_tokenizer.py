@@ -16,6 +16,8 @@ import tokenizers
 from ascendchat.config import UserError
 from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
 from ascendchat.data.pack import ChatRows
+from ascendchat.data.pair_rows import PairCounts, render_pair
+from ascendchat.data.pairs import Pair
 from ascendchat.data.tokenizer import storage
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.text import TextStream
@@ -327,6 +329,46 @@ def test_what_the_model_learns_of_thoughts_is_said() -> None:
     assert "--no-enable-thinking" in said[0]
     say_thoughts(tokenizer(QWEN3).thinking(False).template, said.append)
     assert len(said) == 1
+
+
+THINKS = WITH_TOOLS.replace(
+    "\n{{ m['content'] }}", "\n{% if m['thinking'] %}<think>{{ m['thinking'] }}</think>{% endif %}{{ m['content'] }}"
+)
+THOUGHT_TALK = [
+    TALK[1],
+    {"role": "assistant", "content": [{"type": "thought", "text": "plus <|im_end|>"}, {"type": "text", "text": "42"}]},
+]
+
+
+def test_what_the_assistant_thinks_reaches_a_template_that_has_a_place_for_it() -> None:
+    made, counts = tokenizer(THINKS), Counts()
+    (found,) = render_pieces(made, THOUGHT_TALK, 256, counts)
+    assert written(found, made) == ["<think>plus <\u200b|im_end|></think>42<|im_end|>"]
+    assert "reasoning_content" not in counts.line()
+    steps = [{"type": "thought", "text": "one"}, *CALLS, {"type": "thought", "text": "two"}, *CALLS]
+    talk = [TALK[1], {"role": "assistant", "content": [*steps, {"type": "text", "text": "four"}]}]
+    call = '<call>{"name": "f", "arguments": {}}</call><|im_end|>'
+    parts = [f"<think>one</think>{call}", f"<think>two</think>{call}", "four<|im_end|>"]
+    assert written(render(made, talk), made) == parts
+    mixed = [{"role": "assistant", "content": [steps[0], {"type": "tool", "text": "17+25"}]}]
+    assert "<<17+25=" in made.decode(render(made, [TALK[1], *mixed]).ids)
+
+
+def test_what_the_assistant_thinks_is_left_out_and_said_where_it_has_no_place() -> None:
+    bare = [TALK[1], {"role": "assistant", "content": "42"}]
+    for made in (tokenizer(), tokenizer(WITH_TOOLS), tokenizer(GENERATION)):
+        counts = Counts()
+        assert render_pieces(made, THOUGHT_TALK, 256, counts) == render_pieces(made, bare, 256, Counts())
+        assert "in 1 the reasoning_content is left out" in counts.line()
+        assert render_prompt(made, [*THOUGHT_TALK, TALK[1]]) == render_prompt(made, [*bare, TALK[1]])
+        pairs, lost = PairCounts(), [{"role": "assistant", "content": "43"}]
+        found = render_pair(made, Pair(bare[:1], THOUGHT_TALK[1:], lost), 256, pairs)
+        assert found is not None
+        assert found.chosen == render(made, bare)
+        assert "in 1 the reasoning_content is left out" in pairs.line()
+    thought = {"role": "assistant", "content": THOUGHT_TALK[1]["content"][:1]}
+    assert render_pieces(tokenizer(THINKS), [TALK[1], thought], 256, counts) == []
+    assert counts.empty == 1, "thoughts alone are no reply"
 
 
 def test_calls_of_functions_are_not_learned_as_text_where_the_template_has_no_form_for_them() -> None:
