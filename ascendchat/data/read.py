@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bz2
 import csv
+import fnmatch
 import glob
 import gzip
 import importlib
@@ -45,6 +46,8 @@ SUFFIXES = (*BINARY, *LINES, ".json", ".csv", ".tsv", ".txt")
 SEPARATOR = "<|endoftext|>"
 TXT_PIECE = 1 << 20  # characters after which a blank line of a .txt ends the document
 MAX_BROKEN = 0.01
+# Files of a folder that say something of its data: of `data fetch`, LLaMA-Factory and `datasets`
+NO_ROWS = "manifest.json", "dataset_info.json", "state.json", "dataset_dict.json"
 # What reading a damaged file raises; RuntimeError: an encrypted zip, JSON nested too deeply, an unknown compression.
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, csv.Error, RuntimeError)
 BETWEEN = re.compile(r"[ \t\r\n,]*")  # what stands between two JSON values
@@ -107,6 +110,13 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
+def row_files(folder: Path) -> list[Path]:
+    """The files below a folder that may hold rows. What `datasets` has computed from a saved set (map, filter) it
+    keeps beside it as cache-*.arrow: the rows once more."""
+    every = files_in(folder)
+    return [p for p in every if p.name not in NO_ROWS and not fnmatch.fnmatch(p.name, "cache-*.arrow")]
+
+
 def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> list[Path]:
     """Files, folders (searched to any depth) and patterns with * -> files, in a fixed order, each once. Folders in
     `leave_out` are not searched: the output of a command is not one of its sources."""
@@ -115,8 +125,7 @@ def source_files(paths: Sequence[str | Path], leave_out: Sequence[Path] = ()) ->
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            inside = [p for p in files_in(path) if p.name != "manifest.json"]  # what `data fetch` knows of the folder
-            matches = [p for p in inside if format_of(p.name)[0]]
+            matches = [p for p in row_files(path) if format_of(p.name)[0]]
             if any(format_of(p.name)[0] != ".arrow" for p in matches):  # else they are copies that `datasets` keeps
                 matches = [p for p in matches if format_of(p.name)[0] != ".arrow"]
             missing = f"the folder {path} holds no file of a known format"

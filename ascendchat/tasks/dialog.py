@@ -20,8 +20,8 @@ from ascendchat.data.chat import Conversation
 from ascendchat.data.conversations import conversations
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
-from ascendchat.data.read import LINES, files_in, format_of
-from ascendchat.data.registry import INFO, Listed, find_listed
+from ascendchat.data.read import LINES, format_of, row_files
+from ascendchat.data.registry import Listed, find_listed
 from ascendchat.data.tables import TABLE_TYPES, Allowance
 from ascendchat.record.console import inert
 from ascendchat.tasks.base import Task
@@ -29,7 +29,6 @@ from ascendchat.tasks.files import SPLIT
 
 # Of a folder; arrow, csv and txt files are read where none of these is there: they may be copies, or notes.
 USUAL = (".parquet", *LINES, ".json", ".tsv")
-NO_ROWS = "manifest.json", INFO, "state.json", "dataset_dict.json"  # of `data fetch`, LLaMA-Factory and `datasets`
 SHOWN_FILES = 5  # that are left out, by their names
 # Sets, by the name of their file, whose texts have places to be filled, and the words: identity.json of LLaMA-Factory.
 # Everywhere else {{name}} is text, like the {{user}} of a template and the \frac{{1}}{{2}} of a formula.
@@ -65,8 +64,7 @@ def files_of(where: Path, split: str) -> tuple[list[Path], list[Path]]:
     """A file, or those of a folder that are of this split; and the files of conversations that are left out."""
     if where.is_file():
         return [where], []
-    every = [p for p in files_in(where) if p.name not in NO_ROWS]
-    kinds = {p: format_of(p.name)[0] for p in every if format_of(p.name)[0] in TABLE_TYPES}
+    kinds = {p: format_of(p.name)[0] for p in row_files(where) if format_of(p.name)[0] in TABLE_TYPES}
     every = list(kinds)
     groups = ([p for p in every if kinds[p] in group] for group in (USUAL, (".arrow",), (".csv",), (".txt",)))
     tables = next((group for group in groups if group), [])

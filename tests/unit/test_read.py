@@ -100,6 +100,19 @@ def test_arrow_files_beside_others_are_their_copies(tmp_path: Path) -> None:
     assert [p.name for p in source_files([tmp_path])] == ["cache.arrow"]
 
 
+def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
+    """A DatasetDict, with what was computed from it beside its rows."""
+    write(tmp_path / "dataset_dict.json", b'{"splits": ["train"]}')
+    (tmp_path / "train").mkdir()
+    for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):
+        table = pyarrow.table({"text": TEXTS})
+        with pyarrow.ipc.new_stream(str(tmp_path / "train" / name), table.schema) as writer:
+            writer.write_table(table)
+    write(tmp_path / "train" / "dataset_info.json", b'{"citation": "", "features": {"text": {}}}')
+    write(tmp_path / "train" / "state.json", b'{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    assert list(read_documents([tmp_path])) == list(read_documents([tmp_path / "train"])) == TEXTS
+
+
 def test_a_zip_gives_the_documents_of_all_members_by_name(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("b/2.parquet", as_parquet(["two", "three"]))
