@@ -24,6 +24,7 @@ from ascendchat.config.train import PUBLISHED, TrainConfig
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.fetch.sources import SETS, find_set
 from ascendchat.data.mixture import parse_entry
+from ascendchat.data.read import files_in
 from ascendchat.plan.command import choose_chip
 from ascendchat.plan.goals import TooLarge, checkpoint_bytes, inference_plan, rl_plan, train_plan
 from ascendchat.plan.hf import HFModel, from_config
@@ -231,7 +232,7 @@ class Forecaster:
 def file_tokens(path: Path) -> float | None:
     """Of the text in a file, a folder or what a pattern matches: by their sizes, about."""
     found = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
-    files = [f for p in found for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
+    files = [f for p in found for f in (files_in(p) if p.is_dir() else [p]) if f.is_file()]
     sizes = [f.stat().st_size * (4 if f.suffix in PACKED else 1) for f in files]
     return sum(sizes) / BYTES_PER_TOKEN if sizes else None
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from ascendchat import __version__
 from ascendchat.config import UserError
+from ascendchat.data.read import files_in
 from ascendchat.files import check_folder, sha256, write_atomic
 from ascendchat.record import run_folder
 from ascendchat.record.earlier import read_facts
@@ -89,8 +90,7 @@ class Ledger:
             return self._sum(path)
         if (path / "manifest.json").is_file():
             return self._sum(path / "manifest.json")
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        listed = "\n".join(f"{file.relative_to(path)} {self._sum(file)}" for file in files)
+        listed = "\n".join(f"{file.relative_to(path)} {self._sum(file)}" for file in files_in(path))
         return hashlib.sha256(listed.encode()).hexdigest()
 
     def _sum(self, path: Path) -> str:

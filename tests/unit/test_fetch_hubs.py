@@ -151,6 +151,16 @@ def test_offline_uses_what_is_there_and_says_what_is_missing(server: Server, mon
     assert len(server.asked) == asked
 
 
+def test_linked_folders_of_a_local_source_are_copied_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    for path in ("there/test.jsonl", "usb/gsm8k/train.jsonl", "usb/gsm8k/.cache/old.jsonl"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"{}")
+    (tmp_path / "usb" / "gsm8k" / "sub").symlink_to(tmp_path / "there")
+    folder = fetch("gsm8k", source=str(tmp_path / "usb"))
+    assert sorted(json.loads((folder / "manifest.json").read_text())["files"]) == ["sub/test.jsonl", "train.jsonl"]
+    assert not (folder / "sub").is_symlink(), "copied, so that the set does not change with its origin"
+
+
 def test_a_local_folder_is_a_source_and_is_verified(tmp_path: Path) -> None:
     usb = tmp_path / "usb"
     for path, content in {"gsm8k/train.jsonl": b"{}", "gsm8k/sub/test.jsonl": b"[]", "mmlu.zip": b"PK1"}.items():

@@ -22,6 +22,8 @@ from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.launch.port import is_free
 from ascendchat.record import run_folder
 from ascendchat.record.results import NewResults
+from ascendchat.speedrun.forecast import file_tokens
+from ascendchat.speedrun.ledger import Ledger
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -109,6 +111,18 @@ def test_what_is_done_is_skipped_and_a_change_runs_all_that_follows(recipe: str,
     assert [line.split()[0] for line in commands.called[3:]] == ["base", "sft"]
     speedrun.run(SpeedrunConfig(recipe, fresh=True))
     assert len(commands.called) == 8
+
+
+def test_a_change_in_a_linked_folder_is_another_input(tmp_path: Path) -> None:
+    for name in ("data", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "there")
+    ledger, seen = Ledger.open("small"), set()
+    for text in ("a", "ab"):
+        (tmp_path / "there" / "a.txt").write_text(text, encoding="utf-8")
+        seen.add(ledger.identity("", ["base"], [tmp_path / "data"]))
+    assert len(seen) == 2
+    assert file_tokens(tmp_path / "data")
 
 
 def test_a_failed_stage_ends_the_run_and_is_tried_again(recipe: str, commands: Calls) -> None:

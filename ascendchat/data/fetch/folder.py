@@ -24,6 +24,7 @@ from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.partfile import PIECE
 from ascendchat.data.fetch.request import FetchRequest
 from ascendchat.data.fetch.sources import ALSO, SETS, DataSet
+from ascendchat.data.read import files_in
 from ascendchat.data.verify import read_manifest, write_manifest
 from ascendchat.files import sha256
 
@@ -76,8 +77,7 @@ def validation_files(files: Sequence[Path]) -> set[Path]:
 
 
 def _below(folder: Path, patterns: str) -> list[str]:
-    paths = (p for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith("."))
-    names = [p.relative_to(folder).as_posix() for p in paths]
+    names = [p.relative_to(folder).as_posix() for p in files_in(folder)]
     return [n for n in names if matches(n, patterns) and n != "manifest.json" and not n.endswith((".part", ".tmp"))]
 
 
