@@ -3,7 +3,8 @@
     instructions = program("x86_64", read_only=False)       # (code, jt, jf, k) each; inside.py hands them to the kernel
 
 What Python needs to compute is allowed; what reaches other processes, the network or the machine is refused with an
-error the program can see. New processes are refused, threads are not. `read_only` also refuses every change of files:
+error the program can see; a call that is newer than this list does not exist for it. New processes are refused,
+threads are not. `read_only` also refuses every change of files:
 for machines where the program cannot be given a root folder of its own.
 """
 
@@ -19,6 +20,7 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # opcodes
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in what the filter sees; arguments are 8 bytes each, low half first
 CLONE_THREAD, PR_SET_PDEATHSIG = 0x10000, 1
 WRITES = 0o3 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
+NEWEST = 462  # the last call that was looked at here; the numbers of later ones are the same on both processors
 X32 = 0x40000000  # the second numbering of x86_64
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 
@@ -49,7 +51,8 @@ REFUSED = _table("""
     sched_setattr 314 274,  sched_setaffinity 203 122,  ioprio_set 251 30,  migrate_pages 256 238,
     move_pages 279 239,  bind 49 200,  connect 42 203,  listen 50 201,  accept 43 202,  accept4 288 242,
     sendmmsg 307 269,  io_uring_setup 425 425,  io_uring_enter 426 426,  io_uring_register 427 427,  mknod 133 -,
-    mknodat 259 33
+    mknodat 259 33,  kcmp 312 272,  process_madvise 440 440,  quotactl_fd 443 443,  process_mrelease 448 448,
+    lsm_set_self_attr 460 460
 """)
 # These change files. They are refused when the program has no root folder of its own.
 CHANGES = _table("""
@@ -66,12 +69,14 @@ JUDGED = _table("""
     openat 257 56,  openat2 437 437,  fcntl 72 25,  ioctl 16 29,  socketpair 53 199,
     sendto 44 206
 """)
-# Commands by which a pipe or socket sends any signal to any process of the same user, and by which somebody's terminal
-# becomes ours and is typed into.
-OWNERS = {
-    "fcntl": (8, 10, 15),  # F_SETOWN, F_SETSIG, F_SETOWN_EX
-    "ioctl": (0x8901, 0x8902, 0x540E, 0x5412),  # FIOSETOWN, SIOCSPGRP, TIOCSCTTY, TIOCSTI
-}
+# Commands by which a pipe or socket sends any signal to any process of the same user.
+OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+# What Python asks of its own files. Every other command is refused: a driver, such as that of an NPU, obeys whoever has
+# opened its device for reading, and so do a terminal and the attributes of a file.
+QUESTIONS = (
+    *(0x5401, 0x802C542A, 0x5413, 0x541B),  # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD
+    *(0x5421, 0x5450, 0x5451, 0x40049409),  # FIONBIO, FIONCLEX, FIOCLEX, FICLONE (a copy into a file open for writing)
+)
 # asyncio cannot start without a pair of sockets. A pair of streams is connected for good and reaches nobody; one of
 # datagrams sends to every socket of the machine whose name it knows.
 AF_UNIX = 1
@@ -88,6 +93,7 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
     steps.append((LOAD, 0, 0, NUMBER))
     if machine == "x86_64":
         steps += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, no)]
+    steps += [(AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, unknown)]
 
     def call(name: str, *then: Instruction) -> None:
         """`then` ends in a return on every path, and runs only for this call."""
@@ -119,8 +125,8 @@ def program(machine: str, read_only: bool) -> list[Instruction]:
     call("tgkill", *only(0, EQUAL, OWN_PID, ALLOW, no))
     call("prctl", *only(0, EQUAL, PR_SET_PDEATHSIG, no, ALLOW))
     call("prlimit64", *only(0, EQUAL, 0, ALLOW, no))
-    for name, commands in OWNERS.items():
-        call(name, *one_of(1, commands, no, ALLOW))
+    call("fcntl", *one_of(1, OWNERS, no, ALLOW))
+    call("ioctl", *one_of(1, QUESTIONS, ALLOW, no))
     family = ((LOAD, 0, 0, ARGUMENTS), (EQUAL, 1, 0, AF_UNIX), (RETURN, 0, 0, no))
     call("socketpair", *family, *one_of(1, STREAMS, ALLOW, no))
     call("sendto", *nothing_at(4, no))  # without an address it is `send`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -348,8 +349,13 @@ def test_the_filter_judges_calls_by_number_and_argument_on_both_processors(machi
     assert allowed(loose, "prctl", 15)
     for command in range(1100):
         assert allowed(loose, "fcntl", 5, command) is (command not in (8, 10, 15))
-    for command in (0x5401, 0x540E, 0x5412, 0x5421, 0x8900, 0x8901, 0x8902, 0x8903):
-        assert allowed(strict, "ioctl", 5, command) is (command not in (0x540E, 0x5412, 0x8901, 0x8902))
+    typing, owning, changing = (
+        (0x540E, 0x5412),
+        (0x8901, 0x8902),
+        (0x40086602, 0x401C5820),
+    )  # TIOCSTI, FIOSETOWN, chattr
+    for command in (0x5401, 0x5413, 0x5421, 0x5451, *typing, *owning, *changing, 0x8900, 0xC0284700):
+        assert allowed(strict, "ioctl", 5, command) is (command in (0x5401, 0x5413, 0x5421, 0x5451))
     for family in range(50):
         for kind in range(16):
             for flags in (0, socket.SOCK_NONBLOCK, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC):
@@ -360,6 +366,9 @@ def test_the_filter_judges_calls_by_number_and_argument_on_both_processors(machi
         assert not allowed(loose, "sendto", 5, 6, 7, 0, address, 0)
     read = {"x86_64": 0, "aarch64": 63}[machine]
     assert run_filter(strict, machine, read) == seccomp.ALLOW
+    for newer in (463, 469, 470, 1000, 0x3FFFFFFF):  # setxattrat, file_setattr, and what no kernel has today
+        assert run_filter(loose, machine, newer) == seccomp.ERRNO | errno.ENOSYS
+    assert run_filter(loose, machine, 462) == seccomp.ALLOW
     other_numbering = run_filter(loose, machine, seccomp.X32 + read)
     assert (other_numbering == seccomp.ALLOW) == (machine == "aarch64"), "only x86_64 has one"
 

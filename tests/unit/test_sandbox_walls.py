@@ -93,6 +93,23 @@ doctest.testmod()"""
 
 
 @needs_seccomp
+def test_seccomp_alone_lets_no_attribute_of_a_file_be_changed(tmp_path: Path) -> None:
+    (tmp_path / "held").touch()
+    code = f"""
+import ctypes, errno, fcntl, os, struct
+held, libc, at = os.open({str(tmp_path / "held")!r}, os.O_RDONLY), ctypes.CDLL(None, use_errno=True), -100
+try:
+    fcntl.ioctl(held, 0x40086602, struct.pack("l", 0x40))  # chattr +d
+except PermissionError:
+    print("refused")
+name, arguments = ctypes.create_string_buffer(b"user.x"), ctypes.create_string_buffer(64)
+print({{errno.errorcode[libc.syscall(number, held, b"", 0x1000, name, arguments, 16) and ctypes.get_errno()]
+       for number in range(463, 480)}})
+"""
+    assert sandbox.run(code, layers=("seccomp",)).stdout == "refused\n{'ENOSYS'}\n"
+
+
+@needs_seccomp
 def test_seccomp_alone_lets_no_signal_out_by_the_owner_of_a_socket() -> None:
     path = Path(__file__).parent / "hostile" / "signal_by_owner.py"
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
@@ -109,7 +126,7 @@ def test_seccomp_alone_lets_no_signal_out_by_the_owner_of_a_socket() -> None:
 def test_the_self_test_sees_signals_that_go_out_by_the_owner_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_tried", sandbox._Available(("seccomp",), {}, ""))
     assert sandbox.capabilities()["signals"] is True
-    monkeypatch.setattr(seccomp, "OWNERS", {})
+    monkeypatch.setattr(seccomp, "OWNERS", ())
     assert sandbox.capabilities()["signals"] is False
 
 
