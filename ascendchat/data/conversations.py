@@ -16,6 +16,7 @@
 | question  | question, answer                                        | <<48/2=24>> becomes a call of the calculator   |
 | pair      | query, prompt, question or input with response,         | one exchange behind the history; lists of      |
 |           | completion, output or answer                            | messages stay as they are                      |
+| program   | prompt, instruction ... and code; text, code, test_list | the task, then the program                     |
 | text      | text                                                    | turns at `### Human:`; else one reply          |
 | reasoned  | tsv of three columns: question, answer, explanation     | the explanation, then the answer               |
 
@@ -152,6 +153,11 @@ def text(row: TableRow) -> Iterator[Conversation]:
         yield [message("system", first), *talk] if first else talk
 
 
+def program(row: TableRow) -> Iterator[Conversation]:
+    ask = said(asked(row, column(row, f"{PROMPT}|instruction|text")), "user")
+    yield opened(row, history(row) + ask) + said(cell(row, "code"), "assistant")
+
+
 def reasoned(row: TableRow) -> Iterator[Conversation]:
     if len(row["cells"]) != 3:
         raise ValueError(f"it has {len(row['cells'])} columns, not question, answer and explanation")
@@ -170,6 +176,8 @@ READERS: tuple[tuple[Callable[[TableRow], Iterator[Conversation]], tuple[str, ..
     (choice, ("question|Question", "A", "B", "answer|Answer")),
     (question, ("question", "answer")),
     (pair, (PROMPT, REPLY)),
+    (program, (f"{PROMPT}|instruction", "code")),
+    (program, ("text", "code", "test_list")),
     (text, ("text",)),
     (reasoned, ("cells",)),
 )

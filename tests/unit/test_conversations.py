@@ -181,6 +181,15 @@ def test_what_the_assistant_thinks_is_a_part_before_its_words(tmp_path: Path, na
     assert not said
 
 
+@pytest.mark.parametrize("task", ["text", "prompt", "instruction"])
+def test_a_program_answers_its_task(tmp_path: Path, task: str) -> None:
+    said: list[str] = []
+    rows = [{"task_id": 1, task: "Write f.", "code": "def f(): pass", "test_list": ["assert f() is None"]}]
+    (talk,) = conversations(write(tmp_path, rows), say=said.append)
+    assert talk == [{"role": "user", "content": "Write f."}, {"role": "assistant", "content": "def f(): pass"}]
+    assert said == ["data.jsonl: columns that are not used: task_id, test_list"]
+
+
 def test_a_tsv_with_names_in_its_first_line_is_a_table(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("id\tprompt\tresponse\n1\thi\thello\n2\thi\thello\n", encoding="utf-8")
     assert list(conversations(tmp_path / "a.tsv")) == [[USER, REPLY]] * 2
