@@ -56,7 +56,9 @@ from ascendchat.record.console import inert
 
 TURN = re.compile(r"###\s*(Human|Assistant|User|System)\s*:", re.IGNORECASE)
 WRITTEN = re.compile(r"### (?:Instruction|Response):|<\|im_start\|>|\[/INST\]|<start_of_turn>")  # Alpaca, ChatML ...
-CALCULATION = re.compile(r"<<([^<>=\d]*\d[^<>=]*)=([^<>]*)>>")  # with a number: a << b = c >> d is a program
+SIGNS = r"\s.,+\-*/()%×÷\u2212"  # \u2212: a minus sign
+ARITHMETIC = rf"([{SIGNS}]*\d[\d{SIGNS}]*)"
+CALCULATION = re.compile(f"<<{ARITHMETIC}={ARITHMETIC}>>")  # a << b = c >> d and a<<1=b>> are programs
 PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
 
 

@@ -214,7 +214,8 @@ def test_functions_are_tools_by_their_older_name(tmp_path: Path) -> None:
 
 
 def test_a_program_with_shifts_is_no_calculation(tmp_path: Path) -> None:
-    assert read(tmp_path, {"question": "q", "answer": "int a<<b=c>>d"})[1]["content"] == "int a<<b=c>>d"
+    for program in ("int a<<b=c>>d", "a<<1=b>>", "a<<b+1=2>>c", "cout<<1==1>>2", "a<<-=1>>"):
+        assert read(tmp_path, {"question": "q", "answer": program})[1]["content"] == program
     with pytest.raises(UserError, match="what the assistant says is not text but bool"):
         read(tmp_path, {"question": "q", "answer": True})
 
