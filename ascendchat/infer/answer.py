@@ -187,7 +187,10 @@ class Answer:
     def _choice(self, choice: dict[str, Any]) -> list[Piece]:
         answer, sampling, ids = self.completion, self.request.sampling, tokens_of(choice)
         reason, logprobs = choice.get("finish_reason"), choice.get("logprobs") or {}
-        if reason:
+        own = choice.get("ascendchat") or {}
+        if reason and own.get("timed_out"):
+            answer.finish_reason = "cancelled"
+        elif reason:
             answer.finish_reason = reason if reason in ("stop", "length") else "cancelled"
         if reason == "stop" and ids and ids[-1] in self._stops and not sampling.keep_stop:
             ids.pop()  # other servers count it to the answer
@@ -202,7 +205,6 @@ class Answer:
         if sampling.top_logprobs:
             answer.tops += [tops_of(row, sampling.top_logprobs) for row in logprobs.get("top_logprobs") or ()]
             del answer.tops[len(answer.ids) :]
-        own = choice.get("ascendchat") or {}
         version = own.get("weight_version", self.version)
         answer.versions += own.get("weight_versions") or [version] * len(ids)
         del answer.versions[len(answer.ids) :]

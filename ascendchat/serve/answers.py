@@ -27,7 +27,8 @@ from ascendchat.serve.prompts import Asked
 from ascendchat.serve.tokens import TokenReport, chat_logprobs, text_logprobs
 from ascendchat.serve.tools import CallReader, whole_calls
 
-REASONS = {"cancelled": "abort"}  # as other servers call an answer that was cut short from outside
+# As other servers call an answer that was cut short from outside; and as OpenAI does, whose clients may know no other.
+REASONS = {"cancelled": "abort", "timeout": "length"}
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,16 @@ def texts(pieces: Sequence[Piece]) -> list[Piece]:
     ]
 
 
-def versions_of(part: Part, before: int) -> dict[str, Any]:
-    """The weights that wrote these tokens: one version, or one for each where they differ."""
+def own_fields(part: Part, before: int) -> dict[str, Any]:
+    """The weights that wrote these tokens: one version, or one for each where they differ; and whether the time of the
+    answer was over before its end, since "length" may mean that, too."""
     versions = part.versions
-    if not versions:
-        return {"weight_version": before}
-    if len(set(versions)) == 1:
-        return {"weight_version": versions[0]}
-    return {"weight_version": versions[0], "weight_versions": versions}
+    found: dict[str, Any] = {"weight_version": versions[0] if versions else before}
+    if len(set(versions)) > 1:
+        found["weight_versions"] = versions
+    if part.finish_reason == "timeout":
+        found["timed_out"] = True
+    return found
 
 
 class Answers:
@@ -122,7 +125,7 @@ class Answers:
         head = b'%b{"index":%d,%b' % (self._event, choice.index, inner)
         if finish is None and not extra and (not part.versions or part.versions[0] == part.versions[-1]):
             return head + self._tail(choice.version) + self._end
-        own = json.dumps({"finish_reason": finish, "ascendchat": versions_of(part, choice.version)})
+        own = json.dumps({"finish_reason": finish, "ascendchat": own_fields(part, choice.version)})
         return b"%b,%b%b%b" % (head, own[1:-1].encode(), extra or b',"logprobs":null', self._end)
 
     def _tail(self, version: int) -> bytes:
@@ -196,7 +199,7 @@ class Answers:
             one["logprobs"] = None
             one.update(self.extras(choice, part))
             calculations = [{"kind": p.kind, "text": p.text} for p in texts(part.pieces) if p.kind != "text"]
-            own = versions_of(part, choice.version)
+            own = own_fields(part, choice.version)
             one["ascendchat"] = {**own, "tool": calculations} if calculations and not choice.calls else own
             found.append(one)
         return {**self._head(self.object), "choices": found, "usage": self.usage()}

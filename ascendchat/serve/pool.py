@@ -45,6 +45,7 @@ from ascendchat.serve.ticket import Failure, Overloaded, Ticket, joined
 __all__ = ["Failure", "Overloaded", "Pool", "Process", "Ticket", "joined"]
 
 DIED = -1  # as the version in what a worker says last
+HANDING_OVER = 30.0  # seconds in which a worker must say what it has written of an answer whose time is over
 MOST_ATTEMPTS = 3  # workers that may die over one request before it is given up, or be killed before they are ready
 
 
@@ -203,7 +204,11 @@ class Pool:
     def _timeout(self, ticket: Ticket) -> None:
         if self.held:
             return  # resume() looks after it
-        if ticket.first_token is not None:
+        if ticket.first_token is not None and not ticket.stopped:
+            ticket.stopped = True
+            ticket.worker.send(Cancel(ticket.key))
+            self._limit(ticket, HANDING_OVER)
+        elif ticket.first_token is not None:
             reason = f"the answer took longer than {self.config.request_timeout:g} s and was ended"
             self.fail(ticket, Failure(reason, retry_after=self.retry_after()))
         else:
@@ -244,6 +249,8 @@ class Pool:
         if isinstance(part, Refused) or part.finish_reason:
             del process.tickets[part.key]
             ticket.worker = None
+            if ticket.stopped and isinstance(part, Part) and part.finish_reason == "cancelled":
+                part = part._replace(finish_reason="timeout")
         ticket.give(Failure(part.reason, refused=True) if isinstance(part, Refused) else part)
 
     async def _enter(self, process: Process, ready: Ready) -> None:
@@ -301,7 +308,8 @@ class Pool:
                 future.set_result(Done(number, DIED, problem=f"worker {process.index} has died and is started again"))
         process.changes.clear()
         for ticket in reversed(tickets):
-            if ticket.attempts < MOST_ATTEMPTS and not self.closing and ticket.restart():
+            again = ticket.attempts < MOST_ATTEMPTS and not self.closing and not ticket.stopped
+            if again and ticket.restart():
                 self.waiting.appendleft(ticket)
                 self._limit(ticket, self.config.queue_timeout)
             else:

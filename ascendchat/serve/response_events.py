@@ -74,7 +74,11 @@ class ResponseAnswers:
             "truncation": "disabled",
             "usage": usage if done else None,
             "user": body.user,
-            "ascendchat": {"weight_version": self.choice.version, "system_fingerprint": self.about.fingerprint},
+            "ascendchat": {
+                "weight_version": self.choice.version,
+                "system_fingerprint": self.about.fingerprint,
+                **({"timed_out": True} if self.reason == "timeout" else {}),
+            },
         }
 
     @property

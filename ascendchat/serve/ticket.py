@@ -47,6 +47,7 @@ class Ticket:
         self.worker: Any = None  # the pool's Process that answers; None while the request waits
         self.attempts = 0  # workers it was given to
         self.begun = False  # something was given to the client
+        self.stopped = False  # its time is over: the next part is the last
         self.over = False  # the client has the last part, or wants no more
         self.closed = False  # nothing more will come
         self.since = time.monotonic()

@@ -119,6 +119,19 @@ def opened(server: Scripted, **settings: Any) -> Remote:
     return Remote.open(server.url + "/v1/", **{"tokenizer": TEXT, "patience": 30.0, **settings})
 
 
+def test_an_answer_that_took_the_server_too_long_is_asked_for_the_rest(server: Scripted) -> None:
+    """Nobody learns from a length that the clock has set."""
+    cut, rest = [65, 66], [67]
+    server.answers = [
+        said(200, reply(cut, "length", ascendchat={"weight_version": 0, "timed_out": True})),
+        said(200, reply(rest)),
+    ]
+    with opened(server) as remote:
+        (found,) = remote.generate([Request([1, 2], Sampling(seed=3))])
+    assert (found.ids, found.finish_reason) == ([*cut, *rest], "stop")
+    assert server.asked[-1][2]["prompt"] == [1, 2, *cut]
+
+
 def test_the_answer_of_another_server(server: Scripted) -> None:
     """vLLM counts the stop token to the answer, and has log-probabilities for it too."""
     logprobs = {

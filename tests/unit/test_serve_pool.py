@@ -12,7 +12,7 @@ import pytest
 
 from ascendchat.config.serve import ServeConfig
 from ascendchat.infer.request import Piece, Request
-from ascendchat.serve.messages import Begun, Change, Done, Part, Ready, Resume
+from ascendchat.serve.messages import Begun, Cancel, Change, Done, Part, Ready, Resume
 from ascendchat.serve.pool import Failure, Pool, Ticket
 
 SLOTS = 2
@@ -111,6 +111,47 @@ def test_the_time_of_a_pause_is_not_that_of_the_requests(clock: SimpleNamespace,
             assert isinstance(worker.sent[-2].what, Resume)
             left = [one.until - pool._clock.now() for one in (ticket, late)]
             assert left == [590.0 if begun else 50.0, 60.0]
-            assert [one.timer.when() - pool.loop.time() for one in (ticket, late)] == pytest.approx(left, abs=5)
+            when = [one.timer.when() - pool.loop.time() for one in (ticket, late) if one.timer]
+            assert when == pytest.approx(left, abs=5)
+
+    run(test)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_was_written_when_the_time_of_an_answer_is_over_is_given_to_the_client(
+    clock: SimpleNamespace, streams: bool
+) -> None:
+    async def test() -> None:
+        async with answering(request_timeout=600.0) as (pool, worker):
+            ticket, other = (pool.submit(Request([1]), streams=streams) for _ in range(2))
+            worker.say([written(ticket.key, "a") if streams else Begun(ticket.key), Begun(other.key)])
+            clock.now += 600
+            pool._timeout(ticket)
+            assert worker.sent[-1] == Cancel(ticket.key)
+            worker.say([written(ticket.key, "bc", "cancelled"), written(other.key, "d", "stop")])
+            assert await outcome(ticket) == [("abc" if streams else "bc", "timeout")]
+            assert await outcome(other) == [("d", "stop")], "it came to its end at that moment"
+
+    run(test)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_worker_that_does_not_hand_over_what_it_has_written_is_not_waited_for(
+    clock: SimpleNamespace, dies: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        async with answering(request_timeout=600.0) as (pool, worker):
+            ticket = pool.submit(Request([1]), streams=False)
+            worker.say([Begun(ticket.key)])
+            clock.now += 600
+            pool._timeout(ticket)
+            if dies:
+                pool.lost(pool.processes[0], "signal 9")
+                assert "has died; please ask again" in await outcome(ticket)
+                assert not pool.waiting, "its time is over elsewhere, too"
+            else:
+                clock.now += 30
+                pool._timeout(ticket)
+                assert await outcome(ticket) == "the answer took longer than 600 s and was ended"
 
     run(test)

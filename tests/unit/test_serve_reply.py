@@ -14,6 +14,8 @@ from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Ticket
 from ascendchat.serve.prompts import Asked
 from ascendchat.serve.reply import Reply
+from ascendchat.serve.response_events import ResponseAnswers
+from ascendchat.serve.responses import ResponsesRequest
 
 TEXT = make.tokenizer()
 
@@ -101,6 +103,30 @@ def test_every_token_has_its_version_where_weights_changed() -> None:
 def test_an_answer_that_was_cut_short_from_outside_says_so() -> None:
     _, _, body, _ = sent([[part("a", "cancelled")]], False, answers())
     assert json.loads(body)["choices"][0]["finish_reason"] == "abort"
+
+
+def test_an_answer_whose_time_was_over_has_what_was_written_and_says_so() -> None:
+    """OpenAI's clients know "length"; a trainer asks for the rest."""
+    for kind in (ChatAnswers, TextAnswers):
+        _, _, body, _ = sent([[part("a"), part("b", "timeout")]], False, answers(kind))
+        (choice,) = json.loads(body)["choices"]
+        assert (choice["finish_reason"], choice["ascendchat"]["timed_out"]) == ("length", True)
+        assert "ab" in (choice.get("text"), choice.get("message", {}).get("content"))
+        status, _, body, _ = sent([[part("a"), part("b", "timeout")]], True, answers(kind))
+        events = body.split("\n\n")
+        last = json.loads(events[-3].removeprefix("data: "))["choices"][0]
+        assert (status, last["finish_reason"], last["ascendchat"]["timed_out"]) == (200, "length", True)
+        assert events[-2] == "data: [DONE]"
+    request = ResponsesRequest(input="hi")
+    for streams in (True, False):
+        writer = ResponseAnswers(answers().about, Asked([Request([1, 2], Sampling())]), request)
+        _, _, body, _ = sent([[part("ab", "timeout")]], streams, writer)
+        if streams:
+            assert "event: response.incomplete" in body
+        whole = json.loads(body.rpartition("data: ")[2])
+        whole = whole.get("response", whole)
+        assert (whole["status"], whole["ascendchat"]["timed_out"]) == ("incomplete", True)
+        assert whole["output"][0]["content"][0]["text"] == "ab"
 
 
 def test_a_chunk_is_one_line_whatever_the_text() -> None:
