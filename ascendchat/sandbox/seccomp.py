@@ -3,9 +3,9 @@
     instructions = program("x86_64", read_only=False)       # (code, jt, jf, k) each; inside.py hands them to the kernel
 
 What Python needs to compute is allowed; what reaches other processes, the network or the machine is refused with an
-error the program can see; a call that is newer than this list does not exist for it. New processes are refused,
-threads are not. `read_only` also refuses every change of files:
-for machines where the program cannot be given a root folder of its own.
+error the program can see; a call newer than this list does not exist for it. New processes are refused, threads are
+not. `read_only` also refuses every change of files: for machines where the program cannot be given a root folder of its
+own.
 """
 
 from __future__ import annotations
