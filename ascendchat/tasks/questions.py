@@ -107,6 +107,12 @@ class QuestionFile(Task):
         if not held or not train:
             notices.append(f"{self.name} is too small to keep some for examination: examined on what is trained on")
             train, held = every, every[:32]
+        judged = [line for line in held if not terms.why_unjudged(json.loads(line)[1])]
+        if 0 < len(judged) < len(held):
+            why = next(filter(None, (terms.why_unjudged(json.loads(line)[1]) for line in held)))
+            left_out = f"{len(held) - len(judged)} of {len(held)} questions for examinations have no answer to compare"
+            notices.append(f"{self.name}: {left_out}: {why}; left out")
+            held = judged
         self.rows, self.notices = held if self.split in ("val", "test") else train, notices
 
     def __len__(self) -> int:
@@ -131,11 +137,7 @@ class QuestionFile(Task):
     @property
     def checkable(self) -> bool:
         """Whether the rows say what is right, as the first of them do."""
-        rows = [self.row(index) for index in range(min(8, len(self)))]
-        try:
-            return all(row.get("test") or terms.accepted(row.get("answer")) for row in rows)
-        except ValueError:  # objects
-            return False
+        return not any(terms.why_unjudged(self.row(index)) for index in range(min(8, len(self))))
 
     def correct(self, index: int, reply: str) -> bool:
         prompt, columns = self._at(index)

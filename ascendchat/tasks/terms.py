@@ -83,6 +83,18 @@ def answer(prompt: str, completion: str, **row: Any) -> float:
     return float(any(_says(completion, right) for right in rights))
 
 
+def why_unjudged(row: dict[str, Any]) -> str:
+    """Why `answer` can say of no reply to this question whether it is right; "" where it can."""
+    try:
+        if row.get("test"):
+            program("", row["test"], row.get("starter", ""), row.get("entry_point", ""))
+        else:
+            answer("", "", **row)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
 def _says(completion: str, right: str) -> bool:
     if FINAL.search(right):
         return gsm8k("", completion, right) > 0

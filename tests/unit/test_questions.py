@@ -131,6 +131,15 @@ def test_malformed_rows_are_counted_and_named_by_file_and_line(tmp_path: Path) -
         QuestionFile(str(tmp_path / "nothing.jsonl"))
 
 
+def test_questions_without_an_answer_are_left_out_of_examinations(tmp_path: Path) -> None:
+    rows = [{"question": f"{i}?", "answer": i} for i in range(20)]
+    rows += [{"question": "Why?", "answer": ""}, {"question": "f?", "test": "pass"}, {"question": "g?", "test": 5}]
+    task = QuestionFile(write(tmp_path, rows), "val")
+    assert len(task) == 20
+    assert all(task.correct(i, str(i)) for i in range(20))
+    assert "3 of 23 questions for examinations have no answer to compare: the question has no answer" in task.notices[1]
+
+
 def test_a_run_asks_files_multiple_choice_and_programs(tmp_path: Path) -> None:
     exam = [{"question": f"q{i}", "A": "a", "B": "b", "C": "c", "D": "d", "answer": "C"} for i in range(4)]
     (tmp_path / "mmlu" / "train").mkdir(parents=True)
