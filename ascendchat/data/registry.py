@@ -26,7 +26,7 @@ from ascendchat.data.fetch import SETS, folder_of
 from ascendchat.data.mixture import entry_text, parse_entry
 from ascendchat.data.read import PACKED, format_of
 from ascendchat.data.tables import TableRow
-from ascendchat.data.turns import CALLS, LEARNT, THOUGHTS
+from ascendchat.data.turns import CALLS, LEARNT, THOUGHTS, unpacked
 
 INFO = "dataset_info.json"
 USUAL_DIR = "data"  # where LLaMA-Factory looks for it
@@ -244,7 +244,7 @@ def of_turns(own: tuple[str, str, str], columns: Mapping[str, str], tags: Mappin
 
     def arrange(row: TableRow) -> TableRow:
         found = renamed(row, wanted, (column,))
-        found[column] = [turn(entry) for entry in found[column]]
+        found[column] = [turn(entry) for entry in unpacked(found[column], "messages")]
         return {name: turn(value) if name in ("chosen", "rejected") else value for name, value in found.items()}
 
     return arrange

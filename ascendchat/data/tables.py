@@ -47,6 +47,7 @@ OF_MESSAGE = {
 }
 # A bracket of JSON, or a text, since one in a text is none; a text without an end goes on to that of the file
 BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+WRAPPERS = "data", "instances", "examples", "rows"  # names of all rows of a file
 SHOWN_UNREAD = 3  # rows that could not be read, named
 OF_ANOTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what such a row raises
 Row = TypeVar("Row")
@@ -155,6 +156,7 @@ def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
     lines, first = _lines(file), True
     for where, line in lines:
         row, bare = decoded(line, json.loads), line.strip()
+        row = wrapped(row) or row
         if first and isinstance(row, Exception) and (bare == b"{" or bare[:1] == b"["):
             behind, more = next(lines, ("", b""))
             after = decoded(more, json.loads) if kind in LINES and bare != b"[" else None
@@ -169,6 +171,14 @@ def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
             for number, inner in enumerate(row, 1):
                 yield f"row {number}" if first else f"{where}, row {number}", as_row(inner)
         first = False
+
+
+def wrapped(value: Any) -> list[Any] | None:
+    """The rows of an object that holds them under a name of its own: {"version": 1, "data": [{...}, ...]}."""
+    if not isinstance(value, dict) or not value.keys().isdisjoint((*NAMES, "messages", "conversations", "text")):
+        return None  # a row itself
+    rows = next((value[name] for name in WRAPPERS if isinstance(value.get(name), list)), None)
+    return rows if rows and all(isinstance(row, (dict, list)) for row in rows) and not is_talk(rows) else None
 
 
 def is_talk(value: Any) -> bool:
@@ -209,8 +219,10 @@ def values(text: str) -> Iterator[tuple[str, Any]]:
         if talk is not None and (talk or is_message(row)):
             talk.append(row)
             continue
-        talk, number = None, number + 1
-        yield f"row {number}", as_row(row)
+        talk = None
+        for inner in wrapped(row) or [row]:
+            number += 1
+            yield f"row {number}", as_row(inner)
 
 
 def end_of(text: str, at: int) -> int:

@@ -106,8 +106,24 @@ def opening(row: TableRow, more: str = "") -> Conversation:
 
 
 def turns(entries: Any) -> Conversation:
-    """Messages of either tradition."""
-    return [turn(entry) for entry in in_order(list(entries))]
+    """Messages of either tradition, in a list or the JSON of one."""
+    found = list(unpacked(entries, "messages"))
+    if odd := next((entry for entry in found if not isinstance(entry, dict)), None):
+        raise ValueError(f"its messages are not objects but {type(odd).__name__}")
+    return [turn(entry) for entry in in_order(found)]
+
+
+def unpacked(value: Any, what: str) -> Any:
+    """What a table holds as the JSON text of a list, since its cells hold only text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"the text in place of its {what} is no JSON ({error}); write a list") from None
+    if not isinstance(found, list):
+        raise ValueError(f"the text in place of its {what} is no JSON list but {type(found).__name__}")
+    return found
 
 
 def in_order(entries: list[Any]) -> list[Any]:
@@ -152,7 +168,7 @@ def said(content: Any, role: str) -> Conversation:
 
 def history(row: TableRow) -> Conversation:
     """The earlier exchanges of a row: pairs of texts, or messages."""
-    earlier = row.get("history") or []
+    earlier = unpacked(row.get("history") or [], "history")
     if isinstance(earlier, list) and all(isinstance(entry, dict) for entry in earlier):
         return turns(earlier)
     for pair in earlier:

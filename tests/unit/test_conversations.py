@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,13 @@ def test_a_history_is_pairs_of_texts_or_messages_and_nothing_else(tmp_path: Path
     assert [m["content"] for m in expected] == ["u", "r", "I", "O"]
     asked = {"role": "user", "content": "u"}
     assert read(tmp_path, {**row, "history": [asked, {"role": "assistant", "content": "r"}]}) == expected
-    for wrong in (["ua", "bc"], [["u", 1]], [["u", "r", "x"]], [["u", None]], "ua", {"u": "r"}):
+    for wrong in (["ua", "bc"], [["u", 1]], [["u", "r", "x"]], [["u", None]], {"u": "r"}):
         with pytest.raises(UserError, match="neither pairs of texts nor messages"):
             read(tmp_path, {**row, "history": wrong})
+    with pytest.raises(UserError, match="its messages are not objects but str"):
+        read(tmp_path, {"messages": ["u", "r"]})
+    with pytest.raises(UserError, match="the text in place of its history is no JSON"):
+        read(tmp_path, {**row, "history": "ua"})
 
 
 @pytest.mark.parametrize(
@@ -188,6 +193,40 @@ def test_a_program_answers_its_task(tmp_path: Path, task: str) -> None:
     (talk,) = conversations(write(tmp_path, rows), say=said.append)
     assert talk == [{"role": "user", "content": "Write f."}, {"role": "assistant", "content": "def f(): pass"}]
     assert said == ["data.jsonl: columns that are not used: task_id, test_list"]
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_messages_may_be_json_text(tmp_path: Path, column: str) -> None:
+    with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([[column], [json.dumps([USER, REPLY])]])
+    assert list(conversations(tmp_path / "data.csv")) == [[USER, REPLY]]
+    row = {"prompt": "Q", "completion": "A", "history": json.dumps([["q", "a"]])}
+    assert [said["content"] for said in next(conversations(write(tmp_path, [row])))] == ["q", "a", "Q", "A"]
+    for text, words in (
+        (str([USER, REPLY]), "its messages is no JSON (Expecting"),
+        ('{"a": 1}', "no JSON list but dict"),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            list(conversations(write(tmp_path, [{column: text}])))
+
+
+ROWS = [{"messages": [USER, REPLY]}, {"messages": [USER, REPLY]}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["data", "instances"])
+@pytest.mark.parametrize("rows", [ROWS, [[USER, REPLY]] * 2])
+def test_rows_may_stand_under_a_name(tmp_path: Path, indent: int | None, name: str, rows: list[Any]) -> None:
+    path = tmp_path / "wrapped.json"
+    path.write_text(json.dumps({"version": "1", name: rows, "about": {}}, indent=indent), encoding="utf-8")
+    assert list(conversations(path)) == [[USER, REPLY]] * 2
+
+
+def test_a_column_that_happens_to_be_called_data_wraps_no_rows(tmp_path: Path) -> None:
+    row = {"messages": [USER, REPLY], "data": [{"source": "web"}]}
+    assert list(conversations(write(tmp_path, [row]))) == [[USER, REPLY]]
+    row = {"prompt": "Q", "completion": "A", "data": [{"source": "web"}, {"source": "book"}]}
+    assert len(list(conversations(write(tmp_path, [row])))) == 1
 
 
 def test_a_tsv_with_names_in_its_first_line_is_a_table(tmp_path: Path) -> None:
