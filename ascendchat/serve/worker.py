@@ -139,15 +139,22 @@ class Answer:
     begun: bool = False
 
 
+@dataclass
+class Waiting:
+    """A request that has no slot yet."""
+
+    ask: Ask
+    matcher: Matcher | str | None = None  # what came of its grammar, or why nothing
+
+
 class Worker:
     """The loop around one engine."""
 
     def __init__(self, link: Link, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self.slots = len(engine.running)
-        self.waiting: deque[Ask] = deque()
-        self.compiling: dict[int, Ask] = {}  # whose grammars are being compiled, each in a thread
-        self.matchers: dict[int, Matcher | str] = {}  # what came of it, or why nothing; until they enter the engine
+        self.waiting: deque[Waiting] = deque()
+        self.compiling: dict[int, Waiting] = {}  # whose grammars are being compiled, each in a thread
         self.compiled, self._tell = os.pipe()  # has a byte for each that is done
         self.answers: dict[int, Answer] = {}
         self.held = False  # nothing new enters
@@ -176,27 +183,28 @@ class Worker:
         while ready := select.select(ends, [], [], 0 if self.stepping else None)[0]:
             if self.compiled in ready:
                 os.read(self.compiled, 4096)
-                for key in [key for key in self.compiling if key in self.matchers]:
+                for key in [key for key, one in self.compiling.items() if one.matcher is not None]:
                     self.waiting.append(self.compiling.pop(key))
             if self.link in ready:
                 self.take(self.link.receive())
 
-    def compile(self, ask: Ask) -> None:
+    def compile(self, waiting: Waiting) -> None:
         """A thread: a large grammar takes as long as hundreds of steps, and the compiler needs no lock of Python's."""
-        grammar = ask.request.sampling.grammar
+        request = waiting.ask.request
+        grammar = request.sampling.grammar
         assert grammar is not None
         try:
             known = grammars(self.engine.tokenizer)
-            self.matchers[ask.key] = known.matcher(grammar, ask.request.salt, tried=True)  # by the front
+            waiting.matcher = known.matcher(grammar, request.salt, tried=True)  # by the front
         except ValueError as error:
-            self.matchers[ask.key] = str(error)
+            waiting.matcher = str(error)
         os.write(self._tell, b".")
 
     def admit(self) -> None:
         """Requests enter the engine when it has a slot for them, so that whatever is in it is under way."""
         while self.waiting and not self.held and len(self.answers) < self.slots:
-            ask = self.waiting.popleft()
-            matcher = self.matchers.pop(ask.key, None)
+            first = self.waiting.popleft()
+            ask, matcher = first.ask, first.matcher
             try:
                 if isinstance(matcher, str):
                     raise ValueError(matcher)
@@ -208,10 +216,10 @@ class Worker:
 
     def take(self, message: Any) -> None:
         if isinstance(message, Ask) and message.request.sampling.grammar is not None:
-            self.compiling[message.key] = message
-            threading.Thread(target=self.compile, args=(message,), daemon=True).start()
+            self.compiling[message.key] = waiting = Waiting(message)
+            threading.Thread(target=self.compile, args=(waiting,), daemon=True).start()
         elif isinstance(message, Ask):
-            self.waiting.append(message)
+            self.waiting.append(Waiting(message))
         elif isinstance(message, Cancel):
             self.cancel(message.key)
         elif isinstance(message, Change):
@@ -221,10 +229,9 @@ class Worker:
         if answer := self.answers.get(key):
             self.engine.cancel(answer.job)
             self.send(now=True)
-        elif key in self.compiling or any(ask.key == key for ask in self.waiting):
-            self.waiting = deque(ask for ask in self.waiting if ask.key != key)
+        elif key in self.compiling or any(one.ask.key == key for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one.ask.key != key)
             self.compiling.pop(key, None)
-            self.matchers.pop(key, None)
             self.link.send([Part(key, [], [], [], [], [], "cancelled")])
         if self.pausing is not None and not self.answers:
             self.paused()

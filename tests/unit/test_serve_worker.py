@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import engine_models as make
@@ -126,6 +129,31 @@ def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(front: Front, 
     front.ask(3, Grammar("regex", "then"))
     assert until_told(front, 3).ids
     assert not front.worker.compiling
+
+
+def test_nothing_is_kept_of_a_grammar_that_nobody_waits_for(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matcher, tens of megabytes for a large one, stayed with the worker when its request was cancelled before."""
+    cancelled, made = threading.Event(), []
+
+    def matcher(*_: Any, **__: Any) -> Any:
+        assert cancelled.wait(60)
+        found = set[int]()  # an object that a weak reference can name
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr("ascendchat.serve.worker.grammars", lambda tokens: SimpleNamespace(matcher=matcher))
+    before = set(threading.enumerate())
+    front.ask(2, Grammar("regex", "never"))
+    front.step()
+    front.socket.send(pack(Cancel(2)))
+    assert until_told(front, 2).finish_reason == "cancelled"
+    compiling = set(threading.enumerate()) - before
+    cancelled.set()
+    for thread in compiling:
+        thread.join(60)
+    front.step()
+    gc.collect()
+    assert [reference() for reference in made] == [None]
 
 
 def test_a_grammar_that_the_worker_cannot_use_is_refused(front: Front, stuck: threading.Event) -> None:
