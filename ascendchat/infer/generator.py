@@ -11,13 +11,14 @@ refuse it, so a fast generator may be another process that is spoken to over a c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ascendchat.infer.request import Completion, Piece, Request
 
-Weights = Mapping[str, Tensor]  # by the names of the model's state_dict; any float dtype, no optimizer state
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights: TypeAlias = "Mapping[str, Tensor]"  # by the names of the model's state_dict; any float dtype, no optimizer state
 
 
 class Stream(Iterator[Piece], Protocol):
