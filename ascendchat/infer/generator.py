@@ -18,7 +18,7 @@ from ascendchat.infer.request import Completion, Piece, Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-Weights: TypeAlias = "Mapping[str, Tensor]"  # by the names of the model's state_dict; any float dtype, no optimizer state
+Weights: TypeAlias = "Mapping[str, Tensor]"  # by the names of the state_dict; any float dtype, no optimizer state
 
 
 class Stream(Iterator[Piece], Protocol):
