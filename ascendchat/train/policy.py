@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
+from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
@@ -81,6 +82,7 @@ class RlStage(Stage):
         self._complained = False  # of a disk that takes no transcripts
         self._seen: list[Slot] | None = None  # of a batch that nothing was told of yet
         self._size = 0, 0  # tokens and answers that this rank learns from in a step
+        self._problem: UserError | None = None  # why this rank has no more answers; raised where all ranks meet
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -112,11 +114,15 @@ class RlStage(Stage):
         self._seen, self._size = slots, (tokens, answers)
 
     def waves(self, batch: int) -> Iterator[list[Slot]]:
-        """The slots of a batch in the order of training, with their advantages."""
+        """The slots of a batch in the order of training, with their advantages. What keeps this rank from them ends
+        the run in `correction`, on all ranks: the others would wait there for one that has left."""
         waves = self.source.waves(batch)
         while True:
             self.model.eval()  # it may be the one that answers
-            wave = next(waves, None)
+            try:
+                wave = next(waves, None)
+            except UserError as problem:
+                wave, self._problem = None, problem
             self.model.train()
             if wave is None:
                 return
@@ -141,11 +147,14 @@ class RlStage(Stage):
 
     def correction(self, step: int) -> Correction:
         """What the weights of the tokens are too small by. All ranks are here: it is also time to compare notes."""
+        sums = *self._size, self._problem is not None
+        total = torch.tensor([float(number) for number in sums], device=self.learner.place)
+        dist.all_reduce(total, "sum")
+        tokens, answers, problems = total.tolist()
+        if problems:
+            raise next(filter(None, dist.gather_objects(self._problem)))
         self._known = {} if self._seen is None else self._note(step, self._seen)
         self._seen = None
-        total = torch.tensor([float(size) for size in self._size], device=self.learner.place)
-        dist.all_reduce(total, "sum")
-        tokens, answers = total.tolist()
         most, longest = self._most
         return Correction(
             mean_correction(self.method.mean, tokens, answers, *self._most), most * longest / max(1.0, tokens)
@@ -166,8 +175,9 @@ class RlStage(Stage):
         """The whole batch, in as many parts as it has updates, with the log-probabilities of the weights that it finds:
         the proximal policy of all its updates."""
         slots = [slot for wave in self.waves(batch) for slot in wave]
-        with self.source.lock:
-            self.source.rhythm.drop(batch)
+        if self._problem is None:
+            with self.source.lock:
+                self.source.rhythm.drop(batch)
         slots.sort(key=lambda slot: slot.number)
         count, updates = len(slots), self.config.updates
         for part in range(updates):

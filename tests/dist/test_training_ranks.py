@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from ranks import Host, run_ranks
 from ascendchat import dist
 from ascendchat.checkpoint import Writer, newest
 from ascendchat.chips import Chip, find, this_cpu
+from ascendchat.config import UserError
 from ascendchat.config.train import USUAL_ROW, BaseConfig
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
@@ -27,6 +29,7 @@ from ascendchat.plan.schedule import lr_scale, rates
 from ascendchat.plan.shape import Shape
 from ascendchat.train import horizon
 from ascendchat.train.horizon import sizes_for
+from ascendchat.train.policy import RlStage
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
@@ -182,3 +185,30 @@ def test_a_run_moves_between_one_three_two_and_one_ranks(alone: Trained, tmp_pat
     losses, weights = train(8, 10, ROWS, places[2], None)
     assert found + losses == pytest.approx(alone[0], abs=1e-4)
     np.testing.assert_allclose(weights, alone[1], atol=1e-3, rtol=1e-2)
+
+
+def rl_that_ends(rank: int) -> str:
+    """What an rl stage says whose second rank cannot judge the answers of its batch."""
+    dist.init(Host())
+
+    def waves(batch: int) -> Iterator[list[Any]]:
+        if rank == 1:
+            raise UserError("--reward judge has judged none of 2 answers; mend the function")
+        yield []
+
+    stage: Any = RlStage.__new__(RlStage)
+    stage.source, stage.model = SimpleNamespace(waves=waves), torch.nn.Linear(1, 1)
+    stage.learner, stage.method = SimpleNamespace(place=torch.device("cpu")), SimpleNamespace(mean="token")
+    stage._problem, stage._seen, stage._size, stage._most = None, None, (1, 1), (1, 1)
+    try:
+        assert len(list(stage.waves(0))) == (rank == 0)
+        stage.correction(0)
+    except UserError as problem:
+        return str(problem)
+    finally:
+        dist.teardown()
+    return ""
+
+
+def test_a_rank_whose_answers_cannot_be_judged_ends_rl_with_its_sentence_on_every_rank() -> None:
+    assert run_ranks(rl_that_ends, 2) == ["--reward judge has judged none of 2 answers; mend the function"] * 2
