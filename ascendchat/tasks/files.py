@@ -34,6 +34,10 @@ PACKINGS = (".gz", ".xz", ".bz2", ".zst", "")
 WHOLE = ("all/", "main/")  # in a clone of a hub: the set; beside it lie its subjects once more, or another wording
 
 
+class NoFiles(UserError):
+    """A set is not in the folder."""
+
+
 class Table(NamedTuple):
     """One table: its name from the folder on, the file, and the member if the file is an archive."""
 
@@ -77,14 +81,14 @@ def tables(set_name: str, pattern: str, split: str, source: str) -> list[Table]:
     """The files of a split. A set that lies there twice, in two places, formats or parts, is read once."""
     root = Path(source).expanduser() if source else fetch(set_name)
     if not root.is_dir():
-        raise UserError(f"--source {root} is not a folder; give the one that holds the evaluation sets")
+        raise NoFiles(f"--source {root} is not a folder; give the one that holds the evaluation sets")
     groups: dict[tuple[bool, int, str], list[Table]] = {}
     for table in files_below(root):
         base, kind = re.search(pattern, table.name), kind_of(table.name)
         if base and kind is not None and belongs(table.name, base.start(), split):
             groups.setdefault((bool(table.member), kind, table.name[: base.end()]), []).append(table)
     if not groups:
-        raise UserError(
+        raise NoFiles(
             f"no files of {set_name} in {root}; get them: ascendchat data fetch {set_name}, or give their folder: "
             "--source DIR"
         )

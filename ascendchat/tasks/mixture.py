@@ -27,6 +27,7 @@ from ascendchat.data.pack import ChatRows
 from ascendchat.data.prepare import TOYWORLD
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.tasks import EVALUATIONS, load
+from ascendchat.tasks.files import NoFiles
 from ascendchat.tasks.overlap import OverlapFinder
 
 VALIDATION = 0.02  # share of an entry's conversations that is kept for validation
@@ -84,7 +85,7 @@ def open_chat_mixture(
     are looked for only if their sets are in it. Entries without a weight count by their rows. Without `packing` a row
     holds one conversation."""
     entries = parse_mixture(data)
-    finder = overlap_finder([name for name, _ in entries], source) if find_overlaps else None
+    finder = overlap_finder([name for name, _ in entries], source, say) if find_overlaps else None
     opened = ChatMixture([], [], [], finder)
 
     def pack(conversations: Iterable[Conversation], counts: Counts) -> ChatRows:
@@ -172,16 +173,19 @@ def hold_out(
             yield conversation
 
 
-def overlap_finder(names: Sequence[str], source: str) -> OverlapFinder | None:
-    """Looks for the questions of the evaluations in `source`; None if there is nothing to look for or to look in."""
+def overlap_finder(names: Sequence[str], source: str, say: Say = print) -> OverlapFinder | None:
+    """Looks for the questions of the evaluations in `source`; None if there is nothing to look for or to look in. One
+    that cannot be read is named."""
     if not source or all(name == TOYWORLD or is_prepared(name) for name in names):
         return None
     evaluations = []
     for name in EVALUATIONS:
         try:
             evaluations.append(load(name, source=source))
-        except UserError:  # this set is not in the folder, so the model will not be examined from there either
+        except NoFiles:  # so the model will not be examined from there either
             continue
+        except UserError as error:
+            say(f"questions of {name} are not looked for in the training data: {error}")
     return OverlapFinder(evaluations)
 
 

@@ -140,6 +140,17 @@ def test_overlaps_are_summed_up_and_all_are_in_a_file_when_not_all_are_shown(cha
     assert len((tmp_path / "overlaps.txt").read_text().splitlines()) == 5
 
 
+def test_an_evaluation_that_cannot_be_read_is_named_where_its_questions_are_looked_for(
+    chats: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text('{"question": "1+1?"}\n', encoding="utf-8")
+    said: list[str] = []
+    assert overlap_finder([str(chats)], str(tmp_path), said.append) is not None
+    [line] = said
+    assert line.startswith("questions of gsm8k are not looked for in the training data: gsm8k: test.jsonl, line 1 is")
+
+
 def test_nothing_is_looked_for_without_a_folder_of_evaluations_or_conversations_of_ones_own(chats: Path) -> None:
     assert overlap_finder([str(chats)], "") is None
     assert overlap_finder(["toyworld"], str(chats.parent)) is None
