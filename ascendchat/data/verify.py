@@ -131,8 +131,14 @@ def verify_folders(
 
 
 def stored_folders(root: Path) -> Iterator[Path]:
-    """Folders under `root` that have a manifest; those still being written (.tmp, .part) are left out."""
-    for folder, names, files in os.walk(root):
+    """Folders under `root` that have a manifest, those that links reach too, each once; those still being written
+    (.tmp, .part) are left out."""
+    seen: set[str] = set()
+    for folder, names, files in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            names.clear()
+            continue
+        seen.add(real)
         names[:] = [n for n in sorted(names) if not n.endswith((".tmp", ".part"))]
         if MANIFEST in files:
             yield Path(folder)

@@ -60,6 +60,18 @@ def test_everything_stored_is_compared_and_damage_is_named(capsys: pytest.Captur
         verify_command("prepard")
 
 
+def test_what_links_reach_is_compared_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The data may lie on another disk."""
+    make(tmp_path / "disk" / "gsm8k", a=b"1234")
+    home().mkdir(parents=True, exist_ok=True)
+    (home() / "data").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "round").symlink_to(home())
+    assert verify_command() == 0
+    assert capsys.readouterr().out.count(" ok\n") == 1
+    (tmp_path / "disk" / "gsm8k" / "a").write_bytes(b"12345")
+    assert verify_command() == 1
+
+
 def test_the_remedy_for_a_fetched_set_mends_it(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.hugging_face("o/n", {"a.bin": DATA, "b.bin": b"2"})
     folder = fetch("o/n", shards=1, policy=FAST)
