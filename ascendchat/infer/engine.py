@@ -135,10 +135,12 @@ class Engine:
         return EngineStream(self, self.add(request))
 
     @torch.no_grad()
-    def load(self, weights: Weights, version: int, *, interrupt: bool = False) -> None:
+    def load(self, weights: Weights, version: int, *, interrupt: bool = False, checked: bool = False) -> None:
         """Answer with these weights from now on; see Generator.load. They are copied into the tensors that are there,
-        so that captured graphs stay valid. After pause("keep") answers under way go on with them."""
-        self.fits(weights)
+        so that captured graphs stay valid. After pause("keep") answers under way go on with them. `checked`: by fits.
+        """
+        if not checked:
+            self.fits(weights)
         while any(self.running) and self.paused != "keep" and not interrupt:
             self._read()
             self._extend()

@@ -94,24 +94,31 @@ class InTurn:
 
     def _send(self, version: int) -> None:
         """Once for all ranks. What cannot be sent ends the run on every rank."""
-        generator, problem = self.rollout.generator, ""
-        if dist.world().rank == 0:
-            try:  # with an interruption also where nothing is under way: a killed trainer may have left a server paused
-                generator.load(self._weights, version, interrupt=True)
-            except (UserError, ValueError) as error:
-                problem = f"the weights after {version} updates were not taken: {error}"
-                if isinstance(error, ValueError):
-                    problem += "; start the servers with the model that is trained"
+        problem = self._load(version) if dist.world().rank == 0 else ""
         if problem := dist.broadcast_object(problem):
             raise UserError(problem)
         if dist.world().rank:
-            generator.renew(version)
+            self.rollout.generator.renew(version)
+
+    def _load(self, version: int) -> str:
+        """Why they were not taken; "" when they were."""
+        try:  # with an interruption also where nothing is under way: a killed trainer may have left a server paused
+            self.rollout.generator.load(self._weights, version, interrupt=True)
+        except (UserError, ValueError) as error:
+            problem = f"the weights after {version} updates were not taken: {error}"
+            if "not finite" in str(error):
+                problem += "; go on from an earlier checkpoint, with a lower learning rate"
+            elif isinstance(error, ValueError):
+                problem += "; start the servers with the model that is trained"
+            return problem
+        return ""
 
     def _push_again(self, loads: int) -> None:
         """A server has lost them; `loads`: how often they had been sent when it was asked."""
         with self._pushing:
             if self._loads == loads:
-                self.rollout.generator.load(self._weights, self.pushed, interrupt=True)
+                if problem := self._load(self.pushed):
+                    raise UserError(problem)
                 self._loads += 1
 
     # ---- groups --------------------------------------------------------------------------------
