@@ -98,7 +98,7 @@ def format_of(name: str) -> tuple[str, str]:
 
 def files_in(folder: Path) -> list[Path]:
     """The files below a folder, in a fixed order: those of linked folders too, but nothing hidden. A folder that links
-    reach again is read once."""
+    reach again is read once; a link to nothing is an error, for its file would be missing silently."""
     found, seen = list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(place)) in seen:
@@ -107,6 +107,8 @@ def files_in(folder: Path) -> list[Path]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += (Path(place, name) for name in names if not name.startswith("."))
+    if broken := next((path for path in found if path.is_symlink() and not path.exists()), None):
+        raise UserError(f"{broken} is a link to nothing; copy the file that it names (cp -L), or remove the link")
     return sorted(path for path in found if path.is_file())
 
 

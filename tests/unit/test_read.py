@@ -100,6 +100,16 @@ def test_arrow_files_beside_others_are_their_copies(tmp_path: Path) -> None:
     assert [p.name for p in source_files([tmp_path])] == ["cache.arrow"]
 
 
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    """As in a copy of a hub's cache without its blobs."""
+    write(tmp_path / "a.txt", b"text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"b\.txt is a link to nothing; copy the file"):
+        source_files([tmp_path])
+    (tmp_path / "b.txt").rename(tmp_path / ".b.txt")
+    assert [path.name for path in source_files([tmp_path])] == ["a.txt"]
+
+
 def test_a_folder_that_datasets_has_saved_is_read(tmp_path: Path) -> None:
     """A DatasetDict, with what was computed from it beside its rows."""
     write(tmp_path / "dataset_dict.json", b'{"splits": ["train"]}')
