@@ -21,6 +21,7 @@ Every text is encoded on its own and never becomes a special token, whatever a u
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -138,13 +139,14 @@ def content_parts(content: str | Sequence[Part]) -> list[Part]:
     given = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts: list[Part] = []
     for part in given:
-        kind, text = part.get("type", ""), part.get("text", "")
-        if kind not in SPAN_OF or not isinstance(text, str):
+        if part.get("type", "") not in SPAN_OF or not isinstance(part.get("text", ""), str):
             raise ValueError(f"a part needs a type of {', '.join(SPAN_OF)} and a text, not {part!r}")
-        if kind == "text" and parts and parts[-1]["type"] == "text":
-            parts[-1] = {"type": "text", "text": parts[-1]["text"] + text}
-        elif text or kind != "text":
-            parts.append({"type": kind, "text": text})
+    for kind, group in itertools.groupby(given, lambda part: part["type"]):
+        texts = [part.get("text", "") for part in group]
+        if kind != "text":
+            parts += [{"type": kind, "text": text} for text in texts]
+        elif whole := "".join(texts):
+            parts.append({"type": kind, "text": whole})
     return parts
 
 
@@ -174,11 +176,12 @@ def canonical(messages: Sequence[Message]) -> Conversation:
             raise ValueError(f"only the assistant calls tools, not the role {role!r}")
         if role == "assistant" and turns and turns[-1][0] == "assistant":
             before = turns[-1][1]
-            join = before and parts and before[-1]["type"] == parts[0]["type"] == "text"
-            turns[-1] = (role, content_parts([*before, *([{"type": "text", "text": "\n"}] if join else []), *parts]))
+            if before and parts and before[-1]["type"] == parts[0]["type"] == "text":
+                before.append({"type": "text", "text": "\n"})
+            before.extend(parts)
         else:
             turns.append((role, parts))
-    return [{"role": role, "content": content_of(parts)} for role, parts in turns]
+    return [{"role": role, "content": content_of(content_parts(parts))} for role, parts in turns]
 
 
 def writable(tokenizer: Encoder, messages: Sequence[Message]) -> Sequence[Message]:

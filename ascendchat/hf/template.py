@@ -259,15 +259,33 @@ class ChatTemplate:
                     body = written.rpartition(CALLED)[0]
                 if not body.startswith(known) or not text.startswith(body[len(known) :], end):
                     return None
-                for at in range(len(before), len(part)):
-                    if part[at]["role"] == "assistant":
-                        through, span = self._turn(part, at)
-                        if written.startswith(through):
-                            spans.append(Span(*(end + place - len(known) for place in span)))
+                for span in self._spans_by_step(part, written, len(before)):
+                    spans.append(Span(*(end + place - len(known) for place in span)))
                 end += len(body) - len(known)
         except UserError:
             return None
         return spans if end == len(text) else None
+
+    def _spans_by_step(self, part: Sequence[Message], written: str, first: int) -> list[Span]:
+        """The turns of an exchange that is `written` so, from the message `first` on. Of many, between which tools
+        give their results, each is written behind the one before it only, where these parts make up the text."""
+        turns = [at for at in turns_in(part) if at >= first]
+        spans: list[Span] = []
+        for last, at in itertools.pairwise([turns[0], *turns] if len(turns) > 2 else []):
+            window = [*part[: turns[0]], *part[last : at + 1]]
+            try:
+                known = self._text(window[: turns[0] + 1], opened=False) if spans else ""
+                through, span = self._turn(window, len(window) - 1)
+            except UserError:
+                break
+            end = spans[-1].end if spans else 0
+            if not through.startswith(known) or not written.startswith(through[len(known) :], end):
+                break
+            spans.append(Span(*(end + place - len(known) for place in span)))
+        if len(spans) == len(turns):
+            return spans
+        found = (self._turn(part, at) for at in turns)
+        return [span for through, span in found if written.startswith(through)]
 
     def _rendered(self, text: str, spans: Sequence[Span]) -> Rendered:
         ended = self.appended is not None and bool(spans) and spans[-1].end == len(text)

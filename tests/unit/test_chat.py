@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ascendchat.data import chat
 from ascendchat.data.chat import (
     Counts,
     Rendered,
@@ -284,6 +285,25 @@ def test_a_conversation_with_an_empty_reply_is_counted_and_left_out(empty: Any) 
     assert render_pieces(TOKENIZER, [ask, *called], 64, Counts())
     assert has_reply([ask, *called])
     assert "empty" not in Counts(whole=1).line()
+
+
+def test_a_turn_of_twice_as_many_steps_is_twice_as_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, parts_of = 0, chat.content_parts
+
+    def counting(content: Any) -> Any:
+        nonlocal looked_at
+        looked_at += len(content)
+        return parts_of(content)
+
+    monkeypatch.setattr(chat, "content_parts", counting)
+    work = []
+    step = [message("assistant", [{"type": "tool", "text": "1+1"}]), message("tool", [{"type": "text", "text": "2"}])]
+    for steps in (50, 100):
+        looked_at = 0
+        (turn,) = canonical(step * steps)
+        work.append(looked_at)
+        assert len(turn["content"]) == 2 * steps
+    assert work[1] <= 2.1 * work[0]
 
 
 def test_what_the_assistant_thinks_is_not_written_by_our_models_and_counted() -> None:

@@ -570,6 +570,19 @@ def test_twice_as_many_messages_are_twice_as_much_work(
     assert whole <= 2.2 * half
 
 
+@pytest.mark.parametrize("limit", [100, 1 << 20])
+def test_twice_as_many_steps_with_tools_are_twice_as_much_work(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizer(WITH_TOOLS)
+
+    def talk(steps: int) -> list[dict[str, Any]]:
+        return [TALK[1], {"role": "assistant", "content": [*CALLS * steps, {"type": "text", "text": "four"}]}]
+
+    half, whole = (
+        letters_made(made, lambda n=n: render_pieces(made, talk(n), limit, Counts()), monkeypatch) for n in (40, 80)
+    )
+    assert whole <= 2.2 * half
+
+
 def test_a_conversation_of_any_template_is_bounded_work_per_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tokenizer(COUNTED)
     half, whole = (
@@ -591,6 +604,14 @@ TALKS = {
         {"role": "user", "content": "  user qqzq  "},
     ],
     "tools": [*EXCHANGE, *(TALK[1], {"role": "assistant", "content": [*CALLS, {"type": "text", "text": "four"}]}) * 3],
+    "steps": [
+        *EXCHANGE,
+        TALK[1],
+        {"role": "assistant", "content": [*CALLS, {"type": "text", "text": "So"}, *CALLS * 3]},
+        *EXCHANGE,
+        TALK[1],
+        {"role": "assistant", "content": [*CALLS[:1] * 2, *CALLS[1:] * 2, *CALLS, {"type": "text", "text": "four"}]},
+    ],
     "no user": [TALK[0], *EXCHANGE[1:], *EXCHANGE * 3],
 }
 
@@ -602,7 +623,7 @@ def test_what_is_learned_is_what_each_turn_adds_to_the_text_before_it(template: 
     made, messages = tokenizer(TEMPLATES[template]), TALKS[talk]
     forms = made.template
     assert forms is not None
-    if talk == "tools" and template != "tools":
+    if talk in ("tools", "steps") and template != "tools":
         pytest.skip("has no form for them")
     plain = forms._plain(messages)
     text = forms._text(plain, opened=False)
