@@ -69,7 +69,22 @@ class Reader:
                 answer.set_result(found)
 
     async def _ask(self, job: Job, model: Model) -> Any:
-        """The process's answer; a Problem when it ends over it."""
+        """The process's answer. A process that was killed is followed by another, once: it may have been dead before it
+        was asked."""
+        for _ in range(2):
+            answer, status = await self._try(job, model)
+            if status is None or status >= 0 or status == -signal.SIGPROF:
+                break
+        if status == -signal.SIGPROF:
+            return Problem(
+                400,
+                f"the request takes more than {self.seconds:g} s of processor time to read",
+                code="request_too_large",
+            )
+        return answer
+
+    async def _try(self, job: Job, model: Model) -> tuple[Any, int | None]:
+        """The answer and None; or a Problem, and how the process has ended."""
         if self._child is None or self._child.gone.is_set():
             self._child = await Child.start("ascendchat.serve.reading_worker")
             bare = replace(model, tokenizer=None)  # type: ignore[arg-type]
@@ -89,14 +104,8 @@ class Reader:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if answer.done():
-            return answer.result()
-        if await child.end() == -signal.SIGPROF:
-            return Problem(
-                400,
-                f"the request takes more than {self.seconds:g} s of processor time to read",
-                code="request_too_large",
-            )
-        return Problem.busy("the process that read this request has died; try again", 1)
+            return answer.result(), None
+        return Problem.busy("the process that read this request has died; try again", 1), await child.end()
 
     async def close(self) -> None:
         """End the process."""

@@ -16,7 +16,7 @@ from typing import Any
 import engine_models as make
 import pytest
 from running_pool import run
-from running_server import CHAT, Server, error_of, question, running, wait_until
+from running_server import CHAT, Server, error_of, question, running
 from warm_process import children, warm_workers
 
 from ascendchat.config.serve import ServeConfig
@@ -24,7 +24,7 @@ from ascendchat.serve import child, reader
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.prompts import Model
 from ascendchat.serve.reader import Reader
-from ascendchat.serve.reading import read
+from ascendchat.serve.reading import Job, read
 
 TEXT, COMPLETIONS, RESPONSES = make.tokenizer(), "/v1/completions", "/v1/responses"
 HI = {"role": "user", "content": "hi"}
@@ -245,6 +245,34 @@ def test_a_request_that_takes_too_long_to_read_is_refused_and_the_next_is_read(
     run(test)
 
 
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_request_whose_process_was_killed_is_read_by_another_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    """Nobody has noticed its end yet; what kills a second one may be the request itself."""
+    send, struck = child.Child.send, list[int]()
+
+    def killing(there: child.Child, message: Any) -> None:
+        if isinstance(message, Job) and len(struck) < kills:
+            struck.append(there.process.pid)
+            os.kill(there.process.pid, signal.SIGKILL)
+        send(there, message)
+
+    monkeypatch.setattr(child.Child, "send", killing)
+
+    async def test() -> None:
+        async with reading(tmp_path, monkeypatch) as there:
+            asked = there.read("/tokenize", prompt(3), model())
+            if kills == 1:
+                assert json.loads(b"".join(await asked))["count"] == 4
+                return
+            with pytest.raises(Problem, match="has died; try again") as caught:
+                await asked
+            assert (caught.value.status, len(set(struck))) == (503, 2)
+
+    run(test)
+
+
 def test_too_many_bytes_that_wait_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "MOST_WAITING", 1000)
 
@@ -284,4 +312,4 @@ def test_nobody_else_waits_while_a_large_request_is_read(server: Server) -> None
     for path, body in bodies.items():
         assert error_of(server.post(path, body), 400)["code"] == "context_length_exceeded"
     os.kill(other, signal.SIGKILL)
-    wait_until(lambda: server.post("/tokenize", large).status_code == 200)  # 503 until its end is noticed
+    assert server.post("/tokenize", large).status_code == 200
