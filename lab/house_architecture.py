@@ -1,0 +1,337 @@
+"""The rules of the codebase, read from its syntax trees: order, circles, owners, private names, torch-free modules.
+
+Where a rule does not hold yet, a list says where. Lists may only become shorter: what is mended must leave them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "ascendchat"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# A module imports only from what stands to the left of its own package, or from its own package.
+ORDER = """
+    errors version < chips files processes sandbox < config < runs < sizes < device < parallel < checkpoint < nn < data
+    < tasks < engine < models < remote < eval < train < rl < serve < bench < plan < report < speedrun < compat < doctor
+    < launch < cli
+"""
+RANK = {name: rank for rank, group in enumerate(ORDER.split("<")) for name in group.split()}
+
+# These import without torch: `--help`, planning and diagnosis must be instant, and work when torch is broken.
+TORCH_FREE = (
+    "errors version chips files processes sandbox config runs sizes device plan launch report speedrun doctor serve cli"
+    " data.fetch data.prepare parallel.world remote.vllm_server bench.serve bench.http_client"
+).split()
+NEEDS_TORCH = set(
+    "device.npu device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps device.cpu "
+    "device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
+    "serve.worker".split()
+)
+
+# The only modules that import an optional or heavy dependency.
+OWNERS = {
+    "torch_npu": "device nn.attention compat.flash",
+    "flash_attn": "device.cuda_attention",
+    "quack": "device.cuda_products",
+    "triton": "nn.triton_decoding nn.triton_training engine.gpt_step engine.sampling_kernels",
+    "transformers": "models",
+    "peft": "models",
+    "bitsandbytes": "models.quantize",
+    "tensorboard": "runs.trackers",
+    "swanlab": "runs.trackers",
+    "wandb": "runs.trackers",
+    "httpx": "data.fetch remote bench.http_client doctor",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve.metrics",
+    "llguidance": "engine.grammar",
+    "math_verify": "rl.rewards",
+    "matplotlib": "report.plots",
+    "tiktoken": "data.tokenizer",
+    "rustbpe": "data.tokenizer",
+    "tokenizers": "data.tokenizer",
+    "pyarrow": "data",
+    "zstandard": "data",
+    "fsspec": "data.object_store",
+    "safetensors": "checkpoint models",
+    "vllm": "",
+    "cannsim": "",  # the simulator is built around the product; the product does not know it
+}
+
+HARDWARE_TYPES = {"npu", "cuda", "mps"}
+# Modules that name hardware, though only chips and device should.
+NAMES_HARDWARE: set[str] = set()
+# Packages whose __init__ holds more than a docstring and re-exports.
+CODE_IN_INIT: set[str] = set()
+# module -> private names of other files that it uses.
+FOREIGN_PRIVATE: dict[str, str] = {}
+# Names that several classes have which other files import.
+SAME_NAME: set[str] = set()
+# Classes that no other file imports, and whose names do not begin with an underscore.
+PUBLIC_ALONE: str = """
+"""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in SOURCES}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def within(module: str, places: str) -> bool:
+    return any(module == place or module.startswith(f"{place}.") for place in places.split())
+
+
+def base_of(node: ast.ImportFrom, path: Path) -> str:
+    """The absolute name of the module that `from ... import` names."""
+    above: list[str] = []
+    if node.level:
+        package = ["ascendchat", *path.relative_to(PACKAGE).parts[:-1]]
+        above = package[: len(package) - node.level + 1]
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every imported module as an absolute name, wherever in the file it is imported."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = base_of(node, path)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield (whole if whole.removeprefix("ascendchat.") in MODULES else base), node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield from ((name.value, node.lineno) for name in node.args if isinstance(name, ast.Constant))
+
+
+def own_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Those of our modules, without the name of the root package; "" is the root package itself."""
+    for target, line in imports(path):
+        if target.split(".")[0] == "ascendchat":
+            name = target.partition(".")[2]
+            yield (name if name in MODULES else name.rpartition(".")[0]), line
+
+
+def test_a_module_imports_only_what_stands_before_it() -> None:
+    wrong = []
+    for path in SOURCES:
+        own = name_of(path).split(".")[0]
+        if own in ("", "__main__"):
+            continue
+        assert own in RANK, f"{path} has no place: add {own} to ORDER"
+        for target, line in own_imports(path):
+            other = target.split(".")[0]
+            if other != own and not (other in RANK and RANK[other] < RANK[own]):
+                wrong.append(f"{path}:{line}: {own} may not import {target or 'ascendchat'}")
+    assert wrong == []
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Every name that reaches itself, and all on its way, as groups."""
+    reach = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    groups = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in reach if a in reach[a]}
+    return sorted(map(list, groups))
+
+
+def test_no_two_modules_and_no_two_packages_import_each_other() -> None:
+    modules: dict[str, set[str]] = defaultdict(set)
+    packages: dict[str, set[str]] = defaultdict(set)
+    for name, path in MODULES.items():
+        for target, _ in own_imports(path):
+            if target != name:
+                modules[name].add(target)
+            if target.split(".")[0] != name.split(".")[0] and name not in ("", "__main__"):
+                packages[name.split(".")[0]].add(target.split(".")[0])
+    assert circles(modules) == []
+    assert circles(packages) == []
+
+
+def hardware_mentions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """torch.npu, torch.cuda, torch.mps, `import torch_npu`, and comparisons with a device type."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if node.attr in HARDWARE_TYPES:
+                yield f"torch.{node.attr}", node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            for name in names:
+                if name.split(".")[0] == "torch_npu" or name.startswith(("torch.cuda", "torch.npu", "torch.mps")):
+                    yield name, node.lineno
+        elif isinstance(node, ast.Compare):
+            for part in [node.left, *node.comparators]:
+                if isinstance(part, ast.Constant) and part.value in HARDWARE_TYPES:
+                    yield f'comparison with "{part.value}"', node.lineno
+
+
+def test_hardware_is_named_only_where_a_chip_is_described() -> None:
+    found = {name for name, path in MODULES.items() if any(hardware_mentions(tree_of(path)))}
+    assert {name for name in found if not within(name, "chips device doctor")} == NAMES_HARDWARE
+
+
+def test_a_dependency_is_imported_only_by_its_owner() -> None:
+    wrong = []
+    for path in SOURCES:
+        for target, line in imports(path):
+            owners = OWNERS.get(target.split(".")[0])
+            if owners is not None and not within(name_of(path), owners):
+                wrong.append(f"{path}:{line}: only {owners or 'nobody'} may import {target}")
+    assert wrong == []
+
+
+def test_torch_free_modules_import_without_torch() -> None:
+    modules = [name for name in MODULES if within(name, " ".join(TORCH_FREE)) and name not in NEEDS_TORCH]
+    assert len(modules) > 80, f"only {len(modules)} modules found: this test would not notice much"
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module('ascendchat.' + name)\n"
+        "    assert 'torch' not in sys.modules, name + ' imports torch'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_package_opens_with_a_docstring_and_re_exports_alone() -> None:
+    allowed = (ast.Import, ast.ImportFrom)
+    found = set()
+    for name, path in MODULES.items():
+        if path.name == "__init__.py" and name != "device":
+            body = tree_of(path).body
+            for node in body:
+                docstring = node is body[0] and isinstance(node, ast.Expr)
+                names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+                if not (docstring or names or isinstance(node, allowed)):
+                    found.add(name)
+    assert found == CODE_IN_INIT
+
+
+def private_definitions(tree: ast.Module) -> set[str]:
+    """All names with one underscore that a file gives to something."""
+    found = {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_what_is_private_is_used_in_its_own_file() -> None:
+    defined = {name: private_definitions(tree_of(path)) for name, path in MODULES.items()}
+    everywhere = set().union(*defined.values()) - {"_replace", "_fields", "_asdict"}  # those of a NamedTuple
+    found = {}
+    for name, path in MODULES.items():
+        used = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+        used |= {a.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom) for a in node.names}
+        if foreign := sorted((used & everywhere) - defined[name]):
+            found[name] = " ".join(foreign)
+    assert found == FOREIGN_PRIVATE
+
+
+def classes_and_users() -> dict[tuple[str, str], bool]:
+    """(name, module) of every class, and whether another file imports its module and says its name."""
+    users = defaultdict(list)
+    for path in [*SOURCES, *TESTS]:
+        for target in {target for target, _ in own_imports(path)}:
+            users[target].append(path)
+    words = {path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in [*SOURCES, *TESTS]}
+    return {
+        (node.name, module): any(node.name in words[user] for user in users[module] if user != path)
+        for module, path in MODULES.items()
+        if not within(module, "models.ours")
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def test_a_class_has_a_name_of_its_own_or_is_private() -> None:
+    classes = classes_and_users()
+    count = Counter(name for (name, _), used in classes.items() if used)
+    assert {name for name, number in count.items() if number > 1} == SAME_NAME
+    alone = {f"{module}.{name}" for (name, module), used in classes.items() if not used and not name.startswith("_")}
+    assert alone == set(PUBLIC_ALONE.split())
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All of a file, methods and inner ones included."""
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def test_a_function_has_at_most_80_lines() -> None:
+    for path in SOURCES + TESTS:
+        for node in functions(path):
+            kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+            first = node.body[0].lineno if kernel else node.lineno  # of a kernel, whose arguments stand one a line
+            length = (node.end_lineno or node.lineno) - first + 1
+            assert length <= 80, f"{path.name}:{node.lineno}: {node.name} has {length} lines"
+
+
+def long_marks(node: ast.AST) -> list[ast.AST]:
+    """Every `pytest.mark.long` in a part of a file, as it is written."""
+    return [part for part in ast.walk(node) if getattr(part, "attr", "") == "long" and "mark.long" in ast.unparse(part)]
+
+
+def test_a_long_test_names_the_short_one_that_holds_the_same() -> None:
+    """`make test` leaves out what is marked long(short="test_x"): a test of this name must stand there in its place."""
+    short, long, named = set(), set(), []
+    for path in TESTS:
+        text = path.read_text(encoding="utf-8")
+        if "mark.long" not in text:
+            short |= set(re.findall(r"^ *def (test_\w+)", text, re.M))
+            continue
+        whole = [node for node in tree_of(path).body if isinstance(node, ast.Assign) and long_marks(node)]
+        for node in functions(path):
+            marked = whole or [mark for mark in node.decorator_list if "parametrize" not in ast.unparse(mark)]
+            (long if any(map(long_marks, marked)) else short).add(node.name)
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call) and long_marks(node.func)]
+        assert len(calls) == len(long_marks(tree_of(path))), f"{path}: write pytest.mark.long(short=...)"
+        named += [(path, {word.arg: ast.literal_eval(word.value) for word in call.keywords}) for call in calls]
+    assert not [f"{path}: {given}" for path, given in named if given.get("short") not in short], "no test has this name"
+    assert not [f"{path}: {given}" for path, given in named if given["short"] in long], "it is long itself"
+
+
+def test_a_module_opens_with_what_it_is_for_and_swallows_no_error() -> None:
+    for path in SOURCES:
+        assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+        assert path.stem not in ("utils", "util", "common", "helpers", "misc")
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler):
+                broad = node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
+                silent = all(isinstance(s, (ast.Pass, ast.Continue)) for s in node.body)
+                assert not (broad and silent), f"{path}:{node.lineno} swallows every error"
+
+
+def test_no_path_of_a_developers_machine_is_committed() -> None:
+    pattern = re.compile(r"/(?:root|home/[a-z]+|Users/[a-z]+|work)/(?!ma-user)")
+    for path in [*SOURCES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.yaml")]:
+        found = pattern.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path} holds the path {found.group()}"  # type: ignore[union-attr]
+
+
+def test_test_files_have_different_names() -> None:
+    """pytest imports them by name alone: two of the same name stop plain `pytest` at collection."""
+    names = [path.name for path in TESTS if path.name not in ("conftest.py", "__init__.py")]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    assert not twice, f"rename one of each: {twice}"
