@@ -1,4 +1,4 @@
-"""Fills the lists of exceptions in tests/test_architecture.py: PYTHONPATH=CHECKOUT python lab/house_lists.py CHECKOUT"""
+"""Fills the lists of exceptions in tests/test_architecture.py: PYTHONPATH=. python lab/house_lists.py CHECKOUT"""
 
 from __future__ import annotations
 
