@@ -5,9 +5,10 @@
     sandbox.capabilities()                                 # which layers work on this machine
 
 Every program has its own process, group and empty folder, a scrubbed environment, and limits on time, memory, output,
-file sizes, open files and processes. On Linux three layers come on top, each tried before it is relied on:
+file sizes, open files and processes. On Linux layers come on top, each tried before it is relied on:
 
     namespaces   its own root folder (Python and nothing else, read-only), network (none), processes, message queues
+    landlock     without namespaces: reads Python and nothing else, no file of another process
     seccomp      no sockets, no new processes, no signals to others, no tracing, no mounting; without namespaces it
                  may not change any file either
     user         when we are root, the program is a user that owns nothing
@@ -41,7 +42,7 @@ from ascendchat.sandbox import seccomp
 
 __all__ = ["LAYERS", "Result", "capabilities", "run"]
 
-LAYERS = ("namespaces", "seccomp", "user")
+LAYERS = ("namespaces", "landlock", "seccomp", "user")
 INSIDE = Path(__file__).with_name("inside.py")
 GRACE = 10.0  # seconds beyond the program's own, for starting and ending on a busy machine
 # Ends the process {pid} by `kill`, and as the owner of a pipe; `capabilities` looks whether it still lives.
@@ -263,12 +264,15 @@ def _try_layers() -> _Available:
         missing[layers[0]] = failed
     if "user" in working:
         missing.pop("user", None)
-    if "seccomp" not in missing:
-        failed = _fails((*working, "seccomp"))
-        if failed:
-            missing["seccomp"] = failed
-        else:
-            working = (*working, "seccomp")
+    if "namespaces" in working:
+        missing["landlock"] = "not needed: the program has a root folder of its own"
+    for layer in ("landlock", "seccomp"):
+        if layer not in missing:
+            failed = _fails((*working, layer))
+            if failed:
+                missing[layer] = failed
+            else:
+                working = (*working, layer)
     return _Available(tuple(name for name in LAYERS if name in working), missing, "" if working else _fails(()))
 
 

@@ -39,6 +39,12 @@ MOUNT_FLAGS = {
 NEW_NAMESPACES = 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # host name, message queues, processes, network
 CLONE_NEWNS, CLONE_NEWUSER, MNT_DETACH = 0x00020000, 0x10000000, 2
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # system calls, on every processor
+# Rights over files that the first five versions of landlock know, each more than the one before.
+LANDLOCK_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+LANDLOCK_READ, LANDLOCK_OF_A_FILE = 0b1101, 0b1100000000000111  # execute, read files and folders; what files have
+LANDLOCK_DEVICES = 1 << 6 | 1 << 11  # make a device
+LANDLOCK_TCP, LANDLOCK_SCOPES = 0b11, 0b11  # bind and connect; abstract sockets and signals
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 INNER_USER = 1000  # the program's number inside a user namespace
 OUTER_USER = 2_000_000_000  # and without one, when we are root: nobody has it, each run its own
@@ -191,6 +197,33 @@ def write_files(order: Order, user: int) -> None:
             os.chown(name, user, user)
 
 
+def landlock(order: Order) -> None:
+    """Of all files, only Python and its libraries can be read, and four devices; the own folder is the program's. This
+    needs no rights, so it holds where namespaces are forbidden."""
+
+    def call(number: int, *arguments: Any) -> int:
+        result: int = libc().syscall(number, *arguments)
+        if result < 0:
+            raise LayerUnavailable(f"landlock: {os.strerror(ctypes.get_errno())}")
+        return result
+
+    version = call(LANDLOCK_CREATE, None, 0, 1)
+    rights = LANDLOCK_RIGHTS[min(version, max(LANDLOCK_RIGHTS))]
+    rules = struct.pack("QQQ", rights, LANDLOCK_TCP, LANDLOCK_SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = call(LANDLOCK_CREATE, rules, len(rules), 0)
+    allowed = dict.fromkeys((*SYSTEM, *order["python_folders"]), LANDLOCK_READ)
+    allowed.update(dict.fromkeys(DEVICES, LANDLOCK_READ | 0b10))  # and write
+    allowed[order["folder"]] = rights & ~LANDLOCK_DEVICES
+    for path, some in allowed.items():
+        if os.path.exists(path):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            wanted = some & rights & (~0 if os.path.isdir(path) else LANDLOCK_OF_A_FILE)
+            call(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", wanted, place), 0)
+            os.close(place)
+    call(LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
 def limit(order: Order, alone: bool) -> None:
     """Hard limits. `alone`: no other process has our user number, so that their number can be limited too."""
     seconds = int(order["seconds"]) + 2
@@ -239,6 +272,8 @@ def become_program(order: Order, user: int, fds: dict[str, int]) -> NoReturn:
     kill_with_parent()
     if linux and (layers or ctypes is not None):
         check_result(libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    if "landlock" in layers:
+        landlock(order)
     os.closerange(DONE_FD + 1, 4096)
     if "seccomp" in layers:
         forbid(order["filter"])

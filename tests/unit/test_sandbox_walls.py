@@ -92,6 +92,67 @@ doctest.testmod()"""
     )
 
 
+def without_namespaces(code: str, *, layers: tuple[str, ...], **way: Any) -> sandbox.Result:
+    """`sandbox.run` where the kernel forbids them, as in many containers."""
+    forbidden = sandbox.Result(False, "", "", "sandbox", "namespaces: Operation not permitted")
+    return forbidden if "namespaces" in layers else REAL_RUN(code, layers=layers, **way)
+
+
+REAL_RUN = sandbox.run
+needs_landlock = pytest.mark.skipif(
+    sys.platform != "linux" or not sandbox.run("pass", layers=("landlock",)).ok, reason="this kernel has no landlock"
+)
+
+
+@needs_seccomp
+@needs_landlock
+def test_landlock_holds_reading_where_namespaces_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "run", without_namespaces)
+    found = sandbox._try_layers()
+    assert (found.layers[:2], found.missing["namespaces"]) == (
+        ("landlock", "seccomp"),
+        "namespaces: Operation not permitted",
+    )
+    monkeypatch.setattr(sandbox, "_tried", sandbox._Available(("landlock", "seccomp"), {}, ""))
+    assert not [name for name, held in sandbox.capabilities().items() if held is False]
+
+
+@needs_landlock
+def test_landlock_shows_python_and_the_own_folder_and_no_process(tmp_path: Path) -> None:
+    code = f"""
+import json, os, sqlite3
+open("own", "w").write(open("a.txt").read())
+open("/dev/null", "w").write("x")
+for path in {[str(tmp_path), "/etc/passwd", "/proc/self/mem", f"/proc/{os.getpid()}/environ"]}:
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except PermissionError:
+        print("refused", open("own").read())
+"""
+    result = sandbox.run(code, layers=("landlock",), files={"a.txt": "here"})
+    assert (result.ok, result.stdout) == (True, "refused here\n" * 4), result
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this")
+@pytest.mark.parametrize(("version", "bits", "size"), [(1, 13, 8), (2, 14, 8), (3, 15, 8), (4, 15, 16), (9, 16, 24)])
+def test_older_kernels_are_asked_for_what_their_landlock_knows(
+    version: int, bits: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = []
+
+    def syscall(number: int, *arguments: Any) -> int:
+        said.append((number, *arguments))
+        asked = number == inside.LANDLOCK_CREATE and arguments[0] is None
+        return version if asked else os.open("/dev/null", os.O_RDONLY) if number == inside.LANDLOCK_CREATE else 0
+
+    monkeypatch.setattr(inside, "libc", lambda: SimpleNamespace(syscall=syscall))
+    inside.landlock({"python_folders": [sys.prefix], "folder": str(tmp_path)})
+    (_, rules, length, _), *added = [call for call in said if call[1:] != (None, 0, 1)]
+    assert (int.from_bytes(rules[:8], "little"), len(rules), length) == ((1 << bits) - 1, size, size)
+    assert all(int.from_bytes(call[3][:8], "little") < 1 << bits for call in added[:-1])
+    assert added[-1][0] == inside.LANDLOCK_RESTRICT
+
+
 @needs_seccomp
 def test_seccomp_alone_lets_no_attribute_of_a_file_be_changed(tmp_path: Path) -> None:
     (tmp_path / "held").touch()
