@@ -10,8 +10,18 @@ for step in move merge names wrap; do
   git commit -qm "The new house: $step"
 done
 sed -i '/^import difflib$/d' ascendchat/config/__init__.py
-sed -i 's/"engine:\(ExportConfig\|ImportNanochatConfig\|ChatConfig\|BenchDecodeConfig\)"/"generate:\1"/; s/"eval:\(EvalBaseConfig\|EvalChatConfig\)"/"generate:\1"/; s/"report.command:ReportConfig"/"commands:ReportConfig"/; s/"speedrun.command:SpeedrunConfig"/"commands:SpeedrunConfig"/' ascendchat/cli.py
+sed -i 's/"engine:\(ExportConfig\|ImportNanochatConfig\|ChatConfig\|BenchDecodeConfig\)"/"generate:\1"/; s/"eval:\(EvalBaseConfig\|EvalChatConfig\)"/"generate:\1"/; s/"report.command:ReportConfig"/"commands:ReportConfig"/; s/"speedrun.command:SpeedrunConfig"/"commands:SpeedrunConfig"/' ascendchat/cli.py ascendchat/speedrun/recipe.py
 sed -i 's/Path(__file__).with_suffix(".json")/Path(__file__).with_name("harmful_env.json")/' ascendchat/device/env.py
+sed -i 's/"ascendchat\.checkpoint\.dist\./"ascendchat.checkpoint.collectives./' tests/unit/test_checkpoint.py
+sed -i 's/ascendchat\.sizes\.shape\.{name}/ascendchat.sizes.{name}/; s/{f"ascendchat.sizes.{name}" for name in ("command", "goals", "refuse", "show", "hf")}/{"ascendchat.sizes.hf", *(f"ascendchat.plan.{name}" for name in ("command", "goals", "show"))}/' tests/unit/test_plan_shape.py
+sed -i 's/== selftest\.MOST_SAID/== selftest_case.MOST_SAID/; s/^from ascendchat\.doctor import \(.*\)selftest/from ascendchat.doctor import \1selftest, selftest_case/' tests/unit/test_selftest.py
+for language in en zh; do
+  page=docs/$language/architecture.md
+  sed -n '/^## \(Adding a stage\|添加训练阶段\)/,$p' $page | sed 's/`nn\.objective\./`nn.logprobs./g' > lab/rest
+  cat lab/house/architecture.$language.md lab/rest > $page
+done
+rm lab/rest
+git rm -rq lab/house
 git mv -f lab/house_architecture.py tests/test_architecture.py
 PYTHONPATH=$PWD $BIN/python lab/house_lists.py "$PWD"  # fills the lists of exceptions
 git rm -q lab/house_lists.py lab/house.sh
