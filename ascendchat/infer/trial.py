@@ -33,6 +33,7 @@ CPU_SECONDS = 3.0  # for one that was not done by then
 MEMORY = 4 << 30  # bytes of address space
 STACK = 4 << 20  # bytes: half of what the engine's thread usually has, so what passes here passes there
 PATIENCE = 120.0  # seconds on the clock
+ENDING = 1.0  # seconds on the clock, for a process whose output has ended
 TOO_MUCH = "it takes too much time or memory to compile"
 SLOW = "SLOW"  # the process's answer where its fork has reached the limit of time
 MOST_ANSWER = 4096  # characters of a reason: a pipe takes them at once
@@ -64,15 +65,26 @@ class Lane:
     def reason(self, grammar: Grammar, seconds: float) -> str | None:
         """As that of Trial; None when the time was not enough."""
         with self._lock:
-            if self.process is None or self.process.poll() is not None:
-                self.process = self._start()
-            answer = self._ask(self.process, (grammar, seconds))
-            if answer is None:
-                self.process.kill()
-                self.process.wait()
-                self.process = None
-                return TOO_MUCH
-            return None if answer == SLOW else answer
+            for _ in range(2):  # a process that was killed says nothing of the grammar: it is tried once more
+                if self.process is None or self.process.poll() is not None:
+                    self.process = self._start()
+                answer = self._ask(self.process, (grammar, seconds))
+                if answer is not None:
+                    return None if answer == SLOW else answer
+                if self._end() >= 0:
+                    break
+            return TOO_MUCH
+
+    def _end(self) -> int:
+        """How the process that gave no answer has ended; 0 when it had to be ended."""
+        process, self.process = self.process, None
+        assert process is not None
+        try:
+            return process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return 0
 
     def _start(self) -> subprocess.Popen[bytes]:
         path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -228,6 +228,29 @@ def test_a_grammar_that_kills_or_hangs_the_compiler_is_refused_and_the_next_one_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kills", "says"), [(1, ""), (2, TOO_MUCH)])
+def test_a_grammar_whose_process_was_killed_is_tried_in_another_once(
+    monkeypatch: pytest.MonkeyPatch, kills: int, says: str
+) -> None:
+    """Nothing was wrong with it: memory may have run out elsewhere."""
+    ask, struck = trial.Lane._ask, list[int]()
+
+    def killing(lane: Any, process: subprocess.Popen[bytes], job: Any) -> str | None:
+        if len(struck) < kills:
+            struck.append(process.pid)
+            process.kill()
+        return ask(lane, process, job)
+
+    monkeypatch.setattr(trial.Lane, "_ask", killing)
+    lane = trial.Lane(TEXT)
+    assert lane.reason(Grammar("regex", "a"), 3.0) == says
+    assert len(set(struck)) == kills
+    if lane.process is not None:
+        lane.process.kill()
+        lane.process.wait()
+
+
+@pytest.mark.slow
 def test_an_honest_grammar_is_answered_before_the_third_hostile_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hostile ones stand in a lane of their own as soon as they have taken longer than any honest one."""
     monkeypatch.setattr(trial, "QUICK_SECONDS", 0.1)
