@@ -28,6 +28,7 @@ from ascendchat.data.chat import (
     Rendered,
     exchanges,
     flat,
+    has_empty_reply,
     most_that_fit,
     render,
     template_of,
@@ -52,6 +53,7 @@ class PairCounts:
     cut: int = 0  # too long: earlier exchanges, the beginning of the prompt or the end of a reply went
     lost_tokens: int = 0  # by that
     unsupervised: int = 0  # a reply has no token to learn, or both are the same after the cut
+    empty: int = 0  # the chosen reply has no word: a model would learn to end at once
     thoughtless: int = 0  # of all these: lost what the assistant thinks, for which there is no place
     refused: int = 0  # by the model's chat template
     why: str = ""  # what it said first
@@ -59,14 +61,15 @@ class PairCounts:
     def line(self) -> str:
         """One line for the log."""
         refused = f", {self.refused} refused by the chat template ({self.why})" if self.refused else ""
+        empty = f", {self.empty} with an empty chosen reply (left out)" if self.empty else ""
         return (
             f"{self.whole} pairs whole, {self.cut} too long and cut ({self.lost_tokens} tokens lost), "
-            f"{self.unsupervised} without a difference{refused}{thoughtless_line(self.thoughtless)}"
+            f"{self.unsupervised} without a difference{empty}{refused}{thoughtless_line(self.thoughtless)}"
         )
 
     def check(self) -> None:
         """A template that refuses more than a few pairs is not made for such data."""
-        if self.refused > MAX_BROKEN * (self.whole + self.cut + self.unsupervised + self.refused):
+        if self.refused > MAX_BROKEN * (self.whole + self.cut + self.unsupervised + self.empty + self.refused):
             raise UserError(f"{self.refused} pairs are refused: {self.why}; mend them, or take them out of --data")
 
 
@@ -96,6 +99,9 @@ def render_pair(tokenizer: Encoder, pair: Pair, limit: int, counts: PairCounts) 
         sides = (render_reply(tokenizer, prompt, render(tokenizer, [*prompt, *reply])) for reply in pair[1:])
         return RenderedPair(*sides)
 
+    if has_empty_reply(pair.chosen):
+        counts.empty += 1
+        return None
     talk = [*pair.prompt, *pair.chosen, *pair.rejected]
     counts.thoughtless += writable(tokenizer, talk) is not talk
     try:

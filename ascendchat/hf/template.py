@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 class ChatTemplate:
     """`marked`: the tokenizer that reads special tokens in a text as such; `names`: those; `added`: others that it was
-    given beside its vocabulary."""
+    given beside its vocabulary, such as runs of blanks."""
 
     def __init__(
         self, inner: Any, marked: Any, stops: Sequence[int], names: Mapping[int, str], added: Mapping[int, str]
@@ -156,8 +156,13 @@ class ChatTemplate:
         return through[span.begin : through.rindex(CALLED)], before[span.begin :]
 
     def learns_ends(self) -> bool:
-        """Whether the end of a reply is learned."""
-        ids, mask = self.render(SHORT)
+        """Whether the end of a reply is learned: generation blocks may leave it out."""
+        if not self.generation:
+            return True
+        try:
+            ids, mask = self.render(SHORT)
+        except UserError:  # it takes other conversations
+            return True
         return any(mine and token in self.stops for token, mine in zip(ids, mask))
 
     # ---- rendering -----------------------------------------------------------------------------
@@ -370,9 +375,9 @@ class ChatTemplate:
         return text.rpartition(CALLED)[2]
 
     def _turn_end(self, names: Mapping[int, str]) -> int | None:
-        """The first of these tokens that closes a turn of the assistant, if there is one."""
+        """The first of these tokens that closes a turn of the assistant, if there is one but line breaks."""
         behind = self._marked.encode(self.closing, add_special_tokens=False).ids
-        return next((number for number in behind if number in names), None)
+        return next((number for number in behind if names.get(number, "").strip()), None)
 
     def _next_opening(self) -> int | None:
         """Where no token closes a turn: the special one that opens the user's next turn, by which the model ends its

@@ -263,6 +263,15 @@ def test_a_token_that_closes_turns_need_not_be_a_special_one() -> None:
     assert not said
 
 
+def test_line_breaks_that_are_tokens_of_their_own_end_nothing() -> None:
+    """As Gemma's and GPT-NeoX's tokenizers have them."""
+    inner = inner_of(ALPACA)
+    inner.backend_tokenizer.add_tokens([tokenizers.AddedToken("\n\n", normalized=False)])
+    made = HFTokenizer(inner, 400)
+    assert made.stops == (hf_models.texts().specials["<|im_end|>"],)
+    assert written(render(made, TALK), made) == ["The answer is forty-two.", "世界<|im_end|>"]
+
+
 def test_generation_blocks_without_an_end_are_named() -> None:
     said: list[str] = []
     outside = GENERATION.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
@@ -270,6 +279,7 @@ def test_generation_blocks_without_an_end_are_named() -> None:
         said.clear()
         say_ends(tokenizer(template), said.append)
         assert len(said) == sentences
+    say_ends(tokenizer("{{ raise_exception('no') }}" + outside), said.append)
     say_ends(bare(), said.append)
     assert not said
 

@@ -99,6 +99,13 @@ def test_replies_that_are_the_same_after_the_cut_are_counted_and_left_out(tokeni
     assert counts.unsupervised == 1
 
 
+def test_a_pair_whose_chosen_reply_is_empty_is_counted_and_left_out(tokenizer: Tokenizer) -> None:
+    counts = PairCounts()
+    assert render_pair(tokenizer, pair("q", " ", "five"), 40, counts) is None
+    assert "1 with an empty chosen reply (left out)" in counts.line()
+    assert render_pair(tokenizer, pair("q", "four", ""), 40, counts) is not None
+
+
 def test_what_the_template_refuses_is_counted_and_too_much_of_it_is_an_error(tmp_path: Path) -> None:
     template = (
         "{% if messages[0].content == 'bad' %}{{ raise_exception('not this one') }}{% endif %}" + hf_models.CHATML
