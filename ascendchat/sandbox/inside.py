@@ -80,13 +80,14 @@ def start():
     def settrace(function):
         if function is not None:  # doctest switches it off
             raise PermissionError("sys.settrace is refused to an answer")
-    def refuse(event, arguments, split=str.rpartition, begins=str.startswith):
+    refused = "_ctypes", "_interpreters", "_test", "_xxsubinterpreters"
+    def refuse(event, arguments, split=str.rpartition, begins=str.startswith, refused=refused):
         if (
             event in {{"gc.get_objects", "gc.get_referents", "gc.get_referrers", "sys.settrace"}}
-            or begins(event, ("ctypes.", "cpython.PyInterpreterState_New"))
-            or event == "import" and begins(split(arguments[0], ".")[2], ("_ctypes", "_test"))
+            or begins(event, ("ctypes.", "sys.monitoring.", "cpython.PyInterpreterState_New"))
+            or event == "import" and begins(split(arguments[0], ".")[2], refused)
         ):
-            raise PermissionError(event + " is refused to an answer")
+            raise (ImportError if event == "import" else PermissionError)(event + " is refused to an answer")
     if first:
         sys.settrace = settrace
         sys.addaudithook(refuse)

@@ -54,6 +54,17 @@ def f(x):
     sys._getframe(1).f_trace = jump
     settrace(jump)
     return 2""",
+    "a jump by what Python 3.12 has beside tracing": """
+import sys
+def line(code, number):
+    frame = sys._getframe(1)
+    if code.co_name == "check" and number == 3:
+        frame.f_trace, frame.f_lineno = line, 4
+def f(x):
+    sys.monitoring.use_tool_id(1, "jump")
+    sys.monitoring.register_callback(1, sys.monitoring.events.LINE, line)
+    sys.monitoring.set_events(1, sys.monitoring.events.LINE)
+    return 2""",
     "the memory": """
 import importlib.machinery, importlib.util
 class Name(str):
@@ -63,7 +74,7 @@ try:
     loader = importlib.machinery.ExtensionFileLoader(Name("_ctypes"), path)
     importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     f = lambda x: x + 1
-except PermissionError:
+except ImportError:
     f = abs""",
 }
 
