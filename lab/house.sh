@@ -14,7 +14,7 @@ sed -i 's/"engine:\(ExportConfig\|ImportNanochatConfig\|ChatConfig\|BenchDecodeC
 sed -i 's/Path(__file__).with_suffix(".json")/Path(__file__).with_name("harmful_env.json")/' ascendchat/device/env.py
 sed -i 's/"ascendchat\.checkpoint\.dist\./"ascendchat.checkpoint.collectives./' tests/unit/test_checkpoint.py
 sed -i 's/ascendchat\.sizes\.shape\.{name}/ascendchat.sizes.{name}/; s/{f"ascendchat.sizes.{name}" for name in ("command", "goals", "refuse", "show", "hf")}/{"ascendchat.sizes.hf", *(f"ascendchat.plan.{name}" for name in ("command", "goals", "show"))}/' tests/unit/test_plan_shape.py
-sed -i 's/== selftest\.MOST_SAID/== selftest_case.MOST_SAID/; s/^from ascendchat\.doctor import \(.*\)selftest/from ascendchat.doctor import \1selftest, selftest_case/' tests/unit/test_selftest.py
+sed -i 's/== selftest\.MOST_SAID/== selftest_case.MOST_SAID/; s/import selftest, selftest_operators/import selftest, selftest_case, selftest_operators/' tests/unit/test_selftest.py
 for language in en zh; do
   page=docs/$language/architecture.md
   sed -n '/^## \(Adding a stage\|添加训练阶段\)/,$p' $page | sed 's/`nn\.objective\./`nn.logprobs./g' > lab/rest
