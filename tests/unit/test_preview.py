@@ -49,7 +49,7 @@ def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_rows_of_every_entry_are_shown_in_the_order_of_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        rows = [{"prompt": f"{name}{n}", "completion": "nobody " * (n % 3)} for n in range(9)]
+        rows = [{"prompt": f"{name}{n}", "completion": "nobody " * (1 + (n != 1))} for n in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     data = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     mixture = open_chat_mixture(data, "sft", tokenizer, 64, say=lambda line: None)
