@@ -21,6 +21,12 @@ for language in en zh; do
   cat lab/house/architecture.$language.md lab/rest > $page
 done
 rm lab/rest
+python3 - <<'END'
+import re
+for page, heading, language in ("README.md", "Where things are", "en"), ("README.zh.md", "代码在哪里", "zh"):
+    text, new = open(page).read(), open(f"lab/house/where.{language}.md").read()
+    open(page, "w").write(re.sub(rf"(## {heading}\n\n).*?(?=## )", lambda found: found[1] + new, text, flags=re.S))
+END
 git rm -rq lab/house
 git mv -f lab/house_architecture.py tests/test_architecture.py
 PYTHONPATH=$PWD $BIN/python lab/house_lists.py "$PWD"  # fills the lists of exceptions
