@@ -15,6 +15,22 @@ sed -i 's/Path(__file__).with_suffix(".json")/Path(__file__).with_name("harmful_
 sed -i 's/"ascendchat\.checkpoint\.dist\./"ascendchat.checkpoint.collectives./' tests/unit/test_checkpoint.py
 sed -i 's/ascendchat\.sizes\.shape\.{name}/ascendchat.sizes.{name}/; s/{f"ascendchat.sizes.{name}" for name in ("command", "goals", "refuse", "show", "hf")}/{"ascendchat.sizes.hf", *(f"ascendchat.plan.{name}" for name in ("command", "goals", "show"))}/' tests/unit/test_plan_shape.py
 sed -i 's/== selftest\.MOST_SAID/== selftest_case.MOST_SAID/; s/import selftest, selftest_operators/import selftest, selftest_case, selftest_operators/' tests/unit/test_selftest.py
+sed -i 's/"doctor.checks_cann", //' tests/unit/test_doctor_run.py
+sed -i 's/^from ascendchat.launch.command import tied$/from ascendchat import processes as tied/' tests/unit/test_tied.py
+python3 - <<'END'
+path = "tests/unit/test_attention.py"
+text = open(path).read()
+old = """    for name in ("one_query", "products"):
+        stand_in: Any = SimpleNamespace(**{name: lambda *known, name=name: called.append(name)})
+        monkeypatch.setitem(sys.modules, f"ascendchat.nn.{name}", stand_in)
+"""
+new = """    stand_in: Any = SimpleNamespace(one_query=lambda *known: called.append("one_query"))
+    monkeypatch.setitem(sys.modules, "ascendchat.nn.triton_decoding", stand_in)
+    monkeypatch.setattr("ascendchat.nn.attention.products", lambda *known: called.append("products"))
+"""
+assert old in text
+open(path, "w").write(text.replace(old, new))
+END
 for language in en zh; do
   page=docs/$language/architecture.md
   sed -n '/^## \(Adding a stage\|添加训练阶段\)/,$p' $page | sed 's/`nn\.objective\./`nn.logprobs./g' > lab/rest
@@ -26,6 +42,22 @@ import re
 for page, heading, language in ("README.md", "Where things are", "en"), ("README.zh.md", "代码在哪里", "zh"):
     text, new = open(page).read(), open(f"lab/house/where.{language}.md").read()
     open(page, "w").write(re.sub(rf"(## {heading}\n\n).*?(?=## )", lambda found: found[1] + new, text, flags=re.S))
+END
+cp lab/house/old_paths.py ascendchat/compat/
+cp lab/house/test_old_paths.py tests/unit/
+python3 - <<'END'
+path = "ascendchat/__init__.py"
+text = open(path).read()
+new = """from ascendchat.compat import old_paths
+from ascendchat.version import __version__
+
+__all__ = ["__version__", "preload"]
+
+old_paths.keep()
+
+"""
+start = "from __future__ import annotations\n\n"
+open(path, "w").write(text.replace(start, start + new, 1))
 END
 git rm -rq lab/house
 git mv -f lab/house_architecture.py tests/test_architecture.py
