@@ -16,6 +16,7 @@ sed -i 's/"ascendchat\.checkpoint\.dist\./"ascendchat.checkpoint.collectives./' 
 sed -i 's/ascendchat\.sizes\.shape\.{name}/ascendchat.sizes.{name}/; s/{f"ascendchat.sizes.{name}" for name in ("command", "goals", "refuse", "show", "hf")}/{"ascendchat.sizes.hf", *(f"ascendchat.plan.{name}" for name in ("command", "goals", "show"))}/' tests/unit/test_plan_shape.py
 sed -i 's/== selftest\.MOST_SAID/== selftest_case.MOST_SAID/; s/import selftest, selftest_operators/import selftest, selftest_case, selftest_operators/' tests/unit/test_selftest.py
 sed -i 's/"doctor.checks_cann", //' tests/unit/test_doctor_run.py
+sed -i 's/^from ascendchat.doctor.command import selftest$/from ascendchat.doctor import selftest/' tests/unit/test_selftest.py
 sed -i 's/^from ascendchat.launch.command import tied$/from ascendchat import processes as tied/' tests/unit/test_tied.py
 python3 - <<'END'
 path = "tests/unit/test_attention.py"
