@@ -45,7 +45,8 @@ for page, heading, language in ("README.md", "Where things are", "en"), ("README
     open(page, "w").write(re.sub(rf"(## {heading}\n\n).*?(?=## )", lambda found: found[1] + new, text, flags=re.S))
 END
 cp lab/house/old_paths.py ascendchat/compat/
-cp lab/house/test_old_paths.py tests/unit/
+cp lab/house/test_old_paths.py lab/house/test_wheel.py tests/unit/
+sed -i 's/attr = "ascendchat.__version__"/attr = "ascendchat.version.__version__"/' pyproject.toml
 python3 - <<'END'
 path = "ascendchat/__init__.py"
 text = open(path).read()
