@@ -44,8 +44,9 @@ for page, heading, language in ("README.md", "Where things are", "en"), ("README
     text, new = open(page).read(), open(f"lab/house/where.{language}.md").read()
     open(page, "w").write(re.sub(rf"(## {heading}\n\n).*?(?=## )", lambda found: found[1] + new, text, flags=re.S))
 END
-cp lab/house/old_paths.py ascendchat/compat/
-cp lab/house/test_old_paths.py lab/house/test_wheel.py tests/unit/
+cp lab/house/old_paths.txt ascendchat/compat/old_paths.py
+cp lab/house/test_old_paths.txt tests/unit/test_old_paths.py
+cp lab/house/test_wheel.txt tests/unit/test_wheel.py
 sed -i 's/attr = "ascendchat.__version__"/attr = "ascendchat.version.__version__"/' pyproject.toml
 python3 - <<'END'
 path = "ascendchat/__init__.py"
