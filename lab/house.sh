@@ -62,6 +62,26 @@ old_paths.keep()
 start = "from __future__ import annotations\n\n"
 open(path, "w").write(text.replace(start, start + new, 1))
 END
+python3 - <<'END'
+text = open("CHANGELOG.md").read()
+rows = {
+    "ascendchat.nn.flash": "ascendchat.compat.flash",
+    "ascendchat.infer.areal": "ascendchat.compat.areal",
+    "ascendchat.infer.request": "ascendchat.engine.request",
+    "ascendchat.infer.remote": "ascendchat.remote.client",
+    "ascendchat.infer.fleet": "ascendchat.remote.fleet",
+    "ascendchat.infer.vllm_worker": "ascendchat.remote.vllm_worker",
+}
+table = "".join(f"  | `{old}` | `{new}` |\n" for old, new in rows.items())
+entry = f"""### Changed
+- Every module stands in the package of its subject ([architecture](docs/en/architecture.md)); nothing behaves differently. Old import paths that pages named work until the next release, with a warning:
+
+  | until now | now |
+  |---|---|
+{table}
+"""
+open("CHANGELOG.md", "w").write(text.replace("## [Unreleased]\n\n", f"## [Unreleased]\n\n{entry}", 1))
+END
 git rm -rq lab/house
 git mv -f lab/house_architecture.py tests/test_architecture.py
 PYTHONPATH=$PWD $BIN/python lab/house_lists.py "$PWD"  # fills the lists of exceptions
