@@ -70,7 +70,7 @@ def page(lang: str) -> str:
     for rule in read_rules(FOLDER):
         if rule.code:  # a status code that is only decoded
             continue
-        found = re.sub(r"^\d+_|\.yaml.*", "", Path(rule.where.split(",")[0].split(":")[0].split()[0]).name)
+        found = re.sub(r"^\d+_", "", Path(rule.where.partition(".yaml")[0]).name)
         if found != topic:
             topic = found
             parts.append(f"## {TOPICS[topic][lang == 'zh']}\n")

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -239,7 +240,7 @@ def test_an_error_is_an_error_though_nobody_can_be_told() -> None:
 def test_closed_streams_are_no_files_of_ours(closed: str, tmp_path: Path) -> None:
     """The next file that is opened would have their number, and get what is printed."""
     for command, status in (("prints", 0), ("refuses", 2), ("fails", 1), ("opens", 0)):
-        line = f'cd {tmp_path} && {sys.executable} -c "$DRIVER" {command} {closed}'
+        line = f'cd {tmp_path} && {shlex.quote(sys.executable)} -c "$DRIVER" {command} {closed}'
         done = subprocess.run(
             ["sh", "-c", line], capture_output=True, text=True, env=environment() | {"DRIVER": DRIVER}
         )
