@@ -26,7 +26,8 @@ from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
 from ascendchat.hf.model import CausalLM
 from ascendchat.infer.cache import Narrowed, kept_dtype
-from ascendchat.infer.load import Opened, open_model
+from ascendchat.infer.load import Opened
+from ascendchat.infer.open import open_for_generation
 from ascendchat.nn.attention import Attention
 from ascendchat.record.results import NewResults
 
@@ -54,7 +55,7 @@ def run(config: EvalBaseConfig) -> int:
     """The command."""
     most = None if config.max_per_task == -1 else config.max_per_task
     with joined(pick(config.device_type), sys.stderr if config.json else None) as here:
-        opened = open_model(here, config, "base")
+        opened = open_for_generation(here, config, "base")
         if (kept := kept_dtype(config.kv_cache_dtype, here.device)) is not None:
             opened = replace(opened, kernel=cast(Attention, Narrowed(opened.kernel, kept)))
         corpora = corpora_of(config, opened) if "bpb" in config.eval else []

@@ -26,7 +26,7 @@ from ascendchat.dist.context import Context, joined
 from ascendchat.eval.examine import Examiner, ModelChooser, Outcome, check_room, examine
 from ascendchat.eval.scorer import row_length
 from ascendchat.eval.stages import GROUPS, score_lines, scores, stage_table, table_lines
-from ascendchat.infer.load import open_model
+from ascendchat.infer.open import engine_for, open_for_generation
 from ascendchat.record.results import NewResults, run_of
 from ascendchat.tasks import EVALUATIONS, Task
 from ascendchat.tasks import load as load_task
@@ -142,7 +142,7 @@ def run(config: EvalChatConfig) -> int:
 def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None, here: Context) -> int:
     """Open the model and the tasks, examine, print; the exit status."""
     say = here.say
-    opened = open_model(here, config, config.stage)
+    opened = open_for_generation(here, config, config.stage)
     tasks, missing = open_tasks(names, config.source)
     for name, why in missing.items():
         say(f"  {name:<24} MISSING: {why}")
@@ -157,7 +157,7 @@ def examine_model(config: EvalChatConfig, names: Sequence[str], most: int | None
     examiner = Examiner(
         opened.tokenizer,
         chooser,
-        opened.engine(config.slots, context),
+        engine_for(opened, config.slots, context),
         config.max_new_tokens,
         config.samples,
         config.temperature,

@@ -18,14 +18,10 @@ import torch
 
 from ascendchat.checkpoint import Checkpoint, Damaged, read_file, verify
 from ascendchat.config import UserError
-from ascendchat.device import pick
 from ascendchat.files import write_atomic
 from ascendchat.hf.folder import Folder, OpenedFolder, at, empty_model, find, load_tokenizer, open_folder, read_json
 from ascendchat.hf.lora import load_adapter, merge
-from ascendchat.hf.trial import KERNEL, PROVEN, TROUBLE, check, distance, short_windows, tolerance, trial_row
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Request, Sampling
-from ascendchat.nn.model import dense
+from ascendchat.hf.trial import check
 from ascendchat.record.saved import NAME as STEP
 
 BESIDE = "huggingface"  # folder beside the checkpoints: config.json, tokenizer, chat template
@@ -66,37 +62,7 @@ def exported_weights(folder: Folder) -> dict[str, torch.Tensor]:
 
 def open_hf(folder: Folder, dtype: torch.dtype, seq_len: int | None, tokenizer: str) -> OpenedFolder:
     """A model folder; `tokenizer` names another folder for that."""
-    opened = open_folder(folder, dtype, seq_len, at(Path(tokenizer)) if tokenizer else None)
-    try_engine(opened)
-    return opened
-
-
-@torch.no_grad()
-def try_engine(opened: OpenedFolder) -> None:
-    """A few tokens through cache and sampling, of a model that no test knows: a UserError if the answer does not have
-    the probabilities of the row that it makes. Windows are shorter than the row meanwhile, as in hf/trial.py."""
-    model, found = opened.model, None
-    if model.shape.model_type in PROVEN:
-        return
-    prompt, width = trial_row(model)[0, :-4].tolist(), len(trial_row(model)[0])
-    try:
-        with short_windows(model):
-            device, host = pick("cpu", dtype="fp32", compiled=False), torch.device("cpu")
-            engine = Engine(model, KERNEL, opened.tokenizer, device, host, slots=2, context=width + 1, graphs=False)
-            asked = Sampling(max_tokens=4, temperature=0.0, logprobs=True, stop_tokens=())
-            (answer,) = engine.generate([Request(prompt, asked)])
-            row = torch.tensor([[*prompt, *answer.ids]])
-            logits = model.cap(model(row, dense(model, KERNEL, width)) @ model.head.t())[0, len(prompt) - 1 : -1]
-            told = logits[:, : model.shape.vocab].log_softmax(-1).gather(-1, row[0, len(prompt) :, None])[:, 0]
-            far = distance(model, logits + (told - torch.tensor(answer.logprobs))[:, None], logits)
-            found = f"log-probabilities differ by {far:.2g}" if far > tolerance(model) else None
-    except TROUBLE as error:
-        found = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if found:
-        raise UserError(
-            f"model type {model.shape.model_type!r} cannot be generated with: its keys and values do not fit our cache "
-            f"({found}); choose another model"
-        )
+    return open_folder(folder, dtype, seq_len, at(Path(tokenizer)) if tokenizer else None)
 
 
 def is_trained_hf(saved: Checkpoint) -> bool:

@@ -3,7 +3,6 @@
     opened = open_model(here, config, config.stage)        # --run, --checkpoint, or nothing: what was written last
                                                            # --model DIR: a Hugging Face model (huggingface.py)
     opened.model, opened.tokenizer, opened.checkpoint.state["stage"]
-    opened.engine(slots=16)                                # to generate with (engine.py)
 
 Weights come in the device's compute dtype. The checkpoint says which tokenizer it was trained with; another one is an
 error here and not gibberish later.
@@ -25,13 +24,11 @@ from ascendchat.config.infer import ModelConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.verify import MANIFEST
-from ascendchat.device.cpu import prefer_plain_products
 from ascendchat.dist.context import Context
 from ascendchat.hf.folder import OpenedFolder, is_ours
 from ascendchat.hf.folder import find as find_hf
 from ascendchat.hf.fused import fuse
 from ascendchat.hf.model import CausalLM
-from ascendchat.infer.engine import Engine
 from ascendchat.infer.huggingface import (
     BESIDE,
     HFSource,
@@ -88,35 +85,22 @@ class Opened:
         here = {"chip": self.here.device.chip.name, "world": self.here.world.size}
         return {**here, "dtype": dtype, "attention": self.kernel.name}
 
-    def engine(
-        self, slots: int, context: int | None = None, *, compiled: bool = False, kept: torch.dtype | None = None
-    ) -> Engine:
-        """An engine for `slots` rows of up to `context` tokens, by default as many as in training; `kept`: the dtype
-        of its cache, if not the model's."""
-        device, context = self.here.device, context or self.model.shape.seq_len
-        place = self.here.place
-        if device.type == "cpu" and device.dtype == torch.float32:
-            prefer_plain_products()
-        return Engine(
-            self.model,
-            self.kernel,
-            self.tokenizer,
-            device,
-            place,
-            slots=slots,
-            context=context,
-            compiled=compiled,
-            kept=kept,
-        )
 
-
-def open_model(here: Context, config: ModelConfig | EvalChatConfig | EvalBaseConfig, stage: str | None) -> Opened:
-    """Find, verify and load what the flags name; everything that does not fit is a UserError."""
+def open_model(
+    here: Context,
+    config: ModelConfig | EvalChatConfig | EvalBaseConfig,
+    stage: str | None,
+    trial: Callable[[OpenedFolder], None] | None = None,
+) -> Opened:
+    """Find, verify and load what the flags name; everything that does not fit is a UserError. `trial` refuses a model
+    folder of Hugging Face that cannot be used as the caller wants to."""
     device, length = here.device, getattr(config, "context", None) or getattr(config, "max_seq_len", None)
     if config.checkpoint and (folder := find_hf(config.checkpoint)):
         if is_ours(folder):
             return _ours(exported_source(folder), here, config)
         found = open_hf(folder, device.dtype, length, config.tokenizer)
+        if trial is not None:
+            trial(found)
         return _opened(found, HFSource(folder), {}, here, config.attention)
     saved = find_checkpoint(config.run, stage, config.checkpoint, here.say)
     if is_trained_hf(saved):

@@ -31,7 +31,7 @@ from ascendchat.device import pick
 from ascendchat.dist.context import Context, joined
 from ascendchat.files import write_atomic
 from ascendchat.infer.generator import Generator, prompt_room
-from ascendchat.infer.load import open_model
+from ascendchat.infer.open import engine_for, open_for_generation
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.record.console import inert
 
@@ -201,7 +201,7 @@ def run(config: ChatConfig) -> int:
 
 def talk(config: ChatConfig, here: Context) -> int:
     """One answer, or a conversation until its end."""
-    opened = open_model(here, config, config.stage)
+    opened = open_for_generation(here, config, config.stage)
     folder = opened.checkpoint.folder
     if config.verbose:
         here.say(f"{opened.why_kernel}\n{folder}")
@@ -209,7 +209,7 @@ def talk(config: ChatConfig, here: Context) -> int:
         here.say(BASE_NOTICE)
     tokenizer = opened.tokenizer.thinking(config.enable_thinking)
     typed = not config.prompt and sys.stdin.isatty()
-    chat = Chat(opened.engine(1), tokenizer, config, opened.chats, sys.stdout, colour=sys.stdout.isatty())
+    chat = Chat(engine_for(opened, 1), tokenizer, config, opened.chats, sys.stdout, colour=sys.stdout.isatty())
     if config.prompt:
         return 0 if chat.answer(config.prompt) else 130
     if typed:

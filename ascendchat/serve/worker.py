@@ -31,7 +31,8 @@ from ascendchat.infer.engine import Engine, Job
 from ascendchat.infer.generator import Weights
 from ascendchat.infer.grammar import Matcher, grammars
 from ascendchat.infer.huggingface import HFSource
-from ascendchat.infer.load import open_model, tokenizer_folder
+from ascendchat.infer.load import tokenizer_folder
+from ascendchat.infer.open import engine_for, open_for_generation
 from ascendchat.infer.trial import STACK
 from ascendchat.infer.verify import checksum
 from ascendchat.launch.world import World
@@ -84,13 +85,13 @@ def open_engine(config: ServeConfig, index: int) -> tuple[Engine, Ready]:
     elif config.devices > device.count():
         raise UserError(f"--devices {config.devices}: this machine has {device.count()}")
     here = Context(device, World(), device.bind(index), lambda text: print(text, file=sys.stderr, flush=True))
-    opened = open_model(here, config, config.stage)
+    opened = open_for_generation(here, config, config.stage)
     slots = config.slots or (16 if device.type == "cpu" else 64)
     trained = getattr(opened.model.shape, "longest", opened.model.shape.seq_len)
     if index == 0 and (config.context or 0) > trained:
         here.say(f"--context {config.context}: the model was trained on {trained} tokens; beyond, answers get worse")
     kept = kept_dtype(config.kv_cache_dtype, device)
-    engine = opened.engine(slots, config.context, compiled=config.compile, kept=kept)
+    engine = engine_for(opened, slots, config.context, compiled=config.compile, kept=kept)
     if config.weight_updates:  # a trainer compares log-probabilities: it computes the head in float32 too
         engine.decoder.readout = Float32Readout(device.dtype, here.place)
     if config.compile:

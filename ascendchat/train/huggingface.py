@@ -27,6 +27,7 @@ from ascendchat.hf.quantize import pack
 from ascendchat.hf.shape import HFShape
 from ascendchat.hf.tokenizer import HFTokenizer
 from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
+from ascendchat.infer.open import try_engine
 from ascendchat.plan.batch import largest_rows
 from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config, packing_saves
 from ascendchat.plan.memory import usable
@@ -87,6 +88,7 @@ def open_start(config: ChatTrainConfig, here: Context, lora: LoraSettings | None
         return Theirs(*_on_device(opened, config, here, lora), opened.tokenizer, found, lora)
     refuse_too_large(found.path, config, here)
     opened = open_hf(found, dtype, seq_len or ROW, config.tokenizer)
+    try_engine(opened)
     return Theirs(*_on_device(opened, config, here, lora), opened.tokenizer, HFSource(found), lora)
 
 

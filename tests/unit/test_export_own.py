@@ -28,6 +28,7 @@ from ascendchat.device import pick
 from ascendchat.dist.context import joined
 from ascendchat.hf.export import describe, draft_of, export, export_adapter
 from ascendchat.infer.load import Opened, open_model
+from ascendchat.infer.open import engine_for
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.model import dense
 from ascendchat.serve.command import open_tokenizer
@@ -146,7 +147,7 @@ def test_transformers_alone_computes_the_same_logits(
     loss = torch.nn.functional.cross_entropy(wanted[:, :-1].flatten(0, 1), ROWS[:, 1:].flatten())
     assert float(found["loss"]) == pytest.approx(float(loss), abs=1e-4)
     told = json.loads(Path(f"{exported[name]}.json").read_text())
-    engine = ours.engine(1, 256)
+    engine = engine_for(ours, 1, 256)
     ends = Sampling(8, 0.0, stop_tokens=(), tools=False)
     (answer,) = engine.generate([Request(ROWS[0, :130].tolist(), ends)])
     assert told["written"] == [answer.ids, answer.ids]

@@ -16,6 +16,7 @@ from ascendchat.config import UserError
 from ascendchat.hf.folder import OpenedFolder, find
 from ascendchat.infer.cache import Cache
 from ascendchat.infer.huggingface import open_hf
+from ascendchat.infer.open import try_engine
 from ascendchat.infer.request import Request
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.documents import documents
@@ -39,7 +40,9 @@ def opened(folder: Path, **named: Any) -> OpenedFolder:
     config.write_text(json.dumps({**json.loads(config.read_text()), **named}))
     found = find(folder)
     assert found is not None
-    return open_hf(found, torch.float32, None, "")
+    model = open_hf(found, torch.float32, None, "")
+    try_engine(model)
+    return model
 
 
 def made(kind: str, folder: Path, **sizes: Any) -> Any:

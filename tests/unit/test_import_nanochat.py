@@ -24,6 +24,7 @@ from ascendchat.device import pick
 from ascendchat.dist.context import joined
 from ascendchat.hf.nanochat_tokenizer import read_tokenizer
 from ascendchat.infer.load import open_model
+from ascendchat.infer.open import engine_for
 from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.model import dense
 from ascendchat.nn.optim import Shard
@@ -77,7 +78,7 @@ def test_the_imported_model_has_the_logits_and_answers_of_the_published_formulas
     row, prompt = tokens[:1, :135], tokens[0, :135].tolist()  # and token by token, with the cache
     for _ in range(4):
         row = torch.cat((row, nanochat.logits(era, config, given, row)[:, -1:].argmax(-1)), 1)
-    (answer,) = found.engine(1, 256).generate([Request(prompt, Sampling(4, 0.0, stop_tokens=(), tools=False))])
+    (answer,) = engine_for(found, 1, 256).generate([Request(prompt, Sampling(4, 0.0, stop_tokens=(), tools=False))])
     assert list(answer.ids)[:4] == row[0, 135:].tolist()
 
 

@@ -30,6 +30,7 @@ from ascendchat.device import pick
 from ascendchat.dist import World
 from ascendchat.dist.context import Context
 from ascendchat.infer.load import Opened, open_model
+from ascendchat.infer.open import engine_for
 from ascendchat.record import run_folder
 from ascendchat.serve import terminal
 
@@ -206,7 +207,7 @@ def test_an_engine_on_arm_multiplies_few_rows_without_preparation(monkeypatch: p
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     save()
     with torch.backends.mkldnn.flags(enabled=True):
-        opened().engine(1)
+        engine_for(opened(), 1)
         assert not torch.backends.mkldnn.enabled
 
 
@@ -365,6 +366,6 @@ def test_a_terminal_shows_the_tool_call_apart() -> None:
     save()
     loaded, out = opened(), io.StringIO()
     config = ChatConfig(temperature=0.0, seed=1)
-    talk = terminal.Chat(loaded.engine(1), loaded.tokenizer, config, loaded.chats, out, colour=True)
+    talk = terminal.Chat(engine_for(loaded, 1), loaded.tokenizer, config, loaded.chats, out, colour=True)
     assert talk.answer("hi")
     assert out.getvalue() == f"{terminal.DIM}[17+25 = 42]{terminal.PLAIN} 你好!\n"
