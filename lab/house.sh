@@ -10,6 +10,7 @@ for step in move merge names wrap; do
   git commit -qm "The new house: $step"
 done
 sed -i '/^import difflib$/d' ascendchat/config/__init__.py
+sed -i 's/^Compiled = TypeVar("F")$/Compiled = TypeVar("Compiled")/' ascendchat/device/accelerator.py
 sed -i 's/"engine:\(ExportConfig\|ImportNanochatConfig\|ChatConfig\|BenchDecodeConfig\)"/"generate:\1"/; s/"eval:\(EvalBaseConfig\|EvalChatConfig\)"/"generate:\1"/; s/"report.command:ReportConfig"/"commands:ReportConfig"/; s/"speedrun.command:SpeedrunConfig"/"commands:SpeedrunConfig"/' ascendchat/cli.py ascendchat/speedrun/recipe.py
 sed -i 's/Path(__file__).with_suffix(".json")/Path(__file__).with_name("harmful_env.json")/' ascendchat/device/env.py
 sed -i 's/"ascendchat\.checkpoint\.dist\./"ascendchat.checkpoint.collectives./' tests/unit/test_checkpoint.py

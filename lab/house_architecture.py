@@ -22,8 +22,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # A module imports only from what stands to the left of its own package, or from its own package.
 ORDER = """
     errors version < chips files processes sandbox < config < runs < sizes < device < parallel < checkpoint < nn < data
-    < tasks < engine < models < remote < eval < train < rl < serve < bench < plan < report < speedrun < compat < doctor
-    < launch < cli
+    < tasks < models < engine < remote < eval < train < rl < serve < bench < plan < report < speedrun < doctor < launch
+    < compat < cli
 """
 RANK = {name: rank for rank, group in enumerate(ORDER.split("<")) for name in group.split()}
 
@@ -40,7 +40,7 @@ NEEDS_TORCH = set(
 
 # The only modules that import an optional or heavy dependency.
 OWNERS = {
-    "torch_npu": "device nn.attention compat.flash",
+    "torch_npu": "device nn.attention",
     "flash_attn": "device.cuda_attention",
     "quack": "device.cuda_products",
     "triton": "nn.triton_decoding nn.triton_training engine.gpt_step engine.sampling_kernels",
