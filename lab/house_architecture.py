@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ascendchat"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -211,6 +213,22 @@ def test_torch_free_modules_import_without_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr
+
+
+SMALL = {  # what a process imports -> MiB that it may have resident, Python's own 10 included
+    "serve.app serve.command serve.pool": 80,  # the front of the server, one per server
+    "sandbox.process": 40,  # a process for functions of users, one per core
+    "cli": 30,
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells resident memory only on Linux")
+@pytest.mark.parametrize("modules", SMALL)
+def test_a_process_that_needs_no_torch_stays_small(modules: str) -> None:
+    imported = ", ".join(f"ascendchat.{name}" for name in modules.split())
+    script = f"import {imported}; print(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert int(result.stdout) / 1024 <= SMALL[modules]
 
 
 def test_a_package_opens_with_a_docstring_and_re_exports_alone() -> None:
