@@ -93,6 +93,28 @@ entry = f"""### Changed
 """
 open("CHANGELOG.md", "w").write(text.replace("## [Unreleased]\n\n", f"## [Unreleased]\n\n{entry}", 1))
 END
+python3 - <<'END'
+path = "tests/mutants.py"
+text = open(path).read()
+for old, new in {
+    "nn/loss nn/objective nn/preference": "nn/loss nn/logprobs nn/preference",
+    "nn/attention nn/parity": "nn/attention",
+    "data/arrange data/pack data/pair_rows": "data/corpus data/chat/rows data/chat/pairs",
+    "hf/template hf/tool_messages data/chat": "models/template data/chat/template",
+    "infer/sampling infer/noise": "engine/sampling",
+    "infer/prefix infer/cache": "engine/prefix engine/cache",
+    "infer/engine infer/reading infer/sheet infer/gather infer/job": "engine/engine engine/batch_state",
+    "train/grpo": "rl/grpo",
+    "tasks/rewards tasks/terms tasks/reward_call": "rl/rewards sandbox/process",
+    "plan/memory plan/share": "sizes/memory",
+    "data/read data/tables data/conversations": "data/read data/chat/tables data/chat/formats",
+    "launch/supervise launch/agent launch/tied": "launch/supervise launch/agent processes",
+    "hf/export infer/export": "models/export",
+}.items():
+    assert f'"{old}"' in text, old
+    text = text.replace(f'"{old}"', f'"{new}"')
+open(path, "w").write(text)
+END
 git rm -rq lab/house
 git mv -f lab/house_architecture.py tests/test_architecture.py
 PYTHONPATH=$PWD $BIN/python lab/house_lists.py "$PWD"  # fills the lists of exceptions
