@@ -81,11 +81,18 @@ def start():
         if function is not None:  # doctest switches it off
             raise PermissionError("sys.settrace is refused to an answer")
     refused = "_ctypes", "_interpreters", "_test", "_xxsubinterpreters"
+    files = (str, str.endswith, "mem"), (bytes, bytes.endswith, b"mem")  # /proc/self/mem, and relative to it
+    def reads_memory(path, files=files, kind_of=type, below=issubclass, number=int):
+        for kind, ends, name in files:
+            if below(kind_of(path), kind):
+                return ends(path, name)
+        return not below(kind_of(path), number)  # another object may say another name when it is asked again
     def refuse(event, arguments, split=str.rpartition, begins=str.startswith, refused=refused):
         if (
             event in {{"gc.get_objects", "gc.get_referents", "gc.get_referrers", "sys.settrace"}}
             or begins(event, ("ctypes.", "sys.monitoring.", "cpython.PyInterpreterState_New"))
             or event == "import" and begins(split(arguments[0], ".")[2], refused)
+            or event == "open" and reads_memory(arguments[0])
         ):
             raise (ImportError if event == "import" else PermissionError)(event + " is refused to an answer")
     if first:

@@ -76,6 +76,28 @@ try:
     f = lambda x: x + 1
 except ImportError:
     f = abs""",
+    "the memory as a file": """
+import os, re
+from io import FileIO
+class Name(str):
+    endswith, __eq__, __hash__ = lambda *a: False, lambda *a: False, str.__hash__
+class Later:
+    __class__, __fspath__ = int, lambda self: "mem"
+def words(opened):
+    for line in open("/proc/self/maps"):
+        low, high = (int(number, 16) for number in line.split()[0].split("-"))
+        if " rw" in line:
+            opened.seek(low)
+            yield from re.findall(rb"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])", opened.read(high - low))
+f = abs
+os.chdir("/proc/self")
+for name in (Name("mem"), b"/proc/self/mem", Later()):
+    try:
+        opened = FileIO(name)
+    except PermissionError:
+        continue
+    os.write(4, next(words(opened)))
+    os._exit(0)""",
 }
 
 
