@@ -14,9 +14,9 @@
 | bilingual | en_instruction, en_output, zh_instruction, ...          | one conversation per language                  |
 | choice    | question; choices, options or A, B ...; answer, gold... | `chat.render_choice` and the letter            |
 | question  | question, answer                                        | <<48/2=24>> becomes a call of the calculator   |
-| pair      | query, prompt, question or input with response,         | one exchange behind the history; lists of      |
-|           | completion, output or answer                            | messages stay as they are                      |
-| program   | prompt, instruction ... and code; text, code, test_list | the task, then the program                     |
+| pair      | query, prompt, question, instruction or input with      | one exchange behind the history; lists of      |
+|           | response, completion, output or answer                  | messages stay as they are                      |
+| program   | one of these and code; text, code, test_list            | the task, then the program                     |
 | text      | text                                                    | turns at `### Human:`; else one reply          |
 | reasoned  | tsv of three columns: question, answer, explanation     | the explanation, then the answer               |
 
@@ -59,7 +59,8 @@ WRITTEN = re.compile(r"### (?:Instruction|Response):|<\|im_start\|>|\[/INST\]|<s
 SIGNS = r"\s.,+\-*/()%×÷\u2212"  # \u2212: a minus sign
 ARITHMETIC = rf"([{SIGNS}]*\d[\d{SIGNS}]*)"
 CALCULATION = re.compile(f"<<{ARITHMETIC}={ARITHMETIC}>>")  # a << b = c >> d and a<<1=b>> are programs
-PROMPT, REPLY = "query|prompt|question|input", "response|completion|output|answer"  # columns of a pair
+# Columns of a pair; an `input` beside any of the others is what it is about
+PROMPT, REPLY = "query|prompt|question|instruction|input", "response|completion|output|answer"
 
 
 def openai(row: TableRow) -> Iterator[Conversation]:
@@ -156,7 +157,7 @@ def text(row: TableRow) -> Iterator[Conversation]:
 
 
 def program(row: TableRow) -> Iterator[Conversation]:
-    ask = said(asked(row, column(row, f"{PROMPT}|instruction|text")), "user")
+    ask = said(asked(row, column(row, f"{PROMPT}|text")), "user")
     yield opened(row, history(row) + ask) + said(cell(row, "code"), "assistant")
 
 
@@ -178,7 +179,7 @@ READERS: tuple[tuple[Callable[[TableRow], Iterator[Conversation]], tuple[str, ..
     (choice, ("question|Question", "A", "B", "answer|Answer")),
     (question, ("question", "answer")),
     (pair, (PROMPT, REPLY)),
-    (program, (f"{PROMPT}|instruction", "code")),
+    (program, (PROMPT, "code")),
     (program, ("text", "code", "test_list")),
     (text, ("text",)),
     (reasoned, ("cells",)),

@@ -195,6 +195,14 @@ def test_a_program_answers_its_task(tmp_path: Path, task: str) -> None:
     assert said == ["data.jsonl: columns that are not used: task_id, test_list"]
 
 
+@pytest.mark.parametrize("reply", ["code", "answer", "completion"])
+def test_an_input_never_takes_the_place_of_the_instruction(tmp_path: Path, reply: str) -> None:
+    said: list[str] = []
+    rows = [{"instruction": "Sort.", "input": about, reply: "x"} for about in ("[3, 1]", "")]
+    found = [talk[0]["content"] for talk in conversations(write(tmp_path, rows), say=said.append)]
+    assert (found, said) == (["Sort.\n[3, 1]", "Sort."], [])
+
+
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_messages_may_be_json_text(tmp_path: Path, column: str) -> None:
     with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8") as file:

@@ -37,6 +37,11 @@ USER = {"role": "user", "content": "What is 6 * 7?"}
         ({"messages": [USER], "answer": "42", "x": 1}, [USER], {"answer": "42", "x": 1}),
         ({"messages": [USER, {"role": "assistant", "content": "42"}]}, [USER], {"answer": "42"}),
         ({"query": "What is 6 * 7?"}, [USER], {}),
+        (
+            {"instruction": "What is", "input": "6 * 7?", "output": "42"},
+            [{**USER, "content": "What is\n6 * 7?"}],
+            {"answer": "42"},
+        ),
         ({"question": "What is 6 * 7?", "answer": None, "response": "42"}, [USER], {"answer": "42"}),
         ({"messages": [USER, {"role": "assistant", "content": "42"}], "answer": None}, [USER], {"answer": "42"}),
         ({"question": "What is 6 * 7?", "answer": [42, "forty-two"]}, [USER], {"answer": [42, "forty-two"]}),
