@@ -66,7 +66,7 @@ def read_question(row: TableRow) -> Asked:
             f"{', '.join(row) or 'no column at all'}"
         )
     elif isinstance(asked, str) and row.get("test") and row.get("entry_point"):  # as HumanEval has it
-        columns.setdefault("starter", asked)
+        columns["starter"] = columns.get("starter") or asked
         prompt = said(ASK.format(prompt=asked.rstrip()), "user")
     else:
         prompt = opened(row, history(row) + said(about(row, name), "user"))

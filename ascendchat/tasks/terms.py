@@ -53,11 +53,19 @@ def choice(prompt: str, completion: str, answer: Any = "", **row: Any) -> float:
     return float(any(is_letter(completion, letter) for letter in letters))
 
 
-def code(prompt: str, completion: str, test: Any = None, starter: str = "", entry_point: str = "", **row: Any) -> float:
-    """1 if the program in the reply passes `test`, in the sandbox. See humaneval.program for the columns."""
+def code(
+    prompt: str,
+    completion: str,
+    test: Any = None,
+    starter: str | None = "",
+    entry_point: str | None = "",
+    **row: Any,
+) -> float:
+    """1 if the program in the reply passes `test`, in the sandbox. See humaneval.program for the columns; null is as if
+    the row had none."""
     if not test:
         raise ValueError("the question has no column test with a program that checks the answer")
-    return float(judged(*program(completion, test, starter, entry_point)).ok)
+    return float(judged(*program(completion, test, starter or "", entry_point or "")).ok)
 
 
 def toy(
@@ -87,7 +95,7 @@ def why_unjudged(row: dict[str, Any]) -> str:
     """Why `answer` can say of no reply to this question whether it is right; "" where it can."""
     try:
         if row.get("test"):
-            program("", row["test"], row.get("starter", ""), row.get("entry_point", ""))
+            program("", row["test"], row.get("starter") or "", row.get("entry_point") or "")
         else:
             answer("", "", **row)
     except (ValueError, TypeError) as error:

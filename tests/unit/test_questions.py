@@ -65,6 +65,11 @@ USER = {"role": "user", "content": "What is 6 * 7?"}
             [{"role": "user", "content": ASK.format(prompt="def f():")}],
             {"starter": "def f():\n", "entry_point": "f", "test": "def check(f): pass"},
         ),
+        (
+            {"prompt": "def f():\n", "entry_point": "f", "starter": None, "test": "def check(f): assert f"},
+            [{"role": "user", "content": ASK.format(prompt="def f():")}],
+            {"starter": "def f():\n", "test": "def check(f): assert f"},
+        ),
     ],
 )
 def test_every_form_of_a_row(tmp_path: Path, row: dict[str, Any], prompt: list[Any], columns: dict[str, Any]) -> None:
@@ -143,6 +148,14 @@ def test_questions_without_an_answer_are_left_out_of_examinations(tmp_path: Path
     assert len(task) == 20
     assert all(task.correct(i, str(i)) for i in range(20))
     assert "3 of 23 questions for examinations have no answer to compare: the question has no answer" in task.notices[1]
+
+
+def test_columns_of_programs_may_be_null(tmp_path: Path) -> None:
+    """As a parquet file has them, some of whose rows have a head of the function and others not."""
+    row = {"question": "Write f.", "test": ["assert f(2) == 4"], "starter": None, "entry_point": None}
+    task = QuestionFile(write(tmp_path, [row] * 2))
+    assert task.checkable
+    assert task.correct(0, "def f(x):\n    return 2 * x")
 
 
 def test_a_run_asks_files_multiple_choice_and_programs(tmp_path: Path) -> None:
