@@ -44,6 +44,7 @@ LONGEST_START = 900.0  # seconds until a server must be ready: it opens the mode
 ENDING = 20.0  # seconds that it gets to end
 MOST_EARLY_DEATHS = 3  # in a row, before it was ready
 LOOK = 0.1  # seconds between two looks at a server that starts
+HANDED_OVER = 0.9  # of --rollout-timeout, after which a server gives what it has written before the trainer gives up
 
 
 def check_addresses(given: Sequence[str]) -> None:
@@ -306,7 +307,7 @@ def serve_command(config: RlConfig, weights_folder: Path, here: Context, key: Pa
         "max-queue": 1000000,
         "max-connections": 100000,
         "queue-timeout": 1000000,
-        "request-timeout": config.rollout_timeout,
+        "request-timeout": HANDED_OVER * config.rollout_timeout,
         "client-timeout": config.rollout_timeout,
         "drain": 1,
     }

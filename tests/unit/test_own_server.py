@@ -10,12 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from warm_process import Popen
 
 from ascendchat.config import UserError
+from ascendchat.config.rl import RlConfig
+from ascendchat.device import pick
+from ascendchat.dist import World
+from ascendchat.dist.context import Context
 from ascendchat.infer import fleet
 from ascendchat.infer.link import NoAnswer
-from ascendchat.infer.rollouts import OwnServer, check_addresses
+from ascendchat.infer.rollouts import OwnServer, Sizes, check_addresses, serve_command
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -68,6 +73,14 @@ def alive(pid: int) -> bool:
 
 def starts(folder: Path) -> int:
     return len((folder / "starts").read_text())
+
+
+def test_a_server_hands_over_what_it_has_before_the_trainer_gives_up() -> None:
+    here = Context(pick("cpu"), World(), torch.device("cpu"), print)
+    config = RlConfig(rollout_devices=1, rollout_timeout=100.0)
+    words = serve_command(config, Path("weights"), here, Path("key"), Sizes(1, 8))
+    (limit,) = [word.partition("=")[2] for word in words if word.startswith("--request-timeout=")]
+    assert 0 < float(limit) < config.rollout_timeout
 
 
 def test_one_that_was_killed_before_it_was_ready_is_started_again(tmp_path: Path) -> None:
