@@ -27,7 +27,7 @@ from ascendchat.record.console import inert
 TableRow = dict[str, Any]
 TABLE_TYPES = (".parquet", *LINES, ".json", ".tsv", ".csv", ".txt", ".arrow")  # those of text may be packed: .gz ...
 CALLS = "tool_calls", "function_call"  # of a message, as OpenAI writes them today and wrote them before
-TEXTS = "content", "value"  # of a message: null there is no text
+SPEAKER, TEXTS = ("role", "from"), ("content", "value")  # of a message: null in place of its text is no text
 THOUGHTS = "reasoning_content", "reasoning", "thinking"  # of a message: what the assistant thinks before it speaks
 NAMES = frozenset("prompt completion query response question answer instruction input output chosen rejected".split())
 # What is read of a message, or says which call a result belongs to
@@ -90,7 +90,8 @@ def _without_nulls(value: Any) -> Any:
         return [_without_nulls(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    held = ((name, inner) for name, inner in value.items() if inner is not None or name in TEXTS)
+    kept = () if value.keys().isdisjoint(SPEAKER) else TEXTS  # elsewhere, as in arguments, they are names like others
+    held = ((name, inner) for name, inner in value.items() if inner is not None or name in kept)
     return {name: _without_nulls(inner) for name, inner in held}
 
 

@@ -152,7 +152,12 @@ def test_results_of_tools_go_to_the_calls_that_they_name(tmp_path: Path) -> None
 def test_fields_that_only_other_rows_have_are_no_arguments(tmp_path: Path, kind: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     rows = []
-    for arguments in ({"city": "A"}, {"zone": {"name": "B"}}, {"zone": {"hour": 0}, "cities": ["C", None]}):
+    for arguments in (
+        {"city": "A"},
+        {"zone": {"name": "B"}},
+        {"zone": {"hour": 0}, "cities": ["C", None]},
+        {"value": 1, "content": "D"},
+    ):
         call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
         talk = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
         rows.append({"messages": talk, "tools": [{"name": "f", "parameters": arguments}]})
