@@ -87,11 +87,13 @@ def start():
             if below(kind_of(path), kind):
                 return ends(path, name)
         return not below(kind_of(path), number)  # another object may say another name when it is asked again
-    def refuse(event, arguments, split=str.rpartition, begins=str.startswith, refused=refused):
+    own = frozenset(path for path in sys.path if path.endswith("lib-dynload"))  # others, as numpy, read any memory
+    def refuse(event, arguments, split=str.rpartition, begins=str.startswith, refused=refused, own=own):
         if (
             event in {{"gc.get_objects", "gc.get_referents", "gc.get_referrers", "sys.settrace"}}
             or begins(event, ("ctypes.", "sys.monitoring.", "cpython.PyInterpreterState_New"))
             or event == "import" and begins(split(arguments[0], ".")[2], refused)
+            or event == "import" and arguments[1] is not None and split(arguments[1], "/")[0] not in own
             or event == "open" and reads_memory(arguments[0])
         ):
             raise (ImportError if event == "import" else PermissionError)(event + " is refused to an answer")

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiktoken import _tiktoken
 
 from ascendchat import sandbox
 from ascendchat.sandbox import inside, seccomp
@@ -76,6 +77,15 @@ try:
     f = lambda x: x + 1
 except ImportError:
     f = abs""",
+    "the memory, by a library that Python does not bring": f"""
+import importlib.machinery, importlib.util
+f = abs
+loader = importlib.machinery.ExtensionFileLoader("_tiktoken", {_tiktoken.__file__!r})
+try:
+    importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    f = lambda x: x + 1
+except ImportError:
+    pass""",
     "the memory as a file": """
 import os, re
 from io import FileIO
