@@ -16,6 +16,7 @@ takes it beside the words, as `reasoning_content` or by another name.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import itertools
 import os
@@ -78,12 +79,13 @@ class ChatTemplate:
         source = str(inner.chat_template)
         named = (name for name in THOUGHTS if name in source and self._knows(probe_thought(name), CALLED, ARGUMENT))
         self.thoughts = next(named, None)
-        self.closing = self._closing()
+        closing = self._closing()
+        self.closing = closing or ""
         self.end = self._turn_end(self._names)
         if self.end is None and (end := self._turn_end(added)) is not None:  # as <|im_end|> of some ChatML models
             self.end, self._names[end] = end, added[end]
         self.follows = self._next_opening() if self.end is None else None
-        bare = self.end is None and self.follows is None and not self.generation
+        bare = closing is not None and self.end is None and self.follows is None and not self.generation
         self.appended = next(iter(stops), None) if bare else None  # learnt in place of `closing`, as the end of a reply
         found = [number for number in (self.end, self.follows) if number is not None]
         self.stops = tuple(dict.fromkeys([*found, *stops]))
@@ -366,13 +368,14 @@ class ChatTemplate:
             return False
         return all(word in text for word in words)
 
-    def _closing(self) -> str:
-        """What the template writes behind the words of the assistant's last turn."""
-        try:
-            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": CALLED}], False)
-        except UserError:
-            return ""
-        return text.rpartition(CALLED)[2]
+    def _closing(self) -> str | None:
+        """What the template writes behind the words of the assistant's last turn; None where it refuses short talks
+        without and with a system message."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CALLED}]
+        for first in ([], [{"role": "system", "content": "a"}]):
+            with contextlib.suppress(UserError):
+                return self._text([*first, *talk], False).rpartition(CALLED)[2]
+        return None
 
     def _turn_end(self, names: Mapping[int, str]) -> int | None:
         """The first of these tokens that closes a turn of the assistant, if there is one but line breaks."""

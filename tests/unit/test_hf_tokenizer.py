@@ -676,3 +676,12 @@ def test_half_a_character_is_read_as_our_own_tokenizer_reads_it(template: str) -
         assert render(theirs, talk(HALF, escaped=True)) == render(theirs, talk(WHOLE))
     ours = hf_models.texts()
     assert ours.encode(HALF) == ours.encode(WHOLE)
+
+
+def test_a_template_that_wants_a_system_message_is_not_taken_for_one_without_an_end() -> None:
+    """Else eos_token was learnt once more, behind the line break that follows the end."""
+    strict = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('none') }}{% endif %}" + hf_models.CHATML
+    made, said = tokenizer(strict), list[str]()
+    assert render(made, TALK) == render(tokenizer(), TALK)
+    say_ends(made, said.append)
+    assert not said
