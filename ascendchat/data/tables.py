@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 import sys
@@ -155,9 +156,11 @@ def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
     """JSON by lines; or, where the first is not a whole value, values over several lines, in lists or not. The rows of
     a list are rows of the file; a list of messages is one row, a conversation, as nanochat writes them."""
     lines, first = _lines(file), True
+    head = list(itertools.islice(lines, 2))
+    lines = itertools.chain(head, lines)
     for where, line in lines:
         row, bare = decoded(line, json.loads), line.strip()
-        row = wrapped(row) or row
+        row = (len(head) == 1 and wrapped(row)) or row
         if first and isinstance(row, Exception) and (bare == b"{" or bare[:1] == b"["):
             behind, more = next(lines, ("", b""))
             after = decoded(more, json.loads) if kind in LINES and bare != b"[" else None
@@ -175,7 +178,8 @@ def _json(file: IO[bytes], kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def wrapped(value: Any) -> list[Any] | None:
-    """The rows of an object that holds them under a name of its own: {"version": 1, "data": [{...}, ...]}."""
+    """The rows of an object that holds them under a name of its own: {"version": 1, "data": [{...}, ...]}. It must be
+    alone in its file: objects beside each other are rows, whatever their columns are called."""
     if not isinstance(value, dict) or not value.keys().isdisjoint((*NAMES, "messages", "conversations", "text")):
         return None  # a row itself
     rows = next((value[name] for name in WRAPPERS if isinstance(value.get(name), list)), None)
@@ -221,7 +225,8 @@ def values(text: str) -> Iterator[tuple[str, Any]]:
             talk.append(row)
             continue
         talk = None
-        for inner in wrapped(row) or [row]:
+        alone = not (inside or number) and cast(re.Match[str], BETWEEN.match(text, at)).end() == len(text)
+        for inner in (alone and wrapped(row)) or [row]:
             number += 1
             yield f"row {number}", as_row(inner)
 

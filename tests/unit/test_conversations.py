@@ -18,6 +18,7 @@ from ascendchat.config import UserError
 from ascendchat.data.chat import canonical, text_of
 from ascendchat.data.conversations import conversations
 from ascendchat.data.read import Tally, file_documents, source_files
+from ascendchat.data.tables import entries
 from ascendchat.data.turns import message
 from ascendchat.tasks import load
 
@@ -233,6 +234,16 @@ def test_rows_may_stand_under_a_name(tmp_path: Path, indent: int | None, name: s
     path = tmp_path / "wrapped.json"
     path.write_text(json.dumps({"version": "1", name: rows, "about": {}}, indent=indent), encoding="utf-8")
     assert list(conversations(path)) == [[USER, REPLY]] * 2
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "indented"])
+def test_rows_that_hold_a_list_under_such_a_name_stay_rows(tmp_path: Path, form: str) -> None:
+    """As those of a registry that names the column and what its messages are called."""
+    rows = [{"id": n, "data": [{"speaker": "h", "said": "a"}, {"speaker": "g", "said": "b"}]} for n in range(3)]
+    path = tmp_path / "named.json"
+    text = json.dumps(rows, indent=1 if form == "indented" else None)
+    path.write_text("\n".join(map(json.dumps, rows)) if form == "lines" else text, encoding="utf-8")
+    assert [row for _, row in entries(path)] == rows
 
 
 def test_a_column_that_happens_to_be_called_data_wraps_no_rows(tmp_path: Path) -> None:
