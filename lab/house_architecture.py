@@ -35,7 +35,7 @@ TORCH_FREE = (
     " data.fetch data.prepare parallel.world remote.vllm_server bench.serve bench.http_client"
 ).split()
 NEEDS_TORCH = set(
-    "device.npu device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps device.cpu "
+    "device.npu device.npu_attention device.npu_ops device.cuda device.cuda_attention device.cuda_products device.mps device.cpu "
     "device.accelerator doctor.collective doctor.selftest_device doctor.selftest_operators serve.terminal "
     "serve.worker".split()
 )
@@ -339,6 +339,13 @@ def test_a_module_opens_with_what_it_is_for_and_swallows_no_error() -> None:
                 broad = node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException")
                 silent = all(isinstance(s, (ast.Pass, ast.Continue)) for s in node.body)
                 assert not (broad and silent), f"{path}:{node.lineno} swallows every error"
+
+
+def test_a_file_that_is_also_a_program_runs_when_all_of_it_is_defined() -> None:
+    for path in SOURCES:
+        for node in tree_of(path).body[:-1]:
+            program = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+            assert not program, f"{path}:{node.lineno}: what stands below is not defined yet when this runs"
 
 
 def test_no_path_of_a_developers_machine_is_committed() -> None:

@@ -442,14 +442,17 @@ def merged(files: list[tuple[str, str]]) -> str:
     types = dict.fromkeys(line for part in cut.values() for line in part.types)
     if types:
         lines += ["", "if TYPE_CHECKING:", *(f"    {line}" for line in types)]
+    programs = []  # what runs a file as a program stands behind all that it needs
     for path, _ in in_order(files):
+        body, start, program = cut[path].body.partition('if __name__ == "__main__":\n')
+        programs += ["", "", start + program] if start else []
         lines += [
             "",
             "",
             *([section(cut[path].docstring), ""] if path != first and cut[path].docstring else []),
-            cut[path].body,
+            body.rstrip(),
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *programs]) + "\n"
 
 
 def defined(text: str) -> set[str]:
