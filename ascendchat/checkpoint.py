@@ -30,13 +30,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.config import NotSaved, UserError
 from ascendchat.files import flush, sha256, usual_mode, write_atomic
 from ascendchat.launch.rank import ended
 from ascendchat.nn.optim import Shard
-from ascendchat.record.earlier import begun_by_this_launch, earlier
-from ascendchat.record.saved import checkpoints
+from ascendchat.parallel import collectives
+from ascendchat.runs.earlier import begun_by_this_launch, earlier
+from ascendchat.runs.saved import checkpoints
 
 WRITING = "checkpoint"  # name of the thread
 PART_TIMEOUT = 1800.0  # seconds that rank 0 waits for the parts of the other ranks
@@ -88,14 +88,14 @@ class Writer:
         self._given_up: int | None = None  # the step whose save has ended the run
         self._stuck: set[Path] = set()  # what could not be deleted, said once each
         self.folder.mkdir(parents=True, exist_ok=True)
-        if dist.world().rank == 0:
+        if collectives.world().rank == 0:
             left = [".step_*.writing", ".deleted_*", f"../.deleted_{self.folder.name}.old*"]
             for path in [path for form in left for path in self.folder.glob(form)]:
                 self._delete(path)
             for path in self.folder.glob(".*.tmp"):  # of files that `write_atomic` replaces
                 with contextlib.suppress(OSError):
                     path.unlink()
-        dist.barrier()
+        collectives.barrier()
 
     def save(
         self,
@@ -110,7 +110,7 @@ class Writer:
         """Copy everything to the host, then write it while training goes on. `model` and `state` matter on rank 0;
         `extra`: what else a stage wants to find again, of each rank; `last`: there will be no later one."""
         self.wait()
-        world = dist.world()
+        world = collectives.world()
         weights = host_copy(model) if world.rank == 0 else {}
         parts = {"optim": host_copy(shards), **({"extra": host_copy(extra)} if extra else {})}
         text = json.dumps({**state, "step": step}, indent=1)
@@ -123,7 +123,7 @@ class Writer:
         self.wait()
         _, best = self._best()
         better = not math.isnan(score) and (best is None or (score > best if higher_is_better else score < best))
-        if dist.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and better:
+        if collectives.world().rank == 0 and (self.folder / f"step_{step:06d}").is_dir() and better:
             self._name("best", f"step_{step:06d} {score!r}\n")
 
     def _best(self) -> tuple[str, float | None]:
@@ -154,8 +154,8 @@ class Writer:
         return self._failed > 0
 
     def forget_earlier(self) -> None:
-        """The run is finished: earlier models of its folder (record/earlier.py) are no longer needed."""
-        if dist.world().rank == 0:
+        """The run is finished: earlier models of its folder (runs/earlier.py) are no longer needed."""
+        if collectives.world().rank == 0:
             for old in earlier(self.folder):
                 self._delete(old)
 
@@ -403,21 +403,21 @@ def read_file(path: Path) -> dict[str, Tensor]:
 def to_continue(folder: Path, resume: str, *, say: Callable[[str], None] = print) -> Checkpoint | None:
     """The checkpoint that a training run goes on from. `never` means: from nothing that was there before this launch,
     so a restart by the launcher goes on from what the launch itself has saved."""
-    anew = dist.broadcast_object(resume == "never" and not begun_by_this_launch(folder))
+    anew = collectives.broadcast_object(resume == "never" and not begun_by_this_launch(folder))
     return None if anew else newest(folder, say=say)
 
 
 def newest(folder: Path, *, optimizer: bool = True, say: Callable[[str], None] = print) -> Checkpoint | None:
     """The newest checkpoint that is whole; rank 0 verifies and all ranks use the same one."""
     chosen: str | None = None
-    if dist.world().rank == 0:
+    if collectives.world().rank == 0:
         for step in reversed(checkpoints(folder)):
             try:
                 chosen = str(verify(folder / f"step_{step:06d}", optimizer=optimizer).folder)
                 break
             except Damaged as damage:
                 say(f"DAMAGED CHECKPOINT, NOT USED: {damage}; trying the one before")
-    chosen = dist.broadcast_object(chosen)
+    chosen = collectives.broadcast_object(chosen)
     if chosen is None:
         return None
     path = Path(chosen)

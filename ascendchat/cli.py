@@ -14,12 +14,12 @@ from typing import Any
 
 from ascendchat import __version__
 from ascendchat.config import UserError, install_command, nearest, parse, wants_help
+from ascendchat.config.help import help_page
 from ascendchat.config.language import language, translate
-from ascendchat.config.text import help_page
 
 # command: (config class, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "doctor": ("commands:DoctorConfig", "doctor:run", "check this machine and say how to mend what is wrong"),
+    "doctor": ("commands:DoctorConfig", "doctor.command:run", "check this machine and say how to mend what is wrong"),
     "selftest": ("commands:SelftestConfig", "doctor.selftest:run", "prove a device in an hour; one file to send"),
     "explain": (
         "commands:ExplainConfig",
@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "data.tokenizer.commands:eval_command",
         "bytes per token, against others",
     ),
-    "base": ("train:BaseConfig", "train.base:run", "pretrain a model from raw text"),
+    "base": ("train:BaseConfig", "train.pretrain:run", "pretrain a model from raw text"),
     "mid": ("train:MidConfig", "train.mid:run", "teach a base model the form of conversations"),
     "sft": ("train:SftConfig", "train.sft:run", "fine-tune on conversations"),
     "finetune": (
@@ -50,24 +50,28 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "train.finetune:run",
         "fine-tune an existing model: all weights or LoRA",
     ),
-    "rl": ("rl:RlConfig", "train.rl:run", "reinforcement learning on questions with checkable answers"),
-    "export": ("infer:ExportConfig", "infer.export:run", "write a trained model as a Hugging Face folder"),
-    "import nanochat": ("infer:ImportNanochatConfig", "hf.nanochat:run", "make a run of checkpoints of nanochat"),
+    "rl": ("rl:RlConfig", "rl.command:run", "reinforcement learning on questions with checkable answers"),
+    "export": ("engine:ExportConfig", "models.infer_export:run", "write a trained model as a Hugging Face folder"),
+    "import nanochat": ("engine:ImportNanochatConfig", "models.nanochat:run", "make a run of checkpoints of nanochat"),
     "eval base": ("eval:EvalBaseConfig", "eval.base:run", "bits per byte and CORE of a base model"),
-    "chat": ("infer:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
+    "chat": ("engine:ChatConfig", "serve.terminal:run", "talk to a model in the terminal"),
     "serve": ("serve:ServeConfig", "serve.command:run", "a web chat and an OpenAI-compatible API for a model"),
     "rollout-server": (
         "rollout:RolloutServerConfig",
-        "launch.rollout_server:run",
+        "remote.vllm_server:run",
         "start vLLM for the rollouts of rl, with all that a weight sync needs",
     ),
-    "bench serve": ("serve:BenchServeConfig", "serve.bench:run", "load a running server and time its answers"),
-    "bench decode": ("infer:BenchDecodeConfig", "infer.bench:run", "time the generation of text on this device"),
+    "bench serve": ("serve:BenchServeConfig", "bench.serve:run", "load a running server and time its answers"),
+    "bench decode": ("engine:BenchDecodeConfig", "bench.decode:run", "time the generation of text on this device"),
     "eval chat": ("eval:EvalChatConfig", "eval.chat:run", "ChatCORE, its Chinese counterpart and the toy world"),
-    "bench train": ("train:BenchTrainConfig", "train.bench:run", "time training steps on this device"),
-    "report": ("report:ReportConfig", "report:run", "curves, tables and samples of a run in one file"),
-    "speedrun": ("speedrun:SpeedrunConfig", "speedrun:run", "every stage of a recipe, from text to a chat model"),
-    "launch": ("commands:LaunchConfig", "launch:run", "run a command on many devices or nodes"),
+    "bench train": ("train:BenchTrainConfig", "bench.train:run", "time training steps on this device"),
+    "report": ("report.command:ReportConfig", "report.command:run", "curves, tables and samples of a run in one file"),
+    "speedrun": (
+        "speedrun.command:SpeedrunConfig",
+        "speedrun.command:run",
+        "every stage of a recipe, from text to a chat model",
+    ),
+    "launch": ("commands:LaunchConfig", "launch.command:run", "run a command on many devices or nodes"),
 }
 
 
@@ -235,7 +239,7 @@ def _main(argv: list[str]) -> int:
 def _computing(config: Any, function: str) -> Any:
     """Commands that import torch first get the environment of their device."""
     from ascendchat.device.env import announce, prepare_environment
-    from ascendchat.record.saved import read_ahead
+    from ascendchat.runs.saved import read_ahead
 
     announce(prepare_environment(config.device_type, debug=config.npu_debug, generates=config.generates))
     opens = hasattr(config, "checkpoint") and function != "serve.command:run"  # whose workers open the model

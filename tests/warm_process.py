@@ -40,13 +40,13 @@ READY = struct.Struct("i")  # a process number, then its exit status as waitpid 
 PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.utils.checkpoint", "numpy", "safetensors.torch",
     "torch.distributed.run", "pyarrow.parquet", "tiktoken", "tokenizers", "httpx", "rich.console", "rich.progress",
-    "yaml", "ascendchat.cli", "ascendchat.train.base", "ascendchat.train.mid", "ascendchat.train.sft",
-    "ascendchat.train.rl", "ascendchat.infer.engine", "ascendchat.serve.api", "ascendchat.data.prepare",
-    "ascendchat.speedrun",
+    "yaml", "ascendchat.cli", "ascendchat.train.pretrain", "ascendchat.train.mid", "ascendchat.train.sft",
+    "ascendchat.rl.command", "ascendchat.engine.engine", "ascendchat.serve.app", "ascendchat.data.prepare",
+    "ascendchat.speedrun.command",
 ]  # fmt: skip
 THEIRS = [
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "transformers.generation",
-    "transformers.models.qwen2.modeling_qwen2", "peft", "ascendchat.hf.folder", "ascendchat.train.finetune",
+    "transformers.models.qwen2.modeling_qwen2", "peft", "ascendchat.models.folder", "ascendchat.train.finetune",
 ]  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def wait_for_work(jobs: socket.socket) -> list[str]:
 @functools.cache
 def import_theirs() -> None:
     """As ascendchat does it, and the modules that most models need."""
-    importlib.import_module("ascendchat.hf").library()
+    importlib.import_module("ascendchat.models.import_transformers").library()
     for name in THEIRS:
         importlib.import_module(name)
     gc.freeze()
@@ -242,7 +242,7 @@ def import_theirs() -> None:
 def hand_on(way: socket.socket) -> None:
     """What this process starts begins warm, too."""
     globals()["nursery"] = lambda: way
-    for name in ("ascendchat.serve.child", "ascendchat.speedrun", "ascendchat.launch.supervise"):
+    for name in ("ascendchat.serve.child", "ascendchat.speedrun.command", "ascendchat.launch.supervise"):
         importlib.import_module(name).subprocess = warm_workers(ServerPopen)  # type: ignore[attr-defined]
     importlib.import_module(TORCHRUNS_OWN).Popen = ServerPopen  # type: ignore[attr-defined]
     os.execv = instead  # type: ignore[assignment]

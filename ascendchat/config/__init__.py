@@ -26,7 +26,7 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ascendchat.config.text import Range
+from ascendchat.config.help import Range
 
 __all__ = ["UserError", "as_dict", "dump", "home", "load_yaml", "option", "parse", "wants_help"]
 

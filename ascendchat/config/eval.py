@@ -7,7 +7,7 @@ from typing import Literal
 
 from ascendchat.config import option
 from ascendchat.config.commands import DeviceConfig
-from ascendchat.config.infer import KvCacheDtype
+from ascendchat.config.generate import KvCacheDtype
 from ascendchat.config.stages import StageName
 
 

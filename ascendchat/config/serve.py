@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ascendchat.config import option
-from ascendchat.config.infer import KvCacheDtype, ModelConfig
+from ascendchat.config.generate import KvCacheDtype, ModelConfig
 
 
 @dataclass(frozen=True)

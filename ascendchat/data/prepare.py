@@ -45,7 +45,7 @@ from ascendchat.data.verify import MANIFEST
 from ascendchat.files import check_folder, sha256, write_atomic
 
 if TYPE_CHECKING:
-    from ascendchat.data.tokenizer import Tokenizer
+    from ascendchat.data.tokenizer.tokenizer import Tokenizer
 
 TOYWORLD = "toyworld"
 VAL_FRACTION = 0.01  # kept for validation where nobody says
@@ -70,7 +70,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(tokenizer: str, out: str) -> None:
-    from ascendchat.data.tokenizer import Tokenizer
+    from ascendchat.data.tokenizer.tokenizer import Tokenizer
 
     _worker.update(tokenizer=Tokenizer.load(tokenizer), out=Path(out))
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -346,7 +346,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Prepare sources into one folder; returns its manifest. The folder then holds these sources and no others. Our own
     output is not read where it lies below a source: `out`, the tokenizer and the folders in `leave_out`."""
-    from ascendchat.data.tokenizer import Tokenizer
+    from ascendchat.data.tokenizer.tokenizer import Tokenizer
 
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers}: at least one process is needed")

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ascendchat.config import UserError, nearest
-from ascendchat.data.halves import HALF, has_half
+from ascendchat.data.surrogates import HALF, has_half
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES = (".jsonl", ".ndjson")

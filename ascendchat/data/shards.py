@@ -22,7 +22,7 @@ from ascendchat.data.read import Tally
 from ascendchat.files import write_atomic
 
 if TYPE_CHECKING:
-    from ascendchat.data.tokenizer import Tokenizer
+    from ascendchat.data.tokenizer.tokenizer import Tokenizer
 
 PART = 16 << 20  # characters of text per shard
 

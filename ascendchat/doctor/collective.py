@@ -84,11 +84,11 @@ def main(argv: list[str]) -> int:
 
     try:
         announce(prepare_environment(None))
-        from ascendchat import dist
         from ascendchat.device import pick
+        from ascendchat.parallel import collectives
 
         device = pick()
-        world = dist.init(device, timeout=300.0, connect_timeout=CONNECT_TIMEOUT)
+        world = collectives.init(device, timeout=300.0, connect_timeout=CONNECT_TIMEOUT)
         place = device.bind(world.local_rank)
     except UserError as error:
         print(f"ascendchat doctor: {translate(str(error))}", file=sys.stderr)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
         faults += wrong
     host = simulated or device.type == "cpu"
     links, slow = time_links(1 << 20 if host else 1 << 26, place, device.synchronize, NOISE if host else 0.0)
-    everywhere = dist.gather_objects(faults)
+    everywhere = collectives.gather_objects(faults)
     everywhere[0] += slow  # all ranks have found the same
     result = {
         "ok": not any(everywhere),
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     }
     if world.rank == 0:
         Path(argv[0]).write_text(json.dumps(result), encoding="utf-8")
-    dist.teardown()
+    collectives.teardown()
     return 0
 
 
@@ -126,33 +126,33 @@ def time_collectives(
     """Check and time both collectives on tensors of `size` bytes per rank: ({bytes, seconds, GB/s}, faults)."""
     import torch
 
-    from ascendchat import dist
+    from ascendchat.parallel import collectives
 
     count = size // 4  # float32: every value below is a small whole number, so sums are exact
     pattern = (torch.arange(count, device=place) % 251).float()
     mine = pattern + rank
     total = mine.clone()
-    dist.all_reduce(total, "sum")
+    collectives.all_reduce(total, "sum")
     gathered = torch.full((world * count,), -1.0, device=place)
-    dist.all_gather(gathered, mine)
+    collectives.all_gather(gathered, mine)
     faults = []
     if not torch.equal(total, pattern * world + sum(range(world))):
         faults.append(f"rank {rank}: all_reduce of {size} bytes")
     scattered = torch.full((count // world,), -1.0, device=place)
     whole = mine[: count // world * world]
-    dist.reduce_scatter(scattered, whole)
+    collectives.reduce_scatter(scattered, whole)
     share = slice(rank * len(scattered), (rank + 1) * len(scattered))
     if not torch.equal(scattered, (pattern * world + sum(range(world)))[share]):
         faults.append(f"rank {rank}: reduce_scatter of {size} bytes")
     told = mine.clone()
-    dist.broadcast(told, src=world - 1)
+    collectives.broadcast(told, src=world - 1)
     if not torch.equal(told, pattern + (world - 1)):
         faults.append(f"rank {rank}: broadcast of {size} bytes leaves old values")
     ranks = torch.arange(world, device=place).float()
     if not torch.equal(gathered.view(world, count), pattern[None, :] + ranks[:, None]):
         faults.append(f"rank {rank}: all_gather of {size} bytes")
-    reduce_time = seconds(lambda: dist.all_reduce(total, "max"), synchronize, place)
-    gather_time = seconds(lambda: dist.all_gather(gathered, mine), synchronize, place)
+    reduce_time = seconds(lambda: collectives.all_reduce(total, "max"), synchronize, place)
+    gather_time = seconds(lambda: collectives.all_gather(gathered, mine), synchronize, place)
     return {
         "bytes": size,
         "all_reduce_s": reduce_time,
@@ -169,20 +169,20 @@ def time_links(
     slow when its best of ROUNDS takes SLOW times as long as the fastest link's, and more than `noise` seconds."""
     import torch
 
-    from ascendchat import dist
+    from ascendchat.parallel import collectives
 
-    me = dist.world()
+    me = collectives.world()
     data, own = torch.zeros(size, dtype=torch.uint8, device=place), 0.0
     for source in range(me.size if me.size > 1 else 0):
         best = float("inf")
         for _ in range(ROUNDS + 1):  # the first one connects
-            dist.barrier()
+            collectives.barrier()
             start = time.perf_counter()
-            dist.pass_on(data, source, (source + 1) % me.size)
+            collectives.pass_on(data, source, (source + 1) % me.size)
             synchronize()
             best = min(best, time.perf_counter() - start)
         own = best if me.rank == source else own
-    times = dist.gather_objects(own) if me.size > 1 else []
+    times = collectives.gather_objects(own) if me.size > 1 else []
     fastest, rows, slow = min(times, default=0.0), [], []
     for source, spent in enumerate(times):
         link = f"{source} -> {(source + 1) % me.size}"
@@ -196,17 +196,17 @@ def seconds(collective: Callable[[], object], synchronize: Callable[[], None], p
     """Mean time of one call, on the slowest rank."""
     import torch
 
-    from ascendchat import dist
+    from ascendchat.parallel import collectives
 
     collective()  # the first call of a size sets up buffers
     synchronize()
-    dist.barrier()
+    collectives.barrier()
     start = time.perf_counter()
     for _ in range(ROUNDS):
         collective()
     synchronize()
     spent = torch.tensor([(time.perf_counter() - start) / ROUNDS], device=place)
-    dist.all_reduce(spent, "max")
+    collectives.all_reduce(spent, "max")
     return max(float(spent.item()), 1e-9)
 
 

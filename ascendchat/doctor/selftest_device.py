@@ -28,11 +28,11 @@ from ascendchat.doctor import selftest_operators as operators
 from ascendchat.doctor.checks_npu import base
 from ascendchat.doctor.selftest import Verdict, too_many
 from ascendchat.doctor.selftest_operators import Bench, Skip, Wrong
-from ascendchat.infer import noise
+from ascendchat.engine import noise
 from ascendchat.nn.attention import REFERENCE
 from ascendchat.nn.masks import cache_mask
 from ascendchat.nn.parity import LENGTHS, QUERIES, decode_fault
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 DEAD = "the device does nothing any more, without an error (dead queue)"
 SMALL = Shape.from_depth(2, vocab=512, seq_len=64, dim=128, head_dim=64, window_pattern="SL")
@@ -257,12 +257,12 @@ def hot_path(bench: Bench) -> dict[str, Any]:
 
 
 def _training_step(bench: Bench) -> Callable[[], object]:
+    from ascendchat.bench import train as timing
     from ascendchat.config.train import BenchTrainConfig
-    from ascendchat.dist.context import Context
-    from ascendchat.launch.world import World
-    from ascendchat.plan.batch import fit_split
-    from ascendchat.train import bench as timing
-    from ascendchat.train.learner import build
+    from ascendchat.parallel.context import Context
+    from ascendchat.parallel.world import World
+    from ascendchat.sizes.batch import fit_split
+    from ascendchat.train.model import build
 
     here = Context(bench.device, World(), bench.place, lambda text: None)
     split = fit_split(SMALL, bench.device.chip, 1, 4 * SMALL.seq_len, rows=4)
@@ -270,8 +270,8 @@ def _training_step(bench: Bench) -> Callable[[], object]:
 
 
 def _sampled_token(bench: Bench) -> Callable[[], object]:
-    from ascendchat.infer.bench import two_byte_tokenizer
-    from ascendchat.infer.engine import Engine, Request, Sampling
+    from ascendchat.bench.decode import two_byte_tokenizer
+    from ascendchat.engine.engine import Engine, Request, Sampling
     from ascendchat.nn.attention import choose
     from ascendchat.nn.gpt import GPT
 

@@ -25,7 +25,7 @@ from ascendchat.nn.gpt import Ops, PlainOps, rope_tables, shifted
 from ascendchat.nn.loss import SOFTCAP, head_loss
 from ascendchat.nn.masks import same, visible
 from ascendchat.nn.updates import adamw_update, muon_update
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 LIMITS = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # float32: some chips multiply with 10 bits
 MUON_LIMIT = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}  # of the size of the update: five rounds

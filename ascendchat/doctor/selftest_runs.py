@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.doctor.selftest import Settings, Verdict, cleaned, end_of, last_words
-from ascendchat.record import read_metrics, stored_rows
+from ascendchat.runs.run import read_metrics, stored_rows
 
 STEPS, QUICK_STEPS = 200, 40
 ROW, LEAST_ROWS = 64, 8  # tokens, and rows of a batch; the batch is the same on the CPU
@@ -87,7 +87,7 @@ def prepare_data(home: Path) -> list[str]:
 
     from ascendchat.data import toyworld
     from ascendchat.data.prepare import prepare
-    from ascendchat.data.tokenizer import train_tokenizer
+    from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
     home.mkdir(exist_ok=True)
     texts = list(islice(toyworld.documents("train"), 400))

@@ -19,17 +19,17 @@ from ascendchat.config import UserError, home
 from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data.corpus import Corpus, open_corpora
 from ascendchat.device import pick
-from ascendchat.dist.context import joined
+from ascendchat.engine.cache import Narrowed, kept_dtype
+from ascendchat.engine.open import open_for_generation
 from ascendchat.eval import core
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.scorer import ModelScorer, Scorer, row_length
-from ascendchat.hf.model import CausalLM
-from ascendchat.infer.cache import Narrowed, kept_dtype
-from ascendchat.infer.load import Opened
-from ascendchat.infer.open import open_for_generation
+from ascendchat.models.causal_lm import CausalLM
+from ascendchat.models.open import Opened
 from ascendchat.nn.attention import Attention
-from ascendchat.record.results import NewResults
+from ascendchat.parallel.context import joined
+from ascendchat.runs.results import NewResults
 
 
 def corpora_of(config: EvalBaseConfig, opened: Opened) -> list[Corpus]:

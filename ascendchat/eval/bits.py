@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ascendchat import dist
 from ascendchat.data.corpus import Corpus, evaluation_rows
 from ascendchat.eval.scorer import Example, Pending, Scorer
 from ascendchat.nn import IGNORE
+from ascendchat.parallel import collectives
 
 ROWS_AT_ONCE = 128  # rows handed to the scorer together
 
@@ -37,7 +37,7 @@ class Bits:
 
 def bits_per_byte(scorer: Scorer, rows: Iterable[Pair], token_bytes: np.ndarray) -> Bits:
     """`token_bytes[id]` is the length of a token, 0 for specials. With several ranks each scores its share."""
-    began, world = time.perf_counter(), dist.world()
+    began, world = time.perf_counter(), collectives.world()
     nats, size, tokens = 0.0, 0, 0
 
     def add(batch: Sequence[Pair], pending: Pending) -> None:
@@ -59,7 +59,7 @@ def bits_per_byte(scorer: Scorer, rows: Iterable[Pair], token_bytes: np.ndarray)
         before = current
     if before:
         add(*before)
-    sums = dist.gather_objects((nats, size, tokens))
+    sums = collectives.gather_objects((nats, size, tokens))
     nats, size, tokens = (sum(part[i] for part in sums) for i in range(3))
     bits = nats / (math.log(2) * size) if size else math.nan
     return Bits(bits, nats, size, tokens, time.perf_counter() - began)

@@ -18,16 +18,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ascendchat import dist, sandbox
+from ascendchat import sandbox
 from ascendchat.config import UserError, home, nearest
 from ascendchat.config.eval import EvalChatConfig
 from ascendchat.device import pick
-from ascendchat.dist.context import Context, joined
+from ascendchat.engine.open import engine_for, open_for_generation
 from ascendchat.eval.examine import Examiner, ModelChooser, Outcome, check_room, examine
 from ascendchat.eval.scorer import row_length
 from ascendchat.eval.stages import GROUPS, score_lines, scores, stage_table, table_lines
-from ascendchat.infer.open import engine_for, open_for_generation
-from ascendchat.record.results import NewResults, run_of
+from ascendchat.parallel import collectives
+from ascendchat.parallel.context import Context, joined
+from ascendchat.runs.results import NewResults, run_of
 from ascendchat.tasks import EVALUATIONS, Task
 from ascendchat.tasks import load as load_task
 from ascendchat.tasks.humaneval import HumanEval
@@ -81,7 +82,7 @@ def examine_all(
     for task in tasks:
         outcome = examine(task, examiner)
         say(outcome_line(outcome))
-        if isinstance(task, HumanEval) and (failed := sum(dist.gather_objects(len(task.sandbox_failed)))):
+        if isinstance(task, HumanEval) and (failed := sum(collectives.gather_objects(len(task.sandbox_failed)))):
             say(f"  {'':<24} {failed} programs ended because the sandbox failed, or pretended so; they count as wrong")
         new.add(task.name, outcome.rows, outcome.rows_in_task, asdict(outcome), source_of(task.name, source))
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ascendchat import dist
 from ascendchat.config import UserError
-from ascendchat.data.chat import Encoder
+from ascendchat.data.chat.template import Encoder
 from ascendchat.eval.bundle import AGAIN, CoreTask
 from ascendchat.eval.scorer import Example, Pending, Scored, Scorer
+from ascendchat.parallel import collectives
 
 DEMONSTRATION_SEED = 1234
 EXAMPLES_AT_ONCE = 512  # examples written, and their tokens held, at a time
@@ -193,7 +193,7 @@ def score_task(
     check_rows([task])
     rows = task.rows[:max_rows] if max_rows else task.rows
     pool = rows if len(rows) > task.shots else task.rows
-    prompts, counts, world = Prompts(tokenizer), PromptCounts(), dist.world()
+    prompts, counts, world = Prompts(tokenizer), PromptCounts(), collectives.world()
     mine = range(world.rank, len(rows), world.size)
     pending: list[Pending] = []
     for first in range(0, len(mine), EXAMPLES_AT_ONCE):
@@ -205,7 +205,7 @@ def score_task(
         pending.append(scorer.submit(examples))
     scored = [result for chunk in pending for result in chunk()]
     own = {index: is_right(task.kind, rows[index], result) for index, result in zip(mine, scored)}
-    gathered = dist.gather_objects((own, counts.cropped, counts.unclean))
+    gathered = collectives.gather_objects((own, counts.cropped, counts.unclean))
     every = {index: right for part, _, _ in gathered for index, right in part.items()}
     correct = [every[index] for index in range(len(rows))]
     accuracy, seconds = sum(correct) / len(correct), time.perf_counter() - began

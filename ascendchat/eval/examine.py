@@ -23,16 +23,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.config import UserError
-from ascendchat.data.chat import Counts, Encoder, render_prompt
+from ascendchat.data.chat.template import Counts, Encoder, render_prompt
+from ascendchat.engine.generator import Generator, prompt_room
+from ascendchat.engine.padding import padded_length, stack, to_device
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.eval.core import centre
 from ascendchat.eval.scorer import batches
-from ascendchat.infer.generator import Generator, prompt_room
-from ascendchat.infer.inputs import padded_length, stack, to_device
-from ascendchat.infer.request import Request, Sampling
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.model import LanguageModel, dense
+from ascendchat.parallel import collectives
 from ascendchat.tasks import Task, pass_at_k
 
 CHUNK = 1024  # prompts written and handed over at a time
@@ -176,11 +176,11 @@ def check_room(tasks: Sequence[Task], examiner: Examiner) -> None:
 
 def examine(task: Task, examiner: Examiner) -> Outcome:
     """One task, over all ranks."""
-    began, world = time.perf_counter(), dist.world()
+    began, world = time.perf_counter(), collectives.world()
     chosen, counts = selection(task, examiner.max_rows), Counts()
     mine = chosen[world.rank :: world.size]
     own = (_choices if task.kind == "choice" else _replies)(task, examiner, mine, counts)
-    gathered = dist.gather_objects((dict(zip(mine, own)), counts.cut_prompts))
+    gathered = collectives.gather_objects((dict(zip(mine, own)), counts.cut_prompts))
     every = {row: right for part, _ in gathered for row, right in part.items()}
     right = [every[row] for row in chosen]
     samples = 1 if task.kind == "choice" else examiner.samples

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascendchat.config import UserError
-from ascendchat.infer.inputs import Row, padded_length, stack, to_device
+from ascendchat.engine.padding import Row, padded_length, stack, to_device
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.gpt import shifted

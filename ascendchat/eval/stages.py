@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascendchat.config.stages import STAGES
-from ascendchat.record import run_folder
-from ascendchat.record.results import best_results, stage_results
+from ascendchat.runs.results import best_results, stage_results
+from ascendchat.runs.run import run_folder
 from ascendchat.tasks import EVALUATIONS
 from ascendchat.tasks.toy import TOY_EXAMS
 from ascendchat.tasks.toy import TOY_TASKS as TOY

@@ -3,7 +3,7 @@
     ascendchat launch --devices 8 --max-restarts 50 base --depth 20
 
 Importing torch and the plug-in of a device takes seconds of CPU time, in every rank and in torchrun itself, and again
-after every failure. With --max-restarts one process (forking.py) imports them once, never touches a device, and forks a
+after every failure. With --max-restarts one process (forkserver.py) imports them once, never touches a device, and forks a
 torchrun for each attempt, which forks its ranks. Only for commands of our own, on Linux; where it cannot be done the
 ranks start as always. This file is the launcher's side of it.
 """
@@ -29,7 +29,7 @@ class Nursery:
         self._answers, answers = os.pipe()  # not its output, to which anything may be printed
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ascendchat.launch.forking", str(answers)],
+                [sys.executable, "-m", "ascendchat.launch.forkserver", str(answers)],
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=file,

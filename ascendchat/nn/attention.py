@@ -39,7 +39,7 @@ from ascendchat.nn.parity import decode_fault
 
 HIDDEN = -1e30  # the score of a key that is not seen, where an infinity would count as overflow
 USUAL_LENGTH = 256  # tokens of a document: what there is room for before the first text is seen
-FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of one_query.py
+FEW_ROWS = 8  # up to so many rows, a compiled decoding step uses the kernel of triton_decoding.py
 
 Ints = NDArray[np.int32]
 
@@ -180,7 +180,7 @@ class Flash(Sdpa):
     """CUDA: for rows of training the package flash-attn-4, if it is there; else cuDNN or flash through SDPA, and for
     windows FlexAttention where the model is compiled (H200, 512 of 2048, with gradient: 1.64 ms; flash: 1.91). Prompts
     have any length, for each of which cuDNN makes a plan (38 ms on an H200): they go to torch's flash kernel. Decoding:
-    one_query.py; SDPA without Triton."""
+    triton_decoding.py; SDPA without Triton."""
 
     name = "flash"
 
@@ -270,7 +270,7 @@ class Flash(Sdpa):
             from ascendchat.nn.products import products
 
             return products(q, k, v, lengths, scale)
-        from ascendchat.nn.one_query import one_query
+        from ascendchat.nn.triton_decoding import one_query
 
         return one_query(q, k, v, lengths, scale)
 

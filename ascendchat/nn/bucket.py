@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ascendchat import dist
 from ascendchat.nn.updates import EPS, adamw_update
+from ascendchat.parallel import collectives
 
-ALONE = dist.Team(0, 1)
+ALONE = collectives.Team(0, 1)
 ALIGNED = 256  # elements: where a group may begin in a buffer of several
 
 
@@ -79,7 +79,9 @@ class Bucket:
     who shares it out; `copies`: the ranks that have the same share in other teams; `room`: where to lie, if one rank
     owns everything."""
 
-    def __init__(self, group: Group, team: dist.Team, room: Room | None = None, copies: dist.Team = ALONE) -> None:
+    def __init__(
+        self, group: Group, team: collectives.Team, room: Room | None = None, copies: collectives.Team = ALONE
+    ) -> None:
         self.group, self.team, self.copies, self.room = group, team, copies, room
         rank, size = team.rank, team.size
         self.rank = rank

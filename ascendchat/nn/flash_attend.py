@@ -1,4 +1,4 @@
-"""flash_attn_func and flash_attn_varlen_func of flash-attn 2, and their relatives with packed arguments. See flash.py.
+"""flash_attn_func and flash_attn_varlen_func of flash-attn 2, and their relatives with packed arguments. See compat/flash.py.
 
 Here arguments are checked and brought into the form of the kernels; the kernel is the one that attention.py chooses for
 the device: npu_fusion_attention on NPUs, torch's flash kernel on CUDA, scaled_dot_product_attention elsewhere. What no

@@ -1,5 +1,5 @@
 """flash_attn_with_kvcache of flash-attn 2: writes new keys and values into a cache, rotated or not, and attends. See
-flash.py. The cache is rows (B, S, K, D), or pages (pages, size, K, D) in the order of a block_table (B, pages per row).
+compat/flash.py. The cache is rows (B, S, K, D), or pages (pages, size, K, D) in the order of a block_table (B, pages per row).
 
 On NPUs the lengths are needed on the host: pass cache_seqlens as a number or a CPU tensor where you have it; a tensor
 on the device is read once, and again when it has changed.
@@ -173,7 +173,7 @@ def _attend(q: Tensor, cached: Cached, rule: Rule) -> tuple[Tensor, Tensor | Non
     free = rule.left < 0 and rule.right < 0 and leftpad is None
     dense = all(x.stride() == k.stride() and x.stride(2) == x.size(3) and x.stride(3) == 1 for x in (k, v))
     if name == TORCH and TRITON and queries == 1 and free and dense and not rule.lse:
-        from ascendchat.nn.one_query import one_query
+        from ascendchat.nn.triton_decoding import one_query
 
         return one_query(q, k, v, totals, rule.scale).masked_fill((totals == 0)[:, None, None, None], 0), None
     whole = leftpad is None and cached.held is not None and min(cached.held) == longest

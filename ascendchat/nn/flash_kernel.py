@@ -5,7 +5,7 @@
     behind(q, k, v, lengths, window, scale)           # new queries (B, Tq, H, D), a cache (B, S, K, D); no gradient
     banded(q, k, v, None, None, Tq, Tk, left, right, scale)    # other lengths of queries and keys; also the logsumexp
 
-Used by the kernel `flash` of attention.py and by flash.py, on CUDA. It is an operator of its own, which a compiler
+Used by the kernel `flash` of attention.py and by compat/flash.py, on CUDA. It is an operator of its own, which a compiler
 calls as it is: what torch's version of it returns besides the result differs between versions, and only the result and
 the normaliser matter without dropout. Documents may have no tokens, so the bounds can have the same size for every
 batch.

@@ -1,4 +1,4 @@
-"""The model: a decoder-only transformer whose every size follows from one `Shape` (plan/shape.py).
+"""The model: a decoder-only transformer whose every size follows from one `Shape` (sizes/shape.py).
 
     model = GPT(Shape.from_depth(12))
     model.initialise(seed=0)
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ascendchat.nn.documents import Documents
 from ascendchat.nn.loss import SOFTCAP, score, softcap
 from ascendchat.nn.model import Attend, LanguageModel, Shift, dense
-from ascendchat.plan.shape import SMEAR_GATE_CHANNELS, Formulas, Shape
+from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Formulas, Shape
 
 NORM_EPS = 1e-6
 

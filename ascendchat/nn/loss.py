@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ascendchat.nn import IGNORE
-from ascendchat.plan.memory import HEAD_CHUNK_BYTES  # accelerators like chunks large, CPUs small
+from ascendchat.sizes.memory import HEAD_CHUNK_BYTES  # accelerators like chunks large, CPUs small
 
 SOFTCAP = 15.0  # logits are squashed into (-15, 15)
 FP16_LIFT = 64.0  # float16 holds probabilities down to 1e-9 when they are multiplied by this

@@ -1,4 +1,4 @@
-"""What generation, evaluation and training need of a model: gpt.py is ours, hf/model.py any of Hugging Face's.
+"""What generation, evaluation and training need of a model: gpt.py is ours, models/causal_lm.py any of Hugging Face's.
 
     hidden = model(tokens, dense(model, kernel))                            # whole rows
     hidden = model.extend(tokens, positions, attend, shift, room=context)   # tokens behind those of a cache
@@ -38,7 +38,7 @@ class Shift(Protocol):
 
 
 class Sizes(Protocol):
-    """What must be known of a model's shape; plan/shape.py has ours."""
+    """What must be known of a model's shape; sizes/shape.py has ours."""
 
     @property
     def depth(self) -> int: ...

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ascendchat import dist
 from ascendchat.nn.bucket import ALONE, Bucket, Room
 from ascendchat.nn.bucket import Group as Group
 from ascendchat.nn.bucket import Shard as Shard
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.updates import TINY, muon_update, muon_update_in_few_launches
-from ascendchat.plan.share import team_size
+from ascendchat.parallel import collectives
+from ascendchat.sizes.share import team_size
 
 # The true gradient of the per-layer scalars is zero at the first step, since every layer is then the identity: what
 # arrives is rounding noise of about 1e-9, which Adam would blow up to a full step, another one on every device.
@@ -121,7 +121,7 @@ class MuonAdamW:
         fused: bool = True,
         few_launches: bool = False,
     ) -> None:
-        world = dist.world()
+        world = collectives.world()
         self.compute_dtype, self.fused, self.steps_done = compute_dtype, fused, 0
         groups = list(groups)
         self.count = torch.zeros((), dtype=torch.float32, device=groups[0].parameters[0][1].device)
@@ -131,9 +131,9 @@ class MuonAdamW:
         if rounded and world.size == 1:
             self.room, rooms = Room.of(rounded, compute_dtype)
         known = {id(group): room for group, room in zip(rounded, rooms)}
-        # Matrices are shared out whole, in teams that are small enough for that (plan/share.py); the rest among all.
-        everyone, alone = dist.Team(world.rank, world.size), ALONE
-        team, copies = dist.teams_of(team_size(_stacks(groups), world.size))
+        # Matrices are shared out whole, in teams that are small enough for that (sizes/share.py); the rest among all.
+        everyone, alone = collectives.Team(world.rank, world.size), ALONE
+        team, copies = collectives.teams_of(team_size(_stacks(groups), world.size))
         self.buckets = [
             Bucket(group, team, known.get(id(group)), copies)
             if group.matrix
@@ -181,7 +181,7 @@ class MuonAdamW:
             bucket.update(self._muon, *rates, dtype=self.compute_dtype, fused=self.fused, count=self.count)
             if bucket.room is None:
                 bucket.publish()
-            gathers.append(dist.all_gather(bucket.flat, bucket.own_flat, async_op=True, among=bucket.team))
+            gathers.append(collectives.all_gather(bucket.flat, bucket.own_flat, async_op=True, among=bucket.team))
         if self.room is not None:
             self.room.flat.copy_(self.room.weight)
         for gather in gathers:
@@ -194,11 +194,11 @@ class MuonAdamW:
     def _averaged_gradients(self, loss_scale: float) -> Iterator[Bucket]:
         """Each bucket as its gradient arrives, so that one is updated while the others are under way."""
         reductions = [
-            dist.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True, among=b.team) for b in self.buckets
+            collectives.reduce_scatter(b.own_grad, b.grad, op="mean", async_op=True, among=b.team) for b in self.buckets
         ]
         for bucket, reduction in zip(self.buckets, reductions):
             reduction.wait()
-            dist.all_reduce(bucket.own_grad, "mean", among=bucket.copies)
+            collectives.all_reduce(bucket.own_grad, "mean", among=bucket.copies)
             if loss_scale != 1.0:
                 bucket.own_grad.mul_(1.0 / loss_scale)
             yield bucket
@@ -213,7 +213,7 @@ class MuonAdamW:
     def _clip(self, norm: Tensor, clip: float) -> None:
         """Scale the gradient down to that norm over all ranks."""
         squares = norm.square()
-        dist.all_reduce(squares, "sum")
+        collectives.all_reduce(squares, "sum")
         torch._foreach_mul_([b.own_grad for b in self.buckets], (clip / squares.sqrt().clamp_min(TINY)).clamp(max=1.0))
 
     def reserve_mean(self, wanted: bool) -> None:
@@ -235,7 +235,7 @@ class MuonAdamW:
             if last:
                 bucket.weight.copy_(mean)
                 bucket.publish()
-                dist.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
+                collectives.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's state by shard, ready to be saved; what all teams have is saved by the first."""
@@ -252,6 +252,6 @@ class MuonAdamW:
             for shard, tensor in bucket.shards():
                 tensor.copy_(read(shard))
             bucket.publish()
-            dist.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
+            collectives.all_gather(bucket.flat, bucket.own_flat, among=bucket.team)
         self.count.fill_(float(steps_done))
         self.steps_done = steps_done

@@ -3,7 +3,7 @@
     found = preference("dpo", pairs, Weights(beta=0.1))       # `finetune --stage dpo`
     found.loss, found.chosen, found.rejected                  # (P,) each: what is minimised, and the implicit rewards
 
-Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/objective.py gives them),
+Pure functions of (P,) tensors: sums of the log-probabilities of the tokens of each reply (nn/logprobs.py gives them),
 how many tokens that are, and for DPO the same sums by the model that training began with.
 
 | loss  | what is minimised for a pair (c chosen, r rejected; log p: sum over the reply, mean log p: per token)      |

@@ -1,5 +1,5 @@
 """A matrix product of a decoding step with more than a few rows, as a Triton kernel: what stands behind it fuses, and
-it fetches its weights while the kernel before it still runs. CUDA only; token_step.py says where it stands.
+it fetches its weights while the kernel before it still runs. CUDA only; engine/gpt_step.py says where it stands.
 
     product(x, weight, out, blocks)              # (B, K) times weight (N, K), or (K, N)
     product(sums, weight, out, blocks, totals=t) # attention from its parts, as token_kernels.attend leaves them

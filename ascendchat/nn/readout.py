@@ -6,7 +6,7 @@
     drawn = Drawn(vocab, temperature=0.7, top_k=50, readout=readout)
     drawn.logprobs(hidden, head, targets)                 # (N,), of the distribution that an engine draws from
 
-The engine (infer/decode.py) and the trainer (nn/objective.py) of RL use the same one: a product that is rounded to 16
+The engine (engine/decode.py) and the trainer (nn/logprobs.py) of RL use the same one: a product that is rounded to 16
 bits moves log-probabilities by up to 3 %, and by other amounts in either.
 """
 

@@ -29,15 +29,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.nn.optim import Group, Shard
 from ascendchat.nn.updates import TINY, adamw_update
+from ascendchat.parallel import collectives
 
 
 def mesh_over(place: torch.device, together: int) -> DeviceMesh:
     """The devices of the job in rows of `together`: a row holds one copy of the weights."""
-    size = dist.world().size
+    size = collectives.world().size
     if size % together or together < 2:
         raise UserError(
             f"{together} devices cannot share the weights of a job with {size}; give a number above 1 that divides it"
@@ -68,9 +68,9 @@ def whole_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str
     Every rank calls it."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        here = tensor.to(dist.place())  # from the host, if its share waits there
+        here = tensor.to(collectives.place())  # from the host, if its share waits there
         whole = here.full_tensor() if isinstance(here, DTensor) else here
-        if dist.world().rank == 0:
+        if collectives.world().rank == 0:
             found[name] = whole.to("cpu", dtype if whole.is_floating_point() else None)
     return found
 
@@ -112,7 +112,7 @@ class ShardedAdamW:
 
     def __init__(self, model: nn.Module, groups: Iterable[Group], mesh: DeviceMesh, *, fused: bool = True) -> None:
         self.model, self.fused, self.steps_done = model, fused, 0
-        self.copies = dist.world().size // mesh.size(mesh.ndim - 1)
+        self.copies = collectives.world().size // mesh.size(mesh.ndim - 1)
         self.saves = mesh.ndim == 1 or mesh.get_local_rank("copy") == 0  # every copy has the same
         rank, ranks = mesh.get_local_rank("share"), mesh.size(mesh.ndim - 1)
         self.shares = []
@@ -148,8 +148,8 @@ class ShardedAdamW:
         for norm in torch._foreach_norm(gradients) if gradients else ():
             squares += norm.square() / self.copies
         if clip is not None:
-            whole = squares.to(dist.place(), copy=True)
-            dist.all_reduce(whole, "sum")
+            whole = squares.to(collectives.place(), copy=True)
+            collectives.all_reduce(whole, "sum")
             torch._foreach_mul_(gradients, (clip / whole.sqrt().clamp_min(TINY)).clamp(max=1.0).to(place))
         for share in self.shares:
             grad, group = share.grad, share.group
@@ -171,7 +171,7 @@ class ShardedAdamW:
             )
         self.zero_grad()
         self.steps_done += 1
-        return squares.sqrt().to(dist.place())
+        return squares.sqrt().to(collectives.place())
 
     def shards(self) -> dict[str, Tensor]:
         """What this rank saves."""

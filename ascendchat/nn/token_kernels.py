@@ -1,4 +1,4 @@
-"""Triton kernels of a decoding step, and parts of such: token_step.py puts them together, and says what each is for.
+"""Triton kernels of a decoding step, and parts of such: engine/gpt_step.py puts them together, and says what each is for.
 CUDA only; row_kernels.py has the matrix products of few rows.
 
 Shapes: B rows, C width, H query heads, K key-value heads, D channels per head. Sums and the residual stream are

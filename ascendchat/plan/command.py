@@ -13,10 +13,10 @@ from typing import Any
 from ascendchat.chips import Chip, find, this_cpu
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan import hf
 from ascendchat.plan.goals import TooLarge, inference_plan, rl_plan, train_plan
-from ascendchat.plan.memory import compute_dtype
 from ascendchat.plan.refuse import DoesNotFit, refusal
+from ascendchat.sizes import hf
+from ascendchat.sizes.memory import compute_dtype
 
 GOALS = {"train": train_plan, "rl": rl_plan, "inference": inference_plan}
 

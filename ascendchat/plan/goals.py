@@ -11,10 +11,11 @@ from typing import Any
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan import batch, hf, memory, scale, schedule
-from ascendchat.plan.hf import HFModel
-from ascendchat.plan.shape import Shape
-from ascendchat.plan.share import exchanged_elements
+from ascendchat.plan import scale
+from ascendchat.sizes import batch, hf, memory, schedule
+from ascendchat.sizes.hf import HFModel
+from ascendchat.sizes.shape import Shape
+from ascendchat.sizes.share import exchanged_elements
 
 FINETUNE_ROWS = 64  # rows per step when an existing model is fine-tuned and no total is given
 FINETUNE_TOKENS = 10_000_000  # horizon when none is given

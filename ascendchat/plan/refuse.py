@@ -13,7 +13,7 @@ from ascendchat.chips import GIB, Chip
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.goals import TooLarge, device_memory, model_facts, model_of
-from ascendchat.plan.hf import packing_saves
+from ascendchat.sizes.hf import packing_saves
 
 Planner = Callable[[PlanConfig, Chip], dict[str, Any]]
 MOST_DEVICES = 1024

@@ -16,7 +16,7 @@ from typing import Any
 
 from ascendchat.chips import Chip
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.batch import Fabric, Split, duration
+from ascendchat.sizes.batch import Fabric, Split, duration
 
 HOST_COPY = 10e9  # bytes per second from a device to its host's memory: the only time a checkpoint holds training up
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ascendchat.chips import GIB
 from ascendchat.config.language import pad, translate, wrap
-from ascendchat.plan.batch import COLLECTIVES
+from ascendchat.sizes.batch import COLLECTIVES
 
 WIDTH = 100
 Section = tuple[str, list[tuple[str, str]]]

@@ -13,9 +13,9 @@ from typing import Any
 from ascendchat.chips import GIB
 from ascendchat.config.language import translate
 from ascendchat.eval.stages import SCORES
-from ascendchat.record.console import clock
 from ascendchat.report.gather import RunData, StageData, is_number, results_table, same_but_seed, stage_names
 from ascendchat.report.plots import Curve, Panel, draw
+from ascendchat.runs.console import clock
 
 DOTS = ("bpb", "val_loss", "accuracy", "core")
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom

@@ -19,8 +19,8 @@ from itertools import groupby
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.infer.request import Piece
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.engine.request import Piece
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import joined
 from ascendchat.serve.prompts import Asked

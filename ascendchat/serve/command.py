@@ -4,7 +4,7 @@
     ascendchat serve --devices 4 --port 9000         # one process per device
     python -m scripts.chat_web --num-gpus=4          # the same, as in nanochat
 
-pool.py starts the workers, api.py is the application; uvicorn speaks HTTP.
+pool.py starts the workers, app.py is the application; uvicorn speaks HTTP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import uvloop
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.serve import metrics
-from ascendchat.serve.api import Service, application
+from ascendchat.serve.app import Service, application
 from ascendchat.serve.connection import Limits, protocol
 from ascendchat.serve.guard import AccessLog, Guard
 from ascendchat.serve.keys import Keys, admission

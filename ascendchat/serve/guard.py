@@ -1,4 +1,4 @@
-"""What every request passes on its way to the application (api.py), and every answer on its way back.
+"""What every request passes on its way to the application (app.py), and every answer on its way back.
 
     Guard(app, config, keys, AccessLog(config.access_log))    # an ASGI application around another
 

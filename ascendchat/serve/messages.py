@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.infer.request import Piece, Request
+from ascendchat.engine.request import Piece, Request
 
 LENGTH = struct.Struct("<Q")  # of the pickle that follows, in bytes
 

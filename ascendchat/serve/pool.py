@@ -22,8 +22,8 @@ from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
-from ascendchat.infer.request import Request
-from ascendchat.infer.routing import Candidate, blocks_of, choose, remember
+from ascendchat.engine.request import Request
+from ascendchat.remote.routing import Candidate, blocks_of, choose, remember
 from ascendchat.serve.child import Child
 from ascendchat.serve.messages import (
     Ask,

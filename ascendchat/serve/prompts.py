@@ -4,7 +4,7 @@
     asked = completion_prompts(model, CompletionRequest(...))
 
 A prompt is never shortened here: one that does not fit is an error with the code context_length_exceeded, before its
-tokens are counted where its characters say enough. Whether its grammar can be used is seen later (api.py).
+tokens are counted where its characters say enough. Whether its grammar can be used is seen later (app.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data import chat
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.infer.grammar import MOST_CHARACTERS, too_long, unusable
-from ascendchat.infer.request import Grammar, Request, Sampling
+from ascendchat.data.chat import template
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.engine.grammar import MOST_CHARACTERS, too_long, unusable
+from ascendchat.engine.request import Grammar, Request, Sampling
 from ascendchat.serve.errors import Problem, cut
 from ascendchat.serve.protocol import (
     AssistantMessage,
@@ -226,15 +226,15 @@ def rendered(
         text = f"{first['content']}\n{words}" if first and first["content"] else words
         talk = [{"role": "system", "content": text}, *(talk[1:] if first else talk)]
     if not opened:
-        return chat.render(tokenizer, talk).ids
-    ids = chat.render_prompt(tokenizer, talk)
+        return template.render(tokenizer, talk).ids
+    ids = template.render_prompt(tokenizer, talk)
     goes_on = model.tokenizer.calls_tools and isinstance(messages[-1], ToolMessage)
     return ids[:-2] if goes_on else ids  # <|assistant_end|> <|assistant_start|>
 
 
-def conversation(messages: Sequence[Message]) -> chat.Conversation:
-    """In the form of data/chat.py: a result stands behind its call."""
-    talk: chat.Conversation = []
+def conversation(messages: Sequence[Message]) -> template.Conversation:
+    """In the form of data/chat/template.py: a result stands behind its call."""
+    talk: template.Conversation = []
     places: dict[str, dict[str, str]] = {}  # the part of each call by its id
     for at, message in enumerate(messages):
         if isinstance(message, AssistantMessage):

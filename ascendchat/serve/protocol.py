@@ -1,7 +1,7 @@
 """The requests of the API, field by field: OpenAI's, and those of vLLM that RL clients use.
 
 What is listed here is honoured or harmless. A known field that this server cannot honour may only be null, and
-every other name is refused: a client never believes in something that did not happen. api.py names these models in
+every other name is refused: a client never believes in something that did not happen. app.py names these models in
 its routes; reading.py reads them, prompts.py makes engine requests of them.
 
 The first bad entry of a list is enough (`Listed`), and an object is counted before it is looked at: a body with

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer.storage import OWN
-from ascendchat.infer.grammar import MOST_CHARACTERS
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.engine.grammar import MOST_CHARACTERS
 from ascendchat.serve.errors import Problem, explained
 from ascendchat.serve.prompts import Asked, Model, chat_prompts, completion_prompts, rendered
 from ascendchat.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -65,7 +65,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Ours, or that of a Hugging Face model."""
     if (path / OWN).is_file() or not path.exists():
         return Tokenizer.load(path)
-    from ascendchat.hf.folder import at, load_tokenizer  # imports torch, which reading needs for nothing else
+    from ascendchat.models.folder import (
+        at,
+        load_tokenizer,  # imports torch, which reading needs for nothing else
+    )
 
     return load_tokenizer(at(path))
 

@@ -10,13 +10,13 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
-from ascendchat.infer.grammar import grammars
+from ascendchat.engine.grammar import grammars
 from ascendchat.serve.ticket import Overloaded
 
 if TYPE_CHECKING:
     from ascendchat.config.serve import ServeConfig
-    from ascendchat.data.tokenizer import Tokenizer
-    from ascendchat.infer.request import Grammar
+    from ascendchat.data.tokenizer.tokenizer import Tokenizer
+    from ascendchat.engine.request import Grammar
 
 MOST_CHECKS = 64  # at the same time, each in a thread that waits
 

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ascendchat.config import home
-from ascendchat.config.infer import ChatConfig
-from ascendchat.data.chat import Conversation, parse_content, render_prompt
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.config.generate import ChatConfig
+from ascendchat.data.chat.template import Conversation, parse_content, render_prompt
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.dist.context import Context, joined
+from ascendchat.engine.generator import Generator, prompt_room
+from ascendchat.engine.open import engine_for, open_for_generation
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.files import write_atomic
-from ascendchat.infer.generator import Generator, prompt_room
-from ascendchat.infer.open import engine_for, open_for_generation
-from ascendchat.infer.request import Request, Sampling
-from ascendchat.record.console import inert
+from ascendchat.parallel.context import Context, joined
+from ascendchat.runs.console import inert
 
 HELP = """\
 /reset            forget the conversation

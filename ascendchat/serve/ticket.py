@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ascendchat.infer.request import Request
+from ascendchat.engine.request import Request
 from ascendchat.serve import metrics
 from ascendchat.serve.messages import Part
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.serve.messages import Part
 
 LEAST = -9999.0  # instead of minus infinity, which JSON does not have

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.infer.grammar import JSON_OPTIONS, with_moved_borders
-from ascendchat.infer.request import Grammar
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.engine.grammar import JSON_OPTIONS, with_moved_borders
+from ascendchat.engine.request import Grammar
 from ascendchat.serve.protocol import ChosenTool, Function, ResponseFormat, Tool, ToolCall, ToolChoice
 
 CALCULATOR = "calculator"

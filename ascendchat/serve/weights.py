@@ -26,8 +26,8 @@ from ascendchat.config import UserError
 from ascendchat.serve.errors import Problem
 from ascendchat.serve.pool import Failure, Pool
 
-if TYPE_CHECKING:  # api.py includes these routes
-    from ascendchat.serve.api import Service
+if TYPE_CHECKING:  # app.py includes these routes
+    from ascendchat.serve.app import Service
 
 NEEDED = ("manifest.json", "state.json", "model.safetensors")  # of a checkpoint
 NAME = "ascendchat-weights-"  # of the folder for them, with the number of the server's process

@@ -25,18 +25,18 @@ from ascendchat.config import UserError
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.stages import STAGES
 from ascendchat.device import describe, pick
-from ascendchat.dist.context import Context
-from ascendchat.infer.cache import kept_dtype
-from ascendchat.infer.engine import Engine, Job
-from ascendchat.infer.generator import Weights
-from ascendchat.infer.grammar import Matcher, grammars
-from ascendchat.infer.huggingface import HFSource
-from ascendchat.infer.load import tokenizer_folder
-from ascendchat.infer.open import engine_for, open_for_generation
-from ascendchat.infer.trial import STACK
-from ascendchat.infer.verify import checksum
-from ascendchat.launch.world import World
+from ascendchat.engine.cache import kept_dtype
+from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.generator import Weights
+from ascendchat.engine.grammar import Matcher, grammars
+from ascendchat.engine.open import engine_for, open_for_generation
+from ascendchat.engine.trial import STACK
+from ascendchat.models.open import tokenizer_folder
+from ascendchat.models.trained import HFSource
 from ascendchat.nn.readout import Float32Readout
+from ascendchat.parallel.context import Context
+from ascendchat.parallel.world import World
+from ascendchat.remote.weights import checksum
 from ascendchat.serve.link import Link
 from ascendchat.serve.messages import (
     Ask,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ascendchat.chips import KINDS, find
 from ascendchat.config import UserError
 from ascendchat.device.env import look
-from ascendchat.launch import count_devices
+from ascendchat.launch.command import count_devices
 from ascendchat.speedrun.recipe import USES_DEVICES, Recipe, read_recipe, recipe_files
 
 

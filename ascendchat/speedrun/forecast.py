@@ -27,10 +27,10 @@ from ascendchat.data.mixture import parse_entry
 from ascendchat.data.read import files_in
 from ascendchat.plan.command import choose_chip
 from ascendchat.plan.goals import TooLarge, checkpoint_bytes, inference_plan, rl_plan, train_plan
-from ascendchat.plan.hf import HFModel, from_config
-from ascendchat.plan.memory import FP32
-from ascendchat.plan.shape import Shape
 from ascendchat.plan.show import bytes_text, span
+from ascendchat.sizes.hf import HFModel, from_config
+from ascendchat.sizes.memory import FP32
+from ascendchat.sizes.shape import Shape
 from ascendchat.speedrun.recipe import USES_DEVICES, Recipe, Settings, place
 
 GB = 1e9

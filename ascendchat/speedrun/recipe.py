@@ -27,8 +27,8 @@ from ascendchat.config.stages import STAGES
 from ascendchat.config.train import USUAL_DEPTH, USUAL_ROW, BaseConfig
 from ascendchat.data.fetch.sources import SETS
 from ascendchat.data.mixture import parse_entry
-from ascendchat.plan.batch import horizon
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.batch import horizon
+from ascendchat.sizes.shape import Shape
 
 # What a stage may be, and the config that knows its settings: those of cli.COMMANDS.
 COMMANDS = {
@@ -45,12 +45,12 @@ COMMANDS = {
     "sft": "train:SftConfig",
     "finetune": "finetune:FinetuneConfig",
     "rl": "rl:RlConfig",
-    "export": "infer:ExportConfig",
+    "export": "engine:ExportConfig",
     "eval base": "eval:EvalBaseConfig",
     "eval chat": "eval:EvalChatConfig",
     "bench train": "train:BenchTrainConfig",
-    "bench decode": "infer:BenchDecodeConfig",
-    "report": "report:ReportConfig",
+    "bench decode": "engine:BenchDecodeConfig",
+    "report": "report.command:ReportConfig",
     "serve": "serve:ServeConfig",
     "rollout-server": "rollout:RolloutServerConfig",
 }

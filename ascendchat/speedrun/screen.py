@@ -18,13 +18,13 @@ from collections import deque
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ascendchat.record.console import clock, inert, is_live
+from ascendchat.runs.console import clock, inert, is_live
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.live import Live
 
-PROGRESS = re.compile(r"step (\d+)/(\d+) \|.*")  # of record/console.py
+PROGRESS = re.compile(r"step (\d+)/(\d+) \|.*")  # of runs/console.py
 LEFT = re.compile(r"ETA (?:(\d+)d )?(\d+):(\d\d):(\d\d)")
 TAIL = 6  # lines of output that are shown
 AFTER_A_FAILURE = 40  # lines that are left on the terminal

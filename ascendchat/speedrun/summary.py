@@ -7,7 +7,7 @@ from typing import Any
 
 from ascendchat.config.stages import STAGES
 from ascendchat.eval.stages import stage_table, table_lines
-from ascendchat.record import read_metrics, run_folder
+from ascendchat.runs.run import read_metrics, run_folder
 
 REWARD_OF = "reward_of_"  # before the name of a task, in metrics of RL
 

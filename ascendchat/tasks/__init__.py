@@ -3,7 +3,7 @@
     load("mmlu"), load("gsm8k", "train"), load("smoltalk", "train"), load("my.jsonl", "train"), load("toy_fact_zh")
 
 base.py says what a task is, named.py which there are. They are imported when asked for: the processes of reward
-functions (isolated.py) need nothing of them, and would take 0.4 s more to start, each.
+functions (sandbox/process.py) need nothing of them, and would take 0.4 s more to start, each.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from ascendchat.data.chat import Conversation, text_of
+from ascendchat.data.chat.template import Conversation, text_of
 
 TaskKind = Literal["choice", "reply", "dialog"]  # examined by letters, by what is said, or not at all
 

@@ -1,9 +1,9 @@
 """Conversations to learn manners from: SmolTalk and its like, files of your own, and who the assistant is.
 
 Dialog("smoltalk")                                        # a named set of `ascendchat data fetch`
-Dialog("talk.jsonl")                                      # a file, or a folder of files: see data/conversations.py
+Dialog("talk.jsonl")                                      # a file, or a folder of files: see data/chat/formats.py
 Dialog("identity.json")                                   # its {{name}} and {{author}} are filled in: SLOTS
-Dialog("data/alpaca_en_demo")                             # what data/dataset_info.json lists: see data/registry.py
+Dialog("data/alpaca_en_demo")                             # what data/dataset_info.json lists: see data/chat/dataset_info.py
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from ascendchat.config import UserError
 from ascendchat.data import toyworld
-from ascendchat.data.chat import Conversation
-from ascendchat.data.conversations import conversations
+from ascendchat.data.chat.dataset_info import Listed, find_listed
+from ascendchat.data.chat.formats import conversations
+from ascendchat.data.chat.tables import TABLE_TYPES, Allowance
+from ascendchat.data.chat.template import Conversation
 from ascendchat.data.fetch import SETS, fetch
 from ascendchat.data.fetch.sources import ALSO
 from ascendchat.data.read import LINES, format_of, row_files
-from ascendchat.data.registry import Listed, find_listed
-from ascendchat.data.tables import TABLE_TYPES, Allowance
-from ascendchat.record.console import inert
+from ascendchat.runs.console import inert
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT
 
@@ -74,7 +74,7 @@ def files_of(where: Path, split: str) -> tuple[list[Path], list[Path]]:
 
 
 def sets_at(path: Path, *, ranking: bool = False) -> list[Listed]:
-    """The data sets that a path stands for: those of a registry (data/registry.py), else the file or folder itself."""
+    """The data sets that a path stands for: those of a registry (data/chat/dataset_info.py), else the file or folder itself."""
     listed = find_listed(path, ranking=ranking)
     if listed is None and not path.exists():
         raise UserError(f"{path} does not exist; give a file, a folder or a name of `ascendchat data fetch`")

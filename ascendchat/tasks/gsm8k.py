@@ -9,9 +9,9 @@ import re
 from decimal import Decimal
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import Conversation
-from ascendchat.data.conversations import calculations
-from ascendchat.data.tables import TableRow
+from ascendchat.data.chat.formats import calculations
+from ascendchat.data.chat.tables import TableRow
+from ascendchat.data.chat.template import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import SPLIT, set_rows
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ascendchat import sandbox
 from ascendchat.config import UserError
-from ascendchat.data.chat import Conversation
-from ascendchat.data.tables import TableRow
+from ascendchat.data.chat.tables import TableRow
+from ascendchat.data.chat.template import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.files import set_rows
 

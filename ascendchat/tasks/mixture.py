@@ -19,13 +19,13 @@ from typing import Any
 from ascendchat.config import UserError
 from ascendchat.config.train import PUBLISHED
 from ascendchat.data import toyworld
-from ascendchat.data.chat import Conversation, Counts, has_reply
+from ascendchat.data.chat.rows import ChatRows
+from ascendchat.data.chat.template import Conversation, Counts, has_reply
 from ascendchat.data.corpus import Corpus, TextRows, is_prepared, open_corpora
 from ascendchat.data.fetch import folder_of
 from ascendchat.data.mixture import WeightedRows, fingerprint, is_held_out, parse_entry, parse_mixture
-from ascendchat.data.pack import ChatRows
 from ascendchat.data.prepare import TOYWORLD
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.tasks import EVALUATIONS, load
 from ascendchat.tasks.files import NoFiles
 from ascendchat.tasks.overlap import OverlapFinder

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ascendchat.data.chat import Conversation, text_of
+from ascendchat.data.chat.template import Conversation, text_of
 from ascendchat.files import write_atomic
-from ascendchat.record.console import inert
+from ascendchat.runs.console import inert
 from ascendchat.tasks.base import Task
 
 SHOWN_OVERLAPS = 3  # examples for each evaluation

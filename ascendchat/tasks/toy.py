@@ -11,7 +11,7 @@ from typing import Any
 
 from ascendchat.config import UserError
 from ascendchat.data import toyworld
-from ascendchat.data.chat import Conversation
+from ascendchat.data.chat.template import Conversation
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.dialog import Stored
 
@@ -33,7 +33,7 @@ def _questions(split: str, seed: int, topic: str) -> list[toyworld.Question]:
 
 
 def _row(question: toyworld.Question) -> dict[str, Any]:
-    """For the term `toyworld` of a reward: tasks/terms.py."""
+    """For the term `toyworld` of a reward: rl/terms.py."""
     return {"accept": list(question.accept), "reject": list(question.reject), "rule": question.rule}
 
 

@@ -1,1 +1,1 @@
-"""Training: loop.py is the one loop (read it first); base.py and the other stages say what is trained on what."""
+"""Training: loop.py is the one loop (read it first); pretrain.py and the other stages say what is trained on what."""

@@ -14,13 +14,13 @@ from typing import Any, Generic, TypeVar
 from ascendchat.config import UserError
 from ascendchat.config.stages import StageName
 from ascendchat.config.train import ChatTrainConfig
-from ascendchat.data.tokenizer import Tokenizer
-from ascendchat.dist.context import Context
-from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
 from ascendchat.nn.attention import choose
-from ascendchat.plan.shape import Shape
+from ascendchat.parallel.context import Context
+from ascendchat.sizes.shape import Shape
 from ascendchat.train.huggingface import open_start
-from ascendchat.train.learner import Learner, build, say_package
+from ascendchat.train.model import Learner, build, say_package
 from ascendchat.train.start import starting_point
 
 _Config = TypeVar("_Config", bound=ChatTrainConfig)

@@ -14,30 +14,30 @@ from typing import Any
 
 import torch
 
-from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config.stages import StageName
 from ascendchat.config.train import ChatTrainConfig
-from ascendchat.data.chat import render_prompt
+from ascendchat.data.chat.dataset_info import listed_data
+from ascendchat.data.chat.preview import colours, preview_mixture
+from ascendchat.data.chat.template import render_prompt
 from ascendchat.data.mixture import Batches, absolute
-from ascendchat.data.preview import colours, preview_mixture
-from ascendchat.data.registry import listed_data
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
-from ascendchat.infer.generator import prompt_room
-from ascendchat.infer.huggingface import HFSource
-from ascendchat.infer.load import open_tokenizer, settings_of, tokenizer_folder
-from ascendchat.infer.request import Sampling
+from ascendchat.engine.generator import prompt_room
+from ascendchat.engine.request import Sampling
+from ascendchat.models.open import open_tokenizer, settings_of, tokenizer_folder
+from ascendchat.models.trained import HFSource
 from ascendchat.nn import IGNORE
-from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split, batch_for
-from ascendchat.plan.schedule import Curve
-from ascendchat.plan.shape import Shape
-from ascendchat.record import run_folder
+from ascendchat.parallel import collectives
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes import schedule
+from ascendchat.sizes.batch import Split, batch_for
+from ascendchat.sizes.schedule import Curve
+from ascendchat.sizes.shape import Shape
 from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, default_data, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
-from ascendchat.train.learner import Learner, build
+from ascendchat.train.model import Learner, build
 from ascendchat.train.rows import SAMPLE_TOKENS, RowStage, share_out
 from ascendchat.train.run import train_stage, training_context, with_attend
 from ascendchat.train.stage import updates_of
@@ -84,12 +84,12 @@ class ChatStage(RowStage):
         total = torch.zeros(2, device=self.learner.place)  # nats, targets
         for rows in self.mixture.validation:
             batches = Batches([(rows, 1.0)], rows.per_epoch)
-            for first, stop, own in dist.turns(rows.per_epoch, self.split.rows):
+            for first, stop, own in collectives.turns(rows.per_epoch, self.split.rows):
                 batch = batches.batch(0, first, stop)
                 nats = self.learner.nats(batch)
                 if own:
                     total += torch.stack((nats.sum(), nats.new_tensor((batch.targets != IGNORE).sum())))
-        dist.all_reduce(total, "sum")
+        collectives.all_reduce(total, "sum")
         nats_sum, count = total.tolist()
         return {"val_loss": nats_sum / count}
 

@@ -1,5 +1,5 @@
 """One micro-batch, forward and backward, before the first step, so that running out of memory shows now and not after
-an hour. `fit` (loop.py) calls it; what measures the speed before there is a stage (base.py) uses `until_it_fits`.
+an hour. `fit` (loop.py) calls it; what measures the speed before there is a stage (pretrain.py) uses `until_it_fits`.
 
 On NPUs with TASK_QUEUE_ENABLE=2, which training uses, an operator whose workspace does not fit raises once; from then
 on torch_npu drops every operation without an error, and reads return what the memory held before. Nothing mends that
@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import torch
 
-from ascendchat import dist
 from ascendchat.config import OutOfMemory, UserError
 from ascendchat.device import Device
-from ascendchat.launch import SMALLER
+from ascendchat.launch.command import SMALLER
+from ascendchat.parallel import collectives
 from ascendchat.train.stage import Stage
 
 
@@ -55,7 +55,7 @@ def until_it_fits(
         dead = not device.responds()
         if dead or (short and _shared_out(model)):
             why = "the device does nothing any more" if dead else "the other devices wait for its share of the weights"
-            dist.abandon()
+            collectives.abandon()
             raise OutOfMemory(
                 f"out of memory in the dry run, and {why}, so this process has to end; `ascendchat launch` starts "
                 "again with a smaller batch by itself, without it give a smaller --device-batch-size"
@@ -77,7 +77,7 @@ def _shared_out(model: torch.nn.Module) -> bool:
 def _agreed(number: int, place: torch.device) -> int:
     """The largest of all ranks."""
     flag = torch.tensor([float(number)], device=place)
-    dist.all_reduce(flag, "max")
+    collectives.all_reduce(flag, "max")
     return int(flag.item())
 
 

@@ -1,7 +1,7 @@
 """`ascendchat finetune --model Qwen2.5-0.5B-Instruct --data talk.jsonl [--lora]`: fine-tuning of existing models.
 
 A Stage of the one loop: rows hold several conversations, which do not see each other, the loss is on what the assistant
-says, and the model's own chat template renders them. All weights are trained, or adapters (hf/lora.py). `--stage dpo`
+says, and the model's own chat template renders them. All weights are trained, or adapters (models/lora.py). `--stage dpo`
 and the other losses on pairs are in preference.py.
 """
 
@@ -23,34 +23,34 @@ from torch import Tensor
 from ascendchat.checkpoint import UNWRITTEN, to_continue
 from ascendchat.config import NotSaved, UserError
 from ascendchat.config.finetune import FinetuneConfig
+from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
+from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.corpus import Corpus
+from ascendchat.data.loader import MicroBatch
 from ascendchat.data.mixture import absolute
-from ascendchat.data.prefetch import MicroBatch
-from ascendchat.data.preview import colours, preview_mixture
-from ascendchat.data.registry import USUAL_DIR, listed_data
 from ascendchat.device import pick
-from ascendchat.dist.context import Context
-from ascendchat.hf.export import export, export_adapter
-from ascendchat.hf.lora import LoraSettings, adapter_weights
-from ascendchat.hf.quantize import check_packing
-from ascendchat.hf.shape import HFShape
-from ascendchat.hf.template import ChatTemplate
-from ascendchat.hf.tokenizer import HFTokenizer
-from ascendchat.infer.huggingface import BESIDE
+from ascendchat.models.export import export, export_adapter
+from ascendchat.models.lora import LoraSettings, adapter_weights
+from ascendchat.models.quantize import check_packing
+from ascendchat.models.shape import HFShape
+from ascendchat.models.template import ChatTemplate
+from ascendchat.models.tokenizer import HFTokenizer
+from ascendchat.models.trained import BESIDE
 from ascendchat.nn.attention import choose
 from ascendchat.nn.optim import Group, adamw_groups, muon_groups
-from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split
+from ascendchat.parallel.context import Context
 from ascendchat.plan.goals import FINETUNE_ROWS
-from ascendchat.plan.hf import check_bits, check_bits_on
-from ascendchat.record import run_folder
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes import schedule
+from ascendchat.sizes.batch import Split
+from ascendchat.sizes.hf import check_bits, check_bits_on
 from ascendchat.tasks import knows
 from ascendchat.tasks.mixture import ChatMixture, Portion, held_out_rows, open_chat_mixture
 from ascendchat.tasks.overlap import report_overlaps
 from ascendchat.train.beginning import Beginning, begin_with_ours
 from ascendchat.train.chat import ChatStage
 from ascendchat.train.huggingface import Theirs, check_output, open_start, start_of
-from ascendchat.train.learner import Learner, optimizer_for, say_package
+from ascendchat.train.model import Learner, optimizer_for, say_package
 from ascendchat.train.preference import PreferenceStage, check_numbers, train_pairs
 from ascendchat.train.rows import share_out
 from ascendchat.train.run import train_stage, training_context, with_attend

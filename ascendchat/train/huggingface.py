@@ -3,7 +3,7 @@
     theirs = open_start(config, here)                   # None: what --start names is a checkpoint of ours
     theirs.model, theirs.tokenizer, theirs.origin
 
-All weights are trained, or adapters (hf/lora.py). Checkpoints are ours, with the weights under the names of
+All weights are trained, or adapters (models/lora.py). Checkpoints are ours, with the weights under the names of
 transformers, or of peft; beside them lies what else makes the model a Hugging Face folder again (`ascendchat export`).
 """
 
@@ -17,22 +17,22 @@ from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.chips import Chip
 from ascendchat.config import UserError
 from ascendchat.config.train import ChatTrainConfig, StepConfig
-from ascendchat.dist.context import Context
-from ascendchat.hf.export import check_free, describe
-from ascendchat.hf.folder import Folder, OpenedFolder, find, read_json
-from ascendchat.hf.fused import fuse
-from ascendchat.hf.lora import LoraSettings, add_lora, has_experts, write_adapter
-from ascendchat.hf.model import CausalLM
-from ascendchat.hf.quantize import pack
-from ascendchat.hf.shape import HFShape
-from ascendchat.hf.tokenizer import HFTokenizer
-from ascendchat.infer.huggingface import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
-from ascendchat.infer.open import try_engine
-from ascendchat.plan.batch import largest_rows
-from ascendchat.plan.hf import FAMILIES, HFModel, finetuning, from_config, packing_saves
-from ascendchat.plan.memory import usable
-from ascendchat.record import run_folder
-from ascendchat.record.saved import checkpoints
+from ascendchat.engine.open import try_engine
+from ascendchat.models.causal_lm import CausalLM
+from ascendchat.models.export import check_free, describe
+from ascendchat.models.folder import Folder, OpenedFolder, find, read_json
+from ascendchat.models.fused import fuse
+from ascendchat.models.lora import LoraSettings, add_lora, has_experts, write_adapter
+from ascendchat.models.quantize import pack
+from ascendchat.models.shape import HFShape
+from ascendchat.models.tokenizer import HFTokenizer
+from ascendchat.models.trained import BESIDE, HFSource, is_trained_hf, open_hf, open_trained, write_base
+from ascendchat.parallel.context import Context
+from ascendchat.runs.run import run_folder
+from ascendchat.runs.saved import checkpoints
+from ascendchat.sizes.batch import largest_rows
+from ascendchat.sizes.hf import FAMILIES, HFModel, finetuning, from_config, packing_saves
+from ascendchat.sizes.memory import usable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -146,7 +146,10 @@ def _on_device(
     model.compiles_layers = not (names or together or getattr(config, "bits", None))
     if not together:
         return model.to(here.place), None
-    from ascendchat.nn.sharded import mesh_over, share_out_weights  # FSDP2 takes most of a second to import
+    from ascendchat.nn.sharded import (
+        mesh_over,
+        share_out_weights,  # FSDP2 takes most of a second to import
+    )
 
     mesh = mesh_over(here.place, together)
     offload = bool(getattr(config, "offload", False))
@@ -168,14 +171,14 @@ def learning_rate(shape: HFShape, asked: float | None) -> float:
 
 
 def kept(config: StepConfig) -> dict[str, Any]:
-    """What is trained, and where it is kept, as plan/hf.py counts it."""
+    """What is trained, and where it is kept, as sizes/hf.py counts it."""
     rank = (getattr(config, "lora_rank", None) or LoraSettings.rank) if getattr(config, "lora", False) else 0
     how = {"lora_rank": rank, "bits": getattr(config, "bits", None)}
     return {**how, "shard": getattr(config, "shard", 0), "offload": bool(getattr(config, "offload", False))}
 
 
 def most_rows(counted: HFModel, chip: Chip, devices: int, checkpointing: bool, *, beside: int = 0, **how: Any) -> int:
-    """The largest device batch that fits beside so many bytes of something else, by plan/hf.py; `how`: see `kept`."""
+    """The largest device batch that fits beside so many bytes of something else, by sizes/hf.py; `how`: see `kept`."""
     have = usable(chip) - beside
 
     def needed(rows: int) -> int:

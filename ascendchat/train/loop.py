@@ -20,16 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, Writer
 from ascendchat.chips import KINDS
 from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.device import Device, Mark, smi
-from ascendchat.record import Run
-from ascendchat.record.console import Console, Telemetry
-from ascendchat.record.earlier import notice
-from ascendchat.record.speed import Smooth, eta, speed
+from ascendchat.parallel import collectives
+from ascendchat.runs.console import Console, Telemetry
+from ascendchat.runs.earlier import notice
+from ascendchat.runs.run import Run
+from ascendchat.runs.speed import Smooth, eta, speed
 from ascendchat.train.dry_run import dry_run
 from ascendchat.train.profile import Profiler
 from ascendchat.train.signals import Interrupted, StopSignals
@@ -129,8 +129,8 @@ class LossScale:
         """Whether any rank overflowed; then the step is skipped and the scale halved. MOST_SKIPPED end the run."""
         if not self.needed:
             return False
-        flag = torch.tensor([float(self.device.overflowed(gradients))], device=dist.place())
-        dist.all_reduce(flag, "max")
+        flag = torch.tensor([float(self.device.overflowed(gradients))], device=collectives.place())
+        collectives.all_reduce(flag, "max")
         if flag.item():
             used, self.value, self.good = self.value, max(1.0, self.value / 2), 0
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
@@ -169,7 +169,7 @@ def train_step(stage: Stage, step: int, scale: LossScale, profiler: Profiler | N
         stage.optimizer.zero_grad()
     else:
         norm = stage.optimizer.step(**stage.rates(step), loss_scale=used / correction.loss)
-        sums[GRADIENT] = norm.square() * dist.world().size  # reports are averaged over the ranks, squares add up
+        sums[GRADIENT] = norm.square() * collectives.world().size  # reports are averaged over the ranks, squares add up
     stage.after_step(step)
     if scale.needed:
         sums["loss"] = sums["loss"] / used
@@ -220,7 +220,7 @@ class Progress:
         """Queue the values of a step; their mean over the ranks also carries a wish to stop."""
         wish = torch.full_like(values["loss"], float(stop > 0), dtype=torch.float32)
         report = torch.stack((*(value.float() for value in values.values()), wish))
-        dist.all_reduce(report, "mean", async_op=True).wait()
+        collectives.all_reduce(report, "mean", async_op=True).wait()
         self.pending.append(Report(step, tuple(values), self.device.fetch(report), self.device.event(), more))
 
     def read(self, keep: int) -> bool:
@@ -254,7 +254,7 @@ class Progress:
             seconds,
             self.stage.flops_per_token,
             self.device.chip.peak,
-            dist.world().size,
+            collectives.world().size,
         )
         memory = self.device.memory()
         left = eta(step - self.first, self.stage.steps - self.first, time.perf_counter() - self.started)
@@ -267,7 +267,7 @@ class Progress:
 
 def fit(stage: Stage, device: Device, run: Run, options: Options, title: str = "") -> Result:
     """Train until stage.steps, a signal, or a loss that went wrong."""
-    main = dist.world().rank == 0
+    main = collectives.world().rank == 0
     result = Result(options.start)
     with (
         StopSignals(run) as signals,

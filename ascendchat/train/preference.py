@@ -1,7 +1,7 @@
 """`finetune --stage dpo --model Qwen2.5-0.5B-Instruct --data pairs.jsonl`: learning from pairs of replies.
 
 A Stage of the one loop. Both replies of a pair lie in packed rows as documents that do not see each other
-(data/pair_rows.py); their log-probabilities come from the head in chunks (nn/objective.py), and DPO, ORPO or SimPO
+(data/chat/pair_rows.py); their log-probabilities come from the head in chunks (nn/logprobs.py), and DPO, ORPO or SimPO
 (nn/preference.py) makes a loss of them: its mean over the pairs of a step, whichever rank has them. The reference of
 DPO is the model as it came: its log-probabilities are computed once, before the first step, and kept in the run's
 folder (reference.py), so that no second model takes memory.
@@ -23,34 +23,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint, to_continue
 from ascendchat.config import UserError
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.config.preference import PreferenceOptions
+from ascendchat.data.chat.dataset_info import USUAL_DIR, listed_data
+from ascendchat.data.chat.pair_rows import PairBatch, PairBatches
+from ascendchat.data.chat.preview import colours, preview_mixture
 from ascendchat.data.mixture import absolute
-from ascendchat.data.pair_rows import PairBatch, PairBatches
-from ascendchat.data.preview import colours, preview_mixture
-from ascendchat.data.registry import USUAL_DIR, listed_data
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
-from ascendchat.dist.context import Context
-from ascendchat.hf.shape import HFShape
-from ascendchat.infer.huggingface import HFSource
-from ascendchat.infer.inputs import to_device
+from ascendchat.engine.padding import to_device
+from ascendchat.models.shape import HFShape
+from ascendchat.models.trained import HFSource
 from ascendchat.nn.gpt import GPT
-from ascendchat.nn.objective import learnt_logprobs
+from ascendchat.nn.logprobs import learnt_logprobs
 from ascendchat.nn.preference import Pairs, Preference, Weights, preference, sequence_sums
 from ascendchat.nn.readout import Drawn, Float32Readout
-from ascendchat.plan.batch import Split
-from ascendchat.plan.schedule import Curve, finetuning_scale
-from ascendchat.plan.shape import Shape
-from ascendchat.record import run_folder
+from ascendchat.parallel import collectives
+from ascendchat.parallel.context import Context
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes.batch import Split
+from ascendchat.sizes.schedule import Curve, finetuning_scale
+from ascendchat.sizes.shape import Shape
 from ascendchat.tasks import knows
 from ascendchat.tasks.pairs import PairMixture, open_pair_mixture
 from ascendchat.train.beginning import Beginning
 from ascendchat.train.huggingface import check_output
-from ascendchat.train.learner import Learner
+from ascendchat.train.model import Learner
 from ascendchat.train.reference import Reference
 from ascendchat.train.rows import RowStage, share_out
 from ascendchat.train.run import train_stage
@@ -150,7 +150,7 @@ class PreferenceStage(RowStage):
     def micro_batches(self, step: int) -> Iterator[UploadedPairs]:  # type: ignore[override]
         """This rank's bins of a step; one batch is made while the device works on that before."""
         split, mine = self.split, self.split.rows * self.split.accumulation
-        batches, first = self.batches(mine * split.devices), dist.world().rank * mine
+        batches, first = self.batches(mine * split.devices), collectives.world().rank * mine
         pairs = batches.targets(step)
         for begin in range(first, first + mine, split.rows):
             yield self.upload(batches.batch(step, begin, begin + split.rows), pairs)
@@ -218,7 +218,7 @@ class PreferenceStage(RowStage):
         not its own (dist.turns)."""
         rows = self.mixture.every[index]
         batches = PairBatches([(rows, 1.0)], rows.per_epoch)
-        for first, stop, own in dist.turns(rows.per_epoch, self.split.rows):
+        for first, stop, own in collectives.turns(rows.per_epoch, self.split.rows):
             yield batches.batch(0, first, stop), own
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class PreferenceStage(RowStage):
                 if own:
                     table[torch.from_numpy(batch.number).to(table.device)] = sums
         self.model.train()
-        dist.all_reduce(table, "sum")  # each pair is in one place, and 0 elsewhere
+        collectives.all_reduce(table, "sum")  # each pair is in one place, and 0 elsewhere
         return table.cpu()
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -270,12 +270,12 @@ class PreferenceStage(RowStage):
 
 def averaged(total: Tensor | None, names: tuple[str, ...], place: torch.device) -> dict[str, float]:
     """Sums and a count on each rank -> means over all; a rank may have seen nothing."""
-    every = dist.gather_objects(names)
+    every = collectives.gather_objects(names)
     names = next((found for found in every if found), ())
     if not names:
         return {}
     total = torch.zeros(len(names) + 1, device=place) if total is None else total
-    dist.all_reduce(total, "sum")
+    collectives.all_reduce(total, "sum")
     *values, count = total.tolist()
     return {name: value / count for name, value in zip(names, values)}
 
@@ -295,7 +295,7 @@ def batch_and_steps(config: FinetuneConfig, shape: Any, device: Device, mixture:
     wanted = (config.target_examples_per_step or PAIRS_PER_STEP) * bins / mixture.pairs
     total = config.total_batch_size
     if not total and fixed and not config.target_examples_per_step:
-        total = fixed * (config.gradient_accumulation_steps or 1) * dist.world().size * length
+        total = fixed * (config.gradient_accumulation_steps or 1) * collectives.world().size * length
     if not total:
         most = wanted if config.target_examples_per_step else min(wanted, bins * config.epochs / FEW_STEPS)
         total = max(1, round(most)) * length

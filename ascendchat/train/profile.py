@@ -18,7 +18,7 @@ from typing import Any
 from ascendchat.config.language import translate
 from ascendchat.device import Device
 from ascendchat.files import write_atomic
-from ascendchat.record.trace import advice, read_trace, summarise, table
+from ascendchat.runs.trace import advice, read_trace, summarise, table
 
 WARM_UP = 3  # steps before the trace: the first ones allocate and compile
 

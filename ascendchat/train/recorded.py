@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.chips import Chip
-from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.loader import MicroBatch
 from ascendchat.nn.gpt import GPT
-from ascendchat.plan.memory import training, usable
-from ascendchat.plan.shape import Shape
-from ascendchat.train.learner import Learner, say
+from ascendchat.parallel import collectives
+from ascendchat.sizes.memory import training, usable
+from ascendchat.sizes.shape import Shape
+from ascendchat.train.model import Learner, say
 
 SHORT = 0.01  # seconds at the chip's peak; a longer micro-batch hides its launches (docs/log.md)
 
@@ -32,7 +32,7 @@ def pays(learner: Learner, rows: int) -> bool:
     their activations beside those of work that is not recorded. Several devices were not tried."""
     model, device = learner.model, learner.device
     able = device.records_training and device.compiles and device.chip.graphs
-    if not able or not isinstance(model, GPT) or dist.world().size > 1:
+    if not able or not isinstance(model, GPT) or collectives.world().size > 1:
         return False
     same = not learner.by_document and not model.dropout and not device.scaling.needed
     return same and short(model.shape, device.chip, rows, model.checkpoint_activations)

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.checkpoint import UNWRITTEN, Damaged, read_file, write_weights
-from ascendchat.dist.context import Context
 from ascendchat.files import flush, sha256, write_atomic
+from ascendchat.parallel import collectives
+from ascendchat.parallel.context import Context
 
 NAME = "logprobs"
 
@@ -46,7 +46,7 @@ class Reference:
 
     def read_or_make(self, make: Callable[[], Tensor], here: Context) -> Tensor:
         """On all ranks; `make` is asked on all of them, or on none."""
-        found: Tensor | None = dist.broadcast_object(self.read() if here.main else None)
+        found: Tensor | None = collectives.broadcast_object(self.read() if here.main else None)
         if found is not None:
             here.say(f"log-probabilities of the reference: read from {self.path}")
             return found

@@ -1,7 +1,7 @@
 """A Stage over packed rows: what pretraining, mid-training and SFT have in common. See Stage in loop.py.
 
-learner = build(config, shape, here)                             # learner.py
-stage = BaseStage(learner, split, steps, ...)                    # base.py; or ChatStage of chat.py
+learner = build(config, shape, here)                             # model.py
+stage = BaseStage(learner, split, steps, ...)                    # pretrain.py; or ChatStage of chat.py
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ascendchat import dist
 from ascendchat.config import UserError
 from ascendchat.config.train import TrainConfig
 from ascendchat.data.corpus import Corpus
+from ascendchat.data.loader import MicroBatch, Prefetcher
 from ascendchat.data.mixture import Batches
-from ascendchat.data.prefetch import MicroBatch, Prefetcher
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.generator import Generator
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.eval.bits import corpus_bits
 from ascendchat.eval.scorer import MAX_TOKENS, ModelScorer
-from ascendchat.hf.shape import HFShape
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.generator import Generator
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.models.shape import HFShape
 from ascendchat.nn.model import Sizes
-from ascendchat.plan import schedule
-from ascendchat.plan.batch import Split, fit_split, split_fixed
-from ascendchat.plan.batch import split as share
-from ascendchat.plan.schedule import Curve
-from ascendchat.plan.shape import Shape
+from ascendchat.parallel import collectives
+from ascendchat.sizes import schedule
+from ascendchat.sizes.batch import Split, fit_split, split_fixed
+from ascendchat.sizes.batch import split as share
+from ascendchat.sizes.schedule import Curve
+from ascendchat.sizes.shape import Shape
 from ascendchat.train.huggingface import kept, learning_rate, most_rows
-from ascendchat.train.learner import Learner, noise, optimizer_for
+from ascendchat.train.model import Learner, noise, optimizer_for
 from ascendchat.train.stage import Loss, Optimizer, Stage
 
 SAMPLE_TOKENS = 24
@@ -45,7 +45,7 @@ SAMPLE_TOKENS = 24
 def share_out(config: TrainConfig, shape: Shape | HFShape, device: Device, total: int, beside: int = 0) -> Split:
     """How the devices share `total` tokens a step; `beside`: bytes of each that something else needs. Without a total
     from the user, rows per device and micro-batches are the total where both are given."""
-    fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, dist.world().size
+    fixed, checkpointing, size = config.device_batch_size, config.activation_checkpointing, collectives.world().size
     asked, examples = config.gradient_accumulation_steps, getattr(config, "target_examples_per_step", None)
     if examples and config.total_batch_size:
         raise UserError("--target-examples-per-step and --total-batch-size say the same thing; give one of them")
@@ -148,7 +148,7 @@ class RowStage(Stage):
 
     def _prefetcher(self) -> Prefetcher:
         split, learner, mine = self.split, self.learner, self.split.rows * self.split.accumulation
-        first = dist.world().rank * mine
+        first = collectives.world().rank * mine
         batches, pin = self.batches(mine * split.devices), learner.device.pin
         return Prefetcher(batches, learner.place, rows=(first, first + mine), micro_batch=split.rows, pin=pin)
 
@@ -157,7 +157,7 @@ class RowStage(Stage):
 
     def draw_anew(self, *place: int) -> None:
         """What is dropped from here on is a function of seed, rank and place: a run that goes on drops the same."""
-        self.learner.device.seed(mixed(self.seed, dist.world().rank, *place))
+        self.learner.device.seed(mixed(self.seed, collectives.world().rank, *place))
 
     def probe(self) -> MicroBatch:
         return noise(self.learner, self.split)

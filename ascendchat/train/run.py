@@ -1,6 +1,6 @@
 """Trains a Stage in a run folder: what every training command ends with.
 
-with training_context(config) as here:                                  # train/base.py, train/chat.py
+with training_context(config) as here:                                  # train/pretrain.py, train/chat.py
     saved = to_continue(run_folder(name, "base"), config.resume)
     return train_stage(stage, here, config, folder, saved, ...)  # the exit status
 """
@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ascendchat import dist
 from ascendchat.checkpoint import Checkpoint
 from ascendchat.config import UserError
 from ascendchat.config.train import StepConfig, TrainConfig
 from ascendchat.device import pick
-from ascendchat.dist.context import Context, joined
-from ascendchat.infer.load import settings_of
-from ascendchat.record import open_run, read_metrics, run_folder
-from ascendchat.record.sinks import check_track
+from ascendchat.models.open import settings_of
+from ascendchat.parallel import collectives
+from ascendchat.parallel.context import Context, joined
+from ascendchat.runs.run import open_run, read_metrics, run_folder
+from ascendchat.runs.trackers import check_track
 from ascendchat.train.loop import Options, fit
 from ascendchat.train.stage import Stage
 
@@ -70,7 +70,7 @@ def unseen(folder: Path, options: Options, last: int, here: Context) -> bool:
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if here.main and metrics.is_file() else []
     known = [row for row in rows if row["step"] == options.start]
-    return bool(dist.broadcast_object(bool(known) and all("loss" in row for row in known)))
+    return bool(collectives.broadcast_object(bool(known) and all("loss" in row for row in known)))
 
 
 def train_stage(

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ascendchat import dist
 from ascendchat.checkpoint import WRITING
 from ascendchat.launch.rank import ended
-from ascendchat.record import Run
-from ascendchat.record.earlier import notice
+from ascendchat.parallel import collectives
+from ascendchat.runs.earlier import notice
+from ascendchat.runs.run import Run
 
 LAST = 10.0  # seconds for a checkpoint that is being written when another rank dies
 SAME = 0.5  # seconds: `timeout` and job managers send one signal twice, to the process and to its group
@@ -87,7 +87,7 @@ class StopSignals:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """What is done in here ends with the signal. Not on several ranks: those without a signal would wait."""
-        self.leaving = dist.world().size == 1
+        self.leaving = collectives.world().size == 1
         try:
             if self.leaving and self.received:
                 raise Interrupted

@@ -3,7 +3,7 @@
     class Mine(Stage): ...                # what has no body below: model, optimizer, micro_batches, loss, ...
     fit(Mine(...), device, run, options)  # train/loop.py
 
-No model and no optimizer is named here: ours are in train/learner.py.
+No model and no optimizer is named here: ours are in train/model.py.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from ascendchat.checkpoint import Checkpoint, Damaged, newest, verify
 from ascendchat.config import UserError, home
 from ascendchat.config.stages import STAGES, StageName
 from ascendchat.config.train import ChatTrainConfig
-from ascendchat.hf.folder import Folder, refuse_ours
+from ascendchat.models.folder import Folder, refuse_ours
 from ascendchat.nn.optim import Shard
-from ascendchat.record import run_folder
+from ascendchat.runs.run import run_folder
 
 
 def starting_point(config: ChatTrainConfig, stage: StageName, say: Callable[[str], None]) -> Checkpoint:

@@ -22,15 +22,20 @@ import torch.distributed as torch_dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ascendchat import dist
-from ascendchat.launch.world import World
+from ascendchat.parallel import collectives
+from ascendchat.parallel.world import World
 from ascendchat.nn.attention import KERNELS
-from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.gpt import dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
-from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights
-from ascendchat.plan import schedule
-from ascendchat.plan.shape import Shape
+from ascendchat.nn.optim import MuonAdamW
+from ascendchat.nn.optim import adamw_groups
+from ascendchat.nn.optim import groups
+from ascendchat.nn.sharded import ShardedAdamW
+from ascendchat.nn.sharded import mesh_over
+from ascendchat.nn.sharded import share_out_weights
+from ascendchat.sizes import schedule
+from ascendchat.sizes.shape import Shape
 
 SHAPE = Shape.from_depth(12, vocab=512, seq_len=64, dim=256, head_dim=64)
 DTYPE = torch.bfloat16
@@ -42,12 +47,12 @@ NAMES = {"_reduce_scatter_base_": "reduce-scatter", "_allgather_base_": "all-gat
 def rank_among(size: int, rank: int = 0) -> Iterator[None]:
     """This process is one rank of so many."""
     torch_dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    before = dist._state
-    dist._state = dist._State(World(rank, size, rank % 8, min(8, size)), torch.device("cpu"))
+    before = collectives._state
+    collectives._state = collectives._State(World(rank, size, rank % 8, min(8, size)), torch.device("cpu"))
     try:
         yield
     finally:
-        dist._state = before
+        collectives._state = before
         torch_dist.destroy_process_group()
 
 
@@ -79,7 +84,7 @@ class Found:
     """What one rank did in one step."""
 
     traffic: Traffic
-    memory: dict[str, int]  # bytes that this rank keeps, by the names of plan/memory.py
+    memory: dict[str, int]  # bytes that this rank keeps, by the names of sizes/memory.py
     build_seconds: float  # model aside: groups, buffers
     step_seconds: float
     matrices: int = 0  # that this rank updates

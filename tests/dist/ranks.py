@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from warm_process import PRELOADED
 
-from ascendchat.launch import port
+from ascendchat import processes as port
 
 FORK = multiprocessing.get_context("forkserver")  # ranks have imported torch already
 FORK.set_forkserver_preload(["pytest", *PRELOADED])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import Host, run_ranks
 
-from ascendchat import dist
+from ascendchat.parallel import collectives
 
 OPS = ("sum", "mean", "max", "min")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,50 +28,50 @@ def raised(kind: type[Exception], fn: Any, *args: Any) -> bool:
 
 
 def every_collective(rank: int) -> dict[str, Any]:
-    world = dist.init(Host(), connect_timeout=60)
+    world = collectives.init(Host(), connect_timeout=60)
     size = world.size
     seen: dict[str, Any] = {"world": world}
     for dtype in DTYPES:
         for op in OPS:
             tensor = value_of(rank).to(dtype)
-            dist.all_reduce(tensor, op)
+            collectives.all_reduce(tensor, op)
             seen[f"all_reduce {op} {dtype}"] = tensor.tolist()
             whole = torch.stack([value_of(rank) + 10 * part for part in range(size)]).to(dtype)
             before, part = whole.clone(), torch.empty(3, dtype=dtype)
-            dist.reduce_scatter(part, whole, op)
+            collectives.reduce_scatter(part, whole, op)
             seen[f"reduce_scatter {op} {dtype}"] = part.tolist()
             assert torch.equal(whole, before), "reduce_scatter changed its input"
         gathered = torch.empty(size, 3, dtype=dtype)
-        dist.all_gather(gathered, value_of(rank).to(dtype))
+        collectives.all_gather(gathered, value_of(rank).to(dtype))
         seen[f"all_gather {dtype}"] = gathered.tolist()
     counts = torch.tensor([rank + 1, 100], dtype=torch.int32)
-    dist.all_reduce(counts)
+    collectives.all_reduce(counts)
     seen["integers"] = counts.tolist()
-    seen["mean of integers refused"] = raised(TypeError, dist.all_reduce, torch.tensor([1]), "mean")
-    seen["unknown op refused"] = raised(ValueError, dist.all_reduce, torch.tensor([1.0]), "median")
-    seen["wrong size refused"] = raised(ValueError, dist.all_gather, torch.empty(size * 3 + 1), torch.empty(3))
+    seen["mean of integers refused"] = raised(TypeError, collectives.all_reduce, torch.tensor([1]), "mean")
+    seen["unknown op refused"] = raised(ValueError, collectives.all_reduce, torch.tensor([1.0]), "median")
+    seen["wrong size refused"] = raised(ValueError, collectives.all_gather, torch.empty(size * 3 + 1), torch.empty(3))
     columns = torch.zeros(3, 2)
     columns[:, 0] = value_of(rank)
-    dist.all_reduce(columns[:, 0])  # not contiguous: a view into a larger tensor
+    collectives.all_reduce(columns[:, 0])  # not contiguous: a view into a larger tensor
     seen["view"] = columns[:, 0].tolist()
     late, parts, all_parts = value_of(rank), torch.empty(3), torch.empty(size * 3)
     handles = [
-        dist.all_reduce(late, "mean", async_op=True),
-        dist.reduce_scatter(parts, value_of(rank).repeat(size), "mean", async_op=True),
-        dist.all_gather(all_parts, value_of(rank), async_op=True),
+        collectives.all_reduce(late, "mean", async_op=True),
+        collectives.reduce_scatter(parts, value_of(rank).repeat(size), "mean", async_op=True),
+        collectives.all_gather(all_parts, value_of(rank), async_op=True),
     ]
     for handle in handles + handles:  # waiting twice must not divide twice
         handle.wait()
     seen["async"] = (late.tolist(), parts.tolist(), all_parts.tolist())
-    seen["objects"] = dist.gather_objects({"rank": rank, "text": "x" * (rank * 1000)})
-    seen["object"] = dist.broadcast_object({"from": rank}, src=size - 1)
-    seen["metrics"] = dist.metrics({"loss": rank + 1.0, "accuracy": 0.25 * rank})
+    seen["objects"] = collectives.gather_objects({"rank": rank, "text": "x" * (rank * 1000)})
+    seen["object"] = collectives.broadcast_object({"from": rank}, src=size - 1)
+    seen["metrics"] = collectives.metrics({"loss": rank + 1.0, "accuracy": 0.25 * rank})
     mine = {"loss": 1.0} if rank == 0 else {"other": 1.0}
-    seen["different metrics refused"] = size == 1 or raised(ValueError, dist.metrics, mine)
-    dist.barrier()
-    dist.teardown()
-    dist.teardown()
-    seen["after teardown"] = (dist.world().size, torch.distributed.is_initialized())
+    seen["different metrics refused"] = size == 1 or raised(ValueError, collectives.metrics, mine)
+    collectives.barrier()
+    collectives.teardown()
+    collectives.teardown()
+    seen["after teardown"] = (collectives.world().size, torch.distributed.is_initialized())
     return seen
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import Host, run_ranks
 
-from ascendchat import dist
-from ascendchat.dist.connect import order_timeouts
+from ascendchat.parallel import collectives
+from ascendchat.parallel.connect import order_timeouts
 
 ASLEEP = 3000.0  # seconds, longer than run_ranks waits
 
@@ -26,8 +26,8 @@ def together(folder: str, rank: int, count: int) -> None:
 def wait_for_a_rank_that_never_comes(rank: int, folder: str, count: int) -> str:
     together(folder, rank, count)
     try:
-        dist.init(Host(), connect_timeout=2.0)
-    except dist.MissingRanks as error:
+        collectives.init(Host(), connect_timeout=2.0)
+    except collectives.MissingRanks as error:
         return str(error)
     raise AssertionError("nobody was missing")
 
@@ -52,8 +52,8 @@ def fall_asleep_in_the_first_collective(rank: int, folder: str) -> None:
     os.dup2(os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     together(folder, rank, 2)
     if rank == 1:
-        dist.warm_up = lambda me, place: time.sleep(ASLEEP)  # type: ignore[attr-defined]
-    dist.init(Host(), connect_timeout=2.0)
+        collectives.warm_up = lambda me, place: time.sleep(ASLEEP)  # type: ignore[attr-defined]
+    collectives.init(Host(), connect_timeout=2.0)
 
 
 @pytest.mark.slow
@@ -65,11 +65,11 @@ def test_a_hang_in_the_first_collective_ends_the_job_in_time(tmp_path: Path) -> 
 
 
 def fail_after_init(rank: int) -> bool:
-    dist.init(Host(), connect_timeout=60.0)
+    collectives.init(Host(), connect_timeout=60.0)
     try:
         if rank == 0:
             raise ValueError("a bug")
-        dist.barrier()
+        collectives.barrier()
     except (ValueError, RuntimeError):
         return True
     return False
@@ -82,15 +82,15 @@ def test_an_error_in_one_rank_does_not_keep_the_processes_alive() -> None:
 def test_one_process_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    world = dist.init(Host())
+    world = collectives.init(Host())
     assert (world.size, torch.distributed.is_initialized()) == (1, False)
     tensor = torch.tensor([3])
-    dist.all_reduce(tensor).wait()
-    dist.barrier()
+    collectives.all_reduce(tensor).wait()
+    collectives.barrier()
     assert tensor.tolist() == [3]
-    assert dist.gather_objects("a") == ["a"]
-    assert dist.metrics({"loss": 2.5}) == {"loss": 2.5}
-    dist.teardown()
+    assert collectives.gather_objects("a") == ["a"]
+    assert collectives.metrics({"loss": 2.5}) == {"loss": 2.5}
+    collectives.teardown()
 
 
 LIBRARY = {"XCCL_CONNECT_TIMEOUT": "600"}

@@ -11,14 +11,14 @@ import pytest
 import torch
 from ranks import Host, run_ranks
 
-from ascendchat import dist
+from ascendchat.parallel import collectives
 from ascendchat.eval.bits import bits_per_byte
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.eval.core import score_tasks
 from ascendchat.eval.scorer import ModelScorer
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 from core_bundle import write_bundle
@@ -28,13 +28,13 @@ TEXTS = [f"{'the cat sat ' * n}on the mat." for n in range(13)]
 
 
 def score(rank: int, folder: str) -> dict[str, Any]:
-    dist.init(Host())
+    collectives.init(Host())
     model = GPT(Shape.from_depth(2, vocab=41, dim=32, head_dim=16, seq_len=256))
     model.initialise(seed=0)
     scorer = ModelScorer(model, choose("cpu", torch.float32, 16)[0], torch.device("cpu"))
     report = score_tasks(load_bundle(Path(folder)), scorer, Hashed(), max_len=90, say=lambda text: None)
     bits = bits_per_byte(scorer, text_rows(Hashed(), TEXTS, 16), np.full(41, 2))
-    dist.teardown()
+    collectives.teardown()
     tasks = {task.label: (task.correct, task.cropped) for task in report.tasks}
     return {"tasks": tasks, "core": report.to_dict()["core"], "bits": (bits.tokens, bits.bytes, bits.nats)}
 

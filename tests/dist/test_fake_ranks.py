@@ -11,8 +11,11 @@ from fake_ranks import DTYPE, SHAPE, our_step, sharded_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ascendchat.chips import find
-from ascendchat.plan import memory
-from ascendchat.plan.share import elements, exchanged_elements, stacks, team_size
+from ascendchat.sizes import memory
+from ascendchat.sizes.share import elements
+from ascendchat.sizes.share import exchanged_elements
+from ascendchat.sizes.share import stacks
+from ascendchat.sizes.share import team_size
 
 CHIP = find("Ascend910B3")
 aten = torch.ops.aten

@@ -16,7 +16,8 @@ import warm_process
 
 from ascendchat.cli import main
 from ascendchat.config import home
-from ascendchat.launch import port, supervise
+from ascendchat import processes
+from ascendchat.launch import supervise
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -203,8 +204,8 @@ def test_a_port_that_was_taken_meanwhile_is_chosen_again(
     with socket.socket() as server:
         server.bind(("0.0.0.0", 0))
         server.listen(1)
-        really, picks = port.free_port, [server.getsockname()[1]]
-        monkeypatch.setattr(port, "free_port", lambda: picks.pop() if picks else really())
+        really, picks = processes.free_port, [server.getsockname()[1]]
+        monkeypatch.setattr(processes, "free_port", lambda: picks.pop() if picks else really())
         assert launch("--devices", 1, script) == 0
     assert not picks, "the busy port was never tried"
     assert "rank 0 []" in capfd.readouterr().out
@@ -223,7 +224,7 @@ def test_plain_torchrun_gives_the_ranks_the_same_world(script: Path) -> None:
 def test_two_nodes_with_one_home_and_run_meet_and_meet_again_after_a_failure(script: Path) -> None:
     lost = 'import os\nif world.rank == 1 and not os.environ.get("ASCENDCHAT_RESTART"): os._exit(9)\n'
     script.write_text(SUM.replace("value = torch", lost + "value = torch"))
-    first = next(number for number in iter(port.free_port, 0) if port.is_free(number + 1))  # the second attempt's
+    first = next(number for number in iter(processes.free_port, 0) if processes.is_free(number + 1))  # the second attempt's
     shared = ["--nnodes", 2, "--master", f"127.0.0.1:{first}", "--run", "both", "--devices", 1, "--max-restarts", 1]
     environ, nodes = {**os.environ, "PYTHONPATH": str(ROOT)}, []
     for rank in (0, 1):

@@ -11,15 +11,21 @@ import torch
 from numpy.typing import NDArray
 from ranks import Host, run_ranks
 
-from ascendchat import dist
-from ascendchat.checkpoint import Writer, newest
+from ascendchat.parallel import collectives
+from ascendchat.checkpoint import Writer
+from ascendchat.checkpoint import newest
 from ascendchat.config import UserError
 from ascendchat.nn.attention import Sdpa
-from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.gpt import dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import MuonAdamW, adamw_groups
-from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights, whole_weights
-from ascendchat.plan.shape import Shape
+from ascendchat.nn.optim import MuonAdamW
+from ascendchat.nn.optim import adamw_groups
+from ascendchat.nn.sharded import ShardedAdamW
+from ascendchat.nn.sharded import mesh_over
+from ascendchat.nn.sharded import share_out_weights
+from ascendchat.nn.sharded import whole_weights
+from ascendchat.sizes.shape import Shape
 
 SHAPE = Shape.from_depth(2, vocab=61, seq_len=24, dim=32, head_dim=16)  # 61 rows: no number of ranks divides them
 Trained = tuple[list[float], list[float], NDArray[np.float32]]  # losses, gradient norms, some weights
@@ -32,7 +38,7 @@ def batch(step: int) -> torch.Tensor:
 
 def train(last: int, together: int, load: str | None = None, save: str | None = None, **how: Any) -> Trained:
     """`together` ranks share a copy of the weights; 0: every rank has all."""
-    world = dist.world()
+    world = collectives.world()
     model = GPT(SHAPE)
     model.initialise(0)
     optimizer: Any
@@ -58,9 +64,9 @@ def train(last: int, together: int, load: str | None = None, save: str | None = 
             loss = head_loss(model(part[:, :-1], attend), model.head, part[:, 1:], SHAPE.vocab, weight=weight)
             loss.backward()
             total += loss.detach() / 4.0
-        dist.all_reduce(total, "mean")
+        collectives.all_reduce(total, "mean")
         square = optimizer.step(lr_scale=0.5 if step else 1.0, clip=0.2, loss_scale=4.0).square()
-        dist.all_reduce(square, "sum")
+        collectives.all_reduce(square, "sum")
         losses.append(total.item())
         norms.append(square.sqrt().item())
     weights = whole_weights(model.state_dict(), torch.float32)
@@ -68,16 +74,16 @@ def train(last: int, together: int, load: str | None = None, save: str | None = 
         writer = Writer(Path(save))
         writer.save(last, model=weights, shards=optimizer.shards(), state={})
         writer.wait()
-        dist.barrier()
+        collectives.barrier()
     return losses, norms, weights["blocks.1.up"].numpy() if weights else np.empty(0, np.float32)
 
 
 def rank_main(rank: int, *arguments: Any) -> Trained:
-    dist.init(Host())
+    collectives.init(Host())
     try:
         return train(*arguments)
     finally:
-        dist.teardown()
+        collectives.teardown()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +123,7 @@ def test_what_cannot_be_shared_out_is_refused(together: int) -> None:
 
 def losses_around_a_load(rank: int) -> tuple[float, float]:
     """Of the weights that were loaded: after a look at those of before, and by a model that never had others."""
-    dist.init(Host())
+    collectives.init(Host())
     try:
         rows, found = batch(0), []
         for looks in (True, False):
@@ -135,7 +141,7 @@ def losses_around_a_load(rank: int) -> tuple[float, float]:
                 found.append(head_loss(model(rows[:, :-1], attend), model.head, rows[:, 1:], SHAPE.vocab).item())
         return found[0], found[1]
     finally:
-        dist.teardown()
+        collectives.teardown()
 
 
 @pytest.mark.slow

@@ -14,22 +14,29 @@ import torch
 from numpy.typing import NDArray
 from ranks import Host, run_ranks
 
-from ascendchat import dist
-from ascendchat.checkpoint import Writer, newest
-from ascendchat.chips import Chip, find, this_cpu
+from ascendchat.parallel import collectives
+from ascendchat.checkpoint import Writer
+from ascendchat.checkpoint import newest
+from ascendchat.chips import Chip
+from ascendchat.chips import find
+from ascendchat.chips import this_cpu
 from ascendchat.config import UserError
-from ascendchat.config.train import USUAL_ROW, BaseConfig
+from ascendchat.config.train import USUAL_ROW
+from ascendchat.config.train import BaseConfig
 from ascendchat.nn import optim
 from ascendchat.nn.attention import Sdpa
-from ascendchat.nn.gpt import GPT, dense
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.gpt import dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.nn.optim import MuonAdamW, groups
-from ascendchat.plan.batch import Split
-from ascendchat.plan.schedule import lr_scale, rates
-from ascendchat.plan.shape import Shape
-from ascendchat.train import horizon
-from ascendchat.train.horizon import sizes_for
-from ascendchat.train.policy import RlStage
+from ascendchat.nn.optim import MuonAdamW
+from ascendchat.nn.optim import groups
+from ascendchat.sizes.batch import Split
+from ascendchat.sizes.schedule import lr_scale
+from ascendchat.sizes.schedule import rates
+from ascendchat.sizes.shape import Shape
+from ascendchat.train import budget
+from ascendchat.train.budget import sizes_for
+from ascendchat.rl.stage import RlStage
 
 SHAPE = Shape.from_depth(2, vocab=60, seq_len=24, dim=32, head_dim=16)
 Trained = tuple[list[float], NDArray[np.float32]]  # losses, some weights
@@ -42,7 +49,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(first: int, last: int, micro: int, load: str | None, save: str | None) -> Trained:
-    world = dist.world()
+    world = collectives.world()
     model = GPT(SHAPE)
     model.initialise(0)
     optimizer = MuonAdamW(groups(model, rates(SHAPE.dim, 4096)), compute_dtype=torch.float32)
@@ -60,7 +67,7 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
             loss = head_loss(model(part[:, :-1], attend), model.head, part[:, 1:], SHAPE.vocab, weight=weight)
             loss.backward()
             total += loss.detach()
-        dist.all_reduce(total, "mean")
+        collectives.all_reduce(total, "mean")
         optimizer.step(lr_scale=0.25 * lr_scale(step, 20, warmup=5), momentum=0.9, matrix_decay=0.1)
         if step >= 8:
             optimizer.average(step - 7, last=step == 9)
@@ -69,16 +76,16 @@ def train(first: int, last: int, micro: int, load: str | None, save: str | None)
         writer = Writer(Path(save))
         writer.save(last, model=model.state_dict(), shards=optimizer.shards(), state={})
         writer.wait()
-        dist.barrier()
+        collectives.barrier()
     return losses, model.blocks[1].up.detach().numpy().copy()
 
 
 def rank_main(rank: int, *arguments: object) -> Trained:
-    dist.init(Host())
+    collectives.init(Host())
     try:
         return train(*arguments)  # type: ignore[arg-type]
     finally:
-        dist.teardown()
+        collectives.teardown()
 
 
 def sizes_of(chip: Chip, minutes: float) -> tuple[int, int]:
@@ -89,13 +96,13 @@ def sizes_of(chip: Chip, minutes: float) -> tuple[int, int]:
 
 def chosen_sizes(rank: int, cpu: bool, minutes: float) -> tuple[int, int]:
     """On two CPU ranks, or where the second rank has a chip with less memory and speed."""
-    dist.init(Host())
+    collectives.init(Host())
     h200 = find("H200")
     try:
         other = replace(h200, memory=h200.memory // (1 + 7 * rank), flops=h200.flops / (1 + 999 * rank))
         return sizes_of(this_cpu() if cpu else other, minutes)
     finally:
-        dist.teardown()
+        collectives.teardown()
 
 
 def test_ranks_with_different_chips_choose_one_depth_and_one_length_of_rows() -> None:
@@ -110,18 +117,18 @@ def test_ranks_on_one_cpu_are_not_twice_as_fast_as_it() -> None:
 
 def paced(rank: int) -> int:
     """The horizon of a minute where the second rank is four times slower."""
-    dist.init(Host())
+    collectives.init(Host())
     try:
-        horizon.measured_speed = lambda learner, batch: 1000.0 / (1 + 3 * rank)
-        horizon.first_batch = lambda *_: None  # type: ignore[assignment,return-value]
+        budget.measured_speed = lambda learner, batch: 1000.0 / (1 + 3 * rank)
+        budget.first_batch = lambda *_: None  # type: ignore[assignment,return-value]
         learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=HOST)
-        return horizon.measured_horizon(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
+        return budget.measured_horizon(BaseConfig(minutes=1), learner, [], Split(2, 1, 1, 32), print)
     finally:
-        dist.teardown()
+        collectives.teardown()
 
 
 def test_minutes_are_those_of_the_slowest_rank() -> None:
-    assert run_ranks(paced, 2) == [int(2 * 250 * 60 * horizon.KEPT_SPEED)] * 2
+    assert run_ranks(paced, 2) == [int(2 * 250 * 60 * budget.KEPT_SPEED)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +145,7 @@ def test_micro_batches_train_like_one_batch(alone: Trained) -> None:
 
 def team_main(rank: int, *arguments: object) -> tuple[Trained, list[float]]:
     """Four ranks, of which two and two share the matrices out; and the norm of a gradient in teams of 4, 2 and 1."""
-    dist.init(Host())
+    collectives.init(Host())
     try:
         norms = []
         for size in (4, 2, 1):
@@ -149,16 +156,16 @@ def team_main(rank: int, *arguments: object) -> tuple[Trained, list[float]]:
             rows = batch(rank)
             head_loss(model(rows[:, :-1], dense(model, Sdpa())), model.head, rows[:, 1:], SHAPE.vocab).backward()
             square = optimizer.step(lr_scale=0.1, clip=1e6).square()
-            dist.all_reduce(square)
+            collectives.all_reduce(square)
             norms.append(square.sqrt().item())
         optim.team_size = lambda matrices, devices: 2
         return train(*arguments), norms  # type: ignore[arg-type]
     finally:
-        dist.teardown()
+        collectives.teardown()
 
 
 def test_ranks_in_teams_train_like_one_and_save_everything_once(alone: Trained, tmp_path: Path) -> None:
-    """What 1,024 ranks do (plan/share.py), with four."""
+    """What 1,024 ranks do (sizes/share.py), with four."""
     found = run_ranks(team_main, 4, 0, 6, ROWS, None, str(tmp_path))
     for (losses, weights), norms in found:
         assert losses == pytest.approx(alone[0][:6], abs=1e-4)
@@ -189,7 +196,7 @@ def test_a_run_moves_between_one_three_two_and_one_ranks(alone: Trained, tmp_pat
 
 def rl_that_ends(rank: int) -> str:
     """What an rl stage says whose second rank cannot judge the answers of its batch."""
-    dist.init(Host())
+    collectives.init(Host())
 
     def waves(batch: int) -> Iterator[list[Any]]:
         if rank == 1:
@@ -206,7 +213,7 @@ def rl_that_ends(rank: int) -> str:
     except UserError as problem:
         return str(problem)
     finally:
-        dist.teardown()
+        collectives.teardown()
     return ""
 
 

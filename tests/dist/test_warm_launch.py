@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--depth 1 --dim 32 --head-dim 16 --max-seq-len 32 --total-batch-size 128 --steps 100000 --log-every 1"

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import hf_models
 from open_export import IDS, TALK, TEXT
 
-from ascendchat.hf import library
-from ascendchat.hf.export import export
-from ascendchat.plan.hf import FAMILIES
+from ascendchat.models.export import export
+from ascendchat.models.import_transformers import library
+from ascendchat.sizes.hf import FAMILIES
 
 pytestmark = pytest.mark.exports
 
@@ -79,7 +79,7 @@ def make(kind: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """One per family that plan/hf.py counts, and some with a rotation of their own."""
+    """One per family that sizes/hf.py counts, and some with a rotation of their own."""
     assert set(FAMILIES) <= set(MODELS)
     folder = tmp_path_factory.mktemp("exports")
     return folder, {kind: make(kind, folder) for kind in MODELS}

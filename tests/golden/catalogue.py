@@ -190,7 +190,7 @@ class Collector:
 def help_texts(collector: Collector) -> set[str]:
     """One line per command, the head of its page, the text under each flag, and what is given to `translate`."""
     from ascendchat.cli import COMMANDS
-    from ascendchat.config.text import field_docs
+    from ascendchat.config.help import field_docs
 
     texts = set()
     for target, _, line in COMMANDS.values():
@@ -242,8 +242,8 @@ def part_names() -> set[str]:
     """The names of parameters, memory and rates in plans of every kind."""
     from ascendchat.chips import CHIPS, Chip
     from ascendchat.config.commands import PlanConfig
-    from ascendchat.plan import hf, memory, schedule
-    from ascendchat.plan.shape import Shape
+    from ascendchat.sizes import hf, memory, schedule
+    from ascendchat.sizes.shape import Shape
 
     chip, shape = CHIPS["Ascend910B3"], Shape.from_depth(2)
     sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 8)

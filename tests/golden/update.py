@@ -20,7 +20,7 @@ def options() -> str:
     """One line per option: command, every spelling of the flag (capitals: a bare word), how its value is written."""
     from ascendchat.cli import COMMANDS
     from ascendchat.config import spelling
-    from ascendchat.config.text import shape
+    from ascendchat.config.help import shape
 
     lines = []
     for command, (target, _, _) in COMMANDS.items():

@@ -23,7 +23,7 @@ import warm_process
 
 from ascendchat.cli import main
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]
 SIGNALLED = """

@@ -59,7 +59,7 @@ class Task:
 
     def __init__(self, model: str, data: str, steps: int, length: int, rows: int, held_out: float) -> None:
         from ascendchat.data.mixture import Batches
-        from ascendchat.hf.folder import find, load_tokenizer
+        from ascendchat.models.folder import find, load_tokenizer
         from ascendchat.tasks.mixture import Portion, open_chat_mixture
 
         folder = find(model)
@@ -115,7 +115,7 @@ class Task:
     def adapters(self) -> Any:
         import torch
 
-        from ascendchat.hf.lora import peft_library
+        from ascendchat.models.lora import peft_library
 
         torch.manual_seed(0)
         return (
@@ -141,7 +141,7 @@ class Task:
 def ours(task: Task, argv: list[str]) -> tuple[float, float, list[float], Clock]:
     """The command, with a clock around its steps."""
     from ascendchat.cli import main
-    from ascendchat.record import read_metrics
+    from ascendchat.runs.run import read_metrics
     from ascendchat.train import loop
 
     model, data, folder, steps, length, rows, held_out = argv

@@ -28,7 +28,7 @@ import torch
 from engine_models import tokenizer
 
 from ascendchat.nn.gpt import GPT
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 LETTERS, SHORT, LONG = 16, 12, 100  # letters of a kind; tokens of an answer on average
 MOST, ANSWERS = 128, 64  # tokens of an answer; answers of a step, which are also the slots of the server
@@ -46,7 +46,7 @@ import sys
 
 if "ascendchat.serve.worker" in sys.orig_argv:
     import time
-    from ascendchat.infer.engine import Engine
+    from ascendchat.engine.engine import Engine
 
     step = Engine.step
 
@@ -58,7 +58,7 @@ if "ascendchat.serve.worker" in sys.orig_argv:
     Engine.step = paced
 elif "rl" in sys.orig_argv:
     import time
-    from ascendchat.train.policy import RlStage
+    from ascendchat.rl.stage import RlStage
 
     loss = RlStage.loss
 

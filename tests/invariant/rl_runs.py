@@ -29,8 +29,8 @@ from ascendchat.cli import main
 from ascendchat.config import UserError
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.optim import MuonAdamW, groups
-from ascendchat.plan.schedule import rates
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
+from ascendchat.sizes.schedule import rates
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600  # seconds after which a test gives up, on however busy a machine
@@ -76,7 +76,7 @@ import sys
 sys.path.append({str(Path(__file__).parent)!r})
 from dying import die
 from ascendchat.cli import main
-from ascendchat.train.policy import RlStage
+from ascendchat.rl.stage import RlStage
 
 begin, last = RlStage.micro_batches, int(sys.argv[1])
 

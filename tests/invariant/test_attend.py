@@ -12,7 +12,7 @@ import pytest
 from ascendchat.cli import main
 from ascendchat.config import load_yaml
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 64".split()
 COMMON = "--device-batch-size 4 --total-batch-size 256 --device-type cpu --eval-every -1 --sample-every -1".split()

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from ascendchat.cli import main
 from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
-from ascendchat.record import read_metrics
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
+from ascendchat.runs.run import read_metrics
 from ascendchat.train import finetune
 
 STEPS = 6

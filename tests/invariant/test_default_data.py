@@ -13,7 +13,7 @@ from ascendchat.cli import main
 from ascendchat.config import load_yaml
 from ascendchat.data import toyworld
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
 TINY = "--depth 1 --dim 16 --max-seq-len 32 --device-batch-size 2 --total-batch-size 64 --steps 1 --run h".split()
 QUIET = "--device-type cpu --eval-every -1 --sample-every -1".split()

@@ -17,7 +17,7 @@ from warm_process import TheirsPopen
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 import hf_models
 
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 
 STEPS = 6
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -21,8 +21,8 @@ from ascendchat.cli import main
 from ascendchat.config.train import BaseConfig
 from ascendchat.data.corpus import Corpus
 from ascendchat.device import pick
-from ascendchat.plan.batch import Split, batch_for
-from ascendchat.train import base, horizon
+from ascendchat.sizes.batch import Split, batch_for
+from ascendchat.train import budget, pretrain
 
 SIZES = "--depth 2 --dim 32 --head-dim 16 --max-seq-len 32 --device-batch-size 16 --total-batch-size 512".split()
 HORIZONS = ["--tokens", "--target-flops", "--steps"]
@@ -32,7 +32,7 @@ HORIZONS = ["--tokens", "--target-flops", "--steps"]
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of about a thousand tokens."""
     monkeypatch.setenv("ASCENDCHAT_HOME", str(tmp_path))
-    monkeypatch.setattr(horizon, "SPEED_SECONDS", 0.2)
+    monkeypatch.setattr(budget, "SPEED_SECONDS", 0.2)
     rng = random.Random(0)
     return commands.prepare_texts(tmp_path, [commands.sentence(rng, 40) for _ in range(60)])
 
@@ -77,7 +77,7 @@ def test_a_batch_that_was_asked_for_is_the_one_that_was_planned(monkeypatch: pyt
     """And the one with which the run goes on."""
     asked = {"gradient_accumulation_steps": 4, "total_batch_size": 2**17}[given]
     config = BaseConfig(minutes=5.0, depth=2, **{given: asked})  # type: ignore[arg-type]
-    shape, corpora = horizon.shape_of(config, 4096), [(SimpleNamespace(tokens=10**7, vocab_size=4096), 1.0)]
+    shape, corpora = budget.shape_of(config, 4096), [(SimpleNamespace(tokens=10**7, vocab_size=4096), 1.0)]
     learner: Any = SimpleNamespace(model=SimpleNamespace(shape=shape), device=pick("cpu"))
     measured: list[Split] = []
 
@@ -85,23 +85,23 @@ def test_a_batch_that_was_asked_for_is_the_one_that_was_planned(monkeypatch: pyt
         measured.append(split)
         return 1_000_000
 
-    monkeypatch.setattr(horizon, "measured_horizon", speed)
-    split, steps = horizon.plan_run(config, learner, corpora, None, print)  # type: ignore[arg-type]
+    monkeypatch.setattr(budget, "measured_horizon", speed)
+    split, steps = budget.plan_run(config, learner, corpora, None, print)  # type: ignore[arg-type]
     assert measured == [split]
     assert asked in (split.accumulation, split.total)
     assert steps * split.total == pytest.approx(1_000_000, rel=0.2)
     saved: Any = SimpleNamespace(state={"steps": steps, "total_batch": split.total})
-    assert horizon.plan_run(config, learner, corpora, saved, print) == (split, steps)  # type: ignore[arg-type]
+    assert budget.plan_run(config, learner, corpora, saved, print) == (split, steps)  # type: ignore[arg-type]
 
 
 def test_time_that_the_text_leaves_over_goes_into_smaller_steps(words: Path) -> None:
     corpora = [(Corpus.open(words), 1.0)]
-    text = int(horizon.MOST_PASSES * corpora[0][0].tokens)
-    assert horizon.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
-    tokens, total = horizon.timed(int(1.03 * text), corpora, 1)
+    text = int(budget.MOST_PASSES * corpora[0][0].tokens)
+    assert budget.timed(text // 2, corpora, 1) == (text // 2, batch_for(text // 2))
+    tokens, total = budget.timed(int(1.03 * text), corpora, 1)
     assert abs(tokens - text) <= 1
     assert total == batch_for(text)
-    tokens, total = horizon.timed(3 * text, corpora, 1)
+    tokens, total = budget.timed(3 * text, corpora, 1)
     assert abs(tokens - text) <= 1
     assert total == batch_for(text, least_steps=2000) < batch_for(text)
 
@@ -110,30 +110,30 @@ def test_the_time_of_the_optimizer_is_counted_and_is_a_third_at_most() -> None:
     extra = 700
     corpora: Any = [(SimpleNamespace(tokens=10**10), 1.0)]
     for fits in (300_000, 2_000_000, 50_000_000):
-        tokens, total = horizon.timed(fits, corpora, 512, extra)
+        tokens, total = budget.timed(fits, corpora, 512, extra)
         assert total % 512 == 0
         assert total >= 2 * extra
         assert tokens + tokens / total * extra == pytest.approx(fits, rel=0.15)
-        tokens, total = horizon.timed(fits, corpora, 512, extra, 1024)
+        tokens, total = budget.timed(fits, corpora, 512, extra, 1024)
         assert total == 1024
         assert tokens + tokens / total * extra == pytest.approx(fits, rel=0.01)
     text: Any = [(SimpleNamespace(tokens=2_040_000), 1.0)]
     for fits in range(4_000_000, 12_000_000, 500_000):  # the text ends first
-        tokens, total = horizon.timed(fits, text, 2048, extra)
+        tokens, total = budget.timed(fits, text, 2048, extra)
         assert tokens + tokens / total * extra <= fits
-    assert horizon.timed(10**9, corpora, 512, 100)[1] == horizon.timed(10**9, corpora, 512)[1]
+    assert budget.timed(10**9, corpora, 512, 100)[1] == budget.timed(10**9, corpora, 512)[1]
 
 
 def test_a_timed_run_reads_the_text_twice_at_most_and_goes_on_with_the_batch_it_began_with(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(horizon, "MIN_STEPS", 10)  # else one row would be the batch, by any rule
+    monkeypatch.setattr(budget, "MIN_STEPS", 10)  # else one row would be the batch, by any rule
     sizes = [*SIZES[:-2], "--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0"]
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     assert "the text is read " in capsys.readouterr().out
     begun = steps(words)
     assert 20 <= begun < 40
-    monkeypatch.setattr(horizon, "measured_horizon", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(budget, "measured_horizon", lambda *_: pytest.fail("measured again"))
     assert main(["base", *sizes, "--minutes", "1000"]) == 0
     assert steps(words) == begun
 
@@ -142,7 +142,7 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also on a machine that would choose other ones."""
-    monkeypatch.setattr(horizon, "LEAST_ROW", 128)
+    monkeypatch.setattr(budget, "LEAST_ROW", 128)
     where = ["--data", str(words), "--device-type", "cpu", "--run", "h", "--sample-every", "0", "--depth", "2"]
     sizes = [*where, "--dim", "32", "--head-dim", "16", "--device-batch-size", "1"]
 
@@ -153,7 +153,7 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
     assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
     assert row() == 128
     assert "rows of 128 tokens instead of 2048: there is time for few steps" in capsys.readouterr().out
-    monkeypatch.setattr(horizon, "expected_horizon", lambda *_: 10**12)
+    monkeypatch.setattr(budget, "expected_horizon", lambda *_: 10**12)
     assert main(["base", *sizes, "--minutes", "0.0001"]) == 0
     assert row() == 128
     assert "rows of" not in capsys.readouterr().out
@@ -161,42 +161,42 @@ def test_a_timed_run_goes_on_with_the_rows_it_began_with(
 
 def test_passes_count_the_corpus_that_is_read_most() -> None:
     corpus: Any = SimpleNamespace(tokens=1000)
-    assert horizon.passes([(corpus, 1.0)], 2000) == pytest.approx(2.0)
-    assert horizon.passes([(corpus, 1.0), (corpus, 3.0)], 2000) == pytest.approx(1.5)
+    assert budget.passes([(corpus, 1.0)], 2000) == pytest.approx(2.0)
+    assert budget.passes([(corpus, 1.0), (corpus, 3.0)], 2000) == pytest.approx(1.5)
 
 
 def depths(minutes: Sequence[float], chip: Chip, tokens: int, **more: Any) -> list[int]:
     """Of the models that --minutes chooses where the text has so many tokens."""
     corpus = SimpleNamespace(vocab_size=16384, tokens=tokens)
     corpora: Any = [(corpus, 1.0)]
-    return [horizon.depth_for(BaseConfig(minutes=each, **more), corpora, chip) for each in minutes]
+    return [budget.depth_for(BaseConfig(minutes=each, **more), corpora, chip) for each in minutes]
 
 
 def test_minutes_choose_the_depth() -> None:
     h200, little, much = find("H200"), 50_000_000, 10**10
     assert depths([3, 10], h200, little, fp8=True) == [12, 20]  # that were tried
     short, long = depths([1, 600], h200, little)
-    assert horizon.LEAST_DEPTH <= short < 12
-    shape = horizon.shape_of(BaseConfig(), 16384, long + 1)
-    assert shape.total_parameters > horizon.MOST_PARAMETERS * little  # what ends it is the text, not the time
+    assert budget.LEAST_DEPTH <= short < 12
+    shape = budget.shape_of(BaseConfig(), 16384, long + 1)
+    assert shape.total_parameters > budget.MOST_PARAMETERS * little  # what ends it is the text, not the time
     found = depths([1, 10, 100, 1000], h200, much)
     assert found == sorted(set(found))
     for minutes, depth in zip([1, 10, 100, 1000], found):
         config = BaseConfig(minutes=minutes)
-        shape = horizon.shape_of(config, 16384, depth)
-        deeper = horizon.shape_of(config, 16384, depth + 1)
-        assert horizon.horizon_of(config, shape) <= horizon.expected_horizon(config, shape, h200)
-        assert horizon.horizon_of(config, deeper) > horizon.expected_horizon(config, deeper, h200)
+        shape = budget.shape_of(config, 16384, depth)
+        deeper = budget.shape_of(config, 16384, depth + 1)
+        assert budget.horizon_of(config, shape) <= budget.expected_horizon(config, shape, h200)
+        assert budget.horizon_of(config, deeper) > budget.expected_horizon(config, deeper, h200)
     small = replace(h200, memory=2**33)
     assert depths([10**6], small, much)[0] < depths([10**6], h200, much)[0]
-    assert depths([0.001], this_cpu(), little) == [horizon.LEAST_DEPTH]
+    assert depths([0.001], this_cpu(), little) == [budget.LEAST_DEPTH]
 
 
 def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:
     corpora: Any = [(SimpleNamespace(vocab_size=2048, tokens=2_000_000), 1.0)]
 
     def rows(minutes: float, chip: Chip, **more: Any) -> int:
-        return horizon.sizes_for(BaseConfig(minutes=minutes, **more), corpora, chip)[1]
+        return budget.sizes_for(BaseConfig(minutes=minutes, **more), corpora, chip)[1]
 
     cpu = replace(this_cpu(), flops=69e9)  # two cores of a Neoverse N1
     found = [rows(minutes, cpu, depth=2) for minutes in (0.1, 1, 4, 15, 60)]
@@ -207,10 +207,10 @@ def test_minutes_choose_rows_of_which_there_is_time_for_many_steps() -> None:
     assert rows(60, cpu, depth=6) == rows(3, find("Ascend910B3"), depth=20) == 2048
     assert rows(1, find("H200")) == 2048
     for row, minutes in ((512, 4), (1024, 15)):
-        short, long = (horizon.shape_of(BaseConfig(max_seq_len=each), 2048, 2) for each in (row, 2 * row))
-        times = [horizon.expected_horizon(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
-        assert times[0] >= horizon.MIN_STEPS * horizon.FEW_ROWS * row
-        assert times[1] < horizon.MIN_STEPS * horizon.FEW_ROWS * 2 * row
+        short, long = (budget.shape_of(BaseConfig(max_seq_len=each), 2048, 2) for each in (row, 2 * row))
+        times = [budget.expected_horizon(BaseConfig(minutes=minutes), each, cpu) for each in (short, long)]
+        assert times[0] >= budget.MIN_STEPS * budget.FEW_ROWS * row
+        assert times[1] < budget.MIN_STEPS * budget.FEW_ROWS * 2 * row
 
 
 def test_depths_that_other_flags_do_not_allow_are_passed_over() -> None:
@@ -218,10 +218,10 @@ def test_depths_that_other_flags_do_not_allow_are_passed_over() -> None:
     h200 = find("H200")
     (found,) = depths([10], h200, 10**10, kv_heads=2)
     assert found > 5
-    assert horizon.shape_of(BaseConfig(kv_heads=2), 16384, found).kv_heads == 2
+    assert budget.shape_of(BaseConfig(kv_heads=2), 16384, found).kv_heads == 2
     assert depths([0.001], this_cpu(), 10**10, kv_heads=2) == [3]
     assert depths([0.001], this_cpu(), 10**10, head_dim=96) == [5]
-    base.check_embedded(BaseConfig(minutes=1, head_dim=96))  # which the usual depth does not allow
+    pretrain.check_embedded(BaseConfig(minutes=1, head_dim=96))  # which the usual depth does not allow
 
 
 def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +233,13 @@ def test_the_speed_is_measured_with_as_many_rows_as_fit(words: Path, monkeypatch
             raise torch.OutOfMemoryError
         return 100.0
 
-    monkeypatch.setattr(horizon, "measured_speed", speed)
+    monkeypatch.setattr(budget, "measured_speed", speed)
     device: Any = SimpleNamespace(responds=lambda: True, release=lambda: None)
     learner: Any = SimpleNamespace(place=torch.device("cpu"), model=torch.nn.Linear(1, 1), device=device)
     split, said = Split(1, 8, 1, 32), list[str]()
-    tokens = horizon.measured_horizon(BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append)
+    tokens = budget.measured_horizon(BaseConfig(minutes=0.5), learner, [(Corpus.open(words), 1.0)], split, said.append)
     assert tried == [8, 4, 2]
-    assert tokens == int(100 * 30 * horizon.KEPT_SPEED)
+    assert tokens == int(100 * 30 * budget.KEPT_SPEED)
     assert len(said) == 2
 
 
@@ -248,7 +248,7 @@ def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
     words: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
     """A batch that did not fit was planned with too little: there may be no room for the mean either, hours later."""
-    places, plain, left = list[bool](), base.MuonAdamW.average, [] if fits else [1]
+    places, plain, left = list[bool](), pretrain.MuonAdamW.average, [] if fits else [1]
 
     def average(optimizer: Any, count: int, *, last: bool) -> None:
         plain(optimizer, count, last=last)
@@ -259,9 +259,9 @@ def test_the_mean_of_the_last_weights_is_near_only_while_the_plan_holds(
             raise torch.OutOfMemoryError(left.pop())
         return planned(stage, *told)
 
-    planned = base.BaseStage.loss
-    monkeypatch.setattr(base.MuonAdamW, "average", average)
-    monkeypatch.setattr(base.BaseStage, "loss", loss)
+    planned = pretrain.BaseStage.loss
+    monkeypatch.setattr(pretrain.MuonAdamW, "average", average)
+    monkeypatch.setattr(pretrain.BaseStage, "loss", loss)
     run(words, "--num-iterations", "20")
     assert places
     assert set(places) == {fits}
@@ -272,7 +272,7 @@ def test_one_row_without_room_for_the_mean_is_tried_without_it(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also in a run that goes on in its last tenth: it has the bits of one that was never stopped."""
-    planned = base.BaseStage.loss
+    planned = pretrain.BaseStage.loss
 
     def loss(stage: Any, *told: Any) -> Any:
         if any(bucket.spare is not None for bucket in stage.optimizer.buckets):
@@ -287,15 +287,18 @@ def test_one_row_without_room_for_the_mean_is_tried_without_it(
         if step == 28:
             raise Killed
 
-    averaged, sizes = base.BaseStage.after_step, [*SIZES[:-4], "--device-batch-size", "1", "--total-batch-size", "32"]
+    averaged, sizes = (
+        pretrain.BaseStage.after_step,
+        [*SIZES[:-4], "--device-batch-size", "1", "--total-batch-size", "32"],
+    )
     where = ["--data", str(words), "--device-type", "cpu", "--sample-every", "0", "--save-every", "1"]
     command = ["base", *sizes, *where, "--num-iterations", "30"]
-    monkeypatch.setattr(base.BaseStage, "loss", loss)
+    monkeypatch.setattr(pretrain.BaseStage, "loss", loss)
     assert main([*command, "--run", "whole"]) == 0
-    monkeypatch.setattr(base.BaseStage, "after_step", after_step)
+    monkeypatch.setattr(pretrain.BaseStage, "after_step", after_step)
     with pytest.raises(Killed):
         main([*command, "--run", "cut"])
-    monkeypatch.setattr(base.BaseStage, "after_step", averaged)
+    monkeypatch.setattr(pretrain.BaseStage, "after_step", averaged)
     assert main([*command, "--run", "cut"]) == 0
     assert "continuing after step 2" in capsys.readouterr().out
     whole, cut = (

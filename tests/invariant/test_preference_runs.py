@@ -23,10 +23,10 @@ import hf_models
 from preference_runs import STEPS, config_of, train, write_pairs
 
 from ascendchat.config import UserError
-from ascendchat.launch.port import free_port
 from ascendchat.nn.preference import Pairs, preference
-from ascendchat.record import read_metrics
-from ascendchat.record.saved import checkpoints
+from ascendchat.processes import free_port
+from ascendchat.runs.run import read_metrics
+from ascendchat.runs.saved import checkpoints
 from ascendchat.tasks.pairs import open_pair_mixture
 from ascendchat.train.beginning import begin_with_theirs
 from ascendchat.train.finetune import run as finetune_run

@@ -10,8 +10,8 @@ import commands
 import pytest
 
 from ascendchat.cli import main
-from ascendchat.plan.schedule import lr_scale, rates
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
+from ascendchat.sizes.schedule import lr_scale, rates
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 from core_bundle import write_bundle

@@ -14,11 +14,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from stand_ins import write_stand_ins
 
-from ascendchat import speedrun
 from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.data import toyworld
+from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun.recipe import read_recipe, recipe_files
 
 STEPS = {"num_iterations": 2, "save_every": 0, "eval_every": -1, "sample_every": 0, "device_batch_size": 2}

@@ -18,8 +18,8 @@ from warm_process import ServerPopen
 from ascendchat.config import UserError
 from ascendchat.data.toyworld import work
 from ascendchat.data.toyworld.world import toy_world
+from ascendchat.rl.invariant import batch_invariant
 from ascendchat.tasks.toy import ToyExam
-from ascendchat.train.invariant import batch_invariant
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from warm_process import ServerPopen
 
 from ascendchat.checkpoint import read_file
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

@@ -73,7 +73,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bytes(home: Path) -> None:
 
 
 def test_a_workflow_speaks_by_the_template_of_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascendchat.train.workflow.WORKERS", 1)  # each imports transformers
+    monkeypatch.setattr("ascendchat.rl.workflow.WORKERS", 1)  # each imports transformers
     run_here(home, rl("turns", "--workflow", "try-again", "--prompts-per-step", "2", steps=1))
     (row,) = rows_of(home, "turns")
     assert row["logprob_gap"] < 1e-4

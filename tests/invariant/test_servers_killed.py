@@ -20,8 +20,8 @@ import rl_runs as runs
 from rl_runs import MOST, Server, children_of, done, finish, result, rows_of, start, transcripts, wait_until, words
 
 from ascendchat.checkpoint import verify
-from ascendchat.train.buffer import from_tensors
-from ascendchat.train.rollout import Question
+from ascendchat.rl.buffer import from_tensors
+from ascendchat.rl.rollout import Question
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("ASCENDCHAT_TEST_KILLS", "0"))  # at random points, after those of the test

@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 
 import cannsim
-from ascendchat import dist
 from ascendchat.device import pick
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, adamw_groups, groups
 from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights
-from ascendchat.plan import schedule
-from ascendchat.plan.shape import Shape
+from ascendchat.parallel import collectives
+from ascendchat.sizes import schedule
+from ascendchat.sizes.shape import Shape
 
 SHAPE = Shape.from_depth(4, vocab=512, seq_len=64, dim=128, head_dim=32)
 STEPS = 2  # that are counted, after one that is not
@@ -24,7 +24,7 @@ STEPS = 2  # that are counted, after one that is not
 
 def measure(together: int) -> dict[str, tuple[float, float]]:
     """(calls, bytes) of each collective in a step of this rank; `together` devices hold a copy, 0: each has all."""
-    device, place = pick("npu", compiled=False), dist.place()
+    device, place = pick("npu", compiled=False), collectives.place()
     model = GPT(SHAPE)
     model.initialise(0)
     model.to_compute(device.dtype)
@@ -49,12 +49,12 @@ def measure(together: int) -> dict[str, tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    dist.init(pick("npu", compiled=False))
-    for together in (0, dist.world().size // 2):
+    collectives.init(pick("npu", compiled=False))
+    for together in (0, collectives.world().size // 2):
         exchanged = measure(together)
-        if dist.world().rank == 0:
+        if collectives.world().rank == 0:
             print(
                 f"{SHAPE.total_parameters} parameters, {together or 'all'} on a device or group: {exchanged}",
                 flush=True,
             )
-    dist.teardown()
+    collectives.teardown()

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
-from ascendchat.record import read_metrics
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
+from ascendchat.runs.run import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["red", "blue", "tree", "river", "stone", "bird", "walks", "sings", "under", "over", "the", "a"]

@@ -21,8 +21,14 @@ from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 OURS = [
-    *("ascendchat.cli", "ascendchat.train.base", "ascendchat.train.mid", "ascendchat.train.sft", "ascendchat.train.rl"),
-    *("ascendchat.infer.engine", "ascendchat.doctor.selftest_device", "numpy", "safetensors.torch"),
+    *(
+        "ascendchat.cli",
+        "ascendchat.train.pretrain",
+        "ascendchat.train.mid",
+        "ascendchat.train.sft",
+        "ascendchat.rl.command",
+    ),
+    *("ascendchat.engine.engine", "ascendchat.doctor.selftest_device", "numpy", "safetensors.torch"),
 ]
 
 

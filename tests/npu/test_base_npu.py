@@ -17,8 +17,8 @@ from warm_process import run as run_warm
 
 import cannsim
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
-from ascendchat.record import read_metrics
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
+from ascendchat.runs.run import read_metrics
 
 OnNpu = Callable[..., list[Any]]
 ROOT = Path(__file__).resolve().parent.parent.parent

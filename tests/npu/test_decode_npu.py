@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 import cannsim
 from ascendchat.device import Device
-from ascendchat.infer.engine import Request, Sampling
-from ascendchat.infer.noise import columns, seed_keys, uniform
+from ascendchat.engine.engine import Request, Sampling
+from ascendchat.engine.noise import columns, seed_keys, uniform
 from ascendchat.nn.attention import KERNELS, Reference, Sdpa, choose
 
 OnNpu = Callable[..., list[Any]]
@@ -27,7 +27,7 @@ DECODING = """
 import cannsim, torch
 import engine_models as make
 from ascendchat.device import pick
-from ascendchat.infer.engine import Engine, Request, Sampling
+from ascendchat.engine.engine import Engine, Request, Sampling
 from ascendchat.nn.attention import choose
 
 device = pick("npu")

@@ -13,8 +13,8 @@ import torch
 
 import cannsim
 from ascendchat.device import Device, pick
-from ascendchat.infer.engine import Request, Sampling
-from ascendchat.infer.request import Grammar
+from ascendchat.engine.engine import Request, Sampling
+from ascendchat.engine.request import Grammar
 from ascendchat.nn.attention import Sdpa, choose
 from ascendchat.nn.gpt import GPT
 

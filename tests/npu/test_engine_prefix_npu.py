@@ -10,8 +10,8 @@ import torch
 
 import cannsim
 from ascendchat.device import Device
-from ascendchat.infer.engine import Engine, Job, Request, Sampling
-from ascendchat.infer.prefix import LEAST_REUSE
+from ascendchat.engine.engine import Engine, Job, Request, Sampling
+from ascendchat.engine.prefix import LEAST_REUSE
 from ascendchat.nn.attention import Attention, Eager, Sdpa, choose
 from ascendchat.nn.gpt import GPT
 

@@ -12,7 +12,7 @@ import hf_models
 import pytest
 
 from ascendchat.cli import main
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 
 LAYERS, STEPS, RANKS, ROWS = 2, 3, 2, 4
 PASSES = STEPS + 1  # backward passes, with that of the dry run

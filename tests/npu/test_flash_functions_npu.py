@@ -11,8 +11,9 @@ import torch
 from flash_cases import check_cache, check_rows, check_sequences, definition
 
 import cannsim
+from ascendchat.compat import flash
 from ascendchat.config import UserError
-from ascendchat.nn import flash, flash_attend
+from ascendchat.nn import flash_attend
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 pytestmark = pytest.mark.filterwarnings("ignore:.*with memory for all scores")

@@ -10,9 +10,9 @@ import torch
 
 import cannsim
 from ascendchat.device import pick
-from ascendchat.hf.fused import fuse
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.models.fused import fuse
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.documents import documents
 from ascendchat.nn.loss import head_loss

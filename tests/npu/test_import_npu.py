@@ -10,12 +10,12 @@ import torch
 
 import cannsim
 from ascendchat.cli import main
-from ascendchat.config.infer import ModelConfig
+from ascendchat.config.generate import ModelConfig
 from ascendchat.device import pick
-from ascendchat.dist.context import joined
-from ascendchat.infer.load import open_model
+from ascendchat.models.open import open_model
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.model import dense
+from ascendchat.parallel.context import joined
 
 RANKS = {bytes([value]): value for value in range(256)}
 STATE = {"name": "x", "pat_str": nanochat.PATTERN, "mergeable_ranks": RANKS, "special_tokens": nanochat.specials(256)}

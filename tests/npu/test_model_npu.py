@@ -20,8 +20,8 @@ from ascendchat.nn.documents import documents
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
-from ascendchat.plan.schedule import rates
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.schedule import rates
+from ascendchat.sizes.shape import Shape
 
 MOST_FORWARD_BACKWARD, MOST_OPTIMIZER = 700, 100  # launches of 12 layers
 PRODUCTS = ("Matmul", "Mm", "Addmm", "Baddbmm", "FlashAttention")  # in the names of what the cube unit does

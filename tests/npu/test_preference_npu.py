@@ -11,12 +11,12 @@ from preference_runs import config_of, write_pairs
 
 import cannsim
 from ascendchat.device import pick
-from ascendchat.hf.folder import at
-from ascendchat.infer.huggingface import HFSource
+from ascendchat.models.folder import at
+from ascendchat.models.trained import HFSource
 from ascendchat.nn.attention import KERNELS
-from ascendchat.plan.batch import Split
+from ascendchat.sizes.batch import Split
 from ascendchat.tasks.pairs import open_pair_mixture
-from ascendchat.train.learner import Learner
+from ascendchat.train.model import Learner
 from ascendchat.train.preference import PreferenceStage
 
 LAYERS = 2

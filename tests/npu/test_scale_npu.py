@@ -9,7 +9,7 @@ CODE = """
 from measure_exchange import SHAPE, measure
 from ascendchat import dist
 from ascendchat.device import pick
-from ascendchat.plan.batch import COLLECTIVES
+from ascendchat.sizes.batch import COLLECTIVES
 
 world = dist.init(pick("npu", compiled=False))
 found = measure(0)

@@ -13,7 +13,7 @@ from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, adamw_groups
 from ascendchat.nn.sharded import ShardedAdamW, mesh_over, share_out_weights, whole_weights
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 from ascendchat.train.loop import LossScale
 
 SHAPE = Shape.from_depth(2, vocab=61, seq_len=24, dim=32, head_dim=16)

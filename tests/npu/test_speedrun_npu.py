@@ -19,7 +19,7 @@ from warm_process import ServerPopen
 
 import cannsim
 from ascendchat.device import smi
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900  # seconds, on however busy a machine

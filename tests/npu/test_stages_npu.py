@@ -19,9 +19,9 @@ import running_server as real
 
 import cannsim
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.device import smi
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 
 OnNpu = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]

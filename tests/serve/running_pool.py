@@ -14,7 +14,7 @@ from running_server import PATIENCE, make, save
 from warm_process import warm_workers
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.serve import child as children
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Pool, Process, Ticket, joined

@@ -13,7 +13,7 @@ from pathlib import Path
 from running_server import ROOT
 from warm_process import ServerPopen
 
-from ascendchat.launch.port import free_port
+from ascendchat.processes import free_port
 
 KEY = "a-key-of-the-tests-1234"
 PATIENCE = 180  # seconds after which a test gives up, on however busy a machine

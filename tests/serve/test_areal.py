@@ -11,10 +11,10 @@ import pytest
 from running_server import make, save, wait_until
 from server_process import KEY, ServerProcess
 
+from ascendchat.compat.areal import GenerationHyperparameters, ModelRequest, VLLMRemoteEngine, WeightUpdateMeta
 from ascendchat.config import UserError
 from ascendchat.device import pick
-from ascendchat.infer.areal import GenerationHyperparameters, ModelRequest, VLLMRemoteEngine, WeightUpdateMeta
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 

@@ -15,11 +15,11 @@ import pytest
 from running_server import Server
 
 from ascendchat import cli
+from ascendchat.bench.http_client import Address, Lost, Reply, connect, first_key
+from ascendchat.bench.serve import measured, model_of, percentile, run, table
+from ascendchat.bench.traffic import Asker, Sample, arrivals, send
 from ascendchat.config import UserError, parse
 from ascendchat.config.serve import BenchServeConfig
-from ascendchat.serve.bench import measured, model_of, percentile, run, table
-from ascendchat.serve.client import Address, Lost, Reply, connect, first_key
-from ascendchat.serve.traffic import Asker, Sample, arrivals, send
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

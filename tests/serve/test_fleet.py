@@ -15,11 +15,11 @@ from server_process import KEY, ServerProcess, wait_until
 
 from ascendchat.config import UserError
 from ascendchat.device import pick
-from ascendchat.infer.fleet import Fleet, batches
-from ascendchat.infer.remote import Remote
-from ascendchat.infer.request import Completion, Request, Sampling
+from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
+from ascendchat.remote.client import Remote
+from ascendchat.remote.fleet import Fleet, batches
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

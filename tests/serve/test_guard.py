@@ -19,7 +19,7 @@ from running_server import CHAT
 
 from ascendchat.config import parse
 from ascendchat.config.serve import ServeConfig
-from ascendchat.infer.request import Piece
+from ascendchat.engine.request import Piece
 from ascendchat.serve import command, metrics
 from ascendchat.serve.guard import AccessLog, Guard, replay
 from ascendchat.serve.keys import Keys

@@ -18,16 +18,16 @@ import pytest
 from running_server import endless, make, save, serving
 
 from ascendchat import tasks
-from ascendchat.config.infer import ChatConfig
-from ascendchat.data.chat import render_prompt
+from ascendchat.config.generate import ChatConfig
+from ascendchat.data.chat.template import render_prompt
 from ascendchat.device import pick
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.generator import Generator
+from ascendchat.engine.request import Completion, Piece, Request, Sampling
 from ascendchat.eval.examine import Examiner, GeneratorChooser, examine
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.generator import Generator
-from ascendchat.infer.remote import Remote
-from ascendchat.infer.request import Completion, Piece, Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
+from ascendchat.remote.client import Remote
 from ascendchat.serve.terminal import Chat
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

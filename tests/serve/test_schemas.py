@@ -11,8 +11,8 @@ import pytest
 from running_pool import run, until
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.infer.grammar import Grammars
-from ascendchat.infer.request import Grammar
+from ascendchat.engine.grammar import Grammars
+from ascendchat.engine.request import Grammar
 from ascendchat.serve import schemas
 from ascendchat.serve.schemas import Schemas
 from ascendchat.serve.ticket import Overloaded

@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 
 from ascendchat.config import UserError
 from ascendchat.device import pick
-from ascendchat.infer.request import Completion
+from ascendchat.engine.request import Completion
 from ascendchat.nn.gpt import GPT
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Pool

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import Device, pick
-from ascendchat.infer.engine import Engine, Job, Request
+from ascendchat.engine.engine import Engine, Job, Request
 from ascendchat.nn.attention import Attention, Reference
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import softcap
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 MERGES = [(104, 101), (108, 108), (256, 257), (228, 189), (229, 165)]  # he, ll, hell, and first bytes of 你 and 好
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascendchat.nn import flash
+from ascendchat.compat import flash
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HEADS = ((4, 4), (4, 2), (4, 1))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ascendchat.data.tokenizer import Tokenizer
 from ascendchat.data.tokenizer.learn import learn
 from ascendchat.data.tokenizer.pattern import PATTERN
-from ascendchat.hf import library
-from ascendchat.hf.folder import OpenedFolder, find, open_folder
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.models.folder import OpenedFolder, find, open_folder
+from ascendchat.models.import_transformers import library
 
 KINDS = "qwen2", "qwen3", "llama", "mistral"
 CONFIGS = {

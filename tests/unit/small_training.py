@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 from ascendchat.nn.attention import Attention
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import MuonAdamW, groups
-from ascendchat.plan.schedule import lr_scale, rates
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.schedule import lr_scale, rates
+from ascendchat.sizes.shape import Shape
 
 
 def learner(shape: Shape, place: torch.device, dtype: torch.dtype, ops: object = None) -> tuple[GPT, MuonAdamW]:

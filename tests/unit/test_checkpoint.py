@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from ascendchat import checkpoint, files
 from ascendchat.checkpoint import Checkpoint, Damaged, Writer, newest, to_continue, verify
 from ascendchat.config import NotSaved, OutOfMemory, UserError
-from ascendchat.dist import World
 from ascendchat.files import begin_sha256, check_folder, sha256, write_atomic
 from ascendchat.nn.optim import Shard
-from ascendchat.record.earlier import earlier, notice, set_aside
-from ascendchat.record.saved import checkpoints, read_ahead
+from ascendchat.parallel.collectives import World
+from ascendchat.runs.earlier import earlier, notice, set_aside
+from ascendchat.runs.saved import checkpoints, read_ahead
 
 
 def tensors(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

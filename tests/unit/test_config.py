@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError, dump, home, load_yaml, option, parse, wants_help
-from ascendchat.config.text import field_docs, help_page
+from ascendchat.config.help import field_docs, help_page
 
 
 @dataclass(frozen=True)

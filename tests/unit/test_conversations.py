@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import canonical, text_of
-from ascendchat.data.conversations import conversations
+from ascendchat.data.chat.formats import conversations
+from ascendchat.data.chat.tables import entries
+from ascendchat.data.chat.template import canonical, text_of
+from ascendchat.data.chat.turns import message
 from ascendchat.data.read import Tally, file_documents, source_files
-from ascendchat.data.tables import entries
-from ascendchat.data.turns import message
 from ascendchat.tasks import load
 
 

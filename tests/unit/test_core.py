@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.tokenizer import train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import train_tokenizer
+from ascendchat.engine.padding import padded_length
 from ascendchat.eval import core, scorer
 from ascendchat.eval.bundle import CoreTask, load_bundle
 from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored, batches
-from ascendchat.infer.inputs import padded_length
 from ascendchat.nn.attention import choose
 from ascendchat.nn.gpt import GPT, dense
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 CPU = torch.device("cpu")
 KERNEL = choose("cpu", torch.float32, 16)[0]

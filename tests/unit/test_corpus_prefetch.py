@@ -12,8 +12,8 @@ import torch
 from test_corpus import numbered, store
 
 from ascendchat.data.corpus import Corpus, TextRows
+from ascendchat.data.loader import Prefetcher
 from ascendchat.data.mixture import Batches
-from ascendchat.data.prefetch import Prefetcher
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from torch import Tensor
 from ascendchat.device import cuda_attention, pick
 from ascendchat.nn.attention import Flash, Reference
 from ascendchat.nn.gpt import GPT
-from ascendchat.plan.shape import Shape
-from ascendchat.train.learner import Learner
+from ascendchat.sizes.shape import Shape
+from ascendchat.train.model import Learner
 
 
 @pytest.fixture(autouse=True)

@@ -26,10 +26,10 @@ from ascendchat.device import DeviceOptions, cuda_products
 from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.nn.gpt import PlainOps
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 from ascendchat.train import beginning
-from ascendchat.train.learner import build
 from ascendchat.train.loop import Result
+from ascendchat.train.model import build
 from ascendchat.train.run import training_context
 
 HOPPER = torch.cuda.is_available() and cuda_products.usable(torch.device("cuda"), torch.bfloat16)

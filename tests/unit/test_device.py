@@ -24,7 +24,7 @@ from ascendchat.device.cpu import CPU
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.env import look
 from ascendchat.device.npu import NPU
-from ascendchat.plan.memory import compute_dtype
+from ascendchat.sizes.memory import compute_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,8 +17,9 @@ import pytest
 from ascendchat.chips import find
 from ascendchat.config import home
 from ascendchat.device import smi
-from ascendchat.doctor import checks, checks_cann, checks_npu, checks_system, conclusion, plain_lines, probe
+from ascendchat.doctor import checks, checks_cann, checks_npu, checks_system, probe
 from ascendchat.doctor.checks import Check, Machine
+from ascendchat.doctor.command import conclusion, plain_lines
 from ascendchat.doctor.probe import Probe
 
 SAMPLES = Path(__file__).parent / "smi_samples"

@@ -161,7 +161,7 @@ def test_collective_on_two_processes_is_checked_and_timed(
 def test_wrong_collective_results_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from ascendchat import dist
+    from ascendchat.parallel import collectives
 
     def lossy(output: torch.Tensor, input: torch.Tensor) -> None:
         output.copy_(input)
@@ -169,6 +169,6 @@ def test_wrong_collective_results_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     _, right = collective.time_collectives(4096, 0, 1, torch.device("cpu"), lambda: None)
     assert right == []
-    monkeypatch.setattr(dist, "all_gather", lossy)
+    monkeypatch.setattr(collectives, "all_gather", lossy)
     _, faults = collective.time_collectives(4096, 0, 1, torch.device("cpu"), lambda: None)
     assert faults == ["rank 0: all_gather of 4096 bytes"]

@@ -11,18 +11,18 @@ from test_gpt import build
 
 from ascendchat.config import UserError
 from ascendchat.config.train import BenchTrainConfig
-from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
-from ascendchat.dist import World
-from ascendchat.dist.context import Context
 from ascendchat.eval.scorer import Example, ModelScorer
 from ascendchat.nn.attention import Attention, Eager, Flash, NpuFusion, Reference, Sdpa
 from ascendchat.nn.documents import Documents, documents
 from ascendchat.nn.flash_kernel import flash
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss, token_nats
-from ascendchat.plan.shape import Shape
-from ascendchat.train.learner import build as build_learner
+from ascendchat.parallel.collectives import World
+from ascendchat.parallel.context import Context
+from ascendchat.sizes.shape import Shape
+from ascendchat.train.model import build as build_learner
 
 LENGTHS = np.array([40, 1, 2, 85, 100, 28], np.int32)  # two rows of 128; the last stands for padding
 SMALL = {"dim": 32}  # two heads

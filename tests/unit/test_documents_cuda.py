@@ -16,7 +16,7 @@ from ascendchat.nn.attention import Flash, Reference
 from ascendchat.nn.documents import documents
 from ascendchat.nn.gpt import GPT, PlainOps, dense
 from ascendchat.nn.loss import head_loss
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
     pytest.skip("no CUDA device with flash attention", allow_module_level=True)
@@ -57,7 +57,7 @@ def test_flash_equals_the_reference_and_its_gradients(window: int, heads: int, k
 def model_of(dtype: torch.dtype, *, fused: bool, checkpointed: bool = False) -> GPT:
     heads = None
     if fused:
-        from ascendchat.nn.heads import heads
+        from ascendchat.nn.triton_training import heads
     shape = Shape.from_depth(4, vocab=60, seq_len=512, dim=128, head_dim=32, window_pattern="SSSL")
     model = GPT(shape, PlainOps(heads), checkpoint_activations=checkpointed)
     model.initialise(0)

@@ -13,7 +13,7 @@ from small_training import prepared_home
 from ascendchat.cli import main
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT, dense
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 from ascendchat.train.rows import mixed
 
 SHAPE = Shape.from_depth(2, vocab=64, dim=32, head_dim=16, seq_len=16)

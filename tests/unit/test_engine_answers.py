@@ -10,11 +10,11 @@ import engine_models as make
 import pytest
 import torch
 
-from ascendchat.data.chat import parse_content, render_prompt
+from ascendchat.data.chat.template import parse_content, render_prompt
 from ascendchat.device import Device, pick
-from ascendchat.infer.engine import Engine, Piece, Request, Sampling
-from ascendchat.infer.generator import prompt_room
-from ascendchat.infer.text import TextStream
+from ascendchat.engine.detokenize import TextStream
+from ascendchat.engine.engine import Engine, Piece, Request, Sampling
+from ascendchat.engine.generator import prompt_room
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from ascendchat.bench import decode
+from ascendchat.bench.decode import read_bytes, run
 from ascendchat.config import UserError, parse
-from ascendchat.config.infer import BenchDecodeConfig
+from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.device.accelerator import no_garbage_collection
-from ascendchat.infer import bench
-from ascendchat.infer.bench import read_bytes, run
-from ascendchat.infer.cache import Cache
-from ascendchat.infer.engine import Engine
-from ascendchat.plan.shape import Shape
+from ascendchat.engine.cache import Cache
+from ascendchat.engine.engine import Engine
+from ascendchat.sizes.shape import Shape
 
 SMALL = ["--device-type", "cpu", "--depth", "1", "--vocab-size", "512", "--context", "32", "--prompt-tokens", "8"]
 
@@ -56,7 +56,7 @@ def test_the_cache_of_one_size_is_gone_before_that_of_the_next_is_made(monkeypat
             super().__init__(*given, **named)
             made.append(weakref.ref(self.decoder.cache))
 
-    monkeypatch.setattr(bench, "Engine", Watched)
+    monkeypatch.setattr(decode, "Engine", Watched)
     with no_garbage_collection():  # that would find it by chance
         run(parse(BenchDecodeConfig, [*SMALL, "--new-tokens", "8", "--batch-sizes", "1,2", "--no-compile"]))
     assert alive == [0, 0]

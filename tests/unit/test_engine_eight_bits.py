@@ -14,11 +14,11 @@ from ascendchat.config import UserError
 from ascendchat.device import Device, DeviceOptions, pick
 from ascendchat.device.cuda import CUDA
 from ascendchat.device.npu import NPU
-from ascendchat.infer import cache
-from ascendchat.infer.cache import EIGHT_BITS, LARGEST, Cache, Narrowed, kept_dtype, narrowed
-from ascendchat.infer.engine import Completion, Request, Sampling
+from ascendchat.engine import cache
+from ascendchat.engine.cache import EIGHT_BITS, LARGEST, Cache, Narrowed, kept_dtype, narrowed
+from ascendchat.engine.engine import Completion, Request, Sampling
 from ascendchat.nn.attention import Reference, Sdpa
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 CONTEXT = 200
 

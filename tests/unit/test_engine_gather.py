@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ascendchat.device import Device
-from ascendchat.infer import gather
-from ascendchat.infer.engine import Completion, Engine, Job, Request, Sampling
-from ascendchat.infer.prefix import LEAST_REUSE
-from ascendchat.infer.request import Grammar
+from ascendchat.engine import gather
+from ascendchat.engine.engine import Completion, Engine, Job, Request, Sampling
+from ascendchat.engine.prefix import LEAST_REUSE
+from ascendchat.engine.request import Grammar
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
 

@@ -13,10 +13,10 @@ import jsonschema
 import pytest
 
 from ascendchat.data import toyworld
-from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.device import pick
-from ascendchat.infer.engine import Completion, Engine, Request, Sampling
-from ascendchat.infer.request import Grammar
+from ascendchat.engine.engine import Completion, Engine, Request, Sampling
+from ascendchat.engine.request import Grammar
 from ascendchat.nn.attention import Sdpa
 
 pytestmark = pytest.mark.usefixtures("one_thread")

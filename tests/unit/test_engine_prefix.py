@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ascendchat.device import Device, pick
-from ascendchat.infer.engine import Completion, Engine, Job, Request, Sampling
-from ascendchat.infer.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Copy
+from ascendchat.engine.engine import Completion, Engine, Job, Request, Sampling
+from ascendchat.engine.prefix import LEAST_REUSE, LEAST_REUSE_ALONE, Copy
 from ascendchat.nn.attention import Attention, Eager, Reference, Sdpa
 from ascendchat.nn.gpt import GPT
 

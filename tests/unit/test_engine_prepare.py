@@ -9,8 +9,8 @@ import engine_models as make
 import pytest
 
 from ascendchat.device import pick
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.nn.attention import Sdpa
 
 

@@ -11,8 +11,8 @@ import engine_models as make
 import pytest
 
 from ascendchat.device import Device
-from ascendchat.infer.engine import Engine, Job, Request, Sampling
-from ascendchat.infer.sampling import Mode
+from ascendchat.engine.engine import Engine, Job, Request, Sampling
+from ascendchat.engine.sampling import Mode
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
 

@@ -20,7 +20,7 @@ from ascendchat.config import UserError, home
 from ascendchat.config.data import DataPrepareConfig
 from ascendchat.config.eval import EvalBaseConfig
 from ascendchat.data import prepare
-from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.eval import core
 from ascendchat.eval.base import run
 from ascendchat.eval.bits import bits_per_byte
@@ -29,9 +29,9 @@ from ascendchat.eval.scorer import Example, ModelScorer, Pending, Scored
 from ascendchat.nn import IGNORE
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import token_nats
-from ascendchat.plan.shape import Shape
-from ascendchat.record import run_folder
-from ascendchat.record.results import stage_results
+from ascendchat.runs.results import stage_results
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes.shape import Shape
 
 TEXTS = ["the cat sat on the mat. " * 30, "one", "", "two old dogs ran\nand ran " * 7]
 

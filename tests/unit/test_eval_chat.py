@@ -15,22 +15,23 @@ from engine_models import engine as engine_of
 from engine_models import model as random_model
 from engine_models import tokenizer as bytes_tokenizer
 
-from ascendchat import dist, sandbox, tasks
+from ascendchat import sandbox, tasks
 from ascendchat.checkpoint import Writer as CheckpointWriter
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.eval import EvalChatConfig
-from ascendchat.data.chat import Conversation, render_prompt, text_of
-from ascendchat.data.chat import parse_messages as parse_ids
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.chat.template import Conversation, render_prompt, text_of
+from ascendchat.data.chat.template import parse_messages as parse_ids
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
+from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.eval import chat, stages
 from ascendchat.eval.examine import Chosen, Examiner, ModelChooser, Outcome, examine, selection
-from ascendchat.infer.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Reference, choose
 from ascendchat.nn.gpt import GPT, dense
-from ascendchat.plan.shape import Shape
-from ascendchat.record import run_folder
-from ascendchat.record.results import stage_results
+from ascendchat.parallel import collectives
+from ascendchat.runs.results import stage_results
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes.shape import Shape
 from ascendchat.tasks.base import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
@@ -204,14 +205,14 @@ def judged() -> dict[str, Any]:
     """What this rank finds, which asks its share of the questions."""
     first = Always()
     results = [examine(Quiz(), examiner(first)), examine(Sums(), examiner(Sometimes(), samples=4, temperature=1.0))]
-    assert first.asked - len(Quiz()) // dist.world().size in (0, 1)
+    assert first.asked - len(Quiz()) // collectives.world().size in (0, 1)
     return {found.name: (found.right, found.accuracy, found.pass_at) for found in results}
 
 
 def ranked(rank: int) -> dict[str, Any]:
-    dist.init(Host())
+    collectives.init(Host())
     found = judged()
-    dist.teardown()
+    collectives.teardown()
     return found
 
 

@@ -20,17 +20,17 @@ from test_import_nanochat import STATE, VOCAB
 from ascendchat.checkpoint import Writer
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
-from ascendchat.config.infer import ModelConfig
+from ascendchat.config.generate import ModelConfig
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data.chat import render, render_prompt
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.chat.template import render, render_prompt
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.dist.context import joined
-from ascendchat.hf.export import describe, draft_of, export, export_adapter
-from ascendchat.infer.load import Opened, open_model
-from ascendchat.infer.open import engine_for
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.open import engine_for
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.models.export import describe, draft_of, export, export_adapter
+from ascendchat.models.open import Opened, open_model
 from ascendchat.nn.model import dense
+from ascendchat.parallel.context import joined
 from ascendchat.serve.command import open_tokenizer
 from ascendchat.serve.worker import open_engine
 

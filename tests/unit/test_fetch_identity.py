@@ -14,7 +14,7 @@ from ascendchat.config import UserError, home, parse
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data import fetch as fetching
 from ascendchat.data.fetch import fetch, folder_of, hubs, run
-from ascendchat.data.fetch.redact import redact, url_hash
+from ascendchat.data.fetch.http import redact, url_hash
 from ascendchat.data.fetch.sources import SETS, DataSource
 from ascendchat.tasks import load
 

@@ -13,7 +13,7 @@ import torch
 
 from ascendchat.checkpoint import Writer, write_weights
 from ascendchat.files import usual_mode, write_atomic
-from ascendchat.hf.export import export, export_adapter
+from ascendchat.models.export import export, export_adapter
 
 USUAL = {False: 0o640, True: 0o750}  # of a file, of a folder
 

@@ -22,8 +22,8 @@ from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.model import dense
 from ascendchat.nn.optim import muon_groups
-from ascendchat.plan.schedule import finetuning_scale
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
+from ascendchat.sizes.schedule import finetuning_scale
 from ascendchat.tasks.mixture import Portion, open_chat_mixture
 from ascendchat.train import finetune
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import warm_process
 
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 ROWS = 4  # of a step
@@ -72,7 +72,7 @@ def test_adapters_whose_base_is_on_the_host(place: Path) -> None:
 SHORT = """
 import os, sys, torch
 from ascendchat.cli import main
-from ascendchat.hf import model
+from ascendchat.models.import_transformers import model
 
 attention = model.attention
 

@@ -21,7 +21,7 @@ import pytest
 
 from ascendchat import cli
 from ascendchat.config import UserError, convert, parse, spelling
-from ascendchat.config.text import Range
+from ascendchat.config.help import Range
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BAD_NUMBERS = ("", " ", "none", "null", "abc", "true", "-1", "-5", "-0.5", "0", "0.5", "nan", "inf", "-inf", "1e999")
@@ -125,7 +125,7 @@ SMALL = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with text, conversations, a tokenizer, a corpus and a model of one step."""
     from ascendchat.data.prepare import prepare
-    from ascendchat.data.tokenizer import train_tokenizer
+    from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
     where = tmp_path_factory.mktemp("flags")
     texts = [f"the {a} tree under the {b} river sings over the stone" for a in "abcdef" for b in "uvwxyz"]

@@ -15,8 +15,9 @@ import torch
 from flash_cases import check_cache, check_rows, check_sequences, definition, turned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ascendchat.compat import flash
 from ascendchat.config import UserError
-from ascendchat.nn import flash, flash_attend
+from ascendchat.nn import flash_attend
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))]
 CASES = [(torch.float32, range(16)), (torch.float16, range(16, 22)), (torch.bfloat16, range(22, 28))]

@@ -1,4 +1,4 @@
-"""`import ascendchat.nn.flash as flash; flash.install()` lets other people's code import flash_attn."""
+"""`import ascendchat.compat.flash as flash; flash.install()` lets other people's code import flash_attn."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ascendchat.hf import library
-from ascendchat.nn import flash
+from ascendchat.compat import flash
+from ascendchat.models.import_transformers import library
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:transformers has looked")]
 
@@ -75,9 +75,9 @@ def test_a_real_package_stays_unless_it_is_to_be_replaced(tmp_path: Path, monkey
 def test_transformers_finds_the_package_if_it_is_imported_afterwards() -> None:
     """And its own functions for NPUs, which take no window, are ours then."""
     program = (
-        "import ascendchat.nn.flash as flash\n"
+        "import ascendchat.compat.flash as flash\n"
         "assert flash.install()\n"
-        "from ascendchat.hf import library\n"
+        "from ascendchat.models.import_transformers import library\n"
         "import_utils = library().utils.import_utils\n"
         "assert import_utils.is_flash_attn_greater_or_equal('2.3.3')\n"
         "from transformers.integrations import npu_flash_attention as theirs\n"

@@ -57,7 +57,7 @@ def test_a_signal_while_a_rank_is_forked_is_not_lost(tmp_path: Path) -> None:
     """What a handler raises inside a hook of os.fork is only printed; torchrun's handlers raise."""
     script = """
 import os, signal, sys
-from ascendchat.launch.forking import ForkedRank
+from ascendchat.launch.forkserver import ForkedRank
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("heard"))
 os.register_at_fork(after_in_parent=lambda: (os.kill(os.getpid(), signal.SIGTERM), [0 for _ in range(1000)]))
 ForkedRank(("rank.py", sys.argv[1]), dict(os.environ))
@@ -161,7 +161,7 @@ def test_only_an_attempt_that_never_began_is_made_again_under_its_number(
 
 RANKS = """
 import os, signal, sys, time
-from ascendchat.launch.forking import ForkedRank
+from ascendchat.launch.forkserver import ForkedRank
 os.register_at_fork(after_in_child=lambda: {late})
 rank = ForkedRank(("rank.py", sys.argv[1]), {{**os.environ, "RANK": "0"}})
 os.killpg(rank.pid, signal.SIGTERM)  # as torchrun does

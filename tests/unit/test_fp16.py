@@ -12,7 +12,7 @@ from test_loop import ToyStage, start
 from ascendchat.cli import main
 from ascendchat.device import DeviceOptions, Scaling
 from ascendchat.device.cpu import CPU
-from ascendchat.record import read_metrics
+from ascendchat.runs.run import read_metrics
 from ascendchat.train import loop
 from ascendchat.train.loop import MOST_SKIPPED, Diverged, fit
 from ascendchat.train.stage import Loss

@@ -20,13 +20,13 @@ from ascendchat.nn.attention import Reference
 from ascendchat.nn.fp8 import GRADIENT_SCALE, Fp8Head, Fp8Ops
 from ascendchat.nn.gpt import GPT
 from ascendchat.nn.loss import IGNORE, head_loss
-from ascendchat.plan.batch import Split
-from ascendchat.plan.shape import Shape
-from ascendchat.train import horizon
-from ascendchat.train.grpo import token_weight
-from ascendchat.train.learner import Learner
+from ascendchat.rl.grpo import token_weight
+from ascendchat.rl.stage import RlStage
+from ascendchat.sizes.batch import Split
+from ascendchat.sizes.shape import Shape
+from ascendchat.train import budget
 from ascendchat.train.loop import Result
-from ascendchat.train.policy import RlStage
+from ascendchat.train.model import Learner
 
 
 class Eight(CPU):
@@ -105,7 +105,7 @@ def test_a_timed_run_scales_gradients_for_its_own_batch(
 ) -> None:
     """Its batch is known only when the speed is."""
     monkeypatch.setattr("ascendchat.train.run.pick", lambda *_, **__: Eight())
-    monkeypatch.setattr(horizon, "measured_horizon", lambda *_: 3_000_000)
+    monkeypatch.setattr(budget, "measured_horizon", lambda *_: 3_000_000)
     data = prepared_home(tmp_path)
     for more in (["--steps", "4"], ["--minutes", "5"]):
         assert main(["base", data, *SIZES, "--run", more[0][2:], *more]) == 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from ascendchat.config import UserError
 from ascendchat.device import pick
 from ascendchat.nn.attention import Sdpa
-from ascendchat.train.source import InTurn
+from ascendchat.rl.source import InTurn
 
 NAN = float("nan")
 ODD: list[tuple[Callable[[Tensor], dict[str, Tensor]], str]] = [

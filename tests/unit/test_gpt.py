@@ -13,8 +13,8 @@ from ascendchat.chips import find
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT, Block, attention_scale, dense, rope_tables, shifted
 from ascendchat.nn.loss import head_loss
-from ascendchat.plan.memory import activations
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.memory import activations
+from ascendchat.sizes.shape import Shape
 
 
 def build(**sizes: object) -> GPT:

@@ -14,11 +14,11 @@ import engine_models as make
 import numpy as np
 import pytest
 
-from ascendchat.infer import grammar as module
-from ascendchat.infer import trial
-from ascendchat.infer.grammar import Grammars, Matcher, compiled, grammars, vocabulary, with_moved_borders
-from ascendchat.infer.request import Grammar
-from ascendchat.infer.trial import TOO_MUCH
+from ascendchat.engine import grammar as module
+from ascendchat.engine import trial
+from ascendchat.engine.grammar import Grammars, Matcher, compiled, grammars, vocabulary, with_moved_borders
+from ascendchat.engine.request import Grammar
+from ascendchat.engine.trial import TOO_MUCH
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials
@@ -324,9 +324,9 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pyt
 def test_the_trial_runs_without_torch_and_ends_with_its_parent() -> None:
     script = (
         "import sys\n"
-        "from ascendchat.data.tokenizer import Tokenizer\n"
-        "from ascendchat.infer.trial import Trial\n"
-        "from ascendchat.infer.request import Grammar\n"
+        "from ascendchat.data.tokenizer.tokenizer import Tokenizer\n"
+        "from ascendchat.engine.trial import Trial\n"
+        "from ascendchat.engine.request import Grammar\n"
         "trial = Trial(Tokenizer([(104, 101)]))\n"
         "assert trial.reason(Grammar('regex', 'a')) == ''\n"
         "maps = open(f'/proc/{trial.quick.process.pid}/maps').read()\n"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ascendchat.train.grpo import (
+from ascendchat.rl.grpo import (
     PRESETS,
     Mean,
     Method,
@@ -20,7 +20,7 @@ from ascendchat.train.grpo import (
     sequence_anchor,
     token_weight,
 )
-from ascendchat.train.policy import RlStage
+from ascendchat.rl.stage import RlStage
 
 
 def test_advantages_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The kernels of nn/heads.py equal the model's own shift, norm and rotation, one by one in float64.
+"""The kernels of nn/triton_training.py equal the model's own shift, norm and rotation, one by one in float64.
 
 They need Triton, and a CUDA device or its interpreter (minutes): TRITON_INTERPRET=1 pytest tests/unit/test_heads.py
 """
@@ -42,7 +42,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def test_the_kernels_equal_the_formula_and_its_gradient(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype, packed: bool
 ) -> None:
-    from ascendchat.nn.heads import heads
+    from ascendchat.nn.triton_training import heads
 
     rows, length, query_heads, kv_heads, dim = sizes
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_the_kernels_equal_the_formula_and_its_gradient(
 
 @needs_cuda
 def test_a_micro_batch_of_a_million_tokens_fits_one_launch() -> None:
-    from ascendchat.nn.heads import heads
+    from ascendchat.nn.triton_training import heads
 
     qkv = torch.randn(512, 2048, 3, 16, device=PLACE, dtype=torch.bfloat16, requires_grad=True)
     cos, sin = (table.to(PLACE, torch.bfloat16) for table in rope_tables(2048, 16))

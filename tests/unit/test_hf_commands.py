@@ -13,7 +13,7 @@ import torch
 
 from ascendchat.cli import main
 from ascendchat.config import home
-from ascendchat.record.console import inert
+from ascendchat.runs.console import inert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

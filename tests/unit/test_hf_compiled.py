@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.loader import MicroBatch
 from ascendchat.device import pick
-from ascendchat.hf.compiled import run
-from ascendchat.hf.lora import LoraSettings, add_lora
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.models.compiled import run
+from ascendchat.models.lora import LoraSettings, add_lora
 from ascendchat.nn.attention import KERNELS, Attention, Sdpa
-from ascendchat.train.learner import Learner
+from ascendchat.train.model import Learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ascendchat.device import pick
-from ascendchat.hf.folder import OpenedFolder
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.models.folder import OpenedFolder
 from ascendchat.nn.attention import KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

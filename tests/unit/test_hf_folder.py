@@ -12,8 +12,8 @@ import torch
 
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
-from ascendchat.hf import library
-from ascendchat.hf.folder import find
+from ascendchat.models.folder import find
+from ascendchat.models.import_transformers import library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from ascendchat.hf.fused import ROTATION, fuse
+from ascendchat.models.fused import ROTATION, fuse
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.model import dense
 

@@ -12,8 +12,8 @@ import torch
 
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
-from ascendchat.hf.folder import OpenedFolder
-from ascendchat.hf.lora import LoraSettings, adapter_weights, add_lora, load_adapter, merge, write_adapter
+from ascendchat.models.folder import OpenedFolder
+from ascendchat.models.lora import LoraSettings, adapter_weights, add_lora, load_adapter, merge, write_adapter
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.model import dense
 

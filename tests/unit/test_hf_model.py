@@ -13,16 +13,16 @@ import torch.nn.functional as F
 
 from ascendchat.device import pick
 from ascendchat.eval.scorer import Example, ModelScorer
-from ascendchat.hf.model import CausalLM
+from ascendchat.models.causal_lm import CausalLM
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.documents import documents
+from ascendchat.nn.logprobs import head_objective
 from ascendchat.nn.loss import head_loss, token_nats
 from ascendchat.nn.model import dense
-from ascendchat.nn.objective import head_objective
 from ascendchat.nn.readout import Drawn
 from ascendchat.nn.uncapped import uncapped_score
-from ascendchat.train.learner import Learner
+from ascendchat.train.model import Learner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = [7, 25, 1, 31, 64]  # documents of two rows of 64 tokens

@@ -12,11 +12,11 @@ import hf_models
 import pytest
 import torch
 
-from ascendchat.hf import library
-from ascendchat.hf.export import describe
-from ascendchat.hf.folder import find, read_tokenizer
-from ascendchat.hf.model import CausalLM
-from ascendchat.hf.older import add_old_names
+from ascendchat.models.causal_lm import CausalLM
+from ascendchat.models.export import describe
+from ascendchat.models.folder import find, read_tokenizer
+from ascendchat.models.import_transformers import library
+from ascendchat.models.transformers_4 import add_old_names
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,13 +14,13 @@ import pytest
 import tokenizers
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
-from ascendchat.data.pack import ChatRows
-from ascendchat.data.pair_rows import PairCounts, render_pair
-from ascendchat.data.pairs import Pair
+from ascendchat.data.chat.pair_rows import PairCounts, render_pair
+from ascendchat.data.chat.pairs import Pair
+from ascendchat.data.chat.rows import ChatRows
+from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
 from ascendchat.data.tokenizer import storage
-from ascendchat.hf.tokenizer import HFTokenizer
-from ascendchat.infer.text import TextStream
+from ascendchat.engine.detokenize import TextStream
+from ascendchat.models.tokenizer import HFTokenizer
 from ascendchat.serve import prompts
 from ascendchat.serve.protocol import ChatRequest
 from ascendchat.train.finetune import say_ends, say_thoughts

@@ -13,11 +13,11 @@ import torch
 from test_hf_engine import PROMPTS, engine, generated, greedy
 
 from ascendchat.config import UserError
-from ascendchat.hf.folder import OpenedFolder, find
-from ascendchat.infer.cache import Cache
-from ascendchat.infer.huggingface import open_hf
-from ascendchat.infer.open import try_engine
-from ascendchat.infer.request import Request
+from ascendchat.engine.cache import Cache
+from ascendchat.engine.open import try_engine
+from ascendchat.engine.request import Request
+from ascendchat.models.folder import OpenedFolder, find
+from ascendchat.models.trained import open_hf
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.documents import documents
 from ascendchat.nn.model import dense
@@ -84,7 +84,7 @@ def test_a_window_that_is_longer_than_the_trial_is_seen(tmp_path: Path, monkeypa
         opened(tmp_path / "olmo2", sliding_window=200)
     made("mixtral", tmp_path / "mixtral", sliding_window=200)
     assert opened(tmp_path / "mixtral").model.shape.windows(240) == (200,) * 3
-    monkeypatch.setattr("ascendchat.hf.shape.windows_of", lambda _, depth: (0,) * depth)
+    monkeypatch.setattr("ascendchat.models.shape.windows_of", lambda _, depth: (0,) * depth)
     with pytest.raises(UserError, match=r"computes something that our attention does not"):
         opened(tmp_path / "mixtral")
 
@@ -102,7 +102,7 @@ def test_a_cache_that_does_not_fit_is_a_sentence_when_the_model_is_opened(
     monkeypatch.setattr(Cache, "put_tokens", late)
     with pytest.raises(UserError, match=r"cannot be generated with: .*log-probabilities differ by .*; choose"):
         opened(tmp_path)
-    monkeypatch.setattr("ascendchat.infer.engine.Engine.generate", lambda *_: [][0])
+    monkeypatch.setattr("ascendchat.engine.engine.Engine.generate", lambda *_: [][0])
     with pytest.raises(UserError, match=r"do not fit our cache \(list index out of range\); choose another model"):
         opened(tmp_path)
 

@@ -16,18 +16,18 @@ import torch
 from ascendchat.checkpoint import newest
 from ascendchat.cli import main
 from ascendchat.config import UserError, home
-from ascendchat.config.infer import ModelConfig
+from ascendchat.config.generate import ModelConfig
 from ascendchat.config.serve import ServeConfig
-from ascendchat.data.chat import Counts, render, render_pieces, render_prompt
-from ascendchat.data.tokenizer import Tokenizer
+from ascendchat.data.chat.template import Counts, render, render_pieces, render_prompt
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
 from ascendchat.device import pick
-from ascendchat.dist.context import joined
-from ascendchat.hf.nanochat_tokenizer import read_tokenizer
-from ascendchat.infer.load import open_model
-from ascendchat.infer.open import engine_for
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.open import engine_for
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.models.nanochat_tokenizer import read_tokenizer
+from ascendchat.models.open import open_model
 from ascendchat.nn.model import dense
 from ascendchat.nn.optim import Shard
+from ascendchat.parallel.context import joined
 from ascendchat.serve.command import open_tokenizer
 from ascendchat.serve.worker import open_engine
 

@@ -10,8 +10,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from ascendchat.infer.grammar import grammars
-from ascendchat.infer.request import Grammar
+from ascendchat.engine.grammar import grammars
+from ascendchat.engine.request import Grammar
 
 TEXT = make.tokenizer()
 SPECIAL = TEXT.specials

@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from ascendchat import launch
+from ascendchat import processes
 from ascendchat.config import NotSaved, OutOfMemory, UserError, home, parse
 from ascendchat.config.commands import LaunchConfig
-from ascendchat.launch import agent, port, supervise
+from ascendchat.launch import agent, command, supervise
 from ascendchat.launch.supervise import AttemptResult
 
 SLURM = {"SLURM_JOB_ID": "42", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
-def resolve(words: str, environ: dict[str, str] | None = None) -> launch.LaunchPlan:
-    return launch.make_plan(parse(LaunchConfig, words.split()), environ or {})
+def resolve(words: str, environ: dict[str, str] | None = None) -> command.LaunchPlan:
+    return command.make_plan(parse(LaunchConfig, words.split()), environ or {})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_on_cpu_one_process_is_the_default() -> None:
 
 
 def test_threads_are_shared_out_unless_the_user_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_cores", lambda: 64)
+    monkeypatch.setattr(command, "_cores", lambda: 64)
     assert resolve("--devices 8 base").environment["OMP_NUM_THREADS"] == "8"
     assert resolve("--devices 100 base").environment["OMP_NUM_THREADS"] == "1"
     assert resolve("--devices 8 base", {"OMP_NUM_THREADS": "3"}).environment["OMP_NUM_THREADS"] == "3"
@@ -132,7 +132,7 @@ def test_other_cards_of_modelarts_leave_the_work_to_card_0(
 ) -> None:
     monkeypatch.setenv("RANK_ID", "3")
     monkeypatch.setenv("ASCEND_DEVICE_ID", "3")
-    assert launch.run(parse(LaunchConfig, ["--devices", "8", "base"])) == 0
+    assert command.run(parse(LaunchConfig, ["--devices", "8", "base"])) == 0
     assert "card 0" in capsys.readouterr().err
     assert not (home() / "runs").exists()
 
@@ -142,15 +142,15 @@ def test_a_busy_port_is_noticed_on_node_0() -> None:
         server.bind(("0.0.0.0", 0))
         server.listen(1)
         busy = server.getsockname()[1]
-        assert not port.is_free(busy)
+        assert not processes.is_free(busy)
         for words in (f"--master-port {busy} --devices 1 base", f"--nnodes 2 --master a:{busy} --devices 1 base"):
             with pytest.raises(UserError, match=f"port {busy} for the rendezvous is in use"):
                 resolve(words)
         resolve(f"--nnodes 2 --node-rank 1 --master a:{busy} --devices 1 base")  # it listens on node 0 only
-    assert port.is_free(busy)
-    picked = port.free_port()
-    assert port.is_free(picked)
-    assert picked not in port.RESERVED
+    assert processes.is_free(busy)
+    picked = processes.free_port()
+    assert processes.is_free(picked)
+    assert picked not in processes.RESERVED
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_busy_port_is_noticed_on_node_0() -> None:
     ],
 )
 def test_addresses_are_split(text: str, expected: tuple[str, int]) -> None:
-    assert port.split_address(text) == expected
+    assert processes.split_address(text) == expected
 
 
 def test_the_rank_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_rank_that_fell_silent_first_is_the_cause(tmp_path: Path) -> None:
     result = {"failed": {"0": 1, "1": 9, "2": -signal.SIGTERM}}  # 2 was stopped by torchrun: a victim
     outcome = supervise.attempt_result(result, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
     assert (outcome.rank, outcome.status, outcome.others, outcome.shown) == (1, 9, (0,), False)
-    text = launch.failure_text(outcome)
+    text = command.failure_text(outcome)
     assert "rank 1 failed with status 9" in text
     assert "last words of 1" in text
     assert str(tmp_path / "rank_1.log") in text
@@ -191,7 +191,7 @@ def test_a_rank_that_torchrun_had_to_kill_is_not_the_cause(tmp_path: Path, statu
     result = {"failed": {"0": -9, "1": status, "2": -15}, "killed": [0]}
     outcome = supervise.attempt_result(result, tmp_path, tmp_path / "torchrun.log", 1, 0, True)
     assert (outcome.rank, outcome.status, outcome.others, outcome.shown) == (1, ended, (), False)
-    assert "last words of 1" in launch.failure_text(outcome)
+    assert "last words of 1" in command.failure_text(outcome)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_how_an_attempt_ended_is_known_from_torchruns_report(
     (tmp_path / "torchrun.log").write_text("cannot resolve node0\n")
     outcome = supervise.attempt_result(result, tmp_path, tmp_path / "torchrun.log", code, stopped, True)
     assert outcome.status == status
-    text = launch.failure_text(outcome)
+    text = command.failure_text(outcome)
     assert said in text
     assert ("cannot resolve node0" in text) == (outcome.rank is None and not stopped and not outcome.port_taken)
 
@@ -365,7 +365,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subp
     """A real rank of node 1 whose first process stays, or went and left its child; and the pipe that they hold."""
     ours, theirs = os.pipe()
     (tmp_path / "node_1_program.json").write_text(json.dumps(["-c", RANK, str(theirs), request.param]))
-    words = [sys.executable, str(Path(launch.__file__).with_name("rank.py")), str(tmp_path), "node_1_"]
+    words = [sys.executable, str(Path(command.__file__).with_name("rank.py")), str(tmp_path), "node_1_"]
     environ = {**os.environ, "RANK": "5"}
     process = subprocess.Popen(words, env=environ, pass_fds=[theirs], start_new_session=True)
     os.close(theirs)
@@ -416,12 +416,12 @@ def ending(monkeypatch: pytest.MonkeyPatch, status: int) -> list[int]:
     """The numbers of the attempts, of which each ends with this status; at most a hundred."""
     numbers: list[int] = []
 
-    def attempt(plan: launch.LaunchPlan, number: int, grace: float) -> AttemptResult:
+    def attempt(plan: command.LaunchPlan, number: int, grace: float) -> AttemptResult:
         numbers.append(number)
         assert len(numbers) < 100, "for ever"
         return AttemptResult(status, Path(os.devnull), rank=0, shown=True)
 
-    monkeypatch.setattr(launch, "attempt", attempt)
+    monkeypatch.setattr(command, "attempt", attempt)
     return numbers
 
 
@@ -430,8 +430,8 @@ def test_a_program_that_always_ends_with_the_status_of_too_large_a_batch_is_give
 ) -> None:
     """A program that is not ours may end with it, too."""
     numbers = ending(monkeypatch, OutOfMemory.status)
-    assert launch.run(parse(LaunchConfig, ["--devices", "1", "base"])) == OutOfMemory.status
-    assert numbers == [*range(launch.MOST_SMALLER + 1)]
+    assert command.run(parse(LaunchConfig, ["--devices", "1", "base"])) == OutOfMemory.status
+    assert numbers == [*range(command.MOST_SMALLER + 1)]
 
 
 def test_one_node_of_several_does_not_start_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +440,7 @@ def test_one_node_of_several_does_not_start_again_alone(monkeypatch: pytest.Monk
     counts = []
     for status in (OutOfMemory.status, 1):
         counts.append(ending(monkeypatch, status))
-        assert launch.run(parse(LaunchConfig, words)) == status
+        assert command.run(parse(LaunchConfig, words)) == status
     assert counts[0] == counts[1] == [0, 1, 2]
 
 
@@ -451,12 +451,12 @@ def test_a_run_that_could_not_save_is_started_again_as_often_as_allowed_with_its
     for allowed in (0, 2):
         counts.append(ending(monkeypatch, NotSaved.status))
         words = ["--devices", "1", "--max-restarts", str(allowed), "base"]
-        assert launch.run(parse(LaunchConfig, words)) == NotSaved.status == 75
+        assert command.run(parse(LaunchConfig, words)) == NotSaved.status == 75
     assert counts == [[0], [0, 1, 2]]
     assert "smaller device batch" not in capfd.readouterr().err
 
 
 def test_wrong_input_is_never_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = ending(monkeypatch, UserError.status)
-    assert launch.run(parse(LaunchConfig, ["--devices", "1", "--max-restarts", "9", "base"])) == UserError.status
+    assert command.run(parse(LaunchConfig, ["--devices", "1", "--max-restarts", "9", "base"])) == UserError.status
     assert numbers == [0]

@@ -21,10 +21,10 @@ from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device, pick
-from ascendchat.dist import World
 from ascendchat.nn.optim import Group, MuonAdamW
-from ascendchat.record import Run, open_run, read_metrics
-from ascendchat.record.saved import checkpoints
+from ascendchat.parallel.collectives import World
+from ascendchat.runs.run import Run, open_run, read_metrics
+from ascendchat.runs.saved import checkpoints
 from ascendchat.train import loop
 from ascendchat.train.loop import GRADIENT, Diverged, LossScale, Options, fit, train_step
 from ascendchat.train.signals import Interrupted, StopSignals
@@ -287,7 +287,7 @@ def test_one_of_several_ranks_does_not_leave_the_others_alone_in_a_validation(
 ) -> None:
     with start(tmp_path) as run, StopSignals(run) as signals:
         signals.unsaved = True
-        monkeypatch.setattr("ascendchat.dist.world", lambda: World(size=2))
+        monkeypatch.setattr("ascendchat.parallel.collectives.world", lambda: World(size=2))
         try:
             with signals.interruptible():
                 signal.raise_signal(signal.SIGTERM)
@@ -296,7 +296,7 @@ def test_one_of_several_ranks_does_not_leave_the_others_alone_in_a_validation(
         except Interrupted:
             pytest.fail("a rank left")
         assert signals.received == signal.SIGTERM
-        monkeypatch.setattr("ascendchat.dist.world", lambda: World())
+        monkeypatch.setattr("ascendchat.parallel.collectives.world", lambda: World())
         with pytest.raises(Interrupted), signals.interruptible():
             pass
 

@@ -11,11 +11,11 @@ from test_loop import ToyStage, device, signalled, start
 
 from ascendchat.config.train import BaseConfig
 from ascendchat.device import Device
-from ascendchat.dist import World
-from ascendchat.dist.context import Context
-from ascendchat.record import open_run, read_metrics
-from ascendchat.record.earlier import read_facts
-from ascendchat.record.saved import checkpoints
+from ascendchat.parallel.collectives import World
+from ascendchat.parallel.context import Context
+from ascendchat.runs.earlier import read_facts
+from ascendchat.runs.run import open_run, read_metrics
+from ascendchat.runs.saved import checkpoints
 from ascendchat.train.loop import Diverged, Options, fit
 from ascendchat.train.run import train_stage
 from ascendchat.train.stage import Loss

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_corpus import LENGTHS, corpus_of
 
 from ascendchat.config import UserError
+from ascendchat.data.chat.dataset_info import listed_data
 from ascendchat.data.corpus import TextRows, open_corpora
 from ascendchat.data.mixture import (
     Batches,
@@ -24,7 +25,6 @@ from ascendchat.data.mixture import (
     parse_mixture,
     write_mixture,
 )
-from ascendchat.data.registry import listed_data
 
 
 def test_an_entry_is_a_name_with_or_without_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

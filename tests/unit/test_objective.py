@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ascendchat.nn import IGNORE
-from ascendchat.nn import objective as module
+from ascendchat.nn import logprobs as module
+from ascendchat.nn.logprobs import head_logprobs, head_objective
 from ascendchat.nn.loss import SOFTCAP
-from ascendchat.nn.objective import head_logprobs, head_objective
 from ascendchat.nn.readout import Drawn, Float32Readout, Read, Readout
 
 VOCAB = 37

@@ -9,21 +9,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ascendchat import dist
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.bucket import Bucket
 from ascendchat.nn.gpt import GPT, dense
 from ascendchat.nn.loss import head_loss
 from ascendchat.nn.optim import Group, MuonAdamW, Shard, groups, muon_groups
-from ascendchat.nn.updates import (
-    EPS,
-    adamw_update,
-    muon_update,
-    muon_update_in_few_launches,
-    orthogonalise,
-)
-from ascendchat.plan.schedule import rates
-from ascendchat.plan.shape import Shape
+from ascendchat.nn.updates import EPS, adamw_update, muon_update, muon_update_in_few_launches, orthogonalise
+from ascendchat.parallel import collectives
+from ascendchat.sizes.schedule import rates
+from ascendchat.sizes.shape import Shape
 
 TINY = Shape.from_depth(2, vocab=60, seq_len=16, dim=32, head_dim=16)
 
@@ -256,7 +250,7 @@ def test_a_matrix_is_never_cut_in_two_by_sharding() -> None:
     buckets = [
         Bucket(
             Group("m", [(f"w{i}", torch.nn.Parameter(w.clone())) for i, w in enumerate(weights)], 0.1, True, [1.0] * 5),
-            dist.Team(rank, 3),
+            collectives.Team(rank, 3),
         )
         for rank in range(3)
     ]
@@ -294,7 +288,7 @@ def test_what_several_teams_have_alike_counts_once_in_the_norm() -> None:
     """Four teams share the matrices out; over all ranks their gradients are there four times."""
     _, optimizer = two_groups()
     matrix, rest = optimizer.buckets
-    matrix.copies = dist.Team(0, 4)
+    matrix.copies = collectives.Team(0, 4)
     matrix.own_grad.fill_(2.0)
     rest.own_grad.fill_(3.0)
     assert optimizer._norm().item() == pytest.approx(math.sqrt(24 * 4.0 / 4 + 5 * 9.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ascendchat.data.chat import Conversation, render_choice
+from ascendchat.data.chat.template import Conversation, render_choice
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.overlap import SHOWN_OVERLAPS, Overlap, OverlapFinder, contains_words, normal, questions_in
 

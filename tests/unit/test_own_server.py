@@ -16,11 +16,11 @@ from warm_process import Popen
 from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
-from ascendchat.dist import World
-from ascendchat.dist.context import Context
-from ascendchat.infer import fleet
-from ascendchat.infer.link import NoAnswer
-from ascendchat.infer.rollouts import OwnServer, Sizes, check_addresses, serve_command
+from ascendchat.parallel.collectives import World
+from ascendchat.parallel.context import Context
+from ascendchat.remote import fleet
+from ascendchat.remote.http import NoAnswer
+from ascendchat.remote.rollouts import OwnServer, Sizes, check_addresses, serve_command
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -46,8 +46,8 @@ TRAINER = """
 import contextlib, os, pathlib, sys
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
-from ascendchat.dist.context import joined
-from ascendchat.infer import rollouts
+from ascendchat.parallel.context import joined
+from ascendchat.engine import rollouts
 
 program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 command = [sys.executable, "-c", program, str(folder / sys.argv[3])]

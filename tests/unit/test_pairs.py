@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ascendchat.config import UserError
-from ascendchat.data.conversations import conversations
-from ascendchat.data.pairs import Pair, pairs
+from ascendchat.data.chat.formats import conversations
+from ascendchat.data.chat.pairs import Pair, pairs
 from ascendchat.train.reference import Reference
 
 SYSTEM = {"role": "system", "content": "Be brief."}

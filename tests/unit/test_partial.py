@@ -6,11 +6,11 @@ import engine_models as make
 import pytest
 
 from ascendchat.device import pick
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.partial import joined, rest
-from ascendchat.infer.request import Completion, Request, Sampling
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.nn.gpt import GPT
+from ascendchat.remote.partial import joined, rest
 
 TEXT = make.tokenizer()
 START = TEXT.specials["<|assistant_start|>"]

@@ -18,7 +18,8 @@ from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.config.train import BaseConfig, ChatTrainConfig, MidConfig, TrainConfig
 from ascendchat.device import pick
 from ascendchat.nn.updates import orthogonalise
-from ascendchat.plan.batch import (
+from ascendchat.plan.goals import train_plan
+from ascendchat.sizes.batch import (
     MIN_STEPS,
     Split,
     batch_for,
@@ -29,10 +30,9 @@ from ascendchat.plan.batch import (
     split,
     split_fixed,
 )
-from ascendchat.plan.goals import train_plan
-from ascendchat.plan.memory import training, usable
-from ascendchat.plan.schedule import REFERENCE_TOKENS
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.memory import training, usable
+from ascendchat.sizes.schedule import REFERENCE_TOKENS
+from ascendchat.sizes.shape import Shape
 from ascendchat.train.rows import share_out
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine

@@ -13,9 +13,9 @@ from ascendchat.chips import GIB, find
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.command import make
-from ascendchat.plan.hf import finetuning, from_config, read_config
-from ascendchat.plan.memory import allocated, usable
 from ascendchat.plan.refuse import DoesNotFit
+from ascendchat.sizes.hf import finetuning, from_config, read_config
+from ascendchat.sizes.memory import allocated, usable
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 

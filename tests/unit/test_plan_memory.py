@@ -13,7 +13,7 @@ from ascendchat import cli
 from ascendchat.chips import GIB, Chip, find
 from ascendchat.config.commands import PlanConfig
 from ascendchat.plan.goals import train_parts, train_plan
-from ascendchat.plan.memory import (
+from ascendchat.sizes.memory import (
     HEAD_CHUNK_BYTES,
     MIB,
     activations,
@@ -31,8 +31,8 @@ from ascendchat.plan.memory import (
     training,
     usable,
 )
-from ascendchat.plan.shape import Shape
-from ascendchat.plan.share import LITTLE, MOST_PADDING, elements, exchanged_elements, stacks, team_size
+from ascendchat.sizes.shape import Shape
+from ascendchat.sizes.share import LITTLE, MOST_PADDING, elements, exchanged_elements, stacks, team_size
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=30)  # the same examples on every machine
 CHIPS = st.sampled_from(["Ascend910B3", "Ascend910A", "H100", "cpu"])

@@ -13,11 +13,11 @@ from ascendchat.chips import find, this_cpu
 from ascendchat.cli import main
 from ascendchat.config import home
 from ascendchat.config.commands import PlanConfig
-from ascendchat.plan.batch import COLLECTIVES, Fabric, Split, duration, exchange_seconds
 from ascendchat.plan.goals import checkpoint_bytes, train_plan
 from ascendchat.plan.scale import lost
-from ascendchat.plan.shape import Shape
 from ascendchat.plan.show import plan_text
+from ascendchat.sizes.batch import COLLECTIVES, Fabric, Split, duration, exchange_seconds
+from ascendchat.sizes.shape import Shape
 
 CHIP = find("Ascend910B3")
 PLAN = PlanConfig(depth=26, chip=CHIP.name, devices=1024, total_batch_size=2**24)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.plan.schedule import (
+from ascendchat.sizes.schedule import (
     LEAST_BATCH,
     MAX_SHRINK,
     REFERENCE_TOKENS,

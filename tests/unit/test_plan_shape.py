@@ -10,10 +10,10 @@ import pytest
 
 from ascendchat.config import UserError
 from ascendchat.config.commands import PlanConfig
-from ascendchat.config.infer import BenchDecodeConfig
+from ascendchat.config.generate import BenchDecodeConfig
 from ascendchat.config.train import BaseConfig, BenchTrainConfig
-from ascendchat.plan.batch import batch_for, horizon
-from ascendchat.plan.shape import Formulas, Shape
+from ascendchat.sizes.batch import batch_for, horizon
+from ascendchat.sizes.shape import Formulas, Shape
 
 # depth: total, value embeddings, scaling parameters, FLOPs per token, tokens at 12, log2(batch), steps, training FLOPs
 TABLE = {
@@ -116,9 +116,9 @@ def test_impossible_sizes_are_refused_with_a_reason(wrong: dict[str, int], says:
 
 
 def test_the_rules_are_imported_without_the_plan_command() -> None:
-    rules = [f"ascendchat.plan.{name}" for name in ("shape", "schedule", "batch", "memory")]
+    rules = [f"ascendchat.sizes.plan.{name}" for name in ("shape", "schedule", "batch", "memory")]
     program = f"import sys, {', '.join(rules)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert set(rules) < set(loaded)
-    command = {f"ascendchat.plan.{name}" for name in ("command", "goals", "refuse", "show", "hf")}
+    command = {f"ascendchat.sizes.plan.{name}" for name in ("command", "goals", "refuse", "show", "hf")}
     assert not {*command, "ascendchat.config.commands", "yaml"} & set(loaded)

@@ -14,17 +14,17 @@ from torch import Tensor
 from ascendchat.config import UserError
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
-from ascendchat.infer.request import Request, Sampling
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import choose
 from ascendchat.nn.readout import Drawn
+from ascendchat.rl.command import engine_of, readout_of
+from ascendchat.rl.grpo import PRESETS, Method
+from ascendchat.rl.invariant import batch_invariant
+from ascendchat.rl.policy_loss import PolicyBatch, PolicyLoss, method_of
+from ascendchat.rl.rollout import Group, Question, TokenRows, pack
 from ascendchat.tasks import Task
-from ascendchat.train.grpo import PRESETS, Method
-from ascendchat.train.invariant import batch_invariant
-from ascendchat.train.learner import Learner
-from ascendchat.train.policy_loss import PolicyBatch, PolicyLoss, method_of
-from ascendchat.train.rl import engine_of, readout_of
-from ascendchat.train.rollout import Group, Question, TokenRows, pack
+from ascendchat.train.model import Learner
 
 CPU = pick("cpu")
 NO_TASK: Task = None  # type: ignore[assignment]

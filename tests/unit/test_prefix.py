@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ascendchat.infer.prefix import (
+from ascendchat.engine.prefix import (
     BLOCK,
     LEAST_REUSE,
     NOTHING,
@@ -21,7 +21,7 @@ from ascendchat.infer.prefix import (
     mark_place,
     rounds,
 )
-from ascendchat.infer.reading import UNDECIDED, Part, Reading
+from ascendchat.engine.reading import UNDECIDED, Part, Reading
 
 
 def test_a_slot_can_go_on_exactly_where_its_rings_have_all_that_is_seen() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.data.chat import Rendered, render
-from ascendchat.data.preview import colours, preview_mixture, shown
-from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.data.chat.preview import colours, preview_mixture, shown
+from ascendchat.data.chat.template import Rendered, render
+from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.tasks.mixture import open_chat_mixture
 from ascendchat.tasks.pairs import open_pair_mixture
 

@@ -21,8 +21,8 @@ PLACE = torch.device("cuda" if CUDA else "cpu")
 
 def test_stages_that_the_chip_has_no_room_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chip of 99 KiB, as most cards for desks have, runs what was measured on one of 227."""
+    from ascendchat.engine.gpt_step import MANY_BLOCKS, SOME_BLOCKS
     from ascendchat.nn import product_kernel
-    from ascendchat.nn.token_step import MANY_BLOCKS, SOME_BLOCKS
 
     launched: list[int] = []
     kernel = MagicMock()

@@ -15,8 +15,8 @@ from ascendchat.config.finetune import FinetuneConfig
 from ascendchat.config.rl import RlConfig
 from ascendchat.config.train import BaseConfig, MidConfig, SftConfig, TrainConfig
 from ascendchat.device import pick
-from ascendchat.record import open_run
-from ascendchat.record.trace import advice, covered, own_time, read_trace, summarise, table
+from ascendchat.runs.run import open_run
+from ascendchat.runs.trace import advice, covered, own_time, read_trace, summarise, table
 from ascendchat.train.loop import Options, fit
 
 

@@ -21,11 +21,11 @@ from ascendchat.chips import find
 from ascendchat.cli import main
 from ascendchat.config import UserError, home, parse
 from ascendchat.config.finetune import FinetuneConfig
-from ascendchat.hf.lora import LoraSettings, add_lora
-from ascendchat.hf.quantize import check_packing, pack, packed_bytes
+from ascendchat.models.lora import LoraSettings, add_lora
+from ascendchat.models.quantize import check_packing, pack, packed_bytes
 from ascendchat.nn.attention import KERNELS
 from ascendchat.nn.model import dense
-from ascendchat.plan.hf import PACKED_BYTES, check_bits_on
+from ascendchat.sizes.hf import PACKED_BYTES, check_bits_on
 from ascendchat.train import huggingface
 from ascendchat.train.finetune import checked
 

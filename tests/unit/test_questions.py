@@ -10,13 +10,13 @@ import pytest
 from engine_models import tokenizer
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import render_choice
-from ascendchat.infer.request import Completion
+from ascendchat.data.chat.template import render_choice
+from ascendchat.engine.request import Completion
+from ascendchat.rl.questions import QuestionFile, load_questions
+from ascendchat.rl.rewards import row_of
+from ascendchat.rl.rollout import Group, Questions, pass_sums, task_sums, term_sums
 from ascendchat.tasks import pass_at_k
 from ascendchat.tasks.humaneval import ASK
-from ascendchat.tasks.questions import QuestionFile, load_questions
-from ascendchat.tasks.rewards import row_of
-from ascendchat.train.rollout import Group, Questions, pass_sums, task_sums, term_sums
 
 
 def write(folder: Path, rows: list[Any], name: str = "mine.jsonl") -> str:

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from ascendchat.config import UserError
-from ascendchat.data.conversations import conversations
+from ascendchat.data.chat.formats import conversations
 from ascendchat.data.read import read_documents
 from ascendchat.eval.bundle import load_bundle
 from ascendchat.tasks.files import SPLIT, set_rows

@@ -12,8 +12,8 @@ from ascendchat.config.commands import PlanConfig
 from ascendchat.config.speedrun import SpeedrunConfig
 from ascendchat.device.env import MachineFacts
 from ascendchat.plan.goals import train_plan
-from ascendchat.plan.shape import Shape
-from ascendchat.speedrun import read_recipe, run
+from ascendchat.sizes.shape import Shape
+from ascendchat.speedrun.command import read_recipe, run
 from ascendchat.speedrun.devices import devices_here, shortage
 from ascendchat.speedrun.forecast import forecasts
 from ascendchat.speedrun.recipe import chosen, recipe_files

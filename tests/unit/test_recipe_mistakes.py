@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from test_recipes import STAGES, Calls, own
 
-from ascendchat import cli, speedrun
+from ascendchat import cli
 from ascendchat.chips import find
 from ascendchat.config import UserError
 from ascendchat.config.speedrun import SpeedrunConfig
+from ascendchat.speedrun import command as speedrun
 from ascendchat.speedrun import ledger
 from ascendchat.speedrun.forecast import forecasts
 from ascendchat.speedrun.ledger import alone

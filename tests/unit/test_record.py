@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ascendchat import record
 from ascendchat.config import UserError, home, parse
-from ascendchat.record import open_run, read_metrics, run_folder
-from ascendchat.record.earlier import read_facts
-from ascendchat.record.speed import Smooth, eta, speed
+from ascendchat.runs import run as record
+from ascendchat.runs.earlier import read_facts
+from ascendchat.runs.run import open_run, read_metrics, run_folder
+from ascendchat.runs.speed import Smooth, eta, speed
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def test_reader_leaves_out_an_unfinished_line_and_names_a_damaged_one(tmp_path: 
 WRITER = """
 import dataclasses, itertools, sys
 from pathlib import Path
-from ascendchat.record import open_run
+from ascendchat.runs.run import open_run
 SampleConfig = dataclasses.make_dataclass("SampleConfig", [("depth", int, 12)])
 run = open_run(Path(sys.argv[1]), SampleConfig())
 for step in itertools.count(1):
@@ -263,7 +263,7 @@ def test_smooth_equals_the_weighted_mean_and_survives_nan() -> None:
 
 def test_record_does_not_import_torch_rich_or_a_tracker() -> None:
     code = (
-        "import sys, ascendchat.record;"
+        "import sys, ascendchat.runs.run;"
         "print([m for m in ('torch', 'rich', 'tensorboard', 'swanlab', 'wandb', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

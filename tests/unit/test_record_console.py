@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ascendchat.record.console import Console, Telemetry, clock, devices, inert, status
+from ascendchat.runs.console import Console, Telemetry, clock, devices, inert, status
 
 GIB = 1024**3
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_control_characters_and_bidi_overrides_are_made_inert_in_any_pieces() ->
 
 SHOW = """
 import sys, time
-from ascendchat.record.console import Console, Telemetry
+from ascendchat.runs.console import Console, Telemetry
 def telemetry():
     return [Telemetry(0, 97.0, 61.0, 30 * 1024**3, 64 * 1024**3)]
 with Console(40, title="base", telemetry=telemetry, log_every=20) as console:
@@ -196,7 +196,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_closed_pipe_does_not_end_the_run() -> None:
     code = (
-        "import sys\nfrom ascendchat.record.console import Console\n"
+        "import sys\nfrom ascendchat.runs.console import Console\n"
         "sys.stdin.readline()\n"
         "with Console(9) as console:\n    [console.update(n, loss=1.0) for n in range(9)]\n"
         "print('ran to the end', file=sys.stderr)\nsys.stdout = None\n"

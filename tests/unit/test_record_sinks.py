@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.record import open_run, read_metrics
-from ascendchat.record.sinks import SINKS, check_track, numbers
+from ascendchat.runs.run import open_run, read_metrics
+from ascendchat.runs.trackers import SINKS, check_track, numbers
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ import torch
 
 from ascendchat.chips import GIB, find
 from ascendchat.cli import main
-from ascendchat.data.prefetch import MicroBatch
+from ascendchat.data.loader import MicroBatch
 from ascendchat.device import DeviceOptions, Scaling, pick
 from ascendchat.device.cpu import CPU
-from ascendchat.dist import World
 from ascendchat.nn.attention import Flash, Reference
 from ascendchat.nn.gpt import GPT
-from ascendchat.plan import schedule
-from ascendchat.plan.shape import Shape
-from ascendchat.train import horizon
-from ascendchat.train.learner import Learner, optimizer_for
+from ascendchat.parallel.collectives import World
+from ascendchat.sizes import schedule
+from ascendchat.sizes.shape import Shape
+from ascendchat.train import budget
+from ascendchat.train.model import Learner, optimizer_for
 from ascendchat.train.recorded import learning, pays, short
 
 SHAPE = Shape.from_depth(2, dim=64, head_dim=32, vocab=256, seq_len=64)
@@ -129,10 +129,10 @@ def test_without_room_for_a_recording_training_goes_on(capsys: pytest.CaptureFix
 
 
 def test_the_speed_is_measured_without_an_optimizer_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horizon, "SPEED_SECONDS", 0.0)
+    monkeypatch.setattr(budget, "SPEED_SECONDS", 0.0)
     device = Recording()
     learner, (batch,) = learner_on(device), batches(1, 2)
-    assert horizon.measured_speed(learner, batch) >= 0
+    assert budget.measured_speed(learner, batch) >= 0
     assert device.replays >= 1
     assert all(parameter.grad is None for parameter in learner.model.parameters())
 
@@ -153,7 +153,7 @@ def test_only_what_is_the_same_work_each_time_is_recorded(monkeypatch: pytest.Mo
     assert not asked(lambda learner: setattr(learner, "device", Half()))
     assert not asked(lambda learner: setattr(learner.device, "compiles", False))
     assert not asked(lambda learner: setattr(learner.device, "chip", find("cpu")))
-    monkeypatch.setattr("ascendchat.dist.world", lambda: World(size=2))
+    monkeypatch.setattr("ascendchat.parallel.collectives.world", lambda: World(size=2))
     assert not asked(lambda learner: None)
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from ascendchat.config import UserError, home
 from ascendchat.config.finetune import FinetuneConfig
-from ascendchat.data.conversations import conversations
-from ascendchat.data.pairs import Pair
-from ascendchat.data.registry import INFO, listed_data
-from ascendchat.data.tables import TABLE_TYPES, Allowance
+from ascendchat.data.chat.dataset_info import INFO, listed_data
+from ascendchat.data.chat.formats import conversations
+from ascendchat.data.chat.pairs import Pair
+from ascendchat.data.chat.tables import TABLE_TYPES, Allowance
 from ascendchat.tasks import knows, load
 from ascendchat.tasks.pairs import read_pairs
 from ascendchat.train.finetune import located

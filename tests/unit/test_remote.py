@@ -18,10 +18,10 @@ import engine_models as make
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.infer.answer import Forced
-from ascendchat.infer.remote import Remote
-from ascendchat.infer.request import Grammar, Piece, Request, Sampling
-from ascendchat.infer.verify import checksum
+from ascendchat.engine.request import Grammar, Piece, Request, Sampling
+from ascendchat.remote.client import Remote
+from ascendchat.remote.completions import Forced
+from ascendchat.remote.weights import checksum
 
 TEXT = make.tokenizer()
 END = TEXT.specials["<|assistant_end|>"]
@@ -192,7 +192,7 @@ def test_retry_after_is_obeyed(server: Scripted, monkeypatch: pytest.MonkeyPatch
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("ascendchat.infer.link.asyncio.sleep", noted)
+    monkeypatch.setattr("ascendchat.remote.http.asyncio.sleep", noted)
     server.answers = [said(503, BUSY, Retry_After="7"), said(200, reply(HELLO))]
     with opened(server) as remote:
         remote.generate([Request([1])])

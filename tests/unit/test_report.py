@@ -15,11 +15,11 @@ import yaml
 
 from ascendchat.cli import main
 from ascendchat.config import UserError
-from ascendchat.record.results import NewResults
 from ascendchat.report.content import Plot, Section, Table, content, half_band, spread
 from ascendchat.report.gather import gather, newest_run, same_but_seed, same_settings
 from ascendchat.report.plots import Curve, Panel, draw, smoothed, thinned
 from ascendchat.report.watch import Watched, server
+from ascendchat.runs.results import NewResults
 
 
 @pytest.fixture

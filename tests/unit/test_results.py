@@ -18,8 +18,8 @@ import warm_process
 
 from ascendchat.config import UserError, home
 from ascendchat.config.commands import PlanConfig
-from ascendchat.record import open_run, run_folder
-from ascendchat.record.results import NewResults, best_results, results_file, run_of, stage_results
+from ascendchat.runs.results import NewResults, best_results, results_file, run_of, stage_results
+from ascendchat.runs.run import open_run, run_folder
 
 MANY = 40  # rows of every task here
 
@@ -83,7 +83,7 @@ def test_a_model_that_is_trained_anew_does_not_inherit_the_results_of_the_one_se
 ADDING = """
 import sys
 from pathlib import Path
-from ascendchat.record.results import NewResults
+from ascendchat.runs.results import NewResults
 new = NewResults(Path(sys.argv[1]), {"evaluation": "chat", "step": 3})
 print("ready", flush=True)
 for number in range(int(sys.argv[3])):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.tasks import load, terms
-from ascendchat.tasks.questions import QuestionFile
-from ascendchat.tasks.rewards import Asked, Judge, row_of
+from ascendchat.rl import terms
+from ascendchat.rl.questions import QuestionFile
+from ascendchat.rl.rewards import Asked, Judge, row_of
+from ascendchat.tasks import load
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.checkpoint import Damaged, Writer, newest, verify
-from ascendchat.infer.request import Completion
-from ascendchat.train.buffer import Part, dealt, from_tensors, to_tensors
-from ascendchat.train.rhythm import Rhythm, Slot
-from ascendchat.train.rollout import SPARE, Group, Question, TokenRows
+from ascendchat.engine.request import Completion
+from ascendchat.rl.buffer import Part, dealt, from_tensors, to_tensors
+from ascendchat.rl.rollout import SPARE, Group, Question, TokenRows
+from ascendchat.rl.schedule import Rhythm, Slot
 
 CHUNK = 2  # tokens
 

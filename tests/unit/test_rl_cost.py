@@ -12,15 +12,15 @@ from engine_models import model, tokenizer
 from ascendchat.chips import find
 from ascendchat.config.rl import RlConfig
 from ascendchat.device import pick
-from ascendchat.infer.request import Completion, Request, Sampling
+from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
 from ascendchat.nn.attention import Reference
-from ascendchat.plan.memory import caches, training, usable
-from ascendchat.plan.shape import Shape
+from ascendchat.rl.command import BUSY_TOKENS, batch_rows, engine_of, readout_of, split_of
+from ascendchat.rl.rollout import Group, Question, TokenRows, pack
+from ascendchat.sizes.memory import caches, training, usable
+from ascendchat.sizes.shape import Shape
 from ascendchat.tasks import load
-from ascendchat.train.learner import Learner
-from ascendchat.train.rl import BUSY_TOKENS, batch_rows, engine_of, readout_of, split_of
-from ascendchat.train.rollout import Group, Question, TokenRows, pack
+from ascendchat.train.model import Learner
 
 T, PAD = 16, 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ascendchat.infer.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
+from ascendchat.remote.routing import BLOCK, BLOCKS, Candidate, blocks_of, choose, remember
 from ascendchat.serve.process import LONGEST_PAUSE, pause_after
 
 LONG = list(range(5 * BLOCK))

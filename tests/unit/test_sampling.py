@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascendchat.infer.noise import columns, seed_keys, uniform
-from ascendchat.infer.request import MOST_TOPS, Grammar, Sampling
-from ascendchat.infer.sampling import (
+from ascendchat.engine.noise import columns, seed_keys, uniform
+from ascendchat.engine.request import MOST_TOPS, Grammar, Sampling
+from ascendchat.engine.sampling import (
     Mode,
     Settings,
     keep,

@@ -134,7 +134,7 @@ INTERRUPTED = """
 import signal
 import sys
 from ascendchat import cli
-from ascendchat.doctor import selftest
+from ascendchat.doctor.command import selftest
 
 def examine(names, settings):
     yield selftest.Verdict("versions", "held")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ascendchat.config.serve import ServeConfig
-from ascendchat.infer.request import Piece, Request
+from ascendchat.engine.request import Piece, Request
 from ascendchat.serve.messages import Begun, Cancel, Change, Done, Part, Ready, Resume
 from ascendchat.serve.pool import Failure, Pool, Ticket
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import engine_models as make
 
-from ascendchat.infer.request import Piece, Request, Sampling
+from ascendchat.engine.request import Piece, Request, Sampling
 from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
 from ascendchat.serve.messages import Part
 from ascendchat.serve.pool import Failure, Ticket

@@ -9,9 +9,9 @@ import engine_models as make
 import pytest
 from pydantic import ValidationError
 
-from ascendchat.infer.grammar import compiled, vocabulary
-from ascendchat.infer.request import Grammar, Piece
-from ascendchat.infer.text import TextStream
+from ascendchat.engine.detokenize import TextStream
+from ascendchat.engine.grammar import compiled, vocabulary
+from ascendchat.engine.request import Grammar, Piece
 from ascendchat.serve.errors import explained
 from ascendchat.serve.messages import Part
 from ascendchat.serve.protocol import ChatRequest, Function, Tool

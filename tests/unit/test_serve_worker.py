@@ -18,9 +18,9 @@ import engine_models as make
 import pytest
 
 from ascendchat.device import pick
-from ascendchat.infer import grammar as module
-from ascendchat.infer.grammar import compiled
-from ascendchat.infer.request import Grammar, Request, Sampling
+from ascendchat.engine import grammar as module
+from ascendchat.engine.grammar import compiled
+from ascendchat.engine.request import Grammar, Request, Sampling
 from ascendchat.nn.attention import Sdpa
 from ascendchat.serve.link import Link
 from ascendchat.serve.messages import LENGTH, Ask, Cancel, Refused, pack

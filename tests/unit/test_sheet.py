@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ascendchat.infer.sampling import Mode
-from ascendchat.infer.sheet import LAST_READS, READ_EVERY, Sheet
+from ascendchat.engine.batch_state import LAST_READS, READ_EVERY, Sheet
+from ascendchat.engine.sampling import Mode
 
 END = 7
 

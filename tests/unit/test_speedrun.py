@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from test_recipes import Calls
 
-from ascendchat import speedrun
 from ascendchat.config import UserError, home
 from ascendchat.config.serve import ServeConfig
 from ascendchat.config.speedrun import SpeedrunConfig
-from ascendchat.launch.port import is_free
-from ascendchat.record import run_folder
-from ascendchat.record.results import NewResults
+from ascendchat.processes import is_free
+from ascendchat.runs.results import NewResults
+from ascendchat.runs.run import run_folder
+from ascendchat.speedrun import command
 from ascendchat.speedrun.forecast import file_tokens
 from ascendchat.speedrun.ledger import Ledger
 
@@ -51,7 +51,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def test_stages_run_in_order_with_their_flags(recipe: str, commands: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert speedrun.run(SpeedrunConfig(recipe)) == 0
+    assert command.run(SpeedrunConfig(recipe)) == 0
     assert commands.called == [
         "tokenizer train --vocab-size 600",
         f"base --depth 2 --no-fp8 --data {home()}/data/a,{home()}/data/b --run small --resume never",
@@ -61,7 +61,7 @@ def test_stages_run_in_order_with_their_flags(recipe: str, commands: Calls, caps
 
 
 def test_devices_and_their_type_reach_the_training_stages_only(recipe: str, commands: Calls) -> None:
-    assert speedrun.run(SpeedrunConfig(recipe, device_type="npu", devices=2)) == 0
+    assert command.run(SpeedrunConfig(recipe, device_type="npu", devices=2)) == 0
     assert commands.called[0] == "tokenizer train --vocab-size 600"
     assert commands.called[2] == "launch --devices 2 sft --run small --device-type npu --resume never"
 
@@ -69,47 +69,47 @@ def test_devices_and_their_type_reach_the_training_stages_only(recipe: str, comm
 def test_what_was_made_is_served_afterwards_if_that_is_wanted(
     recipe: str, commands: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert speedrun.run(SpeedrunConfig(recipe, device_type="npu", devices=2, serve=True)) == 0
+    assert command.run(SpeedrunConfig(recipe, device_type="npu", devices=2, serve=True)) == 0
     assert commands.called[3:] == ["serve --run small --device-type npu --devices 2"]
     shown = capsys.readouterr().out
     assert "Talk to it" in shown
     assert "In a browser" not in shown
     commands.fails = "sft"
-    assert speedrun.run(SpeedrunConfig(recipe, serve=True, fresh=True)) == 1
+    assert command.run(SpeedrunConfig(recipe, serve=True, fresh=True)) == 1
     assert commands.called[-1].startswith("sft"), "no page of a model that was not made"
     without = tmp_path / "without.yaml"
     without.write_text("stages: [{tokenizer train: {vocab_size: 600}}]", encoding="utf-8")
     with pytest.raises(UserError, match="trains no model"):
-        speedrun.run(SpeedrunConfig(str(without), serve=True))
+        command.run(SpeedrunConfig(str(without), serve=True))
 
 
 def test_a_page_that_cannot_be_served_is_known_before_the_training(
     recipe: str, commands: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert speedrun.run(SpeedrunConfig(recipe, serve=True, only=("tokenizer train",))) == 0
+    assert command.run(SpeedrunConfig(recipe, serve=True, only=("tokenizer train",))) == 0
     assert "nothing is served" in capsys.readouterr().out
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(speedrun, "is_free", is_free)
+        monkeypatch.setattr(command, "is_free", is_free)
         monkeypatch.setattr(ServeConfig, "port", taken.getsockname()[1])
         before = list(commands.called)
         with pytest.raises(UserError, match="is in use; leave --serve out"):
-            speedrun.run(SpeedrunConfig(recipe, serve=True))
+            command.run(SpeedrunConfig(recipe, serve=True))
         assert commands.called == before
     if sys.platform != "linux":  # others have no second address by themselves
         return
     with socket.create_server(("127.0.0.2", 0)) as elsewhere:
         monkeypatch.setattr(ServeConfig, "port", elsewhere.getsockname()[1])
-        assert speedrun.run(SpeedrunConfig(recipe, serve=True)) == 0, "another address is not in the way"
+        assert command.run(SpeedrunConfig(recipe, serve=True)) == 0, "another address is not in the way"
 
 
 def test_what_is_done_is_skipped_and_a_change_runs_all_that_follows(recipe: str, commands: Calls) -> None:
-    speedrun.run(SpeedrunConfig(recipe))
-    speedrun.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
     assert len(commands.called) == 3
     Path(recipe).write_text(RECIPE.replace("depth: 2", "depth: 3"), encoding="utf-8")
-    speedrun.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
     assert [line.split()[0] for line in commands.called[3:]] == ["base", "sft"]
-    speedrun.run(SpeedrunConfig(recipe, fresh=True))
+    command.run(SpeedrunConfig(recipe, fresh=True))
     assert len(commands.called) == 8
 
 
@@ -127,10 +127,10 @@ def test_a_change_in_a_linked_folder_is_another_input(tmp_path: Path) -> None:
 
 def test_a_failed_stage_ends_the_run_and_is_tried_again(recipe: str, commands: Calls) -> None:
     commands.fails = "base"
-    assert speedrun.run(SpeedrunConfig(recipe)) == 1
+    assert command.run(SpeedrunConfig(recipe)) == 1
     assert len(commands.called) == 2
     commands.fails = ""
-    assert speedrun.run(SpeedrunConfig(recipe)) == 0
+    assert command.run(SpeedrunConfig(recipe)) == 0
     assert [line.split()[0] for line in commands.called[2:]] == ["base", "sft"]
 
 
@@ -141,13 +141,13 @@ def test_a_stage_that_was_interrupted_continues_and_one_that_has_changed_starts_
     latest.parent.mkdir(parents=True)
     latest.write_text("step_000007")  # of other settings
     commands.fails = "sft"
-    speedrun.run(SpeedrunConfig(recipe))
-    speedrun.run(SpeedrunConfig(recipe))  # the first try ended before it saved anything
+    command.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))  # the first try ended before it saved anything
     os.utime(latest, ns=(1, latest.stat().st_mtime_ns + 1))
-    speedrun.run(SpeedrunConfig(recipe))  # the second saved
+    command.run(SpeedrunConfig(recipe))  # the second saved
     assert [line.endswith("--resume never") for line in commands.called[2:]] == [True, True, False]
     Path(recipe).write_text(RECIPE.replace("depth: 2", "depth: 3"), encoding="utf-8")
-    speedrun.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
     assert [line.endswith("--resume never") for line in commands.called[5:]] == [True, True]
 
 
@@ -176,7 +176,7 @@ def test_a_signal_lets_the_stage_save_before_both_end(tmp_path: Path, number: si
         "signal.signal(signal.SIGINT, save)\nsignal.signal(signal.SIGTERM, save)\n"
         "open('ready', 'w').close()\ntime.sleep(300)\n"
     )
-    start = "from ascendchat.speedrun import run_command; sys.exit(run_command([]))"
+    start = "from ascendchat.speedrun.command import run_command; sys.exit(run_command([]))"
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"
     code = EARLY.format(name=number.name) + code if early else code
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True)
@@ -199,23 +199,23 @@ def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for text in [*texts, "stages: [{base: [1, 2]}]", "stages: [base]", "stages: 5"]:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UserError):
-            speedrun.read_recipe(str(path))
+            command.read_recipe(str(path))
 
 
 def test_recipes_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [speedrun.find_recipe(name) for name in ("tiny-cpu", "tiny-cpu.yaml", "recipes/tiny-cpu.yaml")] == [
+    assert [command.find_recipe(name) for name in ("tiny-cpu", "tiny-cpu.yaml", "recipes/tiny-cpu.yaml")] == [
         ROOT / "ascendchat" / "recipes" / "tiny-cpu.yaml"
     ] * 3
     (tmp_path / "tiny-cpu").write_text("run: mine\nstages: [{sft: {}}]")
-    assert speedrun.read_recipe(speedrun.find_recipe("tiny-cpu")).run == "mine"  # a file of one's own wins
+    assert command.read_recipe(command.find_recipe("tiny-cpu")).run == "mine"  # a file of one's own wins
     with pytest.raises(UserError, match=r"there is no recipe huge; .*tiny-cpu"):
-        speedrun.find_recipe("huge")
+        command.find_recipe("huge")
 
 
 def test_a_name_that_leaves_the_home_is_refused_before_anything_is_written(recipe: str, commands: Calls) -> None:
     with pytest.raises(UserError, match="cannot name a run"):
-        speedrun.run(SpeedrunConfig(recipe, run="../../evil"))
+        command.run(SpeedrunConfig(recipe, run="../../evil"))
     assert not commands.called
     assert not list(home().rglob("*"))
     assert not (home().parent / "evil").exists()
@@ -223,9 +223,9 @@ def test_a_name_that_leaves_the_home_is_refused_before_anything_is_written(recip
 
 @pytest.mark.parametrize(("gone", "again"), [("runs/small/base", ["base"]), ("tokenizer", ["tokenizer"])])
 def test_a_stage_whose_result_was_deleted_runs_again(recipe: str, commands: Calls, gone: str, again: list[str]) -> None:
-    speedrun.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
     shutil.rmtree(home() / gone)
-    speedrun.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
     assert [line.split()[0] for line in commands.called[3:]] == again
 
 
@@ -233,7 +233,7 @@ def test_settings_that_come_back_do_not_find_the_results_of_others(recipe: str, 
     other = RECIPE.replace("depth: 2", "depth: 3")
     for text in (RECIPE, other, RECIPE):
         Path(recipe).write_text(text, encoding="utf-8")
-        speedrun.run(SpeedrunConfig(recipe))
+        command.run(SpeedrunConfig(recipe))
     assert [line.split()[0] for line in commands.called[3:]] == ["base", "sft", "base", "sft"]
     assert all(line.endswith("--resume never") for line in commands.called[3:])
 
@@ -242,17 +242,17 @@ def test_settings_that_come_back_after_an_interruption_start_anew(recipe: str, c
     commands.saves_and_fails = "base"
     for text in (RECIPE, RECIPE.replace("depth: 2", "depth: 3"), RECIPE):
         Path(recipe).write_text(text, encoding="utf-8")
-        speedrun.run(SpeedrunConfig(recipe))
+        command.run(SpeedrunConfig(recipe))
     assert [line.endswith("--resume never") for line in commands.called[1:]] == [True, True, True]
 
 
 def test_a_damaged_list_of_stages_is_a_sentence(recipe: str, commands: Calls) -> None:
-    speedrun.run(SpeedrunConfig(recipe))
+    command.run(SpeedrunConfig(recipe))
     for content in ('{"x', "[1]", ""):
         (home() / "runs" / "small" / "speedrun.json").write_text(content)
         with pytest.raises(UserError, match="--fresh"):
-            speedrun.run(SpeedrunConfig(recipe))
-    assert speedrun.run(SpeedrunConfig(recipe, fresh=True)) == 0
+            command.run(SpeedrunConfig(recipe))
+    assert command.run(SpeedrunConfig(recipe, fresh=True)) == 0
 
 
 def write_metrics(stage: str, rows: list[dict[str, float]]) -> None:
@@ -265,7 +265,7 @@ def test_the_summary_shows_the_loss_of_training_and_the_reward_of_rl() -> None:
     write_metrics("sft", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "val_loss": 0.5}])
     rewards = [{"step": n, "loss": -0.01, "reward": n / 40} for n in range(1, 31)]
     write_metrics("rl", [*rewards, {"step": 30, "accuracy": 0.75}])
-    _, sft, rl = speedrun.summary("small").splitlines()
+    _, sft, rl = command.summary("small").splitlines()
     assert sft.split() == ["sft", "2", "1.5000", "val_loss", "0.5000"]
     assert rl.split(maxsplit=3) == ["rl", "30", "-", "reward 0.1375 -> 0.6375, accuracy 0.7500"]
 
@@ -279,6 +279,6 @@ def test_the_summary_shows_the_reward_of_each_task_and_the_scores_of_each_stage(
         about = {"evaluation": "chat", "model": stage, "step": 1, "settings": {}}
         result = {"accuracy": accuracy, "centred": accuracy, "rows": 8}
         NewResults(run_folder("small", stage), about).add("toy_problems", 8, 8, result, None)
-    _, rl, _, heading, problems, *_ = speedrun.summary("small").splitlines()
+    _, rl, _, heading, problems, *_ = command.summary("small").splitlines()
     assert rl.endswith("reward 0.5000 -> 0.5000 (hard 0.1375 -> 0.6375, easy 1.0000 -> 1.0000)")
     assert (heading.split(), problems.split()) == (["SFT", "RL"], ["toy_problems", "0.2500", "0.7500"])

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from ascendchat import sandbox, tasks
 from ascendchat.config import UserError
-from ascendchat.data import conversations, pairs, read, tables
-from ascendchat.data.chat import render_choice, text_of
+from ascendchat.data import read
+from ascendchat.data.chat import formats, pairs, tables
+from ascendchat.data.chat.template import render_choice, text_of
 from ascendchat.data.fetch import fetch
-from ascendchat.tasks import terms
+from ascendchat.rl import terms
 from ascendchat.tasks.dialog import Stored
 from ascendchat.tasks.files import SPLIT, belongs
 from ascendchat.tasks.gsm8k import FINAL, final_number
@@ -407,10 +408,10 @@ FILLINGS = " ", "\n", "#", "`", "~", "9", ",", "1,", "a", "$", " $", "<<", '\\"'
         (terms.NUMBER, "-{}-"),
         (terms.BOXED, "\\boxed{}x"),
         (terms.WORD, "\\{}"),
-        (conversations.TURN, "###{}x"),
-        (conversations.WRITTEN, "### {}x"),
-        (conversations.CALCULATION, "<<{}=1>"),
-        (conversations.CALCULATION, "<<1={}>"),
+        (formats.TURN, "###{}x"),
+        (formats.WRITTEN, "### {}x"),
+        (formats.CALCULATION, "<<{}=1>"),
+        (formats.CALCULATION, "<<1={}>"),
         (FINAL, "#### {}/{}x"),
         (terms.NUMBER, "1/{}/"),
         (tables.BRACKET, '"{}'),

@@ -14,12 +14,12 @@ import pytest
 from ascendchat import tasks
 from ascendchat.config import UserError
 from ascendchat.data import toyworld
-from ascendchat.data.chat import Conversation, Counts
+from ascendchat.data.chat.rows import ChatRows
+from ascendchat.data.chat.template import Conversation, Counts
 from ascendchat.data.corpus import Corpus, TextRows
 from ascendchat.data.mixture import write_mixture
-from ascendchat.data.pack import ChatRows
 from ascendchat.data.prepare import prepare
-from ascendchat.data.tokenizer import Tokenizer, train_tokenizer
+from ascendchat.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from ascendchat.tasks.base import Task
 from ascendchat.tasks.mixture import VALIDATION, ChatMixture, default_data, open_chat_mixture, overlap_finder
 from ascendchat.tasks.overlap import report_overlaps

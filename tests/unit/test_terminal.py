@@ -25,13 +25,13 @@ import torch
 from ascendchat import cli, files
 from ascendchat.checkpoint import Writer
 from ascendchat.config import UserError, home, parse
-from ascendchat.config.infer import ChatConfig
+from ascendchat.config.generate import ChatConfig
 from ascendchat.device import pick
-from ascendchat.dist import World
-from ascendchat.dist.context import Context
-from ascendchat.infer.load import Opened, open_model
-from ascendchat.infer.open import engine_for
-from ascendchat.record import run_folder
+from ascendchat.engine.open import engine_for
+from ascendchat.models.open import Opened, open_model
+from ascendchat.parallel.collectives import World
+from ascendchat.parallel.context import Context
+from ascendchat.runs.run import run_folder
 from ascendchat.serve import terminal
 
 pytestmark = pytest.mark.usefixtures("one_thread")

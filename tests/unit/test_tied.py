@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TIED = [sys.executable, "-m", "ascendchat.launch.tied"]
+TIED = [sys.executable, "-m", "ascendchat.tied"]
 PATIENCE = 60  # seconds
 # Says its number, and on SIGTERM that it ends in order.
 CHILD = """
@@ -76,7 +76,7 @@ def test_a_signal_is_passed_on() -> None:
 
 EARLY = """
 import os, signal, subprocess, sys
-from ascendchat.launch import tied
+from ascendchat.launch.command import tied
 class Popen(subprocess.Popen):
     def __init__(self, *words, **more):
         super().__init__(*words, stdout=subprocess.PIPE, **more)

@@ -1,4 +1,4 @@
-"""The kernels of nn/token_step.py equal a plain decoding step of the same model, in logits and in what the cache holds.
+"""The kernels of engine/gpt_step.py equal a plain decoding step of the same model, in logits and in what the cache holds.
 
 They need Triton, and a CUDA device or its interpreter: TRITON_INTERPRET=1 pytest tests/unit/test_token_step.py
 """
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from ascendchat.device import pick
-from ascendchat.infer.cache import EIGHT_BITS
-from ascendchat.infer.decode import Decoder
-from ascendchat.infer.noise import columns
-from ascendchat.infer.request import Request, Sampling
-from ascendchat.infer.sampling import Mode, Settings, sample, settings_row
+from ascendchat.engine.cache import EIGHT_BITS
+from ascendchat.engine.decode import Decoder
+from ascendchat.engine.noise import columns
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.engine.sampling import Mode, Settings, sample, settings_row
 from ascendchat.nn.attention import Reference
 from ascendchat.nn.gpt import GPT
-from ascendchat.plan.shape import Shape
+from ascendchat.sizes.shape import Shape
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with a CUDA build of torch")
 
@@ -85,11 +85,11 @@ def test_a_step_equals_the_plain_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many rows there are, by the kernels of all sizes."""
-    from ascendchat.nn import token_step
-    from ascendchat.nn.token_step import Slots, TokenStep
+    from ascendchat.engine import gpt_step
+    from ascendchat.engine.gpt_step import Slots, TokenStep
 
     for name, value in TIERS[tier].items():
-        monkeypatch.setattr(token_step, name, value)
+        monkeypatch.setattr(gpt_step, name, value)
     if kept and not (CUDA and torch.cuda.get_device_capability() >= (8, 9)):
         pytest.skip("no numbers of 8 bits here; Triton's interpreter drops the carry when it rounds to them")
     found, wanted = (decoder(shape, torch.float32, prompts, kept) for _ in range(2))
@@ -125,7 +125,7 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
     shape: str, kept: torch.dtype | None, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of 24 channels in 8 bits are none, and the chip stops at such an instruction."""
-    from ascendchat.nn import token_step
+    from ascendchat.engine import gpt_step
 
     class Told(Exception):
         pass
@@ -137,13 +137,13 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
         def __call__(self, *tensors: object, ahead: int, **told: object) -> None:
             raise Told(ahead)
 
-    monkeypatch.setattr(token_step, "FEW_TILES", token_step.FEW_TILES._replace(ahead=32))
-    monkeypatch.setattr(token_step.kernels, "attend", Attend())
+    monkeypatch.setattr(gpt_step, "FEW_TILES", gpt_step.FEW_TILES._replace(ahead=32))
+    monkeypatch.setattr(gpt_step.kernels, "attend", Attend())
     made = decoder(SHAPES[shape], torch.float32, [3], kept)
     cache = made.cache
-    step = token_step.TokenStep(made.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
+    step = gpt_step.TokenStep(made.model, cache.keys, cache.values, cache.raw, cache.places, CONTEXT)
     with pytest.raises(Told) as told:
-        step(1, token_step.Slots(made.token, made.override, made.previous, made.length, made.target), CONTEXT)
+        step(1, gpt_step.Slots(made.token, made.override, made.previous, made.length, made.target), CONTEXT)
     assert told.value.args == (ahead,)
 
 
@@ -152,7 +152,7 @@ def test_keys_are_fetched_ahead_in_multiples_of_16_bytes(
 def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
     """Rows with and without noise, seeds and positions of any size; equal logits, of which the first is taken. With
     seed 10 at position 360 the noise of what lies behind the last token is not a number."""
-    from ascendchat.infer.choice import State, choose
+    from ascendchat.engine.sampling_kernels import State, choose
 
     vocab, rows = 2500, 7
     torch.manual_seed(1)
@@ -180,7 +180,7 @@ def test_the_choice_equals_the_plain_one(random: bool, overlaps: bool) -> None:
 def test_of_logits_that_are_not_numbers_a_token_is_chosen_that_exists() -> None:
     """A policy that has diverged is the trainer's to say; a number beyond the table would end the process. On a GPU a
     place behind the last token, which is masked by -inf, may win against a NaN."""
-    from ascendchat.infer.choice import State, choose
+    from ascendchat.engine.sampling_kernels import State, choose
 
     for rows, vocab in ((3, 2500), (17, 4100)):  # blocks of both sizes, of which the last is not full
         logits = torch.randn(rows, vocab, device=PLACE)

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ascendchat.config import UserError
-from ascendchat.data.tokenizer import SPECIALS, Tokenizer, pattern, train_tokenizer
+from ascendchat.data.tokenizer import pattern
 from ascendchat.data.tokenizer.learn import learn_with_tokenizers, merges_of
 from ascendchat.data.tokenizer.pattern import PATTERN
+from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer, train_tokenizer
 
 ENGLISH = "The quick brown fox doesn't jump over 1234 lazy dogs; it's the foxes' day off.\n\n    return x_1 + 2\n"
 CHINESE = "北京是中华人民共和国的首都，也是全国的政治中心。他说：“今天天气很好！”2024年有366天。\n"
@@ -166,7 +167,7 @@ def test_too_small_a_vocabulary_is_refused_with_the_least_size() -> None:
 
 
 def test_the_module_imports_without_torch() -> None:
-    code = "import sys, ascendchat.data.tokenizer; sys.exit('torch' in sys.modules)"
+    code = "import sys, ascendchat.data.tokenizer.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,10 +12,10 @@ import pytest
 import rustbpe
 import tokenizers
 
-from ascendchat.data.chat import render, render_prompt
-from ascendchat.data.tokenizer import SPECIALS, Tokenizer
+from ascendchat.data.chat.template import render, render_prompt
 from ascendchat.data.tokenizer.learn import merges_of
 from ascendchat.data.tokenizer.pattern import PATTERN
+from ascendchat.data.tokenizer.tokenizer import SPECIALS, Tokenizer
 
 CODE = "def f(x):\n\treturn {'a': x**2}  # ok\r\n\r\nif (a != b) { return a->c[0]; }\n<div class=\"x\">&nbsp;</div>"
 CHINESE = "中国的首都是北京，人口２１５０万。他说：「你好！」龘靐齉𠀀𪚥，二〇二四年……"

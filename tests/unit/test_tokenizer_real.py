@@ -17,8 +17,8 @@ import tiktoken
 from ascendchat.config import parse
 from ascendchat.config.data import TokenizerEvalConfig
 from ascendchat.data.read import read_documents
-from ascendchat.data.tokenizer import PATTERN, Tokenizer, train_tokenizer
 from ascendchat.data.tokenizer.commands import eval_command, first_chars, mixed
+from ascendchat.data.tokenizer.tokenizer import PATTERN, Tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.slow
 MIX_CHARS = 3_000_000  # of 200 million: enough for the targets, and short

@@ -12,8 +12,9 @@ import pytest
 
 from ascendchat.config import UserError, parse
 from ascendchat.config.data import TokenizerTrainConfig
-from ascendchat.data.tokenizer import Tokenizer, commands, vocab_for
+from ascendchat.data.tokenizer import commands
 from ascendchat.data.tokenizer.commands import chosen_size, count_bytes, texts_of, train_command
+from ascendchat.data.tokenizer.tokenizer import Tokenizer, vocab_for
 
 OUT = Path("nowhere")  # nothing lies in the folder to write
 BORDER = 2**21  # bytes from which 2,048 ids are nearer than 1,024

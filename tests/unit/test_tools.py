@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ascendchat.infer.tools import calculate
+from ascendchat.engine.calculator import calculate
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 import tokenizers
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import Counts, render, render_pieces
-from ascendchat.hf.tokenizer import HFTokenizer
+from ascendchat.data.chat.template import Counts, render, render_pieces
+from ascendchat.models.tokenizer import HFTokenizer
 
 FOLDER = Path(os.environ.get("ASCENDCHAT_TEST_CLIENTS", "")) / "trl" / "trl" / "chat_templates"
 OF_PICTURES = {"idefics3", "llava_next", "smolvlm"}  # their templates take only lists of texts and pictures

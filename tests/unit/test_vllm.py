@@ -11,8 +11,8 @@ import pytest
 from vllm_stand_in import LONG, TEXT, StandIn, ask, bodies, local, opened, scorer_of, until
 
 from ascendchat.config import UserError
-from ascendchat.infer.request import Request, Sampling
-from ascendchat.infer.vllm import VllmServer, version_of
+from ascendchat.engine.request import Request, Sampling
+from ascendchat.remote.vllm import VllmServer, version_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -127,7 +127,7 @@ def test_log_probabilities_that_cannot_be_learnt_from(server: StandIn, fault: st
 def test_a_hung_answer_is_asked_for_again_when_the_server_cannot_write_a_token(
     server: StandIn, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("ascendchat.infer.remote.PULSE", 0.3)
+    monkeypatch.setattr("ascendchat.remote.client.PULSE", 0.3)
     server.faults.extend(["hang", "hang"])  # the answer, and the token by which its health is tried
     with opened(server, pulse_every=0.2) as remote:
         (found,) = remote.generate([Request([5, 6], LONG)])

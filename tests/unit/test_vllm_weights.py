@@ -12,12 +12,12 @@ import torch
 from vllm_stand_in import LONG, TEXT, StandIn, ask, bodies, local, opened, scorer_of, until
 
 from ascendchat.config import UserError
-from ascendchat.infer.fleet import Fleet
-from ascendchat.infer.remote import WeightsLost
-from ascendchat.infer.request import Request, Sampling
-from ascendchat.infer.verify import compare, probe_tokens
-from ascendchat.infer.vllm import VllmServer
+from ascendchat.engine.request import Request, Sampling
 from ascendchat.nn.gpt import GPT
+from ascendchat.remote.client import WeightsLost
+from ascendchat.remote.fleet import Fleet
+from ascendchat.remote.vllm import VllmServer
+from ascendchat.remote.weights import compare, probe_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 

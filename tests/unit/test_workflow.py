@@ -14,16 +14,16 @@ import pytest
 from engine_models import calculator_script, engine, model, scripted, tokenizer
 
 from ascendchat.config import UserError
-from ascendchat.data.chat import render_prompt
+from ascendchat.data.chat.template import render_prompt
 from ascendchat.device import pick
-from ascendchat.infer.engine import Engine
-from ascendchat.infer.request import Completion, Request, Sampling
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn import IGNORE
-from ascendchat.tasks.questions import QuestionFile
-from ascendchat.tasks.rewards import Judge
-from ascendchat.train.episode import TRY_AGAIN
-from ascendchat.train.rollout import Group, Question, answer_seed, pack
-from ascendchat.train.workflow import Workflows
+from ascendchat.rl.episode import TRY_AGAIN
+from ascendchat.rl.questions import QuestionFile
+from ascendchat.rl.rewards import Judge
+from ascendchat.rl.rollout import Group, Question, answer_seed, pack
+from ascendchat.rl.workflow import Workflows
 
 CONTEXT = 96
 FLOWS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ascendchat.config import UserError
-from ascendchat.launch.world import (
+from ascendchat.parallel.world import (
     SchedulerJob,
     World,
     derived_port,

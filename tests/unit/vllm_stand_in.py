@@ -30,12 +30,12 @@ import torch
 from safetensors.torch import load_file
 
 from ascendchat.device import pick
-from ascendchat.infer.engine import Engine, Job
-from ascendchat.infer.remote import Remote
-from ascendchat.infer.request import Completion, Request, Sampling
-from ascendchat.infer.vllm_worker import WeightReceiver
+from ascendchat.engine.engine import Engine, Job
+from ascendchat.engine.request import Completion, Request, Sampling
 from ascendchat.nn.attention import Reference, Sdpa
 from ascendchat.nn.gpt import GPT
+from ascendchat.remote.client import Remote
+from ascendchat.remote.vllm_worker import WeightReceiver
 
 NAME = "standin"
 TEXT = make.tokenizer()

@@ -25,15 +25,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import hf_models
 
-from ascendchat.hf import library
-from ascendchat.launch.port import free_port
+from ascendchat.models.import_transformers import library
+from ascendchat.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("ASCENDCHAT_VLLM_PYTHON", "")
 PATIENCE = 900  # seconds for a start, on however busy a machine
 CONTEXT = 256
 FLAGS = "--dtype float32 --skip-tokenizer-init --enforce-eager --max-num-seqs 16 --logprobs-mode processed_logprobs"
-RECEIVER = "ascendchat.infer.vllm_worker.WeightReceiver"
+RECEIVER = "ascendchat.remote.vllm_worker.WeightReceiver"
 
 
 def qwen2(folder: Path) -> Path:

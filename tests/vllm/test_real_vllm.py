@@ -13,11 +13,11 @@ import torch
 from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 
 from ascendchat.config import UserError
-from ascendchat.infer import vllm
-from ascendchat.infer.remote import Remote, WeightsLost
-from ascendchat.infer.request import Completion, Request, Sampling
-from ascendchat.infer.verify import compare
-from ascendchat.infer.vllm import VllmServer
+from ascendchat.engine.request import Completion, Request, Sampling
+from ascendchat.remote import vllm
+from ascendchat.remote.client import Remote, WeightsLost
+from ascendchat.remote.vllm import VllmServer
+from ascendchat.remote.weights import compare
 
 pytestmark = [
     pytest.mark.vllm,

@@ -9,10 +9,10 @@ from real_vllm import PYTHON, Served, open_qwen2, qwen2, scorer_of
 
 from ascendchat.cli import main
 from ascendchat.config import home
-from ascendchat.infer.remote import Remote
-from ascendchat.infer.verify import gap
-from ascendchat.infer.vllm import VllmServer
-from ascendchat.record import read_metrics
+from ascendchat.remote.client import Remote
+from ascendchat.remote.vllm import VllmServer
+from ascendchat.remote.weights import gap
+from ascendchat.runs.run import read_metrics
 
 pytestmark = [
     pytest.mark.vllm,

@@ -24,11 +24,11 @@ from typing import Any
 from ascendchat.config import UserError, home
 from ascendchat.config.data import DataFetchConfig
 from ascendchat.data.fetch import hubs
-from ascendchat.data.fetch.content import digests, disk_error
+from ascendchat.data.fetch.download import digests, disk_error
 from ascendchat.data.fetch.folder import copy_from
+from ascendchat.data.fetch.http import redact
 from ascendchat.data.fetch.hubs import endpoints, remote_files
 from ascendchat.data.fetch.lock import DownloadProgress, Lock, notify, readable_size
-from ascendchat.data.fetch.redact import redact
 from ascendchat.data.fetch.request import HUBS, FetchRequest, missing_files
 from ascendchat.data.fetch.sources import SETS, DataSet, DataSource, find_set
 from ascendchat.data.fetch.transfer import Remote, download

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import UserError
-from ascendchat.data.fetch.content import disk_error, not_data
+from ascendchat.data.fetch.download import disk_error, not_data
 from ascendchat.data.fetch.hubs import matches
 from ascendchat.data.fetch.lock import notify
 from ascendchat.data.fetch.partfile import PIECE

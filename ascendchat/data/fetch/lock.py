@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ascendchat.config import UserError
-from ascendchat.data.fetch.redact import redact
-from ascendchat.record.console import clock, is_live
+from ascendchat.data.fetch.http import redact
+from ascendchat.runs.console import clock, is_live
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ascendchat.config import home
+from ascendchat.data.fetch.http import redact
 from ascendchat.data.fetch.hubs import matches
-from ascendchat.data.fetch.redact import redact
 from ascendchat.data.fetch.sources import SETS, DataSet, find_set
 
 HUBS = ("hf", "modelscope", "http")

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ascendchat.config import UserError, load_yaml, nearest
-from ascendchat.data.fetch.redact import redact, url_hash
+from ascendchat.data.fetch.http import redact, url_hash
 
 
 @dataclass(frozen=True)

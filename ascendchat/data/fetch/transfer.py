@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ascendchat.data.fetch.content import digests, disk_error, not_data
+from ascendchat.data.fetch.download import digests, disk_error, not_data
+from ascendchat.data.fetch.http import redact
 from ascendchat.data.fetch.partfile import PartFile
-from ascendchat.data.fetch.redact import redact
 from ascendchat.data.fetch.web import Retry, SourceFailed, Web, version
 
 

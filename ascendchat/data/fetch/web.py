@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ascendchat import __version__
 from ascendchat.config import UserError
-from ascendchat.data.fetch.redact import redact
+from ascendchat.data.fetch.http import redact
 
 if TYPE_CHECKING:  # 0.15 s, which processes that only read the table of sets would pay, too
     import httpx

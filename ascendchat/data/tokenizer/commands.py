@@ -112,7 +112,7 @@ def chosen_size(config: TokenizerTrainConfig, sources: Sequence[str], out: Path)
 
 def train_command(config: TokenizerTrainConfig) -> int:
     """Learn a vocabulary and write its folder."""
-    from ascendchat.data.tokenizer import train_tokenizer
+    from ascendchat.data.tokenizer.tokenizer import train_tokenizer
 
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     out = Path(config.out) if config.out else home() / "tokenizer"
@@ -218,7 +218,7 @@ def bytes_per_token(sources: Sequence[str], counters: dict[str, Count], max_char
 
 def eval_command(config: TokenizerEvalConfig) -> int:
     """Bytes per token on each source, beside other tokenizers."""
-    from ascendchat.data.tokenizer import Tokenizer
+    from ascendchat.data.tokenizer.tokenizer import Tokenizer
 
     sources = (*config.source, *config.paths)  # the order in which `--source A B` was written
     if not sources:

@@ -3,7 +3,7 @@
     from ascendchat.data import toyworld
     toyworld.texts()                                 # what to train the tokenizer on
     toyworld.documents("train")                      # pretraining text
-    toyworld.chats("train", kind="sft")              # conversations for data/chat.py
+    toyworld.chats("train", kind="sft")              # conversations for data/chat/template.py
     toyworld.questions("test")                       # questions that training never saw; toyworld.correct(q, reply)
     toyworld.problems("train")                       # word problems of two steps, for RL
 
@@ -17,9 +17,9 @@ word lists, strangers' names and the pairs of a person and an unknown thing are 
 from __future__ import annotations
 
 from ascendchat.data.toyworld.ask import Question, correct
-from ascendchat.data.toyworld.stories import documents
 from ascendchat.data.toyworld.talk import TOPICS, chats, problems, questions, texts
 from ascendchat.data.toyworld.text import ASSISTANT_NAME
+from ascendchat.data.toyworld.texts import documents
 from ascendchat.data.toyworld.world import LANGUAGES
 
 __all__ = ["ASSISTANT_NAME", "LANGUAGES", "TOPICS", "Question"]

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 
-from ascendchat.data.chat import Conversation, text_of
+from ascendchat.data.chat.template import Conversation, text_of
 from ascendchat.data.toyworld import ask, work
 from ascendchat.data.toyworld.ask import Question
-from ascendchat.data.toyworld.stories import documents
 from ascendchat.data.toyworld.text import POLITE
+from ascendchat.data.toyworld.texts import documents
 from ascendchat.data.toyworld.world import LANGUAGES, ToyWorld, toy_world
 
 TOPICS = ("fact", "unknown", "identity", "arithmetic", "instruction", "problem", "check", "choice")

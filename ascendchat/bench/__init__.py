@@ -1,0 +1,1 @@
+"""Measures training, decoding and serving."""

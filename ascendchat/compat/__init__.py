@@ -1,0 +1,1 @@
+"""Names that other programs import: FlashAttention's functions, AReaL's engine, old paths of ours."""

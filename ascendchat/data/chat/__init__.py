@@ -1,0 +1,1 @@
+"""Conversations: formats, templates, tables, and rows to train on."""

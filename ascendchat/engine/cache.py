@@ -1,0 +1,265 @@
+"""The key-value cache: one slot per running request, one pair of tensors per layer; a windowed layer is a ring.
+
+A layer that sees W tokens keeps W places per slot: position p lies at p % W, so the token that leaves the window is the
+one overwritten. Keys are already rotated when they arrive, so their order in the ring does not matter. A layer that
+sees everything keeps `context` places, where the ring never turns. `ascendchat plan --goal inference` counts the same
+elements (Shape.slot_elements).
+
+Beside them lie the queries, keys and values of some tokens of a slot, as they come out of the projection: the model
+mixes each token's with those of the token before (nn/gpt.py). Decoding needs those of the last two tokens; the others
+are kept by prefill, so that another prompt can go on there (prefix.py says at which places).
+
+There is a slot more than rows: what must not be kept, of idle rows and of padding, is written there.
+
+Keys and values may be kept in 8 bits (EIGHT_BITS), half of what decoding reads: the keys of our models are normalised,
+values of moderate size, so neither needs a scale. What is read of them is widened again.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ascendchat.config import UserError
+from ascendchat.config.generate import KvCacheDtype
+from ascendchat.device import Device
+from ascendchat.engine.prefix import FIRST_MARK, TURN, borders, mark_place
+from ascendchat.nn.attention import Attention
+from ascendchat.nn.gpt import shifted
+from ascendchat.nn.model import Sizes
+from ascendchat.sizes.shape import PREFIX_BLOCK
+
+EIGHT_BITS = torch.float8_e4m3fn
+LARGEST = torch.finfo(EIGHT_BITS).max  # beyond it the format has no infinity but NaN
+
+
+def kept_dtype(asked: KvCacheDtype, device: Device) -> torch.dtype | None:
+    """What --kv-cache-dtype means; None: the model's own."""
+    if asked == "auto":
+        return None
+    if not device.narrow_cache:
+        raise UserError(
+            f"--kv-cache-dtype fp8 is for CUDA chips from Ada and Hopper on, not {device.chip.name}; drop it"
+        )
+    return EIGHT_BITS
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype of a cache."""
+    return x if x.dtype == dtype else x.clamp(-LARGEST, LARGEST).to(dtype)
+
+
+class Narrowed:
+    """A kernel that sees keys and values as a cache of this dtype would give them back: what that costs in bits."""
+
+    def __init__(self, kernel: Attention, dtype: torch.dtype) -> None:
+        self.kernel, self.dtype = kernel, dtype
+        self.name = f"{kernel.name}, keys and values as {str(dtype).removeprefix('torch.')}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        return narrowed(x, self.dtype).to(x.dtype)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
+        return self.kernel.dense(q, self._kept(k), self._kept(v), *told)
+
+    def packed(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
+        return self.kernel.packed(q, self._kept(k), self._kept(v), *told)
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, *told: Any) -> Tensor:
+        return self.kernel.cached(q, self._kept(k), self._kept(v), *told)
+
+
+def movable(x: Tensor) -> Tensor:
+    """The same memory for operators that move numbers: few of them know those of 8 bits."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+class Marks(NamedTuple):
+    """Which tokens of a pass go into `raw`: from column `column` of row i into slot `slot`, place `place`; (R, M)."""
+
+    slot: Tensor
+    place: Tensor
+    column: Tensor
+
+
+class Places(NamedTuple):
+    """How the new tokens (R, T) of rows and those before them lie in a layer."""
+
+    slot: Tensor  # (R, T): slot that each new token goes to
+    place: Tensor  # (R, T): and its place there
+    old: Tensor  # (R, S): place of the tokens in the order of their positions, while they are old ones
+    new: Tensor  # (R, S): columns of the others
+    is_old: Tensor  # (R, S, 1, 1) bool
+    lengths: Tensor  # (R,) tokens of a row, old and new, padding included
+
+
+class Suffixes:
+    """The rows of a pass that goes on behind what slots (R,) hold: row i has counts[i] of `width` new tokens, from
+    position starts[i] on. `dump`: the slot for what must not be kept."""
+
+    def __init__(self, slots: Tensor, starts: Tensor, counts: Tensor, furthest: int, width: int, dump: int) -> None:
+        self.slots, self.starts, self.counts = slots, starts, counts
+        self.furthest, self.width, self.dump = furthest, width, dump  # furthest: the largest of starts
+        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
+        self._places: dict[int, Places] = {}
+
+    @property
+    def positions(self) -> Tensor:
+        """(R, T) of the new tokens, padding included."""
+        return self.starts[:, None] + torch.arange(self.width, device=self.slots.device)
+
+    def places(self, ring: int) -> Places:
+        """In a layer of `ring` places. A ring of which a part is overwritten by new tokens keeps the last of them."""
+        if ring not in self._places:
+            column = torch.arange(self.width, device=self.slots.device)
+            count = self.counts[:, None]
+            kept = (column < count) & (column >= count - ring)
+            slot = self.slots[:, None].expand_as(kept).masked_fill(~kept, self.dump)
+            seen = self.starts.clamp(max=ring - 1)[:, None]  # old tokens that the first new one sees
+            order = torch.arange(min(self.furthest, ring - 1) + self.width, device=self.slots.device)
+            old = (self.starts[:, None] - seen + order) % ring
+            new = (order - seen).clamp(min=0, max=self.width - 1)
+            is_old = (order < seen)[:, :, None, None]
+            lengths = seen[:, 0] + self.width
+            self._places[ring] = Places(slot, self.positions % ring, old, new, is_old, lengths)
+        return self._places[ring]
+
+
+def blank(size: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
+    """Zeros. On the host as the kernel hands them out when they are first touched: most of a cache never is, and to
+    write all of it took 0.25 s before the first token at depth 12."""
+    if place.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=place)
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(pages, dtype=dtype).view(size)
+
+
+class Cache:
+    """keys[layer], values[layer]: (slots + 1, places of that layer, K, D); raw[layer]: (slots + 1, M, H + 2K, D), none
+    for a model that does not mix each token with the one before."""
+
+    def __init__(
+        self,
+        shape: Sizes,
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        place: torch.device,
+        *,
+        mixes: bool = True,
+        kept: torch.dtype | None = None,
+    ) -> None:
+        """`kept`: the dtype of keys and values, if it is another."""
+        self.places, self.dump, self.kept = shape.windows(context), slots, kept or dtype
+        sizes = [(slots + 1, places, shape.kv_heads, shape.head_dim) for places in self.places]
+        self.keys = [blank(size, self.kept, place) for size in sizes]
+        self.values = [blank(size, self.kept, place) for size in sizes]
+        marks = FIRST_MARK + context // PREFIX_BLOCK
+        both = (slots + 1, marks, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        self.raw = [blank(both, dtype, place) for _ in sizes if mixes]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the whole cache."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in [*self.keys, *self.values, *self.raw])
+
+    # ---- whole prompts ---------------------------------------------------------------------------
+
+    def put_prompts(self, layer: int, slots: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """Keys and values (R, T, K, D) of whole prompts, of which row i has lengths[i] tokens, into slots (R,)."""
+        places = self.places[layer]
+        for cache, new in self._both(layer, k, v):
+            if new.size(1) <= places:  # the ring has not turned; what stands behind a short prompt is never seen
+                cache[:, : new.size(1)].index_copy_(0, slots, new)
+            else:
+                last = lengths[:, None] - 1
+                place = torch.arange(places, device=new.device)
+                newest = (last - (last - place) % places).clamp(min=0)  # (R, places): the position that lies there
+                rows = torch.arange(new.size(0), device=new.device)[:, None]
+                cache.index_copy_(0, slots, new[rows, newest])
+
+    def _both(self, layer: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a layer and new ones, as they are kept, to be moved there."""
+        both = (self.keys[layer], k), (self.values[layer], v)
+        return [(movable(cache), movable(narrowed(new, self.kept))) for cache, new in both]
+
+    def shift_prompts(self, layer: int, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
+        """gpt.Shift over whole prompts (R, T, H + 2K, D), of which some tokens are kept."""
+        self._keep(layer, marks, qkv)
+        return shifted(layer, qkv, share)
+
+    def _keep(self, layer: int, marks: Marks, qkv: Tensor) -> None:
+        rows = torch.arange(qkv.size(0), device=qkv.device)[:, None]
+        self.raw[layer].index_put_((marks.slot, marks.place), qkv[rows, marks.column])
+
+    def marks(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int], first: int) -> np.ndarray:
+        """(3, R, M) int64, Marks of a pass that reads positions starts[i] to ends[i] - 1; the column of position start
+        is `first`: 0, or 1 where the token before stands in front."""
+        rows = []
+        for slot, start, end in zip(slots, starts, ends):
+            kept = [(slot, (end - 1) % 2, end - 1), (slot, TURN, max(end - 2, start - first))]
+            kept += [(slot, mark_place(border), border - 1) for border in borders(start, end)]
+            rows.append([(slot, place, position - start + first) for slot, place, position in kept])
+        most = max(map(len, rows))
+        filled = [row + [(self.dump, 0, 0)] * (most - len(row)) for row in rows]
+        return np.asarray(filled, dtype=np.int64).transpose(2, 0, 1)
+
+    # ---- prompts that go on ----------------------------------------------------------------------
+
+    def put_suffixes(self, layer: int, suffixes: Suffixes, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values (R, T, K, D) of new tokens; all that these see, in order, (R, S, K, D), and lengths (R,): as
+        Attention.cached wants them, if the padding counts as tokens."""
+        where = suffixes.places(self.places[layer])
+        both = []
+        for (cache, kept), new in zip(self._both(layer, k, v), (k, v)):
+            old = cache[suffixes.slots[:, None], where.old]  # a copy, so that writing does not change it
+            old = old.view(self.kept).to(new.dtype)
+            both.append(torch.where(where.is_old, old, new[suffixes.rows, where.new]))
+            cache.index_put_((where.slot, where.place), kept)
+        return both[0], both[1], where.lengths
+
+    def shift_suffixes(self, layer: int, suffixes: Suffixes, marks: Marks, qkv: Tensor, share: Tensor) -> Tensor:
+        """gpt.Shift of new tokens (R, T, H + 2K, D), the first of which follow the newest of their slots."""
+        starts = suffixes.starts
+        before = self.raw[layer][suffixes.slots, (starts - 1) % 2].masked_fill((starts == 0)[:, None, None], 0.0)
+        whole = torch.cat((before[:, None], qkv), dim=1)
+        self._keep(layer, marks, whole)
+        return torch.addcmul(qkv, whole[:, :-1], share.to(qkv.dtype))
+
+    def copy(self, source: Tensor, target: Tensor, moves: Tensor, ends: Tensor, places: Tensor, longest: int) -> None:
+        """The contents of slots `source` (R,) into slots `target`, of the pairs numbered in `moves` up to the first
+        `longest` positions; pairs that are no moves have equal slots. Row i can then go on at ends[i]: at place
+        places[i] of the source's raw tokens is the one before. Everything is read before anything is written."""
+        from_slot, to_slot = source[moves], target[moves]
+        rows = torch.arange(len(source), device=source.device)
+        for cache in [*self.keys, *self.values] if len(moves) else []:
+            part = movable(cache)[:, :longest]
+            part.index_copy_(0, to_slot, part.index_select(0, from_slot))
+        for raw in self.raw:
+            tokens = raw.index_select(0, source)
+            tokens.index_put_((rows, (ends - 1) % 2), tokens[rows, places])
+            raw.index_copy_(0, target, tokens)
+
+    # ---- the next token of every row -------------------------------------------------------------
+
+    def put_tokens(self, layer: int, rows: Tensor, position: Tensor, k: Tensor, v: Tensor) -> None:
+        """One new token per row: k, v (B, 1, K, D) of rows that write to the slots `rows` (B,), at `position` (B,)."""
+        place = position % self.places[layer]
+        for cache, new in self._both(layer, k[:, 0], v[:, 0]):
+            cache.index_put_((rows, place), new)
+
+    def shift_tokens(self, layer: int, rows: Tensor, position: Tensor, qkv: Tensor, share: Tensor) -> Tensor:
+        """gpt.Shift of one new token per row (B, 1, H + 2K, D). Two places in turn: a step that is run twice, as while
+        a graph is recorded, gives the same."""
+        raw = self.raw[layer]
+        raw.index_put_((rows, position % 2), qkv[:, 0])
+        return torch.addcmul(qkv, raw[rows, (position + 1) % 2][:, None], share.to(qkv.dtype))

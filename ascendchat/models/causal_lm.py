@@ -1,0 +1,159 @@
+"""A causal language model of transformers as a LanguageModel (nn/model.py): its layers, our attention and cache.
+
+    model = CausalLM(AutoModelForCausalLM.from_pretrained(..., attn_implementation=ATTENTION), seq_len=2048)
+
+transformers lets the attention of its models be replaced by name. Ours hands queries, keys and values, already rotated,
+to the `attend` that came with the call: the kernel over rows, over packed documents, or one that reads the engine's
+cache. So every architecture that transformers writes that way trains, scores and generates through our kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ascendchat.models.compiled import CompiledLayers
+from ascendchat.models.import_transformers import library
+from ascendchat.models.shape import HFShape
+from ascendchat.nn.documents import Documents
+from ascendchat.nn.model import Attend, LanguageModel, Shift
+from ascendchat.nn.uncapped import uncapped_score
+
+ATTENTION = "ascendchat"
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    attend: Any = None,
+    scale: float = 0.0,
+    alike: bool = False,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (B, H, T, D), (B, K, T, D) -> (B, T, H, D). `attend` and `scale` are those of
+    CausalLM, `alike` that of compiled.py; the mask is none of ours, since `attend` knows what each token sees."""
+    if attend is None:
+        raise RuntimeError("a model opened by ascendchat is called through CausalLM, not by itself")
+    if scaling is not None and scaling != scale:
+        query = query * (scaling / scale)
+    width = value.size(-1)
+    if width > query.size(-1):
+        raise RuntimeError(f"its values have {width} channels and its queries {query.size(-1)}")
+    if width < query.size(-1):  # as DeepSeek's: kernels and cache have one width
+        value = F.pad(value, (0, query.size(-1) - width))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return attend(module.first_alike if alike else module.layer_idx, q, k, v)[..., :width], None
+
+
+class CausalLM(LanguageModel):
+    """The weights have the names they have in transformers, so that checkpoints are exchanged as they are."""
+
+    restarts = True
+    score = staticmethod(uncapped_score)
+    compiles_layers = True  # where anything is compiled
+
+    def __init__(self, inner: Any, seq_len: int | None = None) -> None:
+        super().__init__()
+        register()
+        for name, child in inner.named_children():
+            self.add_module(name, child)
+        self.__dict__["inner"] = inner  # not a child: its children are
+        self.inner: Any
+        for module in inner.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # what is trained must be what answers
+        total = sum(parameter.numel() for parameter in inner.parameters())
+        self.shape: HFShape = HFShape.of(inner.config, total, seq_len)
+        self.scale = scale_of(inner) or self.shape.head_dim**-0.5
+
+    @property
+    def head(self) -> Tensor:  # type: ignore[override]
+        """(V, C)"""
+        weight: Tensor = self.inner.get_output_embeddings().weight
+        return weight
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.head.dtype
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attend: Attend,
+        rope: Any = None,
+        shift: Shift | None = None,
+        documents: Documents | None = None,
+        **how: Any,
+    ) -> Tensor:
+        """`how`: that of compiled.py."""
+        if documents is None:
+            return self._run(tokens, torch.arange(tokens.size(1), device=tokens.device)[None], attend, **how)
+        bounds, positions = documents.bounds, documents.positions
+        assert positions is not None, "documents(..., restarts=model.restarts)"
+
+        def within(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layer, q, k, v, bounds)  # type: ignore[call-arg]  # that of `dense` takes them
+
+        return self._run(tokens, positions, within, **how)
+
+    def extend(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        shift: Shift,
+        *,
+        room: int,
+        before: Tensor | None = None,
+        begins: Tensor | None = None,
+    ) -> Tensor:
+        return self._run(tokens, positions if positions.dim() == 2 else positions[None], attend)
+
+    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend, **how: Any) -> Tensor:
+        found: Tensor = self.inner.base_model(
+            input_ids=tokens, position_ids=positions, use_cache=False, attend=attend, scale=self.scale, **how
+        ).last_hidden_state
+        return found
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """Those that attend, one after the other; none of a model that calls them something else."""
+        return list(getattr(self.inner.base_model, "layers", ()))
+
+    def compiled(self, compile: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Tensor]:
+        return CompiledLayers(self, compile, say) if self.compiles_layers and self.layers else self
+
+    def rope(self, length: int, dtype: Any, device: Any) -> None:
+        """transformers makes its own, from the positions."""
+
+    def cap(self, logits: Tensor) -> Tensor:
+        return logits.float()
+
+    def to_compute(self, dtype: torch.dtype) -> CausalLM:
+        for parameter in self.parameters():
+            if parameter.is_floating_point():  # those of quantize.py are packed
+                parameter.data = parameter.data.to(dtype)
+        return self
+
+    def checkpoint_activations(self) -> None:
+        """Recompute the activations of each layer in the backward pass."""
+        self.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def register() -> None:
+    """Tell transformers of our attention function."""
+    library().AttentionInterface.register(ATTENTION, attention)
+
+
+def scale_of(inner: Any) -> float | None:
+    """What the first attention layer multiplies its scores with."""
+    return next((float(module.scaling) for module in inner.modules() if hasattr(module, "scaling")), None)

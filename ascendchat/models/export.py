@@ -1,0 +1,145 @@
+"""Writes a model as a Hugging Face folder, which transformers and vLLM load as it is.
+
+export(model, tokenizer, Path("out"))                  # weights, config, tokenizer, chat template
+export_adapter(run / "huggingface", weights, Path("out"))    # a folder of peft's, with the tokenizer
+describe(model, tokenizer, run / "huggingface")        # all but the weights
+export_own(shape, weights, tokenizer, {"stage": "sft", "step": 100}, Path("out"))
+
+A model of our own goes with the code that runs it (hf/ours), which transformers executes when it is told to:
+trust_remote_code=True. The folder is also one of our own tokenizers and says what the model is in our words, so that we
+open it without that code.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ascendchat.checkpoint import write_tensors
+from ascendchat.config import UserError
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.files import usual_mode
+from ascendchat.models.causal_lm import CausalLM
+from ascendchat.models.folder import OURS
+from ascendchat.models.lora import save_weights
+from ascendchat.models.tokenizer import HFTokenizer
+from ascendchat.models.transformers_4 import add_old_names
+from ascendchat.nn.gpt import NORM_EPS, attention_scale
+from ascendchat.nn.loss import SOFTCAP
+from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, Shape
+
+CODE = Path(__file__).parent / "ours"
+
+
+def describe(model: CausalLM, tokenizer: HFTokenizer, folder: Path) -> None:
+    """What a model is besides its weights: config.json, generation_config.json, tokenizer, chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.inner.config.save_pretrained(folder)
+    add_old_names(model.inner.config, folder / "config.json")
+    if model.inner.generation_config is not None:
+        model.inner.generation_config.save_pretrained(folder)
+    tokenizer.save(folder)
+
+
+def check_free(folder: Path) -> None:
+    """Nothing is ever written over, and a place where nothing can be written is found out before the work is done."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is not empty; name another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
+
+
+@contextmanager
+def draft_of(folder: Path) -> Iterator[Path]:
+    """A folder to write to; it gets its name when it is complete."""
+    check_free(folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        draft = Path(place) / folder.name
+        draft.mkdir()
+        yield draft
+        if folder.exists():
+            folder.rmdir()
+        shutil.move(draft, folder)
+
+
+def export(model: CausalLM, tokenizer: HFTokenizer, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """The whole model, by default with the weights that it has."""
+    with draft_of(folder) as draft:
+        describe(model, tokenizer, draft)
+        known = dict(weights if weights is not None else model.state_dict())
+        model.inner.save_pretrained(draft, state_dict={name: tensor.detach().cpu() for name, tensor in known.items()})
+        add_old_names(model.inner.config, draft / "config.json")  # which has been written again
+        for file in draft.glob("*.safetensors"):
+            usual_mode(file)
+
+
+def export_adapter(beside: Path, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Adapters as peft has them: `beside` is the folder next to the checkpoints, which describes them."""
+    with draft_of(folder) as draft:
+        left_out = shutil.ignore_patterns("config.json", "generation_config.json", "base.json")  # those of the base
+        shutil.copytree(beside, draft, ignore=left_out, dirs_exist_ok=True)
+        save_weights(weights, draft)
+
+
+def export_own(
+    shape: Shape, weights: Mapping[str, Tensor], tokenizer: Tokenizer, about: Mapping[str, Any], folder: Path
+) -> None:
+    """A model of our own. `about`: its stage and step."""
+    with draft_of(folder) as draft:
+        tokenizer.save(draft, "ascendchat export")
+        for file in sorted(CODE.glob("*_ascendchat.py")):
+            shutil.copy(file, draft / file.name)
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        write_tensors(draft / "model.safetensors", held, {"format": "pt"})
+        dtype = str(held["head"].dtype).removeprefix("torch.")
+        ids = {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.stops), "pad_token_id": tokenizer.pad}
+        config = {**own_config(shape), **ids, "dtype": dtype, "torch_dtype": dtype}
+        config |= {**about, "tokenizer": tokenizer.fingerprint, "shape": shape.to_dict()}
+        for name, content in (("config.json", config), ("generation_config.json", ids)):
+            (draft / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def own_config(shape: Shape) -> dict[str, Any]:
+    """What models/ours/configuration_ascendchat.py reads."""
+    constants = shape.constants
+    pattern = shape.window_pattern
+    short = constants.short_window(shape.seq_len)
+    kinds = [pattern[layer % len(pattern)] for layer in range(shape.depth - 1)] + ["L"]
+    return {
+        "model_type": OURS,
+        "architectures": ["AscendchatForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_ascendchat.AscendchatConfig",
+            "AutoModelForCausalLM": "modeling_ascendchat.AscendchatForCausalLM",
+        },
+        "vocab_size": shape.vocab,
+        "padded_vocab_size": shape.padded_vocab,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.mlp_dim,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.seq_len,
+        "rope_base": constants.rope_base,
+        "attention_scale": attention_scale(shape),
+        "windows": [short if kind == "S" else 0 for kind in kinds],
+        "value_layers": list(shape.value_layers),
+        "value_gate_channels": shape.gate_channels,
+        "value_gate_range": constants.gate_range,
+        "smear_gate_channels": min(SMEAR_GATE_CHANNELS, shape.dim),
+        "logit_cap": SOFTCAP,
+        "rms_norm_eps": NORM_EPS,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,274 @@
+"""`ascendchat import nanochat DIR [--run NAME]`: checkpoints of nanochat, or of its NPU ports, as a run of ours.
+
+    DIR/base_checkpoints/d18/model_013351.pt, meta_013351.json      -> runs/d18/base/step_013351
+    DIR/mid_checkpoints, chatsft_checkpoints, chatrl_checkpoints    -> runs/d18/mid, sft, rl
+    DIR/tokenizer/tokenizer.pkl                                     -> the folder `tokenizer` beside each of them
+
+Every version of nanochat is our GPT (nn/gpt.py) with other constants (FORMULAS in sizes/shape.py) and without some of
+its parts, whose weights are then zero. Which version wrote a file is told by the weights that it has. The files are
+pickles: weights are read as tensors only, the tokenizer by models/nanochat_tokenizer.py; nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ascendchat.checkpoint import Writer
+from ascendchat.config import UserError
+from ascendchat.config.generate import ImportNanochatConfig
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.models.nanochat_tokenizer import read_tokenizer
+from ascendchat.nn.gpt import GPT
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes.shape import SMEAR_GATE_CHANNELS, VOCAB_MULTIPLE, Shape, round_up
+
+STAGE_OF = {
+    "base_checkpoints": "base",
+    "mid_checkpoints": "mid",
+    "chatsft_checkpoints": "sft",
+    "chatrl_checkpoints": "rl",
+}
+FILE = re.compile(r"model_(\d+)\.pt")
+SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+PREFIXES = ("_orig_mod.", "module.")  # of compiled and of wrapped models
+
+
+class Source(NamedTuple):
+    """One checkpoint of nanochat."""
+
+    stage: str
+    file: Path
+
+    @property
+    def step(self) -> int:
+        return int(self.file.stem.removeprefix("model_"))
+
+    @property
+    def tag(self) -> str:
+        return self.file.parent.name
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.file.parents[2] / "tokenizer"
+
+
+def run(config: ImportNanochatConfig) -> int:
+    """The command."""
+    if len(config.paths) != 1:
+        raise UserError("name one folder of nanochat: ascendchat import nanochat ~/.cache/nanochat")
+    found = sources(Path(config.paths[0]).expanduser(), config.model_tag, config.step)
+    name = config.run or found[0].tag
+    folders = [run_folder(name, source.stage) for source in found]
+    for folder in folders:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is there already; choose another name: --run NAME")
+    tokenizer = read_tokenizer((Path(config.tokenizer or found[0].tokenizer)).expanduser() / "tokenizer.pkl")
+    draft = folders[0].parent.with_name(f".{name}.importing")  # one that was killed left its draft here
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        told = [write(source, tokenizer, config.window_pattern, draft / source.stage) for source in found]
+        for folder, line in zip(folders, told):  # all stages are read and written: none is seen without the others
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            (draft / folder.name).replace(folder)
+            print(line.replace(str(draft / folder.name), str(folder)))
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    print(f"next: ascendchat chat --run {name}")
+    return 0
+
+
+# ---- which files -------------------------------------------------------------------------------
+
+
+def sources(path: Path, tag: str = "", step: int | None = None) -> list[Source]:
+    """The checkpoints that a path means, in the order of their stages."""
+    if path.is_file():
+        if not FILE.fullmatch(path.name):
+            raise UserError(f"{path} is no checkpoint of nanochat: those are called model_013351.pt")
+        return [Source(_stage(path.parent), path.absolute())]
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}; name that of nanochat, which holds base_checkpoints")
+    path = path.absolute()
+    if any(FILE.fullmatch(file.name) for file in path.iterdir()):
+        models = [path]
+    else:
+        kinds = [path] if path.name in STAGE_OF else [path / kind for kind in STAGE_OF if (path / kind).is_dir()]
+        models = [model for kind in kinds for model in sorted(kind.iterdir()) if any(model.glob("model_*.pt"))]
+    tags = sorted({model.name for model in models})
+    if not tags:
+        raise UserError(f"{path} holds no checkpoints of nanochat (base_checkpoints/d18/model_013351.pt)")
+    if tag not in tags if tag else len(tags) > 1:
+        raise UserError(f"{path} holds the models {', '.join(tags)}; name one of them: --model-tag {tags[0]}")
+    found = []
+    for model in models:
+        known = {Source("", file).step: file for file in model.iterdir() if FILE.fullmatch(file.name)}
+        if model.name == (tag or tags[0]) and (step is None or step in known):
+            found.append(Source(_stage(model), known[max(known) if step is None else step]))
+    if not found:
+        raise UserError(f"{path} holds no model_{step or 0:06d}.pt; leave out --step, or give one that is there")
+    return found
+
+
+def _stage(model: Path) -> str:
+    kind = model.absolute().parent.name
+    if kind not in STAGE_OF:
+        raise UserError(f"{model} lies in {kind}, which says no stage; put it into one of {', '.join(STAGE_OF)}")
+    return STAGE_OF[kind]
+
+
+# ---- what is in them ---------------------------------------------------------------------------
+
+
+def write(source: Source, tokenizer: Tokenizer, pattern: str, folder: Path) -> str:
+    """One checkpoint of ours, and its tokenizer beside it; what was done, in a line."""
+    weights, config = read_weights(source.file), read_config(source)
+    shape = shape_of(source.file, weights, {**config, **({"window_pattern": pattern} if pattern else {})})
+    if tokenizer.vocab_size != shape.vocab:
+        raise UserError(
+            f"{source.file} has {shape.vocab} tokens, its tokenizer {tokenizer.vocab_size}; name the one that it was "
+            "trained with: --tokenizer FOLDER"
+        )
+    try:
+        converted = convert(source.file, weights, shape)
+    except RuntimeError as error:  # of torch: matrices that do not fit together
+        raise UserError(f"{source.file} does not fit its meta file ({error}); copy both from the same place") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder / "tokenizer", f"ascendchat import nanochat {source.file}")
+    state = {"stage": source.stage, "shape": shape.to_dict(), "tokenizer": tokenizer.fingerprint}
+    writer = Writer(folder)
+    writer.save(source.step, model=converted, shards={}, state={**state, "imported": str(source.file)}, last=True)
+    writer.wait()
+    sizes = f"{shape.depth} layers of {shape.dim}, {shape.total_parameters / 1e6:.1f} M parameters"
+    return f"{source.file} -> {folder / f'step_{source.step:06d}'} ({shape.formulas}: {sizes})"
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Tensors by name, in float32."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        reason = re.sub(r"\s+", " ", str(error).partition("WeightsUnpickler error: ")[2] or "not a pickle of tensors")
+        raise UserError(
+            f"{path} holds more than tensors, and is not opened; nothing in it was run ({reason[:150].strip()})"
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path} cannot be read ({line[:150]}); copy it again from where it was trained") from None
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise UserError(f"{path} is no state_dict of a model; import the file model_*.pt")
+    return {_bare(str(name)): tensor for name, tensor in found.items()}
+
+
+def _bare(name: str) -> str:
+    while prefix := next((known for known in PREFIXES if name.startswith(known)), ""):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """`model_config` of the meta file."""
+    path = source.file.with_name(f"meta_{source.file.stem.removeprefix('model_')}.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["model_config"]
+        return {**found, **{name: int(found[name]) for name in SIZES}}
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing, which says the sizes of the model; copy it beside that") from None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(f"{path} has no whole model_config ({error!r}); copy it again") from None
+
+
+def formulas_of(weights: Mapping[str, Tensor]) -> str:
+    """The version of nanochat that makes such weights (FORMULAS)."""
+    gates = [tensor.size(1) for name, tensor in weights.items() if name.endswith("attn.ve_gate.weight")]
+    if "smear_lambda" in weights:
+        return "nanochat-2026-03-14"
+    if gates:
+        return "nanochat-2026-03-09" if gates[0] == 12 else "nanochat-2026-01"
+    return "nanochat-2026-01" if "resid_lambdas" in weights else "nanochat-2025-10"
+
+
+def shape_of(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Shape:
+    """Our shape of such a model."""
+    depth, dim, heads = config["n_layer"], config["n_embd"], config["n_head"]
+    up, table = (weights.get(name) for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight"))
+    if up is None or table is None:
+        raise UserError(
+            f"{path} is no model of nanochat: it lacks transformer.wte or transformer.h.0.mlp.c_fc; import model_*.pt"
+        )
+    if heads < 1 or dim % heads:
+        raise UserError(
+            f"{path}: its meta file names {heads} heads for a width of {dim}, which does not fit; copy both again"
+        )
+    return Shape(
+        depth=depth,
+        dim=dim,
+        heads=heads,
+        kv_heads=config["n_kv_head"],
+        head_dim=dim // heads,
+        mlp_dim=up.size(0),
+        vocab=config["vocab_size"],
+        padded_vocab=round_up(max(config["vocab_size"], table.size(0)), VOCAB_MULTIPLE),
+        seq_len=config["sequence_len"],
+        window_pattern=str(config.get("window_pattern") or "L").upper(),
+        value_layers=tuple(i for i in range(depth) if f"value_embeds.{i}.weight" in weights),
+        formulas=formulas_of(weights),
+    )
+
+
+def convert(path: Path, weights: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """The weights of our GPT. A weight that is left over is an architecture that we do not know, and refused."""
+    left = dict(weights)
+    with torch.device("meta"):
+        wanted = {name: tensor.shape for name, tensor in GPT(shape).state_dict().items()}
+
+    def take(name: str) -> Tensor:
+        if name not in left:
+            raise UserError(f"{path} lacks the weight {name}; copy the file again from where it was trained")
+        return left.pop(name).float()
+
+    def table(name: str) -> Tensor:
+        rows = take(name)
+        return torch.cat((rows, rows.new_zeros(shape.padded_vocab - rows.size(0), rows.size(1))))
+
+    def turned(name: str) -> Tensor:
+        """nanochat turns queries and keys the other way round: so does ours with the halves of a head swapped."""
+        return take(name).unflatten(0, (-1, 2, shape.head_dim // 2)).flip(1).flatten(0, 2)
+
+    made = {"embed.weight": table("transformer.wte.weight"), "head": table("lm_head.weight")}
+    for i in range(shape.depth):
+        there, here = f"transformer.h.{i}.", f"blocks.{i}."
+        parts = [turned(f"{there}attn.{part}.weight") for part in ("c_q", "c_k")] + [take(f"{there}attn.c_v.weight")]
+        made[here + "qkv"] = torch.cat(parts).reshape(wanted[here + "qkv"])
+        made[here + "shift"] = torch.zeros(wanted[here + "shift"])
+        made[here + "out"] = take(there + "attn.c_proj.weight")
+        made[here + "up"] = take(there + "mlp.c_fc.weight")
+        made[here + "down"] = take(there + "mlp.c_proj.weight").t().contiguous()
+        if i in shape.value_layers:
+            made[here + "gate"] = take(there + "attn.ve_gate.weight")
+            made[f"values.{i}.weight"] = table(f"value_embeds.{i}.weight")
+    plain = "resid_lambdas" not in left  # the model of 2025: a plain residual stream
+    made["residual"] = torch.ones(shape.depth) if plain else take("resid_lambdas")
+    made["first"] = torch.zeros(shape.depth) if plain else take("x0_lambdas")
+    smears = "smear_lambda" in left
+    made["smear_gate"] = take("smear_gate.weight") if smears else torch.zeros(1, min(SMEAR_GATE_CHANNELS, shape.dim))
+    made["smear"] = take("smear_lambda") if smears else torch.zeros(1)
+    made["backout"] = take("backout_lambda") if smears else torch.zeros(1)
+    odd = sorted(name for name in left if name not in ("cos", "sin"))
+    if odd:
+        raise UserError(
+            f"{path} has {odd[0]}, which no version of nanochat has that we know: its model is another one "
+            "and cannot be imported"
+        )
+    wrong = [name for name, size in wanted.items() if made[name].shape != size]
+    if wrong:
+        raise RuntimeError(f"{wrong[0]} is {tuple(made[wrong[0]].shape)} instead of {tuple(wanted[wrong[0]])}")
+    return made

@@ -1,0 +1,332 @@
+"""One process among many: joins the job, then thin collectives that do nothing when there is only one process.
+
+    world = dist.init(device)             # `torchrun -m ascendchat base`, srun, `ascendchat launch`, or alone
+    dist.all_reduce(loss, "mean")
+    dist.teardown()                       # also at exit
+
+A rank that never arrives is named within the connect timeout, before the first collective can hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as torch_dist
+
+from ascendchat.parallel.connect import MissingRanks as MissingRanks
+from ascendchat.parallel.connect import give_up, meet, warm_up
+from ascendchat.parallel.connect import order_timeouts as order_timeouts
+from ascendchat.parallel.world import World as World
+from ascendchat.parallel.world import read_world
+
+OPS = {
+    "sum": torch_dist.ReduceOp.SUM,
+    "mean": torch_dist.ReduceOp.SUM,  # then divided: not every backend has an average
+    "max": torch_dist.ReduceOp.MAX,
+    "min": torch_dist.ReduceOp.MIN,
+}
+HALF = (torch.float16, torch.bfloat16)
+
+# torch 2.13 gave these functions new names; the old ones warn.
+_gather_into: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+_scatter_into: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+
+
+class Connects(Protocol):
+    """What is needed of a device here."""
+
+    @property
+    def collective(self) -> str: ...
+    def bind(self, local_rank: int) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class Team:
+    """Some of the ranks: this one is number `rank` of `size`. Without a group: all of them, or this one alone."""
+
+    rank: int
+    size: int
+    group: Any = None
+
+
+@dataclass
+class _State:
+    world: World
+    place: torch.device
+    gloo: bool = False
+    teams: dict[tuple[int, ...], Team] = field(default_factory=dict)
+    timeout: timedelta | None = None  # of a collective; groups do not inherit that of all ranks
+
+
+_state = _State(World(), torch.device("cpu"))
+
+
+def world() -> World:
+    """The place of this process; alone until `init` was called."""
+    return _state.world
+
+
+def place() -> torch.device:
+    """The device of this process."""
+    return _state.place
+
+
+def team(ranks: Sequence[int]) -> Team:
+    """These ranks, of which this must be one; each of them calls it, the others need not. Made once."""
+    me, wanted = _state.world, tuple(ranks)
+    if len(wanted) == me.size or len(wanted) == 1:
+        return Team(wanted.index(me.rank), len(wanted))
+    if wanted not in _state.teams:
+        # Only the members meet: with 1,024 ranks, all of them would otherwise meet once for every team that there is.
+        group = torch_dist.new_group(list(wanted), timeout=_state.timeout, use_local_synchronization=True)
+        _state.teams[wanted] = Team(wanted.index(me.rank), len(wanted), group)
+    return _state.teams[wanted]
+
+
+def teams_of(size: int) -> tuple[Team, Team]:
+    """The `size` neighbours of which this rank is one, and the ranks that have its place in all such teams."""
+    me = _state.world
+    first = me.rank // size * size
+    return team(range(first, first + size)), team(range(me.rank % size, me.size, size))
+
+
+def turns(count: int, size: int) -> Iterator[tuple[int, int, bool]]:
+    """[first, stop) of `count` rows, `size` at a time, and whether they are this rank's own. All ranks take part equally
+    often, since weights may be shared out over them: one that has nothing left gets rows that do not count."""
+    me = world()
+    for begin in range(0, count, me.size * size):
+        first = begin + me.rank * size
+        own = first < count
+        first = first if own else 0
+        yield first, min(first + size, count), own
+
+
+def init(device: Connects, *, timeout: float = 1800.0, connect_timeout: float | None = None) -> World:
+    """Bind this process to its device and join the job; with one process nothing is connected.
+
+    All ranks must be here within `connect_timeout` seconds; a collective may take `timeout` seconds.
+    """
+    global _state
+    if torch_dist.is_initialized():
+        raise RuntimeError("dist.init was called twice; call dist.teardown first")
+    me = read_world(os.environ)
+    place = device.bind(me.local_rank)
+    wait: timedelta | None = None
+    if me.size > 1:
+        limits = order_timeouts(device.collective, timeout, connect_timeout, os.environ)
+        os.environ.update(limits.variables)
+        wait = timedelta(seconds=limits.group)
+        if me.rank == 0:
+            for note in limits.notes:
+                print(f"ascendchat: {note}", file=sys.stderr, flush=True)
+        atexit.register(teardown)
+        store = meet(me, limits.connect)
+        watch = threading.Timer(limits.connect, give_up, (me, limits.connect))
+        watch.daemon = True
+        watch.start()
+        try:
+            torch_dist.init_process_group(
+                device.collective,
+                store=torch_dist.PrefixStore("group", store),
+                rank=me.rank,
+                world_size=me.size,
+                timeout=wait,
+            )
+            warm_up(me, place)
+            store.set(f"warm/{me.rank}", "1")
+        except BaseException:
+            teardown()
+            raise
+        finally:
+            watch.cancel()
+    _state = _State(me, place, gloo=device.collective == "gloo", timeout=wait)
+    return me
+
+
+def teardown() -> None:
+    """Leave the job. Safe to call twice, without `init`, and after an error; runs at exit."""
+    global _state
+    atexit.unregister(teardown)
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+    _state = _State(World(), torch.device("cpu"))
+
+
+def abandon() -> None:
+    """Do not leave in order at exit. A rank that can take no further part must be gone before the others notice: what
+    they then say is not the cause, and leaving may wait for them."""
+    atexit.unregister(teardown)
+
+
+class Handle:
+    """A collective under way; `wait` may be called any number of times."""
+
+    def __init__(self, work: Any = None, finish: Callable[[], object] | None = None) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+def _handle(work: Any, finish: Callable[[], object] | None, async_op: bool) -> Handle:
+    handle = Handle(work, finish)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _check_op(tensor: torch.Tensor, op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op {op!r} is not one of {', '.join(OPS)}")
+    if op == "mean" and not tensor.is_floating_point():
+        raise TypeError(f"the mean of {tensor.dtype} would be rounded; reduce with sum, or convert to float32 first")
+
+
+def _among(team: Team | None) -> Team:
+    return team or Team(_state.world.rank, _state.world.size)
+
+
+def _check_sizes(whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{tuple(whole.shape)} {whole.dtype} does not hold {size} times {tuple(part.shape)} {part.dtype}"
+        )
+
+
+def _addend(tensor: torch.Tensor) -> torch.Tensor:
+    """What goes over the wire. 16-bit floats are added in float32 by Gloo, which refuses them or rounds at every hop."""
+    if _state.gloo and tensor.dtype in HALF:
+        return tensor.float()
+    return tensor.contiguous()
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None) -> Handle:
+    """Reduce over all ranks, or those of a team, in place. op: sum, mean, max or min."""
+    _check_op(tensor, op)
+    team = _among(among)
+    if team.size == 1:
+        return Handle()
+    addend = _addend(tensor)
+
+    def finish() -> None:
+        if op == "mean":
+            addend.div_(team.size)
+        if addend is not tensor:
+            tensor.copy_(addend)
+
+    return _handle(torch_dist.all_reduce(addend, op=OPS[op], group=team.group, async_op=True), finish, async_op)
+
+
+def _copy_unless_same(output: torch.Tensor, input: torch.Tensor) -> None:
+    """With one rank a collective is a copy, and nothing at all between two names of the same memory."""
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input.reshape(output.shape))
+
+
+def reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False, among: Team | None = None
+) -> Handle:
+    """Reduce `input` (size x output) over all ranks, or those of a team; each keeps its slice in `output`."""
+    _check_op(input, op)
+    team = _among(among)
+    _check_sizes(input, output, team.size)
+    if team.size == 1:
+        _copy_unless_same(output, input)
+        return Handle()
+    if _state.gloo:  # it has no reduce_scatter in every version that we support
+        addend = _addend(input)
+        addend = addend.clone() if addend is input else addend
+        work = torch_dist.all_reduce(addend, op=OPS[op], group=team.group, async_op=True)
+        result = addend.view(team.size, -1)[team.rank].view(output.shape)
+    else:
+        addend, result = input.contiguous(), output if output.is_contiguous() else torch.empty_like(output.contiguous())
+        work = _scatter_into(result.view(-1), addend.view(-1), op=OPS[op], group=team.group, async_op=True)
+
+    def finish() -> None:
+        if op == "mean":
+            result.div_(team.size)
+        if result is not output:
+            output.copy_(result)
+
+    return _handle(work, finish, async_op)
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False, among: Team | None = None) -> Handle:
+    """Collect the `input` of every rank, or those of a team, in rank order, in `output` (size x input)."""
+    team = _among(among)
+    _check_sizes(output, input, team.size)
+    if team.size == 1:
+        _copy_unless_same(output, input)
+        return Handle()
+    result = output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    work = _gather_into(result.view(-1), input.contiguous().view(-1), group=team.group, async_op=True)
+    return _handle(work, None if result is output else lambda: output.copy_(result), async_op)
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
+    """The tensor of rank `src` for all, in place."""
+    if _state.world.size > 1:
+        torch_dist.broadcast(tensor, src)
+
+
+def pass_on(tensor: torch.Tensor, source: int, target: int) -> None:
+    """From one rank to another, in place; the others do nothing."""
+    if _state.world.rank == source:
+        torch_dist.send(tensor, target)
+    elif _state.world.rank == target:
+        torch_dist.recv(tensor, source)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if _state.world.size > 1:
+        here = torch.ones(1, device=_state.place)
+        torch_dist.all_reduce(here)
+        here.item()  # device collectives are only queued: reading the value waits for it
+
+
+def gather_objects(obj: Any) -> list[Any]:
+    """The object of every rank, in rank order, on every rank. For small things: names, counts, metrics."""
+    if _state.world.size == 1:
+        return [obj]
+    gathered: list[Any] = [None] * _state.world.size
+    torch_dist.all_gather_object(gathered, obj)
+    return gathered
+
+
+def broadcast_object(obj: Any, src: int = 0) -> Any:
+    """The object of rank `src`, on every rank."""
+    if _state.world.size == 1:
+        return obj
+    held = [obj]
+    torch_dist.broadcast_object_list(held, src, device=_state.place)
+    return held[0]
+
+
+def metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each value over all ranks, in one collective, as float32 (some backends have no float64)."""
+    names = sorted(values)
+    if _state.world.size == 1 or not names:
+        return {name: float(values[name]) for name in names}
+    # A fingerprint of the names travels along: ranks that report different things must not be averaged.
+    fingerprint = float(zlib.crc32(" ".join(names).encode()) % 1000)
+    row = torch.tensor([fingerprint, *(values[name] for name in names)], dtype=torch.float32, device=_state.place)
+    all_reduce(row, "mean")
+    mean = row.tolist()
+    if abs(mean[0] - fingerprint) > 1e-3:
+        raise ValueError(f"the ranks report different metrics; rank {_state.world.rank} has {', '.join(names)}")
+    return dict(zip(names, mean[1:]))

@@ -1,0 +1,1 @@
+"""Reinforcement learning: questions, answers, rewards, and a policy that learns from them."""

@@ -1,0 +1,294 @@
+"""`ascendchat rl --run demo`: reinforcement learning of a chat model on questions whose answers can be checked.
+
+A step: the model answers each question several times (engine/engine.py), answers are judged (rl/rewards.py), each is
+compared with the others to its question, and the likelier the better ones become (rl/grpo.py). What is generated in
+a step is a pure function of (weights, seed, step): so a run that is resumed generates the very same answers, where
+rounding does not follow the number of rows of a step, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ascendchat.checkpoint import Checkpoint, to_continue
+from ascendchat.config import UserError
+from ascendchat.config.rl import RlConfig
+from ascendchat.data.mixture import absolute, parse_entry
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.data.toyworld import LANGUAGES
+from ascendchat.engine.engine import Engine
+from ascendchat.engine.generator import Generator, prompt_room
+from ascendchat.engine.request import Completion, Sampling
+from ascendchat.models.shape import HFShape
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.invariant import InvariantReadout
+from ascendchat.nn.logprobs import head_logprobs
+from ascendchat.nn.readout import Drawn, Float32Readout, Readout
+from ascendchat.parallel import collectives
+from ascendchat.parallel.context import Context
+from ascendchat.remote.rollouts import Sizes, check_addresses, open_rollouts
+from ascendchat.rl.grpo import PRESETS, length_penalty
+from ascendchat.rl.invariant import InvariantLearner, batch_invariant
+from ascendchat.rl.policy_loss import PolicyLoss, method_of
+from ascendchat.rl.questions import QuestionFile, load_questions
+from ascendchat.rl.rewards import Judge
+from ascendchat.rl.rollout import Questions, Rollout
+from ascendchat.rl.schedule import Rhythm
+from ascendchat.rl.source import Beside, InTurn, chunk_of
+from ascendchat.rl.stage import RlStage
+from ascendchat.rl.workflow import Workflows
+from ascendchat.runs.run import run_folder
+from ascendchat.sizes.batch import Split
+from ascendchat.sizes.memory import caches, policy_logits
+from ascendchat.sizes.shape import Shape
+from ascendchat.tasks import Task
+from ascendchat.train.beginning import Beginning, begin_with_ours, begin_with_theirs
+from ascendchat.train.model import Learner
+from ascendchat.train.rows import share_out
+from ascendchat.train.run import train_stage, training_context
+from ascendchat.train.start import only_weights
+
+MOST_SLOTS = 256
+BUSY_TOKENS = 1 << 15  # of a micro-batch: more make no device faster
+LOOKED_AT = 256  # questions, for their length
+# Two-step problems, and what is nearest to them: with them alone, answers to one-step problems fell from 99 to 41 %.
+NEAREST = tuple(f"toy_{topic}_{language}=0.1" for topic in ("problem", "arithmetic") for language in LANGUAGES)
+TOY_QUESTIONS = ("toy_problems=0.6", *NEAREST)
+NOT_HERE = "warm_start", "target_examples_per_step", "total_batch_size", "dataset_dir", "preview"  # of mid and sft
+
+
+def default_questions(learnt_from: Sequence[str]) -> tuple[str, ...]:
+    """Where no --data is given."""
+    toy = {Path(parse_entry(entry).name).name for entry in learnt_from} == {"toyworld"}
+    return TOY_QUESTIONS if toy else ("gsm8k",)
+
+
+def run(config: RlConfig) -> int:
+    """The command."""
+    if asked := next((name for name in NOT_HERE if getattr(config, name)), ""):
+        raise UserError(
+            f"--{asked.replace('_', '-')} means nothing here; a step is --prompts-per-step times --samples answers, "
+            "and the run starts from weights alone"
+        )
+    check_addresses(config.rollouts)
+    with training_context(config) as here, ExitStack() as stack:
+        config = replace(config, attend=config.attend or "document")
+        begin = begin_with_theirs(config, here) or begin_with_ours(config, here, "rl")
+        origin, tokenizer, learner = begin.origin, begin.tokenizer, begin.learner
+        here.say(f"starting from {origin.folder}")
+        shape, config = learner.model.shape, begin.config
+        data = absolute(config.data or default_questions(begin.learnt_from))
+        config = replace(config, data=data)
+        room = prompt_room(shape.seq_len, config.max_new_tokens)
+        if config.max_new_tokens >= shape.seq_len:  # an answer ends with its row, and lengths are measured by that
+            config = replace(config, max_new_tokens=shape.seq_len - 1)
+        questions = Questions(data, tokenizer, config.seed, room, config.source)
+        check_answers(questions, config, here)
+        learner = batch_invariant(learner) if config.batch_invariant else learner
+        answers = -(-config.prompts_per_step // here.world.size) * config.samples
+        drawn = Drawn(shape.vocab, config.temperature, config.top_k, learner.model.softcap, readout=readout_of(learner))
+        slots = config.slots or min(MOST_SLOTS, answers)
+        engine = cache(lambda: engine_of(learner, tokenizer, slots, drawn.readout))
+        folder = run_folder(config.run or begin.run, "rl")
+        generator = stack.enter_context(generator_of(config, engine, slots, begin, folder, here))
+        batches = max(1, int(questions.per_epoch * config.epochs) // config.prompts_per_step)
+        steps = config.num_iterations or batches * config.updates
+        rollout = rollout_of(config, questions, generator, here, shape.seq_len)
+        source = source_of(config, rollout, steps)
+        split = split_of(config, shape, here, answers, slots)
+        reference, exact = reference_of(config, learner, origin), config.batch_invariant
+        policy_loss = PolicyLoss(learner, method_of(config), drawn, reference, exact=exact)
+        exam = examinations(data, config.source)
+        stage = RlStage(policy_loss, split, steps, engine, source, exam, tokenizer, config, origin, folder)
+        saved = to_continue(folder, config.resume, say=here.say)
+        if not saved and isinstance(learner.model, GPT):  # others were opened with their weights
+            stage.optimizer.load(only_weights(begin.origin.reader()), 0)
+        facts = {"method": asdict(stage.method), "learning_rates": stage.learning_rates, "start": str(origin.folder)}
+        return train_stage(stage, here, config, folder, saved, title="rl", facts=facts, add_files=begin.add_files)
+
+
+@contextmanager
+def generator_of(
+    config: RlConfig, engine: Callable[[], Engine], slots: int, begin: Beginning[RlConfig], folder: Path, here: Context
+) -> Iterator[Generator]:
+    """What answers the questions: an engine around the weights that are trained, or servers."""
+    shape, origin = begin.learner.model.shape, begin.origin
+    named = config.rollouts != ("local",)
+    if not named and not config.rollout_devices and not config.inference_engine:
+        yield engine()
+        return
+    if config.batch_invariant:
+        raise UserError(
+            "--batch-invariant holds for answers of this process only; leave it out, or generate here (local)"
+        )
+    if named and config.rollout_devices:
+        raise UserError("--rollouts and --rollout-devices exclude each other; leave one of them out")
+    there = origin.state.get("shape") or {}
+    if "window_pattern" in there and shape.windows() != Shape.from_dict(there).windows(shape.seq_len):
+        raise UserError(
+            f"--max-seq-len {shape.seq_len}: a server opens the model with rows of {there['seq_len']}, and what its "
+            "short windows see would differ; leave it out, or generate in this process (--rollouts local)"
+        )
+    sizes, place = Sizes(slots * here.world.size, shape.seq_len), folder / "rollouts"
+    more: dict[str, Any] = {"folder": place, "sizes": sizes, "scorer": scorer_of(begin.learner)}
+    with open_rollouts(config, begin.tokenizer, origin.folder, here.say, here=here, **more) as fleet:
+        yield fleet
+
+
+def source_of(config: RlConfig, rollout: Rollout, steps: int) -> InTurn:
+    """Groups in the rhythm that was asked for."""
+    if config.rhythm != "sync" and not rollout.generator.elsewhere:
+        raise UserError(
+            f"--rhythm {config.rhythm} generates while it trains: give the address of a server (--rollouts), or let "
+            "one be started on devices of its own (--rollout-devices)"
+        )
+    world = collectives.world()
+    rhythm = Rhythm(
+        per_batch=config.prompts_per_step,
+        staleness=config.staleness if config.rhythm == "async" else 0,
+        refill=config.refill if PRESETS[config.preset].drop_equal else 0,
+        batches=-(-steps // config.updates),
+        rank=world.rank,
+        ranks=world.size,
+    )
+    chunk = chunk_of(config.max_new_tokens)
+    return InTurn(rollout, rhythm, chunk) if config.rhythm == "sync" else Beside(rollout, rhythm, chunk)
+
+
+def rollout_of(config: RlConfig, questions: Questions, generator: Generator, here: Context, context: int) -> Rollout:
+    """How answers are asked for and judged. `context`: tokens of a row."""
+    most, share = config.max_new_tokens, PRESETS[config.preset].soft_length
+
+    def shaped(reward: float, answer: Completion) -> float:
+        return reward + length_penalty(len(answer.ids), most, share)
+
+    drawn = config.temperature != 1.0 or config.top_k > 0  # from another distribution than the model's own
+    sampling = Sampling(most, config.temperature, config.top_k, keep_stop=True, logprobs=True, processed_logprobs=drawn)
+    judge = Judge(config.reward, config.reward_timeout, say=here.say)
+    rollout = Rollout(questions, generator, judge, sampling, config.samples, config.seed, shaped)
+    if config.workflow:
+        rollout.workflow = Workflows(
+            config.workflow,
+            questions.tokenizer,
+            generator,
+            judge,
+            sampling,
+            seed=config.seed,
+            room=questions.room,
+            context=context,
+            timeout=config.workflow_timeout,
+            least=config.prompts_per_step // here.world.size * config.samples,
+            say=here.say,
+        )
+    return rollout
+
+
+def check_answers(questions: Questions, config: RlConfig, here: Context) -> None:
+    """Say what was left out of the questions, or is too long; they need answers, or something else that judges."""
+    for task in questions.tasks:
+        for notice in task.notices:
+            here.say(notice)
+        if isinstance(task, QuestionFile) and not task.checkable and not (config.reward or config.workflow):
+            raise UserError(
+                f"the questions of {task.name} have no answers that can be compared; give them a column answer (text, "
+                "a number, or a list of these: each is right) or test, or name --reward"
+            )
+    seen = min(LOOKED_AT, questions.per_epoch)
+    if cut := questions.cut(seen):
+        here.say(
+            f"{cut} of the first {seen} questions have more than the {questions.room} tokens that --max-new-tokens "
+            "leaves of the context, and lose their beginning"
+        )
+
+
+def examinations(data: Sequence[str], source: str) -> list[Task]:
+    """The questions to be examined with, of those that have answers."""
+    found = [examination(parse_entry(entry).name, source) for entry in data]
+    return [task for task in found if not isinstance(task, QuestionFile) or task.checkable]
+
+
+def examination(name: str, source: str) -> Task:
+    """The questions to be examined with: those kept for validation, else those of the test."""
+    try:
+        return load_questions(name, "val", source)
+    except UserError:  # it has no such split
+        return load_questions(name, "test", source)
+
+
+def batch_rows(answers: int) -> int:
+    """Rows that the answers of a step may fill, as a power of two: the size of the learning rates follows from it."""
+    return 1 << max(0, (answers // 4).bit_length())
+
+
+def split_of(config: RlConfig, shape: Shape | HFShape, here: Context, answers: int, slots: int) -> Split:
+    """Micro-batches beside the engine's caches. The last one of a step is filled up with padding, and nobody knows how
+    many rows the answers will fill: so they are no larger than keeps a device busy."""
+    own, chip = isinstance(shape, Shape), here.device.chip
+    counted = shape if isinstance(shape, Shape) else shape.counted
+    beside = sum(caches(counted, chip, slots, shape.seq_len).values()) + (policy_logits(chip) if own else 0)
+    total = here.world.size * batch_rows(answers) * shape.seq_len
+    split = share_out(config, shape, here.device, total, beside)
+    while not config.device_batch_size and split.rows * shape.seq_len > BUSY_TOKENS and (less := split.smaller()):
+        split = less
+    return split
+
+
+def readout_of(learner: Learner) -> Readout:
+    """How generator and trainer make logits: in float32, whatever the model's dtype."""
+    kind = InvariantReadout if isinstance(learner, InvariantLearner) else Float32Readout
+    return kind(learner.model.head.dtype, learner.place)
+
+
+def scorer_of(learner: Learner) -> Callable[[list[int]], list[float]]:
+    """Log-probabilities of all tokens but the first, by the weights as they are."""
+    model = learner.model
+    drawn = Drawn(model.shape.vocab, softcap=model.softcap, readout=readout_of(learner))
+
+    @torch.no_grad()
+    def score(tokens: list[int]) -> list[float]:
+        row = torch.tensor([tokens], device=learner.place)
+        inputs = row[:, :-1].contiguous()
+        known = learner.documents(inputs, np.array([inputs.numel()], dtype=np.int32))
+        hidden = model(inputs, learner.attend, documents=known)  # not compiled: no other row has this length
+        found: list[float] = head_logprobs(hidden, model.head, row[:, 1:], drawn)[0].tolist()
+        return found
+
+    return score
+
+
+def reference_of(config: RlConfig, learner: Learner, origin: Checkpoint) -> Learner | None:
+    """The model as the run found it, if a KL to it is asked for."""
+    if not config.kl:
+        return None
+    model = deepcopy(learner.model).requires_grad_(False)
+    if isinstance(model, GPT):  # others were opened with their weights
+        model.load_state_dict(origin.model(learner.place))
+    return type(learner)(model, learner.kernel, learner.device, learner.place, by_document=learner.by_document)
+
+
+def engine_of(learner: Learner, tokenizer: Tokenizer, slots: int, readout: Readout) -> Engine:
+    """The engine around the very weights that are trained."""
+    exact, context = isinstance(learner, InvariantLearner), learner.model.shape.seq_len
+    engine = Engine(
+        learner.model,
+        learner.reader,
+        tokenizer,
+        learner.device,
+        learner.place,
+        slots=slots,
+        context=context,
+        graphs=learner.device.compiles,  # the task queue of a trainer on NPUs captures nothing
+        reuse=not exact,  # a prompt that is read behind others' tokens has its keys in another order, where rings turn
+        prefill_tokens=slots * context,  # all prompts before the first step: only the last answer is waited for
+    )
+    engine.decoder.readout = readout
+    return engine

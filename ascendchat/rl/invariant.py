@@ -1,0 +1,43 @@
+"""`ascendchat rl --batch-invariant`: a Learner whose log-probabilities have the very bits that the engine reported.
+
+learner = batch_invariant(build(config, shape, here))       # in command.py; nn/invariant.py says how
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ascendchat.config import UserError
+from ascendchat.nn.documents import Documents
+from ascendchat.nn.gpt import GPT
+from ascendchat.nn.invariant import InvariantAttention, InvariantOps
+from ascendchat.train.model import Learner
+
+
+class InvariantLearner(Learner):
+    """Rotations count from the beginning of each document, as those of an engine: from that of the row they would be
+    other numbers, of which only the differences are the same."""
+
+    def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
+        assert known is not None, "documents are told apart in RL"
+        cos, sin = self._rope
+        positions = known.bounds.positions
+        hidden: Tensor = self.model(inputs, self.attend, (cos[positions], sin[positions]), documents=known)
+        return hidden
+
+
+def batch_invariant(learner: Learner) -> InvariantLearner:
+    """The same model with other operators."""
+    kernel, model, device = InvariantAttention(), learner.model, learner.device
+    reason = kernel.refusal(device.type, device.dtype, model.shape.head_dim)
+    if not isinstance(model, GPT):
+        reason = "it is for models of our own"
+    if device.compiles:
+        reason = "a compiler would change the order of sums"
+    if reason:
+        raise UserError(f"--batch-invariant: {reason}; leave it out, or add --device-type cpu --no-compile")
+    if not learner.by_document:
+        raise UserError("--batch-invariant needs --attend document: an answer is written without others before it")
+    for part in (model, *model.blocks):
+        part.ops = InvariantOps()  # type: ignore[assignment]
+    return InvariantLearner(model, kernel, device, learner.place, by_document=True)

@@ -1,0 +1,335 @@
+"""What a run leaves behind: its folder, config.yaml, run.json, metrics.jsonl, and the progress on the console.
+
+    run = open_run(run_folder("demo", "base"), config, facts={"chip": "cpu"}, track=("tensorboard",), main=rank == 0)
+    run.log(100, loss=2.5, tokens_per_second=1200.0)
+
+`ascendchat base --run demo --track tensorboard` writes it, `ascendchat speedrun` sums it up. A step is the number of
+optimizer steps done. No torch here, and nothing that makes a device wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ascendchat import __version__
+from ascendchat.config import UserError, as_dict, dump, home, load_yaml, spelling
+from ascendchat.files import write_atomic
+from ascendchat.runs.earlier import notice, read_facts, set_aside, this_launch
+from ascendchat.runs.trackers import Sinks, check_track
+
+# JSON has no NaN: these strings stand for the three floats it cannot write, and are read back as floats.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def run_folder(name: str, stage: str) -> Path:
+    """$ASCENDCHAT_HOME/runs/NAME/STAGE, for a name that is one folder and nothing else."""
+    if not re.fullmatch(r"\w[\w.+=@-]*", name):
+        raise UserError(f"{name!r} cannot name a run; use letters, digits, . _ - only, for example --run first-try")
+    return home() / "runs" / name / stage
+
+
+def environment() -> dict[str, Any]:
+    """Facts that explain a result later: versions, commit, host, command. Packages are looked up, not imported."""
+    return {
+        "ascendchat": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "pid": os.getpid(),
+        "argv": list(sys.argv),
+        "cwd": os.getcwd(),
+        "commit": _commit(Path(__file__).resolve().parents[2]),
+        "packages": _packages(),
+    }
+
+
+def _packages() -> dict[str, str]:
+    """Installed packages and their versions. Distribution.metadata would parse the whole file for each field that is
+    read: a third of a second for a hundred packages, at the start of every run."""
+    found = []
+    for package in importlib.metadata.distributions():
+        header, _, _ = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "").partition("\n\n")
+        fields = dict(line.split(": ", 1) for line in header.splitlines() if line.startswith(("Name: ", "Version: ")))
+        if len(fields) == 2:
+            found.append((fields["Name"].strip(), fields["Version"].strip()))
+    return dict(sorted(found, key=lambda item: item[0].lower()))
+
+
+def _commit(checkout: Path) -> str | None:
+    """The commit of our own checkout ("+" when files differ from it); None for an installed package."""
+    if not (checkout / ".git").exists():
+        return None
+    git = ["git", "-C", str(checkout)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def _plain(value: Any) -> Any:
+    """A metric as strict JSON: numbers stay numbers, NaN and infinities become strings, arrays of one their item."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    try:
+        return _plain(float(value))  # a numpy scalar; a tensor works too, but reading it makes its device wait
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def _revive(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, list):
+        return [_revive(v) for v in value]
+    return {k: _revive(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    # ASCII only: a lone surrogate in a sample, or a tool without UTF-8, cannot hurt the file.
+    return (json.dumps(_plain(row), allow_nan=False) + "\n").encode("ascii")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows that count, in order: what a resumed run did again replaces what was logged before.
+
+    `path` is metrics.jsonl or its folder. The file may belong to a run that is writing: an unfinished last line is
+    left out.
+    """
+    path = Path(path)
+    rows: list[dict[str, Any]] = []
+    last = math.inf  # the last step that no later resume replaced
+    for row in reversed(stored_rows(path / "metrics.jsonl" if path.is_dir() else path)):
+        if "resumed_at" in row:
+            last = min(last, row["resumed_at"])
+        elif row["step"] <= last:
+            rows.append(row)
+    return rows[::-1]
+
+
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of metrics.jsonl or results.jsonl, in order; an unfinished last line is left out."""
+    rows = []
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give the folder of a run") from None
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # what follows the last newline is unfinished
+        row = _parse(line)
+        if row is None:
+            raise UserError(f"{path} line {number} is not one of its rows; delete that line to read the others")
+        rows.append(_revive(row))
+    return rows
+
+
+def append_row(fd: int, row: dict[str, Any], size: int) -> int:
+    """Add a row to a file of `size` bytes that is open for appending; gives its new size. One write() of a whole line:
+    a kill -9 leaves the line whole or absent."""
+    line, written = _json(row), 0
+    try:
+        written = os.write(fd, line)
+    finally:
+        if written != len(line):  # the disk filled up in the middle of the line
+            os.ftruncate(fd, size)
+    if written != len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return size + written
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not row.keys() & {"step", "resumed_at"}:
+        return None
+    at = row.get("resumed_at", row.get("step"))
+    return row if isinstance(at, (int, float)) and not isinstance(at, bool) and math.isfinite(at) else None
+
+
+def whole_size(path: Path) -> int:
+    """Bytes of a file of rows up to its last whole one: what follows was torn by a crash or a power cut."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end = file.tell() if line.endswith(b"\n") and _parse(line) is not None else end
+    return end
+
+
+@contextlib.contextmanager
+def _said_once(run: Run) -> Iterator[None]:
+    """A full disk must not end days of training: it is reported once, and the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        if not run.complained:
+            run.say(f"metrics.jsonl cannot be written ({error.strerror}): rows are lost until there is room again")
+            run.complained = True
+
+
+class Run:
+    """One open run folder; made by `open_run`. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, folder: Path, main: bool, say: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.main = main
+        self.say = say
+        self.sinks: Sinks | None = None
+        self.facts: dict[str, Any] = {}
+        self.complained = False
+        self._fd = -1
+        self._lock = -1
+        self._size = 0
+
+    def log(self, step: int, **metrics: Any) -> None:
+        """Append one row."""
+        if not self.main:
+            return
+        with _said_once(self):
+            self._append({"step": int(step), "time": round(time.time(), 3), **metrics})
+        if self.sinks is not None:
+            self.sinks.log(int(step), metrics)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._size = append_row(self._fd, row, self._size)
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to run.json (the chosen attention kernel, the planned batch...)."""
+        if self.main:
+            self.facts.update(_plain(facts))
+            write_atomic(self.folder / "run.json", json.dumps(self.facts, indent=2, ensure_ascii=False) + "\n")
+
+    def close(self, status: str = "finished") -> None:
+        """End the run: `finished`, `stopped` (asked to) or `failed`. Closing twice does nothing."""
+        if not self.main or self._fd < 0:
+            return
+        if self.sinks is not None:
+            self.sinks.close()
+        with _said_once(self):
+            os.fsync(self._fd)
+            self.note(status=status, ended=round(time.time(), 3))
+        os.close(self._fd)
+        os.close(self._lock)
+        self._fd = self._lock = -1
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
+        self.close("finished" if kind is None else "stopped" if stopped else "failed")
+
+
+def open_run(
+    folder: Path,
+    config: Any,
+    *,
+    facts: dict[str, Any] | None = None,
+    resume_step: int | None = None,
+    track: tuple[str, ...] = (),
+    main: bool = True,
+    say: Callable[[str], None] = print,
+) -> Run:
+    """Create or reopen a run folder. `resume_step=s`: rows after step s no longer count; None: the run begins, and an
+    earlier model in the folder is set aside (earlier.py).
+
+    `config` is the resolved dataclass, `facts` what only the caller knows (chip, world size). `main` is true on the
+    one rank that writes.
+    """
+    check_track(track)  # on every rank, so that all of them stop together
+    run = Run(Path(folder), main, say)
+    if not main:
+        return run
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run._lock = _take_lock(run.folder)
+        if resume_step is None and set_aside(run.folder):
+            run.folder.mkdir()
+            os.close(run._lock)
+            run._lock = _take_lock(run.folder)
+        if text := notice(run.folder):
+            say(text)
+        if resume_step is not None:
+            for line in changed(run.folder, config):
+                say(line)
+        write_atomic(run.folder / "config.yaml", dump(config))
+        _open_metrics(run, resume_step)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder {run.folder}: {error.strerror}; set ASCENDCHAT_HOME to a writable folder"
+        ) from None
+    before = read_facts(run.folder / "run.json")
+    history = before.pop("history", [])
+    if before:
+        history.append({k: before.get(k) for k in ("started", "ended", "status", "host", "argv", "resume_step")})
+    run.facts = {"id": before.get("id") or secrets.token_hex(4), "created": before.get("created") or time.time()}
+    run.note(started=round(time.time(), 3), status="running", resume_step=resume_step, **environment())
+    run.note(**(facts or {}), launch=this_launch(), history=history)
+    run.sinks = Sinks(track, run.folder, run.facts["id"], config, resume_step, say) if track else None
+    return run
+
+
+def changed(folder: Path, config: Any) -> list[str]:
+    """What differs between the settings that a run was last started with and those it goes on with."""
+    path = folder / "config.yaml"
+    before = load_yaml(path) if path.is_file() else {}
+    now = as_dict(config)
+    names = [name for name, value in now.items() if name in before and name != "resume" and before[name] != value]
+    return [f"continuing with {spelling(name)} {now[name]}; before, this run had {before[name]}" for name in names]
+
+
+def _take_lock(folder: Path) -> int:
+    """Keep a second process out of the folder. The kernel drops the lock with the process, also after kill -9, and
+    data workers forked by this process do not inherit it."""
+    fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            os.close(fd)
+            raise UserError(
+                f"another process is writing to {folder}; stop it, or give this run another --run"
+            ) from None
+        # a file system without locks: go on without this guard
+    return fd
+
+
+def _open_metrics(run: Run, resume_step: int | None) -> None:
+    path = run.folder / "metrics.jsonl"
+    run._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    size, run._size = path.stat().st_size, whole_size(path)
+    if run._size < size:
+        os.ftruncate(run._fd, run._size)
+        run.say(f"{path}: the last row was torn ({size - run._size} bytes), removed")
+    if run._size:
+        if resume_step is None:
+            run.say(f"{path}: this run starts anew; the rows of the earlier one no longer count")
+        run._append({"resumed_at": -1 if resume_step is None else resume_step, "time": round(time.time(), 3)})

@@ -1,0 +1,281 @@
+"""The application behind `ascendchat serve`: OpenAI's routes, health, and the web page.
+
+application(Service(config, pool, tokenizer, reader)) is an ASGI app; command.py gives it to uvicorn. protocol.py says
+what a request may hold, reading.py reads it (a large one in another process: reader.py), prompts.py makes requests of
+the engine of it, answers.py writes what comes back, reply.py sends it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+
+from ascendchat import __version__
+from ascendchat.config.serve import ServeConfig
+from ascendchat.data.tokenizer.tokenizer import Tokenizer
+from ascendchat.engine.request import Grammar
+from ascendchat.serve import errors, weights
+from ascendchat.serve.answers import About, ChatAnswers, TextAnswers
+from ascendchat.serve.document import ANSWER, DETOKENIZED, MODEL, MODELS, RESPONSE, TOKENIZED, described, takes
+from ascendchat.serve.errors import Problem
+from ascendchat.serve.guard import OWNER
+from ascendchat.serve.messages import Ready
+from ascendchat.serve.pool import Overloaded, Pool, Ticket
+from ascendchat.serve.prompts import Asked, Model, asked_by, bad_grammar
+from ascendchat.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ascendchat.serve.reader import Reader
+from ascendchat.serve.reading import AskedResponse, read
+from ascendchat.serve.reply import Reply
+from ascendchat.serve.response_events import ResponseAnswers
+from ascendchat.serve.responses import ResponsesRequest
+from ascendchat.serve.schemas import Schemas
+
+WEB = Path(__file__).parent / "web"
+LARGE = 1 << 14  # bytes of a request that is read in another process
+JSON_TYPE = re.compile(r"application/(.+\+)?json")
+
+
+@dataclass
+class Service:
+    """What the routes work with."""
+
+    config: ServeConfig
+    pool: Pool
+    tokenizer: Tokenizer
+    reader: Reader
+    created: int = field(default_factory=lambda: int(time.time()))
+    about: Ready = field(init=False)  # what the first worker said of the model, also while it is started anew
+
+    def __post_init__(self) -> None:
+        self.schemas = Schemas(self.config, self.tokenizer)
+        self.about = self.pool.ready[0]
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.config.model_name or f"{self.about.model.get('run')}/{self.about.model.get('stage')}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Stage, step and chats of the weights that were loaded last; stage and step are None where nobody said."""
+        return {name: {**self.about.model, **self.pool.facts}[name] for name in ("stage", "step", "chats")}
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has learned to."""
+        return bool(self.facts["chats"])
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were loaded last."""
+        return self.pool.version
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal weights have equal fingerprints."""
+        known = (process.checksum for process in self.pool.processes if process.checksum)
+        return f"fp_{next(known, self.about.checksum)}"
+
+    @property
+    def model(self) -> Model:
+        """As a request must fit it."""
+        most = self.config.max_queue + self.config.devices * self.about.slots
+        about = self.about
+        return Model(self.config, self.tokenizer, self.name, self.chats, about.context, about.vocab, most)
+
+    async def read(self, request: Request) -> Any:
+        """What reading.read makes of a request; of a large one beside the event loop."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not JSON_TYPE.fullmatch(kind):
+            raise Problem(400, "the body must be a JSON object (Content-Type: application/json)")
+        path, content = request.scope["route"].path, await request.body()
+        return (
+            read(path, content, self.model)
+            if len(content) < LARGE
+            else await self.reader.read(path, content, self.model)
+        )
+
+    async def submit(self, asked: Asked, owner: str) -> list[Ticket]:
+        """Queue all of a request, or none of it. `owner` of its API key: nobody finds out from the prefix cache what
+        others have asked."""
+        if (grammar := asked.requests[0].sampling.grammar) is not None:
+            await self.check(grammar, asked_by(asked.calls), owner)
+        tickets: list[Ticket] = []
+        try:
+            for request in asked.requests:
+                request = replace(request, salt=f"{owner} {request.salt}")
+                tickets.append(self.pool.submit(request, streams=asked.streams))
+        except Overloaded as error:
+            for ticket in tickets:
+                ticket.cancel()
+            raise Problem.of(error) from None
+        return tickets
+
+    async def check(self, grammar: Grammar, param: str, owner: str) -> None:
+        """A schema that cannot be used is refused here, and not in the queue."""
+        try:
+            await self.schemas.check(grammar, owner)
+        except ValueError as error:
+            raise bad_grammar(param, str(error)) from None
+        except Overloaded as error:
+            raise Problem.of(error) from None
+
+    def answer_about(self, asked: Asked) -> About:
+        """What every chunk of the answer says."""
+        return About(
+            self.name,
+            self.fingerprint,
+            self.version,
+            self.tokenizer,
+            asked.n,
+            include_usage=asked.include_usage,
+            token_ids=asked.token_ids,
+            as_ids=asked.as_ids,
+        )
+
+
+def owner_of(request: Request) -> str:
+    """Of the API key, as Guard has found it; "" where there are no keys."""
+    return str(request.scope.get(OWNER, ""))
+
+
+def application(service: Service) -> FastAPI:
+    """All routes."""
+    app = FastAPI(title="ascendchat", version=__version__, docs_url=None, redoc_url=None)
+    errors.install(app)
+    app.include_router(completion_routes(service))
+    app.include_router(token_routes(service))
+    app.include_router(version_routes())
+    if service.config.weight_updates:
+        app.include_router(weights.routes(service))
+    if service.config.web:
+        app.include_router(page_routes())
+    described(app)
+    return app
+
+
+def completion_routes(service: Service) -> APIRouter:
+    """What an application asks for."""
+    router = APIRouter(responses=errors.documented(400, 401, 404, 413, 429, 503))
+
+    @router.post("/v1/chat/completions", responses=ANSWER, openapi_extra=takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """The assistant's next turn."""
+        asked: Asked = await service.read(request)
+        tickets = await service.submit(asked, owner_of(request))
+        return Reply(tickets, ChatAnswers(service.answer_about(asked), asked), streams=asked.streams)
+
+    @router.post("/v1/completions", responses=ANSWER, openapi_extra=takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """A text continued."""
+        asked: Asked = await service.read(request)
+        tickets = await service.submit(asked, owner_of(request))
+        return Reply(tickets, TextAnswers(service.answer_about(asked), asked), streams=asked.streams)
+
+    @router.post("/v1/responses", responses=RESPONSE, openapi_extra=takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """The same in the form of the Responses API; nothing is stored."""
+        found: AskedResponse = await service.read(request)
+        asked = found.asked
+        tickets = await service.submit(asked, owner_of(request))
+        answers = ResponseAnswers(service.answer_about(asked), asked, found.body)
+        return Reply(tickets, answers, streams=asked.streams)
+
+    @router.get("/v1/models", responses=MODELS)
+    async def models() -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [model_card(service)]})
+
+    @router.get("/v1/models/{model:path}", responses=MODEL)
+    async def model(model: str) -> Response:
+        """The same by its name, which may hold a slash."""
+        service.model.check_name(model)
+        return JSONResponse(model_card(service))
+
+    return router
+
+
+def token_routes(service: Service) -> APIRouter:
+    """Texts to token ids and back."""
+    router = APIRouter(responses=errors.documented(400, 401, 404, 413, 429, 503))
+
+    @router.post("/tokenize", responses=TOKENIZED, openapi_extra=takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a text or of messages."""
+        return written(await service.read(request))
+
+    @router.post("/detokenize", responses=DETOKENIZED, openapi_extra=takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids; special tokens are written by their names."""
+        return written(await service.read(request))
+
+    return router
+
+
+def written(pieces: list[bytes]) -> Response:
+    """A JSON text of any length, which is sent while others are."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    headers = {"Content-Length": str(sum(map(len, pieces)))}
+    return StreamingResponse(sent(), headers=headers, media_type="application/json")
+
+
+def version_routes() -> APIRouter:
+    """What runs here; /health and /metrics are in metrics.py."""
+    router = APIRouter()
+
+    @router.get("/version")
+    async def version() -> Response:
+        """Of ascendchat."""
+        return JSONResponse({"version": __version__})
+
+    return router
+
+
+def page_routes() -> APIRouter:
+    """The web page; not part of the API document."""
+    router = APIRouter(include_in_schema=False)
+    known = {path.name: path for path in WEB.iterdir() if path.is_file()} if WEB.is_dir() else {}
+
+    @router.get("/")
+    async def index() -> Response:
+        return await page("index.html")
+
+    @router.get("/web/{name}")
+    async def page(name: str) -> Response:
+        if name not in known:
+            raise Problem(404, f"there is no page {name}")
+        return FileResponse(known[name])
+
+    return router
+
+
+def model_card(service: Service) -> dict[str, Any]:
+    """What /v1/models says of the model; `ascendchat` is ours, for the web page."""
+    config, about = service.config, service.about
+    own = {
+        "context": about.context,
+        "device": about.device,
+        "devices": config.devices,
+        **service.facts,
+        "version": service.version,
+        "defaults": {"temperature": config.temperature, "top_k": config.top_k, "max_tokens": config.max_tokens},
+    }
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "ascendchat",
+        "max_model_len": about.context,
+        "ascendchat": own,
+    }

@@ -1,0 +1,1 @@
+"""The dial: from one depth to shape, batch, schedule and memory. No torch."""

@@ -1,0 +1,268 @@
+"""Memory of one device, by part, for training and for decoding. Pure arithmetic on a Shape and a Chip; no torch.
+
+    ascendchat plan --depth 20 --chip Ascend910B3 --devices 8
+
+Training keeps on every device all parameters in the compute dtype and all gradients in float32; the float32 weights
+and the optimizer state are sharded over the devices: gradients are reduce-scattered, the owner updates its share, the
+parameters are gathered back. Everything is counted at the highest point of a step, so the parts add up to the total.
+All figures are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ascendchat.chips import GIB, Chip
+from ascendchat.sizes.shape import Shape
+from ascendchat.sizes.share import elements, stacks, team_size
+
+MIB = 1024**2
+FP32 = 4
+HEAD_CHUNK_BYTES = {2: 2**30, 4: 2**27}  # logits that exist at once, by bytes per element: nn/loss.py
+UNSEEN = ("kernel_buffers", "collective_buffers", "reserve")  # parts that the framework's counters do not show
+FREE_SHARE = 0.05  # of the device's memory, left to fragmentation
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a type of device costs beside the tensors themselves."""
+
+    context: int  # runtime and kernels of one process, on top of what the driver holds
+    collectives: int  # buffers of one communicator: send and receive
+    softmax: int  # bytes per query head and token that fused attention keeps for the backward pass
+    half: bool  # trains in 16 bits; False: float32 (as device.choose_dtype)
+    always_fused: bool = False  # attention never keeps its probabilities, whatever the chip
+    rotations: int = 2  # copies of queries and keys that are kept on their way through norm and rotation
+    gradient_buffers: bool = False  # the gradient of fused attention is made in float32, beside its result
+    compiled: bool = False  # the model is compiled: float32 steps between two 16-bit tensors are not stored
+
+
+# npu: a communicator holds 2 x 200 MB; the attention kernel keeps its maxima and its sums as fp32 x 8, 64 bytes
+# together; the fused rotation keeps its input too. cuda: norm and rotation are one kernel (nn/triton_training.py). cuda, cpu: the
+# attention kernel keeps one fp32 log-sum-exp.
+TRAITS = {
+    "npu": Traits(context=512 * MIB, collectives=400 * MIB, softmax=64, half=True, rotations=3, gradient_buffers=True),
+    "cuda": Traits(context=1 * GIB, collectives=400 * MIB, softmax=4, half=True, rotations=1, compiled=True),
+    "mps": Traits(context=1 * GIB, collectives=0, softmax=4, half=False),
+    "cpu": Traits(context=1 * GIB, collectives=0, softmax=4, half=False, always_fused=True),
+}
+
+
+def compute_dtype(chip: Chip) -> str:
+    """bfloat16 where the chip has it, float16 on older accelerators, float32 on CPUs and Apple GPUs."""
+    if not TRAITS[chip.device_type].half:
+        return "float32"
+    return "bfloat16" if chip.bf16 else "float16"
+
+
+def compute_bytes(chip: Chip) -> int:
+    """Bytes of one element of the compute dtype."""
+    return FP32 if compute_dtype(chip) == "float32" else 2
+
+
+def usable(chip: Chip) -> int:
+    """Bytes a plan may use of one device, its reserve and collective buffers included."""
+    return int(chip.memory * (1 - FREE_SHARE))
+
+
+def outside(chip: Chip) -> dict[str, int]:
+    """What the framework's own counter never shows. The collective buffers are set aside on one device too: a plan
+    made for one device then holds on many."""
+    traits = TRAITS[chip.device_type]
+    return {"collective_buffers": traits.collectives, "reserve": chip.reserved + traits.context}
+
+
+def layer_bytes(shape: Shape, chip: Chip) -> float:
+    """Activations that one layer keeps for its backward pass, per token (mean over the layers).
+
+    In elements: residual in, its mix with the first embedding, norm (3 dim); queries and keys after rotation and norm,
+    and before where these are not fused (q + kv each); values (kv) and, on every other layer, the value embedding (kv);
+    attention out (q); residual and norm before the MLP (2 dim); the hidden layer before ReLU² (mlp) and, unless the
+    product makes that too, after it (mlp). Before the shift: queries, keys and values again (q + 2 kv) and, in eager
+    code under a value embedding, the shifted values (kv). Plus what attention keeps of its softmax: a few bytes per
+    head where the kernel is fused, else the probabilities over the window, twice.
+    """
+    traits, size = TRAITS[chip.device_type], compute_bytes(chip)
+    tables = shape.kv_dim * len(shape.value_layers) / shape.depth
+    elements = 5 * shape.dim + (1 + traits.rotations) * (shape.q_dim + shape.kv_dim) + tables
+    elements += (1 if chip.fused_mlp else 2) * shape.mlp_dim + shape.qkv_dim + (0 if traits.compiled else tables)
+    if chip.fused_attention or traits.always_fused:
+        return elements * size + traits.softmax * shape.heads
+    return elements * size + 2 * size * shape.heads * sum(shape.windows()) / shape.depth
+
+
+def activations(shape: Shape, chip: Chip, rows: int, checkpointing: bool) -> int:
+    """All activations of one micro-batch at the end of the forward pass.
+
+    With checkpointing a layer keeps its input, and one layer at a time is computed again.
+    """
+    tokens, size = rows * shape.seq_len, compute_bytes(chip)
+    # embedding and its norm, smeared first embedding, final norm in and out, gradient of the head's input
+    around = 6 * shape.dim * size
+    layers = shape.depth * layer_bytes(shape, chip)
+    if checkpointing:
+        layers = shape.depth * shape.dim * size + layer_bytes(shape, chip)
+    return int(tokens * (around + layers))
+
+
+def logits_of_chunk(shape: Shape, chip: Chip, rows: int) -> int:
+    """Logits of one chunk and their gradient in the compute dtype. Never those of the whole batch (nn/loss.py)."""
+    size = compute_bytes(chip)
+    chunk = HEAD_CHUNK_BYTES[size] // (size * shape.padded_vocab)
+    eager = 0 if TRAITS[chip.device_type].compiled else 3 * FP32  # without a compiler the steps between exist too
+    return min(rows * shape.seq_len, chunk) * shape.padded_vocab * (2 * size + eager)
+
+
+def policy_logits(chip: Chip) -> int:
+    """What the logits of `rl` need beyond those of a chunk of training, where that is compiled and rl's is not: three
+    float32 tensors, of half as many rows, and their gradient in the compute dtype (nn/logprobs.py)."""
+    size = compute_bytes(chip)
+    if not TRAITS[chip.device_type].compiled:
+        return 0
+    return max(0, HEAD_CHUNK_BYTES[size] // FP32 * (3 * FP32 + size) - 2 * HEAD_CHUNK_BYTES[size])
+
+
+def backward_work(shape: Shape, chip: Chip, rows: int) -> int:
+    """Gradients in flight inside the widest block, the MLP: both sides of ReLU² and the residual."""
+    return rows * shape.seq_len * (2 * shape.mlp_dim + shape.dim) * compute_bytes(chip)
+
+
+def kernel_buffers(chip: Chip, tokens: int, width: int) -> int:
+    """What the largest operator needs beside its arguments, on NPUs: fused attention's gradient holds dq, dk and dv in
+    float32. `width`: elements of the queries, keys and values of a token. torch_npu keeps the block, and its counters
+    do not show it."""
+    fused = TRAITS[chip.device_type].gradient_buffers and chip.fused_attention and compute_bytes(chip) != FP32
+    return tokens * width * FP32 if fused else 0
+
+
+def optimizer_state(shape: Shape, devices: int) -> int:
+    """Share of one device. Muon: fp32 momentum and one second moment per row of every matrix, shared out whole matrices
+    at a time among the devices of a team (share.py). AdamW: two fp32 moments of all else, shared out evenly."""
+    matrices = stacks(shape)
+    team = team_size(matrices, devices)
+    muon = sum(-(-count // team) * (rows * cols + rows) for (rows, cols), count in matrices.items())
+    rest = shape.total_parameters - elements(matrices, 1)
+    return FP32 * muon + 2 * FP32 * -(-rest // devices)
+
+
+def step_work(shape: Shape, chip: Chip, devices: int) -> int:
+    """Buffers of the optimizer step, when no activation is alive: the largest stack of gradients (fp32), and for the
+    own share of it the fp32 update and three compute-dtype matrices of the orthogonalisation."""
+    size, team = compute_bytes(chip), team_size(stacks(shape), devices)
+    work = [
+        count * r * c * FP32 + -(-count // team) * r * c * (FP32 + 3 * size)
+        for (r, c), count in shape.matrices().items()
+    ]
+    table = -(-shape.padded_vocab // devices) * max(shape.dim, shape.kv_dim) * 3 * FP32  # gradient and two AdamW terms
+    return max(*work, table)
+
+
+def shared_out(shape: Shape, devices: int) -> tuple[int, int]:
+    """(parameters with the padding of their exchange, those of them that one device updates): share.py."""
+    matrices = stacks(shape)
+    team = team_size(matrices, devices)
+    rest, padded = shape.total_parameters - elements(matrices, 1), elements(matrices, team)
+    return rest + padded, -(-rest // devices) + padded // team
+
+
+def training(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool = False) -> dict[str, int]:
+    """Bytes by part on one device at the peak of a step with `rows` rows per micro-batch (nn/optim.py).
+
+    Parameters in the compute dtype and their float32 gradients are whole on every device; the float32 weights and the
+    moments are shared out, and so is the reduced gradient when there are several devices.
+    """
+    size, (total, own) = compute_bytes(chip), shared_out(shape, devices)
+    acts, head = activations(shape, chip, rows, checkpointing), logits_of_chunk(shape, chip, rows)
+    # The parts above peak in the head loss; another moment may be higher by this much.
+    work = max(0, backward_work(shape, chip, rows) - head, step_work(shape, chip, devices) - (acts + head))
+    return {
+        "weights": total * size,
+        "masters": 0 if size == FP32 else own * FP32,
+        "gradients": total * FP32 + (own * FP32 if devices > 1 else 0),
+        "optimizer": optimizer_state(shape, devices),
+        "mean_of_weights": 0,  # only of `base`, and only where there is room: mean_on_device
+        "activations": acts,
+        "logits": head,
+        "workspace": work,
+        "kernel_buffers": kernel_buffers(chip, rows * shape.seq_len, shape.qkv_dim),
+        **outside(chip),
+    }
+
+
+def mean_on_device(shape: Shape, chip: Chip, devices: int, rows: int, checkpointing: bool) -> int:
+    """Bytes of the mean of the last weights of `base` on a device, 0 if it has no room for it. No batch is chosen by
+    it: without room it lies on the host, where it costs a few hundredths of the time. A run that goes on finds it in
+    the same place."""
+    held, mean = training(shape, chip, devices, rows, checkpointing), FP32 * shared_out(shape, devices)[1]
+    return mean if sum(held.values()) + mean <= usable(chip) else 0
+
+
+def allocated(parts: dict[str, int]) -> int:
+    """The part of a total that the framework's peak counter measures."""
+    return sum(size for part, size in parts.items() if part not in UNSEEN)
+
+
+class DecoderSizes(Protocol):
+    """What decoding needs to know of a model: our own Shape, or one read from a Hugging Face config.json."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def padded_vocab(self) -> int: ...
+    @property
+    def total_parameters(self) -> int: ...
+    def kv_elements(self, context: int) -> int: ...
+    def slot_elements(self, context: int) -> int: ...
+    def read_parameters(self, sequences: int) -> int: ...
+    def decode_flops_per_token(self, context: int) -> int: ...
+
+
+def kv_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
+    """Key-value cache of one sequence of `context` tokens; layers with a window keep only the window."""
+    return shape.kv_elements(context) * compute_bytes(chip)
+
+
+def slot_bytes(shape: DecoderSizes, chip: Chip, context: int) -> int:
+    """The same, with what lets other prompts go on behind its tokens."""
+    return shape.slot_elements(context) * compute_bytes(chip)
+
+
+def caches(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+    """What `sequences` sequences of `context` tokens need while they are generated, beside the weights."""
+    return {
+        "kv_cache": (sequences + 1) * slot_bytes(shape, chip, context),  # one slot is where idle rows write
+        "activations": sequences * decode_row(shape, chip) + prefill_work(shape, chip, context),
+    }
+
+
+def decoding(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> dict[str, int]:
+    """Bytes by part of a device that only generates: weights in the compute dtype, caches, one step's activations."""
+    weights = shape.total_parameters * compute_bytes(chip)
+    return {"weights": weights, **caches(shape, chip, sequences, context), **outside(chip)}
+
+
+def most_sequences(shape: DecoderSizes, chip: Chip, context: int, taken: int) -> int:
+    """Sequences of `context` tokens that fit beside `taken` bytes."""
+    slot = slot_bytes(shape, chip, context)
+    left = usable(chip) - taken - prefill_work(shape, chip, context) - slot
+    return max(0, left // (slot + decode_row(shape, chip)))
+
+
+def decode_rate(shape: DecoderSizes, chip: Chip, sequences: int, context: int) -> float:
+    """Upper bound of tokens per second: every step reads the weights once and every cache once, and multiplies."""
+    read = shape.read_parameters(sequences) * compute_bytes(chip) + sequences * kv_bytes(shape, chip, context)
+    return sequences / max(read / chip.bandwidth, sequences * shape.decode_flops_per_token(context) / chip.flops)
+
+
+def decode_row(shape: DecoderSizes, chip: Chip) -> int:
+    """Working set of one sequence in a decoding step: logits (also in fp32) and the widest layer."""
+    size = compute_bytes(chip)
+    return shape.padded_vocab * (size + FP32) + 2 * (shape.mlp_dim + 4 * shape.dim) * size
+
+
+def prefill_work(shape: DecoderSizes, chip: Chip, context: int) -> int:
+    """Working set of reading one prompt of `context` tokens: the widest layer, nothing kept for a backward pass."""
+    return context * 2 * (shape.mlp_dim + 4 * shape.dim) * compute_bytes(chip)

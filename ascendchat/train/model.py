@@ -1,0 +1,202 @@
+"""A model on its device as training sees it: kernel, compiled forward pass, loss.
+
+learner = build(config, shape, here)
+learner.loss(batch, weight).backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ascendchat.config import UserError
+from ascendchat.config.train import StepConfig
+from ascendchat.data.loader import MicroBatch
+from ascendchat.data.mixture import Batch
+from ascendchat.device import Device
+from ascendchat.nn.attention import Attention, Flash, choose
+from ascendchat.nn.documents import Documents, documents
+from ascendchat.nn.fp8 import Fp8Head, Fp8Ops
+from ascendchat.nn.gpt import GPT, Heads, Ops, PlainOps
+from ascendchat.nn.loss import HeadProducts, head_loss, token_nats
+from ascendchat.nn.model import LanguageModel, dense
+from ascendchat.nn.optim import Group, MuonAdamW, adamw_groups, groups
+from ascendchat.parallel import collectives
+from ascendchat.parallel.context import Context
+from ascendchat.sizes.batch import Split
+from ascendchat.sizes.shape import Shape
+
+_Model = TypeVar("_Model", bound=LanguageModel)
+
+
+def say(sentence: str) -> None:
+    """To people, once."""
+    if collectives.world().rank == 0:
+        print(sentence)
+
+
+class Learner(Generic[_Model]):
+    """A model on its device, with the kernel chosen for it, compiled where that is sound."""
+
+    def __init__(
+        self,
+        model: _Model,
+        kernel: Attention,
+        device: Device,
+        place: torch.device,
+        *,
+        by_document: bool = False,
+    ) -> None:
+        self.model, self.kernel, self.device, self.place = model, kernel, device, place
+        self.by_document = by_document  # a token sees nothing of the other documents in its row
+        self.attend = dense(model, kernel)
+        self._rope = model.rope(model.shape.seq_len, device.dtype, place)
+        sound = device.compiles and (kernel.compiles_packed or not by_document)
+        self._forward = model.compiled(device.compile, say) if sound else model
+        self.score = device.compile(model.score, dynamic=False)
+        eight = isinstance(getattr(model, "ops", None), Fp8Ops)
+        self.products = Fp8Head(partial(device.compile, dynamic=False)) if eight else HeadProducts
+
+    @property
+    def packaged(self) -> list[str]:
+        """What packages compute here that a user may have installed or not."""
+        ops, kernel = getattr(self.model, "ops", None), self.kernel
+        used = {
+            "attention": isinstance(kernel, Flash) and kernel.packaged >= self.model.shape.head_dim,
+            "mlp": isinstance(ops, PlainOps) and ops.whole_mlp is not None,
+        }
+        return [part for part in used if used[part]]
+
+    @cached_property
+    def reader(self) -> Attention:
+        """The kernel for samples and scores, which read caches: the same where it can."""
+        asked = self.device.type, self.device.dtype, self.model.shape.head_dim
+        if self.kernel.refusal(*asked, decodes=True) is None:
+            return self.kernel
+        kernel, why = choose(*asked, decodes=True)
+        say(f"samples and scores use another kernel, {why}")
+        return kernel
+
+    def mean_over(self, tokens: int) -> None:
+        """The tokens of this rank that the loss of a step is the mean of: the size of its gradients follows."""
+        ops = getattr(self.model, "ops", None)
+        if isinstance(ops, Fp8Ops):
+            ops.mean_over(tokens)
+
+    def documents(self, tokens: Tensor, lengths: NDArray[np.int32]) -> Documents | None:
+        """Where the documents of a batch lie, if its tokens are to keep to them; made once for all layers."""
+        if not self.by_document:
+            return None
+        device, restarts = self.device, self.model.restarts
+        return documents(
+            self.kernel, lengths, tokens, device.dtype, compiled=device.compiles, pin=device.pin, restarts=restarts
+        )
+
+    def hidden(self, inputs: Tensor, known: Documents | None) -> Tensor:
+        """(B, T, C), compiled where that is sound."""
+        hidden: Tensor = self._forward(inputs, self.attend, self._rope, documents=known)
+        return hidden
+
+    def loss(self, batch: MicroBatch, weight: Tensor, ahead: Tensor | None = None) -> Tensor:
+        """`weight` times the sum of the nats of all targets; `ahead` as in nn/loss.py."""
+        known = self.documents(batch.inputs, batch.lengths)
+        return head_loss(
+            self.hidden(batch.inputs, known),
+            self.model.head,
+            batch.targets,
+            self.model.shape.vocab,
+            weight=weight,
+            ahead=ahead,
+            follows=None if known is None else known.follows,
+            scorer=self.score,
+            products=self.products,
+        )
+
+    def nats(self, batch: Batch) -> Tensor:
+        """Nats of every target of a batch on the host, without gradient; 0 where nothing is scored."""
+        inputs, targets = (torch.from_numpy(array).to(self.place) for array in (batch.inputs, batch.targets))
+        hidden = self.model(inputs, self.attend, documents=self.documents(inputs, batch.lengths))
+        return token_nats(hidden, self.model.head, targets, self.model.shape.vocab, self.model.cap)
+
+
+def operators(config: StepConfig, shape: Shape, here: Context, packaged: bool) -> Ops:
+    """The operators of a block: 8-bit, the chip's own, or plain torch; with nn/triton_training.py where that runs, and with the
+    MLP of a package, if it may be `packaged`."""
+    device = here.device
+    heads: Heads | None = None
+    if device.triton:
+        from ascendchat.nn.triton_training import heads
+    if config.fp8:
+        odd = [size for size in (shape.dim, shape.q_dim, shape.qkv_dim, shape.mlp_dim, shape.padded_vocab) if size % 16]
+        lacks = "" if device.compiles else "the model is not compiled here"
+        if not device.chip.fp8:
+            lacks = f"{device.chip.name} has no 8-bit products"
+        elif device.scaling.needed:  # the fixed scales of fp8 are for gradients of their true size
+            lacks = "the loss is scaled for float16"
+        elif odd:
+            lacks = f"8-bit products are of sizes that 16 divides, not {odd[0]}"
+        if not lacks:
+            return Fp8Ops(here.place, heads)
+        here.say(f"--fp8 is ignored: {lacks}")
+    mlp, said = device.packaged_mlp(shape.dim, shape.mlp_dim) if packaged else (None, None)
+    if said:
+        here.say(said)
+    device.chip = replace(device.chip, fused_mlp=mlp is not None)  # for the memory plan
+    return device.operators() or PlainOps(heads, mlp)
+
+
+def build(config: StepConfig, shape: Shape, here: Context, *, packaged: bool = True) -> Learner[GPT]:
+    """Model and kernel; weights are drawn on the host, so every device starts alike. `packaged`: False where what is
+    computed with gradients is compared with what is computed without, which a package rounds otherwise."""
+    device = here.device
+    kernel, reason = choose(device.type, device.dtype, shape.head_dim, config.attention)
+    here.say(reason)
+    by_document = config.attend == "document"
+    if by_document and device.compiles and not kernel.compiles_packed:
+        raise UserError(
+            f"--attend document: attention kernel {kernel.name} cannot be compiled for documents, whose lengths change "
+            "with every batch; train without compiling (--no-compile), or over whole rows (--attend row)"
+        )
+    here.say("a token sees its own document only" if by_document else "a token sees the whole row before it")
+    ops, dropout = operators(config, shape, here, packaged), getattr(config, "dropout", 0.0)
+    model = GPT(shape, ops, checkpoint_activations=config.activation_checkpointing, dropout=dropout)
+    model.initialise(config.seed)
+    place = here.place
+    learner = Learner(model.to_compute(device.dtype).to(place), kernel, device, place, by_document=by_document)
+    say_package(learner, here)
+    return learner
+
+
+def say_package(learner: Learner, here: Context) -> None:
+    """Whether rows are read by a package that the user has installed for that, and if not, why."""
+    if isinstance(learner.kernel, Flash):
+        from ascendchat.device.cuda_attention import notice
+
+        if said := notice(learner.place, learner.model.shape.head_dim):
+            here.say(said)
+
+
+def optimizer_for(learner: Learner, rates: dict[str, float], made: Sequence[Group] = ()) -> MuonAdamW:
+    """The optimizer of a model on its device; `made`: other groups than the usual ones."""
+    device, model = learner.device, learner.model
+    compile = device.compile if device.compiles else None
+    made = made or (groups(model, rates) if isinstance(model, GPT) else adamw_groups(model, rates["all"]))
+    few_launches = compile is None and device.operators() is not None
+    return MuonAdamW(
+        made, compute_dtype=device.dtype, compile=compile, fused=device.chip.fused_adamw, few_launches=few_launches
+    )
+
+
+def noise(learner: Learner, split: Split, seed: int = 0) -> MicroBatch:
+    """A micro-batch of random tokens, another one on every rank: to measure memory and speed."""
+    generator = torch.Generator().manual_seed(seed + collectives.world().rank)
+    size = (2, split.rows, split.seq_len)
+    inputs, targets = torch.randint(0, learner.model.shape.vocab, size, generator=generator).to(learner.place)
+    return MicroBatch(inputs, targets, np.full(split.rows, split.seq_len, np.int32), split.total)
